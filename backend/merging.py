@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -25,13 +24,20 @@ from tinkerflow.backend.commands import LORA_ALPHA, AdapterState
 from tinkerflow.backend.compute.config import ModelConfig, read_object
 from tinkerflow.backend.compute.families import Family, family_of, load_config
 from tinkerflow.backend.compute.peft_names import pair_names
-from tinkerflow.backend.compute.weight_files import INDEX, WEIGHTS, MadeTensor, StoredTensor, Tensor, open_tensors
+from tinkerflow.backend.compute.weight_files import (
+    DTYPES,
+    INDEX,
+    WEIGHTS,
+    MadeTensor,
+    StoredTensor,
+    Tensor,
+    open_tensors,
+)
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_source import TEXT_FILES
 from tinkerflow.backend.spec.ranks import peft_factor
 
 SHARD_BYTES = 4 * 2**30
-_DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
 _WIDENED = "BF16"  # of tensors that were quantised
 
 
@@ -48,7 +54,7 @@ class _Written:
         """Its bytes."""
         if isinstance(self.tensor, StoredTensor):
             return self.tensor.raw.size
-        return math.prod(self.tensor.shape) * int(np.dtype(_DTYPES[self.dtype]).itemsize)
+        return math.prod(self.tensor.shape) * int(np.dtype(DTYPES[self.dtype]).itemsize)
 
 
 def merge(folder: Path, state: AdapterState, to: Path, progress: Callable[[str], None] = lambda _: None) -> None:
@@ -131,8 +137,8 @@ class _Merger:
         changed = [name for name in self._parts(one.name, one.tensor) if self._source(name) in self._state.weights]
         if not changed and isinstance(one.tensor, StoredTensor):
             return None
-        dtype = np.dtype(_DTYPES[one.dtype])
-        whole: npt.NDArray[Any] = np.array(one.tensor.view(np.dtype(_DTYPES[one.tensor.dtype])), dtype, order="C")
+        dtype = np.dtype(DTYPES[one.dtype])
+        whole: npt.NDArray[Any] = np.array(one.tensor.view(np.dtype(DTYPES[one.tensor.dtype])), dtype, order="C")
         parts = self._parts(one.name, StoredTensor(whole.shape, one.dtype, whole.reshape(-1).view(np.uint8)))
         for name in changed:
             part = parts[name].view(dtype)

@@ -300,6 +300,25 @@ class ConfigFields:
             raise self.error(f"{key} is {value!r} in config.json; it must be a positive whole number")
         return value
 
+    def inner(self, key: str) -> ConfigFields:
+        """The fields of an object that a field holds; UserError when it is absent or holds something else."""
+        value = self[key]
+        if not isinstance(value, dict):
+            raise self.error(f"{key} is {value!r} in config.json; it must be an object")
+        return replace(self, values=value)
+
+    @property
+    def rope(self) -> Any:
+        """What the file says of rotary embeddings beside their theta: transformers 4 and 5 name it differently."""
+        return self.get("rope_parameters") or self.get("rope_scaling") or {}
+
+    def chosen_experts(self, experts: int) -> int:
+        """How many of a layer's experts each token goes to; UserError: not 1 to their number."""
+        chosen = self.size("num_experts_per_tok")
+        if chosen > experts:
+            raise self.error(f"num_experts_per_tok {chosen} of {experts} experts; must be from 1 to their number")
+        return chosen
+
     def refuse_others(self, **supported: Any) -> None:
         """UserError when a field is present, not null, and has another value than the one supported."""
         for key, value in supported.items():

@@ -128,9 +128,8 @@ def with_mixture(cfg: ModelConfig, fields: ConfigFields, *, norm_topk: bool) -> 
     fields.refuse_others(decoder_sparse_step=1, mlp_only_layers=[])
     # transformers 5 writes num_local_experts; earlier releases, and most of the hub, num_experts.
     number = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
-    experts, active = fields.size(number), fields.size("num_experts_per_tok")
-    if not 1 <= active <= experts:
-        raise fields.error(f"num_experts_per_tok {active} of {experts} experts; must be from 1 to their number")
+    experts = fields.size(number)
+    active = fields.chosen_experts(experts)
     normed = bool(fields.get("norm_topk_prob", norm_topk))
     return replace(cfg, experts=experts, experts_per_token=active, norm_topk=normed)
 
@@ -151,12 +150,13 @@ def windowed(fields: ConfigFields, cfg: ModelConfig, layer_types: Sequence[str])
 
 
 def text_fields(fields: ConfigFields, defaults: Mapping[str, Any] = {}) -> ConfigFields:
-    """The fields of the text model in those of a model that also sees images; `defaults` where its file has none."""
-    text = fields["text_config"]
-    if not isinstance(text, dict):
-        raise fields.error(f"text_config is {text!r} in config.json; it must be an object")
+    """The fields of the text model in those of a model that also sees images; `defaults` where its file has none.
+
+    Whether the embeddings are tied is said by the whole model's own field, as in transformers.
+    """
+    text = fields.inner("text_config").values
     tied = {} if fields.get("tie_word_embeddings") is None else {"tie_word_embeddings": fields["tie_word_embeddings"]}
-    return ConfigFields(fields.name, {**defaults, **tied, **text, "model_type": fields["model_type"]})
+    return ConfigFields(fields.name, {**defaults, **text, **tied, "model_type": fields["model_type"]})
 
 
 def decoder_projections(cfg: ModelConfig, layer: str = TEXT) -> dict[str, Projection]:
@@ -222,8 +222,7 @@ def decoder_tensors(
 
 def rotary_share(fields: ConfigFields, usual: float) -> ConfigFields:
     """The fields with the share of a head that turns, `usual` where the file does not say, for `decoder_config`."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or usual
+    share = fields.rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or usual
     return replace(fields, values={**fields.values, "partial_rotary_factor": share})
 
 
@@ -233,7 +232,7 @@ def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> 
     fields: of `config.json`. transformers 5 writes rope_parameters, for all layers or by `layer_types`; earlier
     releases wrote rope_scaling beside rope_theta. head_dim: of a head. theta: where the file has none.
     """
-    values: Any = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    values = fields.rope
     own = {key: fields[key] for key in _ROPE_FIELDS if fields.get(key) is not None}
 
     def one(values: Mapping[str, Any]) -> Rope:

@@ -37,15 +37,6 @@ _EVERY = 4  # layers with full attention, where `layer_types` is missing
 _ROTARY = 0.25  # the share of a head that turns, where the file does not say
 
 
-def text_fields(fields: ConfigFields) -> ConfigFields:
-    """The fields of the text model in those of a model that also sees images."""
-    text = fields["text_config"]
-    if not isinstance(text, dict):
-        raise fields.error(f"text_config is {text!r} in config.json; it must be an object")
-    tied = {} if fields.get("tie_word_embeddings") is None else {"tie_word_embeddings": fields["tie_word_embeddings"]}
-    return ConfigFields(fields.name, {**text, **tied, "model_type": fields["model_type"]})
-
-
 def hybrid_config(fields: ConfigFields, *, fused: bool = False, experts: bool = False) -> ModelConfig:
     """The config of a hybrid decoder.
 

@@ -39,8 +39,7 @@ def latent_config(fields: ConfigFields, norm_eps: float) -> ModelConfig:
         )
     scale = 1.0
     if isinstance(config.rope_scaling, YarnRope):
-        rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-        scale = yarn_scale(config.rope_scaling.factor, float(rope.get("mscale_all_dim") or 0.0)) ** 2
+        scale = yarn_scale(config.rope_scaling.factor, float(fields.rope.get("mscale_all_dim") or 0.0)) ** 2
     config = replace(
         config,
         head_dim=latent.plain + latent.rotary,

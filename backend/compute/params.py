@@ -31,10 +31,9 @@ from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.quantized import Int8, Weight, rounded, scales
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.vision_config import tower_tensors
-from tinkerflow.backend.compute.weight_files import StoredTensor, Tensor, open_tensors
+from tinkerflow.backend.compute.weight_files import DTYPES, StoredTensor, Tensor, open_tensors
 from tinkerflow.backend.errors import UserError
 
-_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
 _UNUSED = (".rotary_emb.inv_freq", ".masked_bias")  # buffers that old releases of transformers saved
 # The tensor axis splits their inputs, and their outputs are summed over it.
 _ROW_PARALLEL = ("o", "down", "out", "shared_down", "dense_down")
@@ -196,9 +195,9 @@ class _Loader:
             raise UserError(
                 f"base model {str(self.folder)!r}: tensor {name!r} {wrong}; config.json asks for shape {shape}"
             )
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise UserError(
-                f"base model {str(self.folder)!r}: tensor {name!r} is {tensor.dtype}; supported: {', '.join(_DTYPES)}"
+                f"base model {str(self.folder)!r}: tensor {name!r} is {tensor.dtype}; supported: {', '.join(DTYPES)}"
             )
         return tensor
 
@@ -241,7 +240,7 @@ class _Loader:
 
 
 def _floats(tensor: Tensor, rows: slice) -> Array:
-    return np.asarray(tensor.view(_DTYPES[tensor.dtype])[rows], dtype=np.float32)
+    return np.asarray(tensor.view(DTYPES[tensor.dtype])[rows], dtype=np.float32)
 
 
 def _empty(shape: list[int], dtype: np.dtype[Any]) -> Array:
@@ -254,7 +253,7 @@ def _empty(shape: list[int], dtype: np.dtype[Any]) -> Array:
 
 def _copy(out: Array, tensor: Tensor, *where: slice) -> None:
     """Copy a part of a stored tensor into `out`, in its dtype; as bits where these are the same, which is faster."""
-    source = tensor.view(_DTYPES[tensor.dtype])[where]
+    source = tensor.view(DTYPES[tensor.dtype])[where]
     if out.flags.c_contiguous:
         _convert(out, source)
     else:  # turned: block by block, which the processor's cache holds

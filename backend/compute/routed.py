@@ -47,9 +47,7 @@ def routed_config(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
 
 def by_sigmoid(fields: ConfigFields, config: ModelConfig, experts: int) -> ModelConfig:
     """The config with so many experts, scored by sigmoids. UserError: num_experts_per_tok is not 1 to their number."""
-    chosen = fields.size("num_experts_per_tok")
-    if chosen > experts:
-        raise fields.error(f"num_experts_per_tok {chosen} of {experts} experts; must be from 1 to their number")
+    chosen = fields.chosen_experts(experts)
     return replace(config, experts=experts, experts_per_token=chosen, norm_topk=True, sigmoid=True)
 
 

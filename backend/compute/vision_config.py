@@ -23,12 +23,11 @@ _SECTIONS = (24, 20, 20)
 
 def read_vision(fields: ConfigFields) -> Vision:
     """The tower that the fields of `config.json` describe; UserError names what is missing or not computed here."""
-    own = _inner(fields, "vision_config")
-    text = _inner(fields, "text_config")
+    own = fields.inner("vision_config")
+    text = fields.inner("text_config")
     own.refuse_others(hidden_act="gelu_pytorch_tanh", in_channels=COLOURS)
     positions, deep = own.size("num_position_embeddings"), own.get("deepstack_visual_indexes") or []
-    rope: Any = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sections = tuple(rope.get("mrope_section") or _SECTIONS)
+    sections = tuple(text.rope.get("mrope_section") or _SECTIONS)
     vision = Vision(
         layers=own.size("depth"),
         hidden=own.size("hidden_size"),
@@ -122,13 +121,6 @@ def open_processor(cfg: ModelConfig, folder: str | Path) -> ImageProcessor | Non
         mean=_colours(fields, "image_mean"),
         deviation=_colours(fields, "image_std"),
     )
-
-
-def _inner(fields: ConfigFields, key: str) -> ConfigFields:
-    values = fields[key]
-    if not isinstance(values, dict):
-        raise fields.error(f"{key} is {values!r} in config.json; it must be an object")
-    return ConfigFields(fields.name, values)
 
 
 def _colours(fields: ConfigFields, key: str) -> tuple[float, ...]:

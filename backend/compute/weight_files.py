@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import safetensors
@@ -21,6 +22,8 @@ from tinkerflow.backend.errors import UserError
 WEIGHTS = "model.safetensors"
 _FP8, _SCALES = "F8_E4M3", "_scale_inv"  # of a matrix in blocks; `key` + _SCALES has its scales
 INDEX = "model.safetensors.index.json"
+# By safetensors' names: what weights may be stored as.
+DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
 
 
 @dataclass(frozen=True)

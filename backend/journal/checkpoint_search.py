@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,11 +13,9 @@ from sqlmodel import col
 
 from tinkerflow.backend.ids import CheckpointKind
 from tinkerflow.backend.journal.checkpoints import CheckpointView, exists
-from tinkerflow.backend.journal.database import Aggregate, as_view, owned_by
+from tinkerflow.backend.journal.database import Aggregate, as_view, newest_page, owned_by
 from tinkerflow.backend.journal.sessions import PROJECT, check_projects
 from tinkerflow.backend.journal.tables import Checkpoint, Model, Session
-
-_BATCH = 500  # rows read at once when metadata decides, which SQL does not compare alike everywhere
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,14 @@ class CheckpointSearch(Aggregate):
 
         NotFoundError: a project that no session of the caller's carries.
         """
-        newest = (col(Checkpoint.created_at).desc(), col(Checkpoint.path).desc())
-        where = (exists(self._now()), *owned_by(Checkpoint, owner), *_conditions(query))
-        matching = sa.select(Checkpoint).where(*where).order_by(*newest)
-        found: list[sa.Row[Any]] = []
-        size, after = (_BATCH if query.user_metadata else query.limit + 1), query.after
+        matching = sa.select(Checkpoint).where(exists(self._now()), *owned_by(Checkpoint, owner), *_conditions(query))
+        matches = partial(_has_metadata, query.user_metadata) if query.user_metadata else None
         with self._read() as connection:
             check_projects(connection, query.projects, owned_by(Session, owner))
-            while len(found) <= query.limit:
-                rows = connection.execute(matching.where(*_older(after)).limit(size)).all()
-                found += [row for row in rows if query.user_metadata.items() <= row.user_metadata.items()]
-                if len(rows) < size:
-                    break
-                after = (rows[-1].created_at, rows[-1].path)
-        return [as_view(CheckpointView, row) for row in found[: query.limit]], len(found) > query.limit
+            page, more = newest_page(
+                connection, matching, col(Checkpoint.path), limit=query.limit, after=query.after, matches=matches
+            )
+        return [as_view(CheckpointView, row) for row in page], more
 
 
 def _conditions(query: CheckpointQuery) -> list[sa.ColumnElement[bool]]:
@@ -74,9 +67,5 @@ def _conditions(query: CheckpointQuery) -> list[sa.ColumnElement[bool]]:
     return where
 
 
-def _older(after: tuple[datetime, str] | None) -> tuple[sa.ColumnElement[bool], ...]:
-    if after is None:
-        return ()
-    created_at, path = after
-    same = sa.and_(col(Checkpoint.created_at) == created_at, col(Checkpoint.path) < path)
-    return (sa.or_(col(Checkpoint.created_at) < created_at, same),)
+def _has_metadata(wanted: Mapping[str, str], row: sa.Row[Any]) -> bool:
+    return bool(wanted.items() <= row.user_metadata.items())

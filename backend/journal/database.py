@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 import sqlalchemy as sa
 from sqlalchemy import Row, event
 from sqlalchemy.engine import Dialect, make_url
+from sqlalchemy.orm import Mapped
 from sqlmodel import SQLModel, col
 
 from tinkerflow.backend.clock import Clock
@@ -34,6 +35,7 @@ NAMES = {
     "pk": "pk_%(table_name)s",
 }
 _AT_ONCE = 10_000  # SQLite takes 32,766 parameters
+_BATCH = 500  # rows read at once when texts decide, which SQL does not compare alike everywhere
 _PROCESS = sa.table("process", sa.column("name"), sa.column("epoch"))
 _LEASE = sa.select(_PROCESS.c.epoch).where(_PROCESS.c.name == "engine").with_for_update(read=True)
 
@@ -232,6 +234,38 @@ def is_owned(table: Owned) -> sa.ColumnElement[bool]:
 def owned_by(table: Owned, owner: str | None) -> tuple[sa.ColumnElement[bool], ...]:
     """The same for lists: the rows of one owner, or all."""
     return () if owner is None else (col(table.owner) == owner,)
+
+
+def newest_page(
+    connection: sa.Connection,
+    rows: sa.Select[Any],
+    key: Mapped[str],
+    *,
+    limit: int,
+    after: tuple[datetime, str] | None,
+    matches: Callable[[Row[Any]], bool] | None = None,
+) -> tuple[list[Row[Any]], bool]:
+    """At most `limit` of the rows, newest first, and whether there are more.
+
+    connection: to read with. rows: of one table, which has `created_at`. key: its column that orders rows of the same
+    time. after: created_at and key of the last row of the page before. matches: what texts decide of a row; None: SQL
+    has decided everything.
+    """
+    created_at = rows.selected_columns["created_at"]
+    ordered = rows.order_by(created_at.desc(), key.desc())
+    size = limit + 1 if matches is None else _BATCH
+    found: list[Row[Any]] = []
+    while len(found) <= limit:
+        older = ordered
+        if after is not None:
+            same = sa.and_(created_at == after[0], key < after[1])
+            older = ordered.where(sa.or_(created_at < after[0], same))
+        read = connection.execute(older.limit(size)).all()
+        found += filter(matches, read)
+        if len(read) < size:
+            break
+        after = (read[-1].created_at, getattr(read[-1], key.key))
+    return found[:limit], len(found) > limit
 
 
 def missing(table: type[Table], row_id: str) -> NotFoundError:

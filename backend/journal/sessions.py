@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Literal
 
 import sqlalchemy as sa
@@ -29,6 +30,7 @@ from tinkerflow.backend.journal.database import (
     is_owned,
     locked_ids,
     missing,
+    newest_page,
     owned_by,
 )
 from tinkerflow.backend.journal.effects import close_samplers
@@ -58,7 +60,6 @@ _HEARTBEAT = (
     .returning(col(Session.state))
 )
 _NEWEST = (col(Session.created_at).desc(), col(Session.id).desc())
-_BATCH = 500  # rows read at once when texts decide, which SQL does not compare alike everywhere
 _NEWER = aliased(Request, name="newer")
 
 
@@ -250,21 +251,16 @@ class Sessions(Aggregate):
         NotFoundError: a project that no session of the caller's carries.
         """
         mine = owned_by(Session, owner)
-        matching = sa.select(Session).where(*mine, *_conditions(query)).order_by(*_NEWEST)
-        found: list[sa.Row[Any]] = []
+        matching = sa.select(Session).where(*mine, *_conditions(query))
         by_text = bool(query.user_metadata) or query.display_name is not None
-        size, after = (_BATCH if by_text else query.limit + 1), query.after
+        matches = partial(_matches, query) if by_text else None
         with self._read() as connection:
             check_projects(connection, query.projects, mine)
-            while len(found) <= query.limit:
-                rows = connection.execute(matching.where(*_older(after)).limit(size)).all()
-                found += [row for row in rows if _matches(row, query)]
-                if len(rows) < size:
-                    break
-                after = (rows[-1].created_at, rows[-1].id)
-            page = found[: query.limit]
+            page, more = newest_page(
+                connection, matching, col(Session.id), limit=query.limit, after=query.after, matches=matches
+            )
             stored = _stored(connection, [row.id for row in page], self._now())
-        return [SessionSummary(_view(row), *stored.get(row.id, (0, 0))) for row in page], len(found) > query.limit
+        return [SessionSummary(_view(row), *stored.get(row.id, (0, 0))) for row in page], more
 
     def timeline(self, session_id: str) -> list[Timed]:
         """When the requests of the session's models and samplers came, began and were answered.
@@ -402,15 +398,7 @@ def _has_status(status: SessionStatus, reasons: tuple[str, ...] | None) -> sa.Co
             return finished if reasons is None else sa.and_(finished, col(Session.finish_reason).in_(reasons))
 
 
-def _older(after: tuple[datetime, str] | None) -> tuple[sa.ColumnElement[bool], ...]:
-    if after is None:
-        return ()
-    created_at, session_id = after
-    same = sa.and_(col(Session.created_at) == created_at, col(Session.id) < session_id)
-    return (sa.or_(col(Session.created_at) < created_at, same),)
-
-
-def _matches(row: sa.Row[Any], query: SessionQuery) -> bool:
+def _matches(query: SessionQuery, row: sa.Row[Any]) -> bool:
     """All metadata pairs equal; and the id equal, or every word of display_name in the name, whatever its case."""
     metadata = plain_metadata(row.user_metadata)
     if any(metadata.get(key) != value for key, value in query.user_metadata.items()):

@@ -14,10 +14,11 @@ import pytest
 import safetensors.numpy
 import torch
 from tests.compute.closeness import close, close_logprobs
-from tests.compute.conftest import TOWER, VOCAB, build, inputs_of, seeing
+from tests.compute.conftest import SEEING, TOWER, VOCAB, build, inputs_of, seeing
 
 from tinkerflow.backend.commands import (
     CreateAdapter,
+    Example,
     ExportAdapter,
     ImportAdapter,
     LoraSpec,
@@ -32,6 +33,11 @@ from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_confi
 
 LENGTHS = (1, 7, 33, 60)
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
+
+
+def _head(family: str) -> str:
+    """Tied where the file says so in a way of its own; untied embeddings are in every other test."""
+    return "tied" if family in ("qwen3", *SEEING) else "untied"
 
 
 @pytest.fixture(scope="module", params=registered())
@@ -57,6 +63,7 @@ def in_peft(model, executor, adapter_id, folder):
         adapted.unload()
 
 
+@pytest.mark.parametrize("reference", [f"{name}-{_head(name)}" for name in registered()], indirect=True)
 def test_logprobs_of_the_base_model(reference, examples, forward):
     executor = reference.executor()
     executor.execute(CreateAdapter("fresh", LoraSpec(4), 0))
@@ -162,13 +169,27 @@ def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(famil
     prompt = np.random.default_rng(5).integers(0, VOCAB, 150).tolist()
     asked = [ask(name, prompt, 64, snapshot_id="tokens") for name in ("first", "second")]
     (first,), (second,) = (run_all(executor, one)[one.request_id].sequences for one in asked)
-    with in_peft(base, executor, "tokens", tmp_path) as by_torch, torch.no_grad():
-        ids = torch.tensor([prompt])
-        wanted = by_torch.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, pad_token_id=0
-        )
-    assert first.tokens_T.tolist() == second.tokens_T.tolist() == wanted[0, len(prompt) :].tolist()
+    with in_peft(base, executor, "tokens", tmp_path) as by_torch:
+        wanted = _generated(by_torch, prompt, 64)
+    assert first.tokens_T.tolist() == second.tokens_T.tolist() == wanted
     np.testing.assert_array_equal(first.logprobs_T, second.logprobs_T)
+
+
+def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forward):
+    """Also adapters of experts, beside the base model alone, whose tokens are those of transformers."""
+    base, executor, _ = family
+    adapter(executor, "scored", rank=5)
+    executor.execute(PublishSnapshot("scored", "scored"))
+    prompt = np.random.default_rng(6).integers(0, VOCAB, 45).tolist()
+    own = ask("own", prompt, 20, snapshot_id="scored", prompt_logprobs=True)
+    both = run_all(executor, ask("base", prompt, 20), own)
+    assert both["base"].sequences[0].tokens_T.tolist() == _generated(base.model, prompt, 20)
+    (sequence,) = both["own"].sequences
+    whole = np.asarray([*prompt, *sequence.tokens_T], np.int32)
+    example = Example(whole[:-1], whole[1:, None], np.ones((len(whole) - 1, 1), np.float32))
+    (expected,) = forward(executor, "scored", (example,)).logprobs
+    close_logprobs(both["own"].prompt_logprobs_T[1:], expected[:44], ulps=1024)
+    close_logprobs(sequence.logprobs_T, expected[44:], ulps=1024)
 
 
 def test_examples_in_one_row_are_as_alone(family, examples, adapter, forward):
@@ -206,6 +227,14 @@ def test_images_in_one_row_are_seen_as_in_transformers(family, tmp_path, example
     found = gradients(executor, "replayed")
     for name, gradient in gradients(executor, "sees").items():
         np.testing.assert_array_equal(found[name], gradient)
+
+
+def _generated(by_torch, prompt, tokens):
+    """The greedy tokens after the prompt, by transformers."""
+    ids = torch.tensor([prompt])
+    plain = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        return by_torch.generate(input_ids=ids, max_new_tokens=tokens, **plain)[0, len(prompt) :].tolist()
 
 
 def scores(by_torch, example):

@@ -3,14 +3,13 @@
 from functools import partial
 
 from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.decoder import VISION_TEXT
+from tinkerflow.backend.compute.decoder import VISION_TEXT, text_fields
 from tinkerflow.backend.compute.families import Family
 from tinkerflow.backend.compute.hybrid import (
     SKIPPED,
     hybrid_config,
     hybrid_projections,
     hybrid_tensors,
-    text_fields,
 )
 
 

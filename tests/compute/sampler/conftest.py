@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.compute.conftest import FAMILY_SHAPE, SEEING, random_model
+from tests.compute.conftest import FAMILY_SHAPE, random_model
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.families import load_config, registered
+from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.lora import Lora, init_lora
 from tinkerflow.backend.compute.memory import plan_group
 from tinkerflow.backend.compute.mesh import make_mesh
@@ -127,12 +127,6 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """A random Llama 3 with rope scaling and an unembedding of its own."""
     return make_tiny(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture(scope="session", params=[name for name in registered() if name not in ("qwen3", "llama", *SEEING)])
-def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """The families beside those of `tiny`, for what differs between them."""
-    return make_tiny(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="session", params=["qwen", "llama"])

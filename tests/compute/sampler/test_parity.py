@@ -37,20 +37,6 @@ def test_greedy_is_token_for_token_what_hugging_face_generates(
     assert sequence.stop_reason == "length"
 
 
-def test_other_architectures_decode_and_score_alike(
-    other: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, training_logprobs: Any
-) -> None:
-    sampler, spec, tokens = other.sampler(), LoraSpec(rank=5), prompt(45)
-    lora = random_lora(other.cfg, spec, 3)
-    sampler.publish("snap", lora, spec)
-    both = run_all(sampler, ask("base", tokens, 20), ask("own", tokens, 20, snapshot_id="snap", prompt_logprobs=True))
-    assert both["base"].sequences[0].tokens_T.tolist() == hugging_face(other.folder, tokens, 20)
-    (sequence,) = both["own"].sequences
-    expected = training_logprobs(other, lora, [*tokens, *sequence.tokens_T.tolist()])
-    close_logprobs(both["own"].prompt_logprobs_T[1:], expected[:44], ulps=1024)
-    close_logprobs(sequence.logprobs_T, expected[44:], ulps=1024)
-
-
 @pytest.mark.parametrize("length", [1, 40, 200])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_logprobs_are_those_of_the_training_forward(
