@@ -34,7 +34,7 @@ class Settings(BaseSettings):
     public_url: str = ""
     """URL at which clients reach the API, used in download links; empty = the URL of each request"""
     base_models: tuple[str, ...] = ()
-    """models to serve, as Hugging Face ids or folders; none = the tiny embedded model"""
+    """models to serve, as Hugging Face ids, folders or gs:// URLs; none = the tiny embedded model"""
     store: str = ""
     """the checkpoint store: file:///FOLDER, gs://BUCKET/PREFIX, or memory://NAME for tests; empty = <data_dir>/store"""
     pipelines: str = ""

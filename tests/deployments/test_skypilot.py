@@ -1,0 +1,68 @@
+"""The task for SkyPilot, by its own reader where that is installed; its commands, by a program that tells of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.cli import app
+
+FILE = Path(__file__).parents[2] / "deployments" / "skypilot" / "tinkerflow.yaml"
+TASK: dict[str, Any] = yaml.safe_load(FILE.read_text())
+TELLS = """#!/bin/bash
+echo "$@" >> {calls}
+env | grep ^TINKERFLOW_ | grep -v ^TINKERFLOW_GROUP_SECRET > {calls}.env
+"""
+
+
+def commands(part: str, home: Path, **variables: str) -> list[list[str]]:
+    """The arguments of every call of `tinkerflow` by a part of the task, sorted."""
+    program, calls = home / "tinkerflow-venv" / "bin" / "tinkerflow", home / "calls"
+    program.parent.mkdir(parents=True)
+    program.write_text(TELLS.format(calls=calls))
+    for name in ("tinkerflow", "python", "pip"):
+        (program.parent / name).write_text(TELLS.format(calls=calls if name == "tinkerflow" else os.devnull))
+        (program.parent / name).chmod(0o755)
+    environment = {**os.environ, **TASK["envs"], "HOME": str(home), "GROUP_SECRET": "s3cret", **variables}
+    subprocess.run(["bash", "-c", TASK[part]], env=environment, check=True, timeout=60)
+    return sorted(line.split() for line in calls.read_text().splitlines())
+
+
+def test_one_node_runs_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert commands("run", tmp_path, SKYPILOT_NUM_NODES="1", STORE="gs://bucket/prefix") == [["up"]]
+    for line in (tmp_path / "calls.env").read_text().splitlines():
+        monkeypatch.setenv(*line.split("=", 1))
+    settings = Settings()
+    assert settings.base_models == ("Qwen/Qwen3-8B",)
+    assert settings.store == "gs://bucket/prefix"
+    assert settings.data_dir == tmp_path / "tinkerflow-data"
+
+
+@pytest.mark.parametrize(("rank", "parts"), [(0, ["up", "worker"]), (1, ["worker"])])
+def test_several_nodes_are_one_group(tmp_path: Path, rank: int, parts: list[str]) -> None:
+    nodes = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
+    made = commands("run", tmp_path, **nodes)
+    assert [part for part, *_ in made] == parts
+    for part, *arguments in made:
+        assert arguments[arguments.index("--group") + 1] == "10.0.0.5:7000"
+        command = typer.main.get_command(app).commands[part]  # type: ignore[attr-defined]
+        assert command.make_context(part, list(arguments)).params
+    secret = tmp_path / "tinkerflow-group.secret"
+    assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("s3cret", 0o600)
+
+
+def test_a_node_fetches_its_models_first(tmp_path: Path) -> None:
+    assert commands("setup", tmp_path) == [["models", "fetch"]]
+
+
+def test_skypilot_takes_the_task() -> None:
+    sky = pytest.importorskip("sky", reason="no skypilot")
+    task = sky.Task.from_yaml_config({**TASK, "workdir": None, "secrets": {"GROUP_SECRET": "s3cret"}})
+    assert (task.num_nodes, task.run) == (1, TASK["run"])
