@@ -48,7 +48,7 @@ class CheckpointSearch(Aggregate):
         with self._read() as connection:
             check_projects(connection, query.projects, owned_by(Session, owner))
             page, more = newest_page(
-                connection, matching, col(Checkpoint.path), limit=query.limit, after=query.after, matches=matches
+                connection, matching, "path", limit=query.limit, after=query.after, matches=matches
             )
         return [as_view(CheckpointView, row) for row in page], more
 

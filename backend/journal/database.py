@@ -20,7 +20,6 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 import sqlalchemy as sa
 from sqlalchemy import Row, event
 from sqlalchemy.engine import Dialect, make_url
-from sqlalchemy.orm import Mapped
 from sqlmodel import SQLModel, col
 
 from tinkerflow.backend.clock import Clock
@@ -239,7 +238,7 @@ def owned_by(table: Owned, owner: str | None) -> tuple[sa.ColumnElement[bool], .
 def newest_page(
     connection: sa.Connection,
     rows: sa.Select[Any],
-    key: Mapped[str],
+    key: str,
     *,
     limit: int,
     after: tuple[datetime, str] | None,
@@ -247,24 +246,24 @@ def newest_page(
 ) -> tuple[list[Row[Any]], bool]:
     """At most `limit` of the rows, newest first, and whether there are more.
 
-    connection: to read with. rows: of one table, which has `created_at`. key: its column that orders rows of the same
+    connection: to read with. rows: of one table, which has `created_at`. key: the column that orders rows of the same
     time. after: created_at and key of the last row of the page before. matches: what texts decide of a row; None: SQL
     has decided everything.
     """
-    created_at = rows.selected_columns["created_at"]
-    ordered = rows.order_by(created_at.desc(), key.desc())
+    created_at, tie = rows.selected_columns["created_at"], rows.selected_columns[key]
+    ordered = rows.order_by(created_at.desc(), tie.desc())
     size = limit + 1 if matches is None else _BATCH
     found: list[Row[Any]] = []
     while len(found) <= limit:
         older = ordered
         if after is not None:
-            same = sa.and_(created_at == after[0], key < after[1])
+            same = sa.and_(created_at == after[0], tie < after[1])
             older = ordered.where(sa.or_(created_at < after[0], same))
         read = connection.execute(older.limit(size)).all()
         found += filter(matches, read)
         if len(read) < size:
             break
-        after = (read[-1].created_at, getattr(read[-1], key.key))
+        after = (read[-1].created_at, getattr(read[-1], key))
     return found[:limit], len(found) > limit
 
 

@@ -256,9 +256,7 @@ class Sessions(Aggregate):
         matches = partial(_matches, query) if by_text else None
         with self._read() as connection:
             check_projects(connection, query.projects, mine)
-            page, more = newest_page(
-                connection, matching, col(Session.id), limit=query.limit, after=query.after, matches=matches
-            )
+            page, more = newest_page(connection, matching, "id", limit=query.limit, after=query.after, matches=matches)
             stored = _stored(connection, [row.id for row in page], self._now())
         return [SessionSummary(_view(row), *stored.get(row.id, (0, 0))) for row in page], more
 
