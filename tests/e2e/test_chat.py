@@ -255,9 +255,9 @@ def test_lm_eval_scores_choices_and_texts_and_generates(
     assert done["results"]["choices"]["acc,none"] == 1.0
     (one,) = done["samples"]["choices"]
     for ((logprob, _),), choice in zip(one["resps"], choices, strict=True):
-        prompt, answer = tokenizer.encode(asked), tokenizer.encode(choice)
-        known = sampler.compute_logprobs(types.ModelInput.from_ints(prompt + answer)).result()
-        assert float(logprob) == pytest.approx(sum(known[len(prompt) :]), abs=1e-4)
+        tokens, first = tokenizer.encode(asked + choice), len(tokenizer.encode(asked.rstrip()))  # as lm-eval cuts them
+        known = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+        assert float(logprob) == pytest.approx(sum(known[first:]), abs=1e-4)
     chatted = evaluate(
         "local-chat-completions",
         "chat/completions",
