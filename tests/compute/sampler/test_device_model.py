@@ -273,7 +273,7 @@ def test_random_traffic(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch)
         model_path="",
     )
     kinds = [LayerKind(rope=None, window=chance.choice([None, 33, 70]))]
-    cfg: Any = SimpleNamespace(max_positions=10**6, vocab=100, layer_kinds=kinds, cached=(1, 8, 8))
+    cfg: Any = SimpleNamespace(max_positions=10**6, vocab=100, layer_kinds=kinds, split_heads=1)
     params: Any = SimpleNamespace(embed_VD=SimpleNamespace(dtype=SimpleNamespace(name="float32")), apart=True)
     mesh: Any = SimpleNamespace(shape={FSDP: shards})
     plan: Any = SimpleNamespace(pages=chance.choice([3, 5, 9, 40]), states=0, uses=None)
