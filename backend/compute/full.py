@@ -66,8 +66,7 @@ def like(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> Params:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def zeros(cfg: ModelConfig, mesh: Mesh) -> Params:
     """Gradients, or a part of an optimizer's state, before the first step."""
-    made: Params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like(cfg, mesh))
-    return made
+    return pinned(cfg, mesh, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like(cfg, mesh)))
 
 
 def computed(cfg: ModelConfig, base: Params, weights: Params) -> Params:
