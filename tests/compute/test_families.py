@@ -96,7 +96,11 @@ def test_names_and_shapes_are_those_of_the_files(model, tmp_path):
     for tensor in (*family.tensors(cfg).values(), *tower.values()):
         layers = range(cfg.layers) if tensor.layers is None else tensor.layers
         wanted |= {tensor.tensor.format(layer): tensor.shape for layer in layers}
-    wanted |= {family.embed: (cfg.vocab, cfg.hidden), family.final_norm: (cfg.hidden,)}
+    wanted |= {
+        family.embed: (cfg.vocab, cfg.hidden),
+        family.final_norm: (cfg.hidden,),
+        **dict(family.inputs(cfg).values()),
+    }
     held = {name: array.shape for name, array in stored.items() if not name.startswith(family.skipped)}
     assert held == wanted
     modules = dict(reference.model.named_modules())  # transformers fuses the experts of a layer
