@@ -136,8 +136,8 @@ def _find(call: Call, model: str) -> tuple[ModelCard, CheckpointView | None]:
             return served(journal, model), None
         model = _newest_of_run(call, model)
     checkpoint = journal.checkpoints.get(model, call.owner)
-    if checkpoint.kind is CheckpointKind.EXTERNAL_WEIGHTS:
-        raise UserError(f"model is {model!r}: external weights are for downloads, not for sampling")
+    if checkpoint.unsampled:
+        raise UserError(f"model is {model!r}: {checkpoint.unsampled}")
     return served(journal, checkpoint.base_model), checkpoint
 
 

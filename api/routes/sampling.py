@@ -15,7 +15,7 @@ from tinkerflow.api.routes.futures import accepted, judged
 from tinkerflow.api.routes.training import served
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.ids import sampler_id
-from tinkerflow.backend.journal import CheckpointKind, Journal, NewSampler
+from tinkerflow.backend.journal import Journal, NewSampler
 from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse
 
 router = Router(busy=7)
@@ -86,8 +86,8 @@ def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
     base_model = body.base_model
     if body.model_path is not None:
         saved = journal.checkpoints.get(body.model_path, owner)
-        if saved.kind is CheckpointKind.EXTERNAL_WEIGHTS:
-            raise UserError(f"model_path is {body.model_path!r}: external weights are for downloads, not for sampling")
+        if saved.unsampled:
+            raise UserError(f"model_path is {body.model_path!r}: {saved.unsampled}")
         base_model = base_model or saved.base_model
         if base_model != saved.base_model:
             raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, that of {body.model_path}")

@@ -10,6 +10,7 @@ immediately: waiting would gain nothing and keep two micro-batches in memory.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -104,7 +105,8 @@ class Executor:
         )
         self._steps = make_steps(self._cfg, self._mesh, self.plan.budget.kept_bytes)
         self._adapters = AdapterStore(self._cfg, self._mesh, config.model_path)
-        self._adapter_bytes: dict[str, int] = {}  # what those that are there take of each device
+        # What those that are there take of each device, and whether it is for training all parameters.
+        self._adapter_bytes: dict[str, tuple[int, bool]] = {}
         self._eyes = open_eyes(self._cfg, config.model_path, self._mesh, self._params)
         self._sampler = Sampler(self._cfg, self._params, self._mesh, self._config, self.plan, eyes=self._eyes)
         self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
@@ -310,15 +312,19 @@ class Executor:
             "may work when there are fewer models or samplers"
         )
 
-    def _room_for(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> int:
-        """The bytes of each device that the adapter takes; AllocationError when it does not fit beside the others."""
+    def _room_for(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> tuple[int, bool]:
+        """What the adapter takes of each device; AllocationError when it does not fit beside the others.
+
+        What was there at the same time fits again in any order, as a restored group makes it: only sums are bounded.
+        """
         if check_spec(spec).full:
             full.check(self._cfg, optimizer)
         needed = adapter_bytes(self._cfg, self._config, spec, optimizer)
-        if self.plan.uses is None and not spec.full:
-            return needed
-        room = self.plan.uses.adapters if self.plan.uses is not None and not spec.full else self.plan.full
-        free = room - sum(size for name, size in self._adapter_bytes.items() if name != adapter_id)
+        others = [taken for name, taken in self._adapter_bytes.items() if name != adapter_id]
+        every = math.inf if self.plan.uses is None else self.plan.uses.adapters
+        room, free = every, every - sum(size for size, _ in others)
+        if spec.full:
+            room, free = self.plan.full, min(free, self.plan.full - sum(size for size, is_full in others if is_full))
         what, of, less = ("the adapter", "adapters", "a smaller rank")
         if spec.full:
             what, of, less = ("training all parameters", "that", "1 or more")
@@ -330,7 +336,7 @@ class Executor:
                 f"{takes} with its gradients and optimizer state, and {max(0, free) / GB:.3g} GB are free of the "
                 f"{room / GB:.3g} GB for {of}: must be {less}, or fewer models at the same time"
             )
-        return needed
+        return needed, spec.full
 
     def _want(self, spec: LoraSpec, optimizer: Optimizer) -> None:
         """Warm up for adapters of that shape, unless it was asked for before."""

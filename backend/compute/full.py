@@ -30,6 +30,7 @@ from tinkerflow.backend.compute.params import load_params, params_like
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+from tinkerflow.backend.spec.ranks import NOT_SAMPLED
 
 Trained: TypeAlias = Lora | Params
 Tree = TypeVar("Tree")
@@ -78,12 +79,9 @@ def computed(cfg: ModelConfig, base: Params, weights: Params) -> Params:
 
 
 def only_adapter(weights: Trained) -> Lora:
-    """What is to be sampled; UserError when it is no adapter: the sampler's batch has one base model for all rows."""
+    """What is to be sampled; UserError when it is no adapter."""
     if isinstance(weights, Params):
-        raise UserError(
-            "sampling: a model of which all parameters are trained (lora_config.rank 0) cannot be sampled here: save "
-            "its state, write it with `tinkerflow checkpoint merge`, and serve that folder as a base model"
-        )
+        raise UserError(NOT_SAMPLED)
     return weights
 
 

@@ -313,12 +313,14 @@ def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimiz
 def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> int:
     """What training all parameters takes of each device, with what a step takes beside that of an adapter's step.
 
-    Float32: weights, gradients and the optimizer's state; in a step a copy of pending gradients, the gradients that are
-    added to them, and those of the unembedding before they are summed. And the weights in the dtype they compute in.
+    Float32: weights, gradients and the optimizer's state, and another of each while a state is loaded in their place.
+    A step may take more than that: what the gradients were before, of commands in flight, the gradients that are added
+    to them, and those of the unembedding before they are summed. And the weights in the dtype they compute in.
     """
     size, item = held_bytes(full.like(cfg, _mesh(config))), jnp.dtype(config.dtype).itemsize
-    step = 2 * size + 4 * _share(cfg.vocab, config.tensor) * cfg.hidden + (size * item // 4 if item < 4 else 0)
-    return size * (2 + len(OPTIMIZERS[optimizer].state)) + step
+    step = 4 * _share(cfg.vocab, config.tensor) * cfg.hidden + (size * item // 4 if item < 4 else 0)
+    held = size * (2 + len(OPTIMIZERS[optimizer].state))
+    return held + max(held, (_IN_FLIGHT + 1) * size + step)
 
 
 def device_limit(config: GroupConfig) -> int | None:

@@ -17,12 +17,13 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.ids import CheckpointKind, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view, columns, get_owned, missing, owned_by
 from tinkerflow.backend.journal.effects import CheckpointSaved
 from tinkerflow.backend.journal.requests import Limits, storage_failure
 from tinkerflow.backend.journal.tables import Checkpoint, Model, WeightsShare
+from tinkerflow.backend.spec.ranks import NOT_SAMPLED
 
 SHARE_PREFIX = "tfw-"
 T = TypeVar("T")
@@ -34,6 +35,13 @@ class CheckpointView(CheckpointSaved):
 
     created_at: datetime
     public: bool
+
+    @property
+    def unsampled(self) -> str | None:
+        """Why it cannot be sampled; None: it can."""
+        if self.kind is CheckpointKind.EXTERNAL_WEIGHTS:
+            return "external weights are for downloads, not for sampling"
+        return None if self.rank else NOT_SAMPLED
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from tinkerflow.backend.commands import (
     PublishSnapshot,
     SnapshotHeld,
 )
-from tinkerflow.backend.errors import FencedError, GroupFailedError
+from tinkerflow.backend.errors import FencedError, GroupFailedError, UserError
 from tinkerflow.backend.ids import inflight_id, sampler_id
 from tinkerflow.backend.index import row_of
 from tinkerflow.backend.journal import (
@@ -51,6 +51,7 @@ from tinkerflow.backend.journal import (
     Used,
 )
 from tinkerflow.backend.retry import retry
+from tinkerflow.backend.spec.ranks import NOT_SAMPLED
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath
 from tinkerflow.backend.wire import SaveExternal, SaveForSampler, SaveWeights, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.operation import Execution
@@ -79,6 +80,9 @@ async def save_weights(execution: Execution) -> Outcome:
 async def save_weights_for_sampler(execution: Execution) -> Outcome:
     """Freeze the weights at this place in the order; the answer names the checkpoint, or the sampler."""
     wanted = SaveForSampler.decode(execution.request.payload)
+    context = execution.context
+    if not (await context.read(context.journal.models.get, execution.model_id, None)).rank:
+        raise UserError(NOT_SAMPLED)
     if wanted.sampling_session_seq_id is None:
         return await _save_for_sampler(execution, wanted)
     opened = sampler_id(execution.request.session_id, wanted.sampling_session_seq_id)

@@ -84,8 +84,9 @@ def making(client: tinker.ServiceClient) -> dict[str, tuple[Wrong, str]]:
         return lambda: client.create_training_client_from_state(path)
 
     return {
-        "no rank": (model(rank=0), r"lora_config.rank is 0: must be a whole number from 1 to 1024"),
-        "huge rank": (model(rank=100_000), r"lora_config.rank is 100000: must be a whole number from 1 to 1024"),
+        "negative rank": (model(rank=-1), r"lora_config.rank is -1: must be a whole number from 0 to 1024"),
+        "huge rank": (model(rank=100_000), r"lora_config.rank is 100000: must be a whole number from 0 to 1024"),
+        "all of a part": (model(rank=0, train_mlp=False), r"lora_config.rank 0 trains all parameters: train_attn,"),
         "unknown base": (lambda: client.create_lora_training_client("no/such", rank=8), r"base_model is 'no/such'"),
         "load with a way up": (load("tinker://../weights/x"), r"'\.\.'|\.\./weights"),
         "load with a longer way": (load("tinker://a/weights/../../x"), r"must be tinker://<run id>/"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tinkerflow.backend.commands import (
     AdapterState,
     CreateAdapter,
     Digest,
+    DropAdapter,
     ExportAdapter,
     FetchState,
     ImportAdapter,
@@ -155,3 +158,38 @@ def test_memory_is_counted_and_leaves_room_for_adapters(qwen3):
     executor.plan = replace(executor.plan, full=1000)
     with pytest.raises(UserError, match=r"takes \S+ GB of each device, and this group has 1e-06 GB for that: must be"):
         executor.execute(CreateAdapter("never", ALL, 0))
+
+
+def test_loading_a_state_takes_no_more_than_is_counted(shared_executor, monkeypatch):
+    def held() -> int:
+        gc.collect()
+        # Reading an array makes another one of the same memory.
+        return sum({one.unsafe_buffer_pointer(): one.nbytes for one in jax.live_arrays()}.values())
+
+    before, found = held(), []
+    shared_executor.execute(CreateAdapter("l", ALL, 0))
+    state = shared_executor.execute(ExportAdapter("l", optimizer=True))
+    store, keep = shared_executor._adapters, shared_executor._adapters.set
+    monkeypatch.setattr(store, "set", lambda *given: (found.append(held() - before), keep(*given)))
+    shared_executor.execute(ImportAdapter("l", state))
+    counted = memory.adapter_bytes(shared_executor._cfg, shared_executor._config, ALL, "adamw")
+    counts = 2 * 4  # of steps, int32
+    assert counted / 2 < found[0] <= counted + counts
+    shared_executor.execute(DropAdapter("l"))
+
+
+def test_models_find_room_again_in_any_order(qwen3):
+    made, again = qwen3.executor(device_memory=0.05), qwen3.executor(device_memory=0.05)
+    each = memory.adapter_bytes(made._cfg, made._config, ALL, "adamw")
+    plan = replace(made.plan, full=each)  # room for one, and for adapters beside it
+    made.plan = again.plan = plan
+    made.execute(CreateAdapter("all", ALL, 0))
+    beside = (plan.uses.adapters - each) // memory.adapter_bytes(made._cfg, made._config, LoraSpec(32), "adamw")
+    adapters = [f"adapter {number}" for number in range(beside)]
+    for name in adapters:
+        made.execute(CreateAdapter(name, LoraSpec(32), 0))
+    for name in reversed(("all", *adapters)):
+        state = made.execute(ExportAdapter(name, optimizer=True))
+        again.execute(ImportAdapter(name, state))
+    with pytest.raises(AllocationError, match=r"lora rank 32: the adapter takes"):
+        again.execute(CreateAdapter("one more", LoraSpec(32), 0))

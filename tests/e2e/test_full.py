@@ -85,5 +85,9 @@ def test_kills_change_no_bit_and_what_is_saved_goes_on_and_loads_in_transformers
         refused = r"sampling: .* parameters are trained .* cannot be sampled here"
         with pytest.raises(tinker.TinkerError, match=refused):
             client.save_weights_and_get_sampling_client().result()
+        with pytest.raises(tinker.TinkerError, match=refused):
+            client.save_weights_for_sampler("named").result()
+        with pytest.raises(tinker.TinkerError, match=refused):
+            server.client().create_sampling_client(model_path=path).result()
         with pytest.raises(tinker.TinkerError, match=r"lora_config.rank 0 trains all parameters: train_attn"):
             server.client().create_lora_training_client(server.base_model, rank=0, train_mlp=False).result()

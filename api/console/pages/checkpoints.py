@@ -44,7 +44,6 @@ async def checkpoint_page(run_id: str, kind: CheckpointKind, name: str, visit: V
             "metadata": metadata,
             "lineage": lineage,
             "champions": models.champions_of(visit.call, saved.path),
-            "samplable": kind is not CheckpointKind.EXTERNAL_WEIGHTS,
         }
 
     return visit.page("checkpoint.html", **await asyncio.to_thread(read))
