@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinkerflow.backend.commands import CreateAdapter, Done, LoraSpec
 from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.journal import ModelLive, ModelView, Outcome
+from tinkerflow.backend.journal import CheckpointView, ModelLive, ModelView, Outcome
 from tinkerflow.backend.wire import encode_model_created
 from tinkerflow.tasks.execution.operation import Execution
 
@@ -23,6 +23,6 @@ async def execute(execution: Execution) -> Outcome:
     return request.done(encode_model_created(model.id), "json", ModelLive(model.id))
 
 
-def spec_of(model: ModelView) -> LoraSpec:
-    """The shape of the model's adapter, as its row has it."""
+def spec_of(model: ModelView | CheckpointView) -> LoraSpec:
+    """The shape of a model's adapter, or of a checkpoint's, as its row has it."""
     return LoraSpec(model.rank, model.train_attn, model.train_mlp, model.train_unembed, model.expert_rank)

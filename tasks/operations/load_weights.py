@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
 from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.journal import Kind, ModelLive, ModelView, Outcome
+from tinkerflow.backend.journal import CheckpointView, Kind, ModelLive, ModelView, Outcome
 from tinkerflow.backend.store import Saved
 from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
 from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
@@ -25,12 +25,14 @@ async def execute(execution: Execution) -> Outcome:
     creates = request.kind is Kind.LOAD_MODEL
     wanted = LoadModel.decode(request.payload) if creates else LoadWeights.decode(request.payload)
     async with execution.slot:
-        model, state = await asyncio.gather(
+        model, row = await asyncio.gather(
             context.read(context.journal.models.get, model_id, None),
-            _load(execution, wanted),
+            check_readable(context, request.owner, wanted.path, wanted.access),
         )
-        if not creates and replace(state.spec, expert_rank=model.expert_rank) != spec_of(model):
-            raise UserError(f"path {wanted.path!r}: it holds {state.spec}, but model {model_id} has {spec_of(model)}")
+        held = spec_of(row)  # before the state is read: all parameters are many bytes for the model of an adapter
+        if not creates and replace(held, expert_rank=model.expert_rank) != spec_of(model):
+            raise UserError(f"path {wanted.path!r}: it holds {held}, but model {model_id} has {spec_of(model)}")
+        state = await _load(execution, wanted)
         reply = execution.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
     taken = await commit(context, model_id, request.owner, int(request.seq_id or 0), state)
@@ -81,11 +83,12 @@ async def read_checkpoint(
     return state, saved
 
 
-async def check_readable(context: ExecutionContext, owner: str, path: str, access: str | None = None) -> None:
-    """NotFoundError or UserError when `owner` may not load that checkpoint, or it is of another base model."""
+async def check_readable(context: ExecutionContext, owner: str, path: str, access: str | None = None) -> CheckpointView:
+    """Its row; NotFoundError or UserError when `owner` may not load that checkpoint, or it is of another base model."""
     row = await context.read(context.journal.checkpoints.get, path, owner, access=access)
     if row.base_model != context.card.name:
         raise UserError(f"path {path!r}: it belongs to base model {row.base_model!r}, not {context.card.name!r}")
+    return row
 
 
 def gone(path: str) -> NotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from safetensors.numpy import load as load_safetensors
 
 from tinkerflow.backend.errors import StoreError
-from tinkerflow.backend.journal import Kind, Retention, access_hash
+from tinkerflow.backend.journal import CheckpointSaved, Kind, Retention, access_hash
 from tinkerflow.backend.wire import hash_token
 from tinkerflow.flows.expiry import delete_checkpoints, note_changes
 from tinkerflow.flows.prefect.mirror import Mirror
@@ -147,6 +148,18 @@ async def test_a_token_lets_a_stranger_load(
     for refused in (orjson.dumps({"path": path}), hash_token(body.replace(b"tfw-", b"tfw-x"), access_hash)):
         with pytest.raises(Exception, match="does not exist"):
             await _load_as(refused, "stranger", context)
+
+
+async def test_a_state_of_another_shape_is_refused_before_it_is_read(model: str, client: Any) -> None:
+    saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
+    row = client.journal.checkpoints.get(orjson.loads(saved.result)["path"], "local")
+    shape = {"rank": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
+    path = row.path.replace(model, f"{model}0")  # the store has none
+    values = {field.name: getattr(row, field.name) for field in fields(CheckpointSaved)}
+    every = CheckpointSaved(**values | shape | {"path": path, "run_id": f"{model}0"})
+    client.journal.imports.record_import("whole", every)
+    failed = await client.result(client.submit(model, Kind.LOAD_WEIGHTS, {"path": path, "optimizer": False}))
+    assert failed.category == "user" and "it holds LoraSpec(rank=0, " in failed.error
 
 
 async def _load_as(payload: bytes, owner: str, context: Any) -> Any:
