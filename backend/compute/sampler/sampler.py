@@ -147,7 +147,7 @@ class Sampler:
         self._prefilled: PieceScores | None = None  # of the last step that only prefilled
         self._served_short = False  # in the last step
         self._filling = 0  # steps in a row that only prefilled
-        self._last: ParentRequest | None = None  # who came last of those whom the devices were asked for
+        self._asked_for: list[ParentRequest] = []  # whom the devices were asked for, who came last at the end
         self._failed: list[SampleResult] = []
         self._streamed: list[NewTokens] = []  # decoded in this step for requests that stream
 
@@ -223,7 +223,7 @@ class Sampler:
             self._cancel(command.cancel)
         for request in command.admit:
             self._admit(request)
-        self._last = None
+        self._asked_for, failure, finished = [], "", list[SampleResult]()
         try:
             # Short requests served beside the batch are answered at once; the batch goes on in the next step.
             self._served_short = not self._served_short and self._serve_short()
@@ -233,32 +233,39 @@ class Sampler:
                 self._read_asked()
                 jax.block_until_ready(self._model.last_piece)
         except Exception as error:
-            # The cache is gone with its donated buffers, but not the snapshots.
             log.exception("a sample step failed")
-            self._fail_step(error)
-            self._filling = 0
-            self._forget_asked()
-            self.snapshots.reset()
-            self._model.clear()
-        finished = (*self._failed, *self._scheduler.finish())
+            failure = f"{type(error).__name__}: {error}"
+        if failure:  # the error is gone, and with it what its traceback held: the old cache, where the next one goes
+            finished = self._scheduler.finish()
+            self._fail_step(failure)
+        finished += [*self._failed, *self._scheduler.finish()]
         streamed, self._failed, self._streamed = tuple(self._streamed), [], []
         if not (self._scheduler.active or self._scheduler.waiting):
             self._start_over()
-        return SampleProgress(finished, self._scheduler.active, self._scheduler.waiting, streamed)
+        return SampleProgress(tuple(finished), self._scheduler.active, self._scheduler.waiting, streamed)
 
-    def _fail_step(self, error: Exception) -> None:
-        """Answer those whose step failed: where no memory was left, who came last of them; the others wait again."""
-        last = self._last.request.request_id if self._last is not None else ""
-        if OUT_OF_MEMORY in str(error) and self._scheduler.holds(last):
-            log.error("no memory was left on the devices for %s; the other requests wait again", last)
-            text, names = "the devices had no memory left for this request beside the others", [last]
-            self._scheduler.remove(last)
+    def _fail_step(self, failure: str) -> None:
+        """Answer those whose step failed: where no memory was left, who came last of them; the others wait again.
+
+        Nobody, where all whom the devices were asked for are answered or cancelled. The cache is gone with its donated
+        buffers, but not the snapshots.
+        """
+        if OUT_OF_MEMORY in failure:
+            held = [name for one in self._asked_for if self._scheduler.holds(name := one.request.request_id)]
+            text, names = "the devices had no memory left for this request beside the others", held[-1:]
+            log.error("no memory was left on the devices for %s; the other requests wait again", names)
+            for name in names:
+                self._scheduler.remove(name)
             self._scheduler.restart()
         else:
             log.error("every request that the sampler has is answered with an error")
             text, names = "the sampler's batch failed", self._scheduler.clear()
-        text += f" ({type(error).__name__}: {error}); the same request may work later"
+        text += f" ({failure}); the same request may work later"
         self._failed += [SampleResult(name, error=text, category="server") for name in names]
+        self._filling = 0
+        self._forget_asked()
+        self.snapshots.reset()
+        self._model.clear()
 
     def _admit(self, request: SampleRequest) -> None:
         if self._scheduler.holds(request.request_id):
@@ -342,7 +349,7 @@ class Sampler:
         """Compute as much of the waiting prompts as a step may: how many tokens, padded."""
         spent = 0
         while spent < self._prefill_budget and (group := self._scheduler.next_group()) is not None:
-            self._last = group.jobs[-1].parent
+            self._asked_for = [job.parent for job in group.jobs]
             self.snapshots.use(self._scheduler.snapshots())
             while group.remaining > 0 and spent < self._prefill_budget:
                 spent += self._model.prefill_piece(group)
@@ -359,7 +366,7 @@ class Sampler:
     def _decode(self) -> None:
         """One chunk of every sequence, and as many tokens of those which the host leads one by one."""
         scheduler = self._scheduler
-        self._last = scheduler.decoding[-1].parent if scheduler.decoding else self._last
+        self._asked_for = [sequence.parent for sequence in scheduler.decoding] or self._asked_for
         if any(sequence.needs_host for sequence in scheduler.running):
             self._read_asked()
         while not scheduler.make_room(steps := self._steps(scheduler.running)):
@@ -421,7 +428,7 @@ class Sampler:
         group = scheduler.next_short_group(_SHORT, self._config.decode_chunk)
         if group is None:
             return False
-        self._last = group.jobs[-1].parent
+        self._asked_for = [job.parent for job in group.jobs]
         self.snapshots.use(
             [*scheduler.snapshots(), *(job.parent.snapshot for job in group.jobs if job.parent.snapshot)]
         )

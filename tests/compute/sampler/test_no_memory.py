@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 from tests.compute.closeness import close_logprobs
 
-from tinkerflow.backend.commands import LoraSpec, SampleStep
+from tinkerflow.backend.commands import Constraint, LoraSpec, SampleStep
+from tinkerflow.backend.compute.sampler import model as model_module
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
+from tinkerflow.backend.compute.sampler.constraints import everything
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 
 
@@ -69,4 +73,46 @@ def test_the_last_request_is_answered_and_the_others_get_what_they_would_have_go
             assert mine.tokens_T.tolist() == theirs.tokens_T.tolist()
             close_logprobs(mine.logprobs_T, theirs.logprobs_T, ulps=128)
     close_logprobs(found["scored"].prompt_logprobs_T[1:], expected["scored"].prompt_logprobs_T[1:], ulps=128)
+    assert sampler.pages.used == 0
+
+
+def out_of_memory(*_: Any) -> Any:
+    raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+
+def test_the_old_cache_is_gone_before_the_next_one_is_made(
+    qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, real, gone = qwen.sampler(sample_slots=8, decode_chunk=4), model_module.empty_cache, list[bool]()
+    arrays = [weakref.ref(leaf) for leaf in jax.tree.leaves(sampler._model.cache)]
+
+    def watched(*args: Any) -> Any:
+        gone.append(all(array() is None for array in arrays))
+        return real(*args)
+
+    monkeypatch.setattr(model_module, "empty_cache", watched)
+    monkeypatch.setattr(model_module, "prefill", out_of_memory)
+    monkeypatch.setattr(sampler_module.log, "disabled", True)  # pytest keeps what is logged, tracebacks included
+    (result,) = sampler.step(SampleStep(admit=(ask("a", prompt(20), 12),))).finished
+    assert "no memory left" in result.error
+    assert gone == [True]
+
+
+def test_a_request_that_is_done_before_its_step_fails_is_answered(
+    qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher = SimpleNamespace(allowed=everything(1, qwen.cfg.vocab)[0], advance=lambda _: None)
+    matcher.fresh = lambda: matcher
+    monkeypatch.setattr(sampler_module, "new_matcher", lambda *_: matcher)
+    sampler, real = qwen.sampler(sample_slots=8, decode_chunk=4), SamplerModel.decode_chunk
+
+    def short_of_memory(model: SamplerModel, *args: Any) -> Any:
+        return out_of_memory() if "long" in requests_in(args[1]) else real(model, *args)
+
+    monkeypatch.setattr(SamplerModel, "decode_chunk", short_of_memory)
+    led = ask("led", prompt(20), 3, constraint=Constraint("regex", ".*", ()))
+    finished = sampler.step(SampleStep(admit=(ask("long", prompt(30), 24), led))).finished
+    found = {result.request_id: result for result in finished}
+    assert len(found) == len(finished) == 2 and len(found["led"].sequences[0].tokens_T) == 3
+    assert "no memory left for this request" in found["long"].error
     assert sampler.pages.used == 0
