@@ -15,7 +15,7 @@ from tinkerflow.backend.compute.families import family_of, load_config
 from tinkerflow.backend.compute.vision_config import open_processor
 from tinkerflow.backend.compute.weight_files import open_tensors
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_source import find_model, hub_id
+from tinkerflow.backend.model_source import find_model, hub_name
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT, MODEL_CONTEXT
 
@@ -109,8 +109,8 @@ def context_of(name: str, config: ModelConfig, wanted: int) -> int:
 
 
 def _tokenizer_id(name: str, folder: Path) -> str:
-    of_the_hub = "://" not in name and not Path(name).expanduser().is_dir()
-    return hub_id(name) if of_the_hub else str(folder)
+    of_the_hub = hub_name(name)
+    return str(folder) if of_the_hub is None else of_the_hub[0]
 
 
 def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:

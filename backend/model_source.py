@@ -53,22 +53,23 @@ def find_model(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+    if (of_the_hub := hub_name(name)) is None:
         raise UserError(f"base model {name!r}: there is no folder {folder.resolve()}")
-    return _from_hub(name, files)
+    return _from_hub(name, *of_the_hub, files)
 
 
-def hub_id(name: str) -> str:
-    """A hub id without its revision."""
-    return name.partition("@")[0]
+def hub_name(name: str) -> tuple[str, str] | None:
+    """The hub id and the revision, "" if there is none, that a base model's name means; None for a folder or a URL."""
+    repository, _, revision = name.partition("@")
+    elsewhere = "://" in name or name.startswith(("/", ".", "~")) or repository.count("/") > 1
+    return None if elsewhere or Path(name).is_dir() else (repository, revision)
 
 
-def _from_hub(name: str, files: Sequence[str]) -> Path:
+def _from_hub(name: str, repository: str, revision: str, files: Sequence[str]) -> Path:
     # Imported here: a model in a folder should not wait for a network library.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    repository, _, revision = name.partition("@")
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(files))).resolve()
     except HFValidationError as error:

@@ -14,7 +14,7 @@ from tests.store.fake_gcs import FakeGcs, Fault
 from tests.test_model_card import CONFIG
 
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_source import TEXT_FILES, find_model, hub_id
+from tinkerflow.backend.model_source import TEXT_FILES, find_model, hub_name
 
 URL = "gs://bucket/models/tiny"
 WEIGHTS = save({"a": np.arange(5_000_000, dtype=np.float32)})  # two parts
@@ -116,5 +116,28 @@ class _Usage:
     free = 1000
 
 
-def test_a_revision_is_no_part_of_a_hub_id() -> None:
-    assert hub_id("org/model@v1.2") == hub_id("org/model") == "org/model"
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("org/model", ("org/model", "")),
+        ("org/model@v1.2", ("org/model", "v1.2")),
+        ("org/model@refs/pr/1", ("org/model", "refs/pr/1")),
+        ("gs://bucket/org@1/model", None),
+        ("models/org/model", None),
+        ("./model@v1", None),
+    ],
+)
+def test_a_hub_id_may_have_a_revision(name: str, meant: tuple[str, str] | None) -> None:
+    assert hub_name(name) == meant
+
+
+def test_a_revision_with_slashes_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repository, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_model("org/model@refs/pr/1") == tmp_path
+    assert asked == [("org/model", "refs/pr/1")]

@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from tinkerflow.backend.commands import LORA_ALPHA, LoraSpec
 from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.model_source import hub_name
 from tinkerflow.backend.spec.ranks import peft_factor
 
 ADAPTER = "adapter_model.safetensors"  # the name that PEFT looks for
@@ -26,8 +27,10 @@ _FUSED = (
 
 def adapter_config(base_model: str, spec: LoraSpec, weight_names: Collection[str]) -> bytes:
     """PEFT's `adapter_config.json` for an adapter with these tensors; StoreError for a name that is not PEFT's."""
+    name, revision = hub_name(base_model) or (base_model, "")
     config = {
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": name,
+        **({"revision": revision} if revision else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

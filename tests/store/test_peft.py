@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from tinkerflow.backend.commands import LORA_ALPHA, AdapterState, LoraSpec
 from tinkerflow.backend.store import CheckpointMeta, Store
-from tinkerflow.backend.store.peft import adapter_config
+from tinkerflow.backend.store.peft import ADAPTER_CONFIG, adapter_config
 
 ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}
 MLP = {f"mlp.{p}_proj" for p in ("gate", "up", "down")}
@@ -121,6 +121,14 @@ def test_config_names_what_is_adapted() -> None:
     config = json.loads(adapter_config("org/base", LoraSpec(rank=8), names))
     assert config["target_modules"] == ["q_proj", "v_proj"]
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, LORA_ALPHA, "org/base")
+    assert "revision" not in config
+
+
+def test_the_revision_of_a_base_model_has_a_field_of_its_own(tmp_path: Path) -> None:
+    names = [f"base_model.model.lm_head.lora_{m}.weight" for m in "AB"]
+    (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("org/base@refs/pr/1", LoraSpec(rank=8), names))
+    config = peft.LoraConfig.from_pretrained(tmp_path)
+    assert (config.base_model_name_or_path, config.revision) == ("org/base", "refs/pr/1")
 
 
 @pytest.mark.parametrize(
