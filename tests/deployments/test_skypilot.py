@@ -23,13 +23,12 @@ env | grep ^TINKERFLOW_ | grep -v ^TINKERFLOW_GROUP_SECRET > {calls}.env
 
 
 def commands(part: str, home: Path, **variables: str) -> list[list[str]]:
-    """The arguments of every call of `tinkerflow` by a part of the task, sorted."""
-    program, calls = home / "tinkerflow-venv" / "bin" / "tinkerflow", home / "calls"
-    program.parent.mkdir(parents=True)
-    program.write_text(TELLS.format(calls=calls))
-    for name in ("tinkerflow", "python", "pip"):
-        (program.parent / name).write_text(TELLS.format(calls=calls if name == "tinkerflow" else os.devnull))
-        (program.parent / name).chmod(0o755)
+    """The arguments of every call of `tinkerflow` and of `uv` by a part of the task, sorted."""
+    environment_bin, calls = home / "tinkerflow-venv" / "bin", home / "calls"
+    for program in (environment_bin / "tinkerflow", environment_bin / "pip", home / ".local" / "bin" / "uv"):
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(TELLS.format(calls=os.devnull if program.name == "pip" else calls))
+        program.chmod(0o755)
     environment = {**os.environ, **TASK["envs"], "HOME": str(home), "GROUP_SECRET": "s3cret", **variables}
     subprocess.run(["bash", "-c", TASK[part]], env=environment, check=True, timeout=60)
     return sorted(line.split() for line in calls.read_text().splitlines())
@@ -59,7 +58,9 @@ def test_several_nodes_are_one_group(tmp_path: Path, rank: int, parts: list[str]
 
 
 def test_a_node_fetches_its_models_first(tmp_path: Path) -> None:
-    assert commands("setup", tmp_path) == [["models", "fetch"]]
+    fetch, (*_, version, folder) = commands("setup", tmp_path)
+    assert fetch == ["models", "fetch"]
+    assert (version, folder) == ("3.11", str(tmp_path / "tinkerflow-venv"))  # machines' own Python may be older
 
 
 def test_skypilot_takes_the_task() -> None:
