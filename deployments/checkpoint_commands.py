@@ -136,7 +136,9 @@ def import_folder(
     folder: Annotated[
         Path, typer.Argument(help="folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them")
     ],
-    base_model: Annotated[str, typer.Option(help="folder or hub id under which the service knows the model")],
+    base_model: Annotated[
+        str, typer.Option(help="folder, hub id or gs:// URL under which the service knows the model")
+    ],
     project: Annotated[str, typer.Option(help="project that the checkpoint belongs to")] = LOCAL_OWNER,
     name: Annotated[str, typer.Option(help="name of the checkpoint")] = NAME,
     store: StoreUrl = None,
@@ -168,7 +170,7 @@ def _file(folder: Path, file: str) -> bytes:
 def merge(
     path: Annotated[str, typer.Argument(help="tinker://run/kind/name")],
     to: Annotated[Path, typer.Option(help="folder to write; it must not exist")],
-    base_model: Annotated[str | None, typer.Option(help="folder or hub id (default: the checkpoint's own)")] = None,
+    base_model: Annotated[str | None, typer.Option(help="folder, hub id or gs:// URL (default: its own)")] = None,
     store: StoreUrl = None,
     data_dir: DataDir = None,
 ) -> None:

@@ -170,7 +170,7 @@ def doctor(data_dir: DataDir = None) -> None:
 @app.command()
 def plan(
     topology: Annotated[str, typer.Option(help="devices, such as h100:1, h100:8, v6e:2x4, or h100:2x8 for two hosts")],
-    base_model: Annotated[str, typer.Option(help="Hugging Face id or folder; only its config.json is read")],
+    base_model: Annotated[str, typer.Option(help="Hugging Face id, folder or gs:// URL; only its config.json is read")],
     rank: Annotated[int, typer.Option(help="rank of the adapters")] = 32,
     max_context: Annotated[int | None, setting("max_context")] = None,
     base_weights: Annotated[Literal["full", "int8"] | None, setting("base_weights")] = None,

@@ -30,7 +30,7 @@ _ROW = 1024  # tokens of the examples that training is estimated for
 def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: int, compiled: bool) -> str:
     """The plan in lines of text.
 
-    settings: as the service would have them. base_model: a folder or a hub id. topology: such as "v6e:2x4" or "h100:8".
+    settings: as the service would have them. base_model: as of `find_model`. topology: such as "v6e:2x4" or "h100:8".
     rank: of adapters. compiled: ask the accelerator's compiler.
 
     UserError names a device, a shape or a config that is not known, a mesh that does not fit the devices, a rank or a
