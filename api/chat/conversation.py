@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinkerflow.api.chat.parsers import PARSERS, Parser, ParserSpec, parser_for
-from tinkerflow.api.chat.pictures import Placed, in_words, pictures_of, placed, shown
+from tinkerflow.api.chat.pictures import Placed, in_words, pictures_of, placed, processor_for, shown
 from tinkerflow.api.chat.reader import Tools
 from tinkerflow.api.chat.template import load_template
 from tinkerflow.api.models import Target
@@ -91,6 +91,8 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
     if template is None:
         rule = "must have a chat template to take messages; /v1/completions takes text"
         raise UserError(f"model is {target.name!r}, and {model} has no chat template: {rule}")
+    pictures = pictures_of(conversation.messages)
+    processor = await asyncio.to_thread(processor_for, target, pictures[0]) if pictures else None
     source = template.with_tools if conversation.tools else template.text
     spec = parser_for(source)
     if conversation.tools and (spec.parse is None or "tools" not in source):
@@ -112,8 +114,8 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
     ends = {end for token in _TURN_ENDS if token in source and (end := tokenizer.id_of(token)) is not None}
     images: tuple[Placed, ...] = ()
     tokens = await target.encode(text + begun + conversation.prefill, "messages", special=False)
-    if pictures := pictures_of(conversation.messages):
-        tokens, images = await target.call.slowly(placed, target, tokens, pictures)
+    if processor is not None:
+        tokens, images = await target.call.slowly(placed, target, processor, tokens, pictures)
     return Prompt(
         tokens=tokens,
         spec=spec,

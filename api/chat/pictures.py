@@ -14,6 +14,7 @@ from typing import Any
 from tinkerflow.api.models import Target
 from tinkerflow.backend.errors import UserError, broken
 from tinkerflow.backend.model_card import image_processor
+from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire.model_input import pixels_of
 
 IMAGES = ("image_url", "image")  # of parts that are images: OpenAI's, and Anthropic's
@@ -94,15 +95,21 @@ def in_words(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     ]
 
 
-def placed(target: Target, tokens: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Placed, ...]]:
+def processor_for(target: Target, picture: Picture) -> ImageProcessor:
+    """The image processor of the model that is sampled; UserError names `picture` when the model takes none."""
+    if (processor := image_processor(target.card.path)) is None:
+        raise UserError(f"{picture.field} is an image: must be a text, {target.card.name} takes no images")
+    return processor
+
+
+def placed(
+    target: Target, processor: ImageProcessor, tokens: Sequence[int], pictures: Sequence[Picture]
+) -> tuple[list[int], tuple[Placed, ...]]:
     """The tokens of a prompt with room for its images, and the images. Takes long for many: not on the event loop.
 
-    target: what is sampled. tokens: of the prompt, one placeholder for each of `pictures`. UserError names an image
-    that is wrong, or that the model takes none.
+    target: what is sampled. processor: of its model. tokens: of the prompt, one placeholder for each of `pictures`.
+    UserError names an image that is wrong, or the first of those that no context holds.
     """
-    processor = image_processor(target.card.path)
-    if processor is None:
-        raise UserError(f"{pictures[0].field} is an image: must be a text, {target.card.name} takes no images")
     sign = target.tokenizer.token_text(processor.token)
     if (count := list(tokens).count(processor.token)) != len(pictures):
         raise UserError(
@@ -121,6 +128,8 @@ def placed(target: Target, tokens: Sequence[int], pictures: Sequence[Picture]) -
         size = pixels_HWC.shape[0] // processor.side * (pixels_HWC.shape[1] // processor.side)
         images.append(Placed(len(made), size, {**chunk, "expected_tokens": size}))
         made += [processor.token] * size
+        if len(made) > (most := target.longest_text):  # as of texts: a file of 100 bytes may say it has any size
+            raise UserError(f"messages have {len(made)} tokens up to {picture.field}: must have at most {most}")
     return made, tuple(images)
 
 

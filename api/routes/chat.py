@@ -258,7 +258,11 @@ def content_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) ->
     """The content of a user's message: as of `text_of`, or its parts when some are images."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [_part(part, f"{field}[{i}]") for i, part in enumerate(content)]
+    return joined([part_of(part, f"{field}[{i}]") for i, part in enumerate(content)])
+
+
+def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A message's content of parts from `part_of`: one text, or the parts when some are images."""
     return parts if any("picture" in part for part in parts) else "\n".join(part["text"] for part in parts)
 
 
@@ -269,7 +273,8 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) -> st
     return "\n".join(_text(part, f"{field}[{i}]") for i, part in enumerate(content))
 
 
-def _part(part: Mapping[str, Any], field: str) -> dict[str, Any]:
+def part_of(part: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """A text or an image of a message. field: where the request has it. UserError for a part that is neither."""
     if part.get("type") in IMAGES:
         return {"type": "image", "picture": Picture(field, part)}
     return {"type": "text", "text": _text(part, field)}

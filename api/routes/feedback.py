@@ -121,7 +121,7 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
         prompt = _MESSAGES.validate_python(asked.get("messages"))
     except ValidationError:  # none, or an unknown field of another client's
         chunks = asked["prompt"]["chunks"]
-        prompt = tokenizer.decode([token for chunk in chunks for token in chunk["tokens"]])
+        prompt = tokenizer.decode([token for chunk in chunks for token in chunk.get("tokens", ())])
     return NewFeedback(
         owner=call.owner,
         key_id=call.key_id,

@@ -14,7 +14,7 @@ from tinkerflow.api.chat.anthropic import MessageAnswer
 from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
 from tinkerflow.api.models import Target, resolve
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.chat import ToolName, content_of, text_of
+from tinkerflow.api.routes.chat import ToolName, joined, part_of, text_of
 from tinkerflow.backend.errors import UserError, broken
 
 router = Router(busy=6, at=OPEN_API)
@@ -192,7 +192,7 @@ def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> 
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    texts: list[Mapping[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
@@ -208,13 +208,13 @@ def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> 
             case ("user", "tool_result"):
                 results.append(_result(block, f"{field}[{i}]", called))
             case (_, "text") | ("user", "image"):
-                texts.append(block)
+                parts.append(part_of(block, f"{field}[{i}]"))
             case (role, kind):
                 takes_too = "thinking or tool_use" if role == "assistant" else "image or tool_result"
                 raise broken(f"{field}[{i}].type", kind, f"text, {takes_too}; models here take no files")
-    if results and not texts:
+    if results and not parts:
         return results
-    made: dict[str, Any] = {"role": message.role, "content": content_of(texts, field)}
+    made: dict[str, Any] = {"role": message.role, "content": joined(parts)}
     if thoughts:
         made |= {"reasoning_content": "\n".join(thoughts), "thinking": "\n".join(thoughts)}
     if calls:

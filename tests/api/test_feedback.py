@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.api.conftest import BASE, KEY, Engine, Running
 
 from tinkerflow.api.text import Tokenizer
+from tinkerflow.backend.commands import SampledSequence, SampleResult
+from tinkerflow.backend.wire import encode_sample
 from tinkerflow.tasks.pipelines import DataSource, check_data, load_rows
 from tinkerflow.tasks.pipelines.rated import rated_rows
 
@@ -90,6 +93,19 @@ def test_a_sample_of_the_sdk_can_be_rated_and_one_without_an_answer_cannot(serve
     refused = ask(server, "POST", "feedback", {"id": waiting, "label": "good"})
     assert (refused.status_code, "waits" in refused.json()["error"]["message"]) == (400, True)
     engine.paused = False
+
+
+def test_a_sample_of_the_sdk_with_an_image_can_be_rated(server: Running, engine: Engine) -> None:
+    opened = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": BASE}
+    sampler = server.post("create_sampling_session", opened).json()["sampling_session_id"]
+    chunks = [{"tokens": [2]}, {"type": "image", "format": "png", "data": "AAAA"}, {"tokens": [3]}]
+    answer = SampledSequence(np.array([4], np.int32), np.zeros(1, np.float32), "length")
+    engine.next_outcome = lambda request: request.done(encode_sample(SampleResult(request.id, (answer,))), "proto")
+    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": chunks}, "sampling_params": {}}
+    request = server.post("asample", body).json()["request_id"]
+    server.result(request)
+    rate(server, request, label="good")
+    assert ask(server, "GET", "feedback").json()["data"][0]["prompt"] == "bc"
 
 
 def test_an_answer_with_a_nul_character_can_be_kept(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

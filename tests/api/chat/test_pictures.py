@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,9 +20,11 @@ from tests.api.conftest import BASE
 
 from tinkerflow.api import generation
 from tinkerflow.api.chat import pictures
+from tinkerflow.api.models import Target
 from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.spec.images import ImageProcessor
+from tinkerflow.backend.wire.model_input import pixels_of
 
 SIGN, TOKEN = "<|pad|>", 3
 SEES = ImageProcessor(token=TOKEN, side=8, least=64, most=1024, mean=(0.0,) * 3, deviation=(1.0,) * 3)
@@ -126,9 +129,43 @@ def test_wrong_sources_are_refused_by_name(
     assert says in answer.json()["error"]["message"]
 
 
-def test_a_model_that_takes_text_is_named(
-    post: Callable[..., Any], speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+def test_images_that_no_context_holds_are_not_measured(
+    sees: None, post: Callable[..., Any], speaker: Speaker, png: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Target, "longest_text", 100)
+    monkeypatch.setattr(Target, "encode", encode_anything)
+    measured: list[str] = []
+
+    def measure(chunk: Any, name: str, *args: Any, **more: Any) -> Any:
+        measured.append(name)
+        return pixels_of(chunk, name, *args, **more)
+
+    monkeypatch.setattr(pictures, "pixels_of", measure)
+    content = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": png}}] * 50
+    answer = post("messages/count_tokens", {"model": BASE, "messages": [{"role": "user", "content": content}]})
+    assert answer.status_code == 400, answer.text
+    assert re.search(
+        r"tokens up to messages\[0\]\.content\[1\d\]: must have at most 100", answer.json()["error"]["message"]
+    )
+    assert len(measured) < 20
+
+
+async def encode_anything(target: Target, text: str, field: str, *, special: bool = True) -> list[int]:
+    return target.tokenizer.encode(text, special=special)
+
+
+def test_an_error_counts_all_blocks_of_a_message(sees: None, post: Callable[..., Any], speaker: Speaker) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "?"}
+    image = {"type": "image", "source": {"type": "url"}}
+    body = {"model": BASE, "max_tokens": 3, "messages": [{"role": "user", "content": [result, image]}]}
+    assert "messages[0].content[1].source.type" in post("messages", body).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, "{{ messages[0].content + 'a text' }}"])
+def test_a_model_that_takes_text_is_named(
+    template: str, sees: None, tmp_path: Path, post: Callable[..., Any], speaker: Speaker, monkeypatch: Any
+) -> None:
+    (tmp_path / "sees" / "chat_template.jinja").write_text(template)
     monkeypatch.setattr(pictures, "image_processor", lambda folder: None)
     content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
     answer = post("chat/completions", {"model": BASE, "messages": [{"role": "user", "content": content}]})
