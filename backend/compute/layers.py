@@ -26,6 +26,7 @@ LayerPairs = Mapping[str, LoraPair]
 Carry = TypeVar("Carry")
 # layer(kind, carry, (place, weights, adapter pairs)) -> the next carry
 Layer = Callable[[LayerKind, Carry, tuple[Any, LayerParams, LayerPairs]], Carry]
+Step = Callable[[Carry, Any], Carry]
 
 
 def over_layers(
@@ -35,6 +36,7 @@ def over_layers(
     params: LayerParams | tuple[LayerParams, ...],
     lora: LayerPairs,
     in_place: frozenset[str] = frozenset(),
+    kept: Callable[[Step[Carry]], Step[Carry]] = lambda step: step,
 ) -> Carry:
     """The carry after `layer` of every layer.
 
@@ -42,7 +44,8 @@ def over_layers(
     is that of `ModelConfig.place`. The kind is known when it is traced, the place only if the
     weights are by layer. carry: what the first layer is given. params: stacked weights are looped over; weights by
     layer are computed one after the other. lora: stacked or by layer, as `params` are. in_place: the stacked matrices
-    of which `layer` is given `OfLayer`.
+    of which `layer` is given `OfLayer`. kept: `jax.checkpoint` of a step, with what a backward pass keeps of it. A
+    step takes a layer's weights out of their stack itself: as its arguments, copies of them all would be kept, too.
     """
     kinds = cfg.layer_kinds
     if isinstance(params, tuple):
@@ -50,7 +53,7 @@ def over_layers(
         for number, (kind, weights) in enumerate(zip(kinds, params, strict=True)):
             places = {name: homes[name].index(number) for name in lora if number in homes[name]}
             pairs = {name: LoraPair(A=lora[name].A[place], B=lora[name].B[place]) for name, place in places.items()}
-            carry = layer(kind, carry, (cfg.place(number), weights, pairs))
+            carry = kept(partial(layer, kind))(carry, (cfg.place(number), weights, pairs))
         return carry
     for start, period, repeats in runs(kinds):
         if period == 1 and repeats == cfg.layers:
@@ -59,10 +62,10 @@ def over_layers(
             def once(carry: Carry, stacked: tuple[Any, LayerParams, LayerPairs]) -> Carry:
                 number, weights, pairs = stacked
                 whole = {name: OfLayer(params[name], number) for name in in_place}
-                return layer(kinds[0], carry, (number, {**weights, **whole}, pairs))
+                return kept(partial(layer, kinds[0]))(carry, (number, {**weights, **whole}, pairs))
 
             return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), sliced, lora))
-        carry = _run(cfg, layer, carry, params, lora, in_place, start=start, period=period, repeats=repeats)
+        carry = _run(cfg, layer, carry, params, lora, in_place, kept, start=start, period=period, repeats=repeats)
     return carry
 
 
@@ -92,6 +95,7 @@ def _run(
     params: LayerParams,
     lora: LayerPairs,
     in_place: frozenset[str],
+    kept: Callable[[Step[Carry]], Step[Carry]],
     *,
     start: int,
     period: int,
@@ -109,26 +113,29 @@ def _run(
         first = sum(number < start for number in homes[name])
         return slice(first, first + repeats * each(homes[name]))
 
-    def once(carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
+    def one(number: int, carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
         step, pairs = stacked
+        kind = kinds[number]
+        home: Any = cfg.place(number)
+        if kind.shares is None:
+            home = home + step * each(cfg.numbers(kind.mixer))
+        # A weight is taken out of the whole stack: a part of a stack would be a copy.
+        own_places = {
+            name: homes[name].index(number) + step * each(homes[name]) for name in params if number in homes[name]
+        }
+        weights = {
+            name: OfLayer(params[name], place)
+            if name in in_place
+            else jax.tree.map(partial(_at, place=place), params[name])
+            for name, place in own_places.items()
+        }
+        places = {name: homes[name].index(number) - own(name).start for name in pairs if number in homes[name]}
+        here = {name: LoraPair(A=pairs[name].A[place], B=pairs[name].B[place]) for name, place in places.items()}
+        return layer(kind, carry, (home, weights, here))
+
+    def once(carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
         for number in numbers:
-            kind = kinds[number]
-            home: Any = cfg.place(number)
-            if kind.shares is None:
-                home = home + step * each(cfg.numbers(kind.mixer))
-            # A weight is taken out of the whole stack: a part of a stack would be a copy.
-            own_places = {
-                name: homes[name].index(number) + step * each(homes[name]) for name in params if number in homes[name]
-            }
-            weights = {
-                name: OfLayer(params[name], place)
-                if name in in_place
-                else jax.tree.map(partial(_at, place=place), params[name])
-                for name, place in own_places.items()
-            }
-            places = {name: homes[name].index(number) - own(name).start for name in pairs if number in homes[name]}
-            here = {name: LoraPair(A=pairs[name].A[place], B=pairs[name].B[place]) for name, place in places.items()}
-            carry = layer(kind, carry, (home, weights, here))
+            carry = kept(partial(one, number))(carry, stacked)
         return carry
 
     def split(name: str, stack: Any) -> jax.Array:

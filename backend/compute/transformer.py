@@ -493,12 +493,12 @@ def forward(
         x_BTD = constrain(x_BTD)
         return x_BTD if seen is None else deepened(seen, place, x_BTD), shared, number + 1
 
-    kept = jax.checkpoint_policies.save_only_these_names(*(() if remat else KEPT))
-    body: Any = jax.checkpoint(layer, policy=kept, static_argnums=0)
+    policy = jax.checkpoint_policies.save_only_these_names(*(() if remat else KEPT))
+    kept = partial(jax.checkpoint, policy=policy)
     x_BTD = embed(cfg, params, tokens_BT, seen)
     inputs_LBTP = layer_inputs(cfg, params, tokens_BT, x_BTD)
     carry = (constrain(x_BTD), _nothing_shared(cfg, x_BTD), jnp.int32(0))
-    x_BTD, _, _ = over_layers(cfg, body, carry, params.layers, lora.layers)
+    x_BTD, _, _ = over_layers(cfg, layer, carry, params.layers, lora.layers, kept=kept)
     return final_hidden(cfg, params, x_BTD)
 
 

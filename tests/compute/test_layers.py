@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,3 +74,21 @@ def test_each_layer_has_its_own_weights_and_place(monkeypatch, pattern, apart):
     np.testing.assert_array_equal(found, np.array(expected, np.float32))
     if not apart:
         assert len(seen) <= sum(period for _, period, _ in runs(cfg.kinds)) + 1  # a program for each of a period
+
+
+@pytest.mark.parametrize("pattern", ["ffff", "sfsfsf", "dfff"])
+def test_a_backward_pass_keeps_no_copies_of_weights(monkeypatch, pattern):
+    cfg, D = model(pattern), 4
+    monkeypatch.setattr(layers, "layers_with", lambda _: {"all": tuple(range(cfg.layers))})
+    stack = jnp.ones((cfg.layers, D, D))
+
+    def loss(x):
+        def layer(kind, x, own):
+            return jnp.tanh(x @ own[1]["all"])
+
+        return jnp.sum(over_layers(cfg, layer, x, {"all": stack}, {}, kept=jax.checkpoint))
+
+    _, pull = jax.vjp(loss, jnp.ones((2, D)))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(pull)]
+    assert shapes
+    assert [shape for shape in shapes if shape[-2:] == (D, D) and shape != stack.shape] == []
