@@ -16,7 +16,10 @@ from tinkerflow.backend.errors import UserError
 
 # How turns end in chat templates. Weights that learnt a template end their answers so, also where the base model's own
 # end of a text is another token.
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
+_TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|return|>", "<|call|>"),
+    *("<turn|>", "<|tool_response>"),  # Gemma 4: of an answer, and behind a call
+)
 _JSON = "llama"  # the parser of a call that is JSON without a mark before it
 
 

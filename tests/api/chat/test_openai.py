@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,7 +14,8 @@ from tests.api.chat.conftest import END, Speaker
 from tests.api.conftest import BASE
 
 from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.journal import Outcome, Pending
+from tinkerflow.backend.journal import Journal, Outcome, Pending
+from tinkerflow.backend.model_card import ModelCard
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 TOOLS: Any = [
@@ -283,3 +287,17 @@ def test_a_required_call_and_a_schema_constrain_what_is_sampled(gpt: openai.Open
     speaker.says("{}")
     gpt.chat.completions.create(model=BASE, messages=HI, response_format={"type": "json_object"})
     assert speaker.params.constraint.value == {"type": "object"}
+
+
+def test_an_answer_ends_where_the_template_ends_turns(
+    card: ModelCard, journal: Journal, gpt: openai.OpenAI, speaker: Speaker, tmp_path: Path
+) -> None:
+    """As Gemma 4's does, whose base models have another end of a text."""
+    folder = Path(shutil.copytree(card.path, tmp_path / "gemma"))
+    words = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(words.replace("<|pad|>", "<turn|>"))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<turn|>{% endfor %}")
+    journal.base_models.register([(BASE, replace(card, path=str(folder)).to_json())])
+    speaker.says("Hi.")
+    gpt.chat.completions.create(model=BASE, messages=[{"role": "user", "content": "Hello"}])
+    assert speaker.params.stop_token_ids == [2, 3]
