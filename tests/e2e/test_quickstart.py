@@ -91,6 +91,7 @@ def test_quickstart_teaches_pig_latin_and_says_where_its_run_can_be_seen(kept):
 def test_a_new_user_opens_the_console_sees_the_run_and_talks_to_what_was_just_taught(kept, page):
     console, run = kept.console
     page.look()
+    page.complaints()  # of pages of other tests
     page.open(f"{console}/")
     page.shows("Recent training runs", run)
     page.click(f"a[href$='/training_runs/{run}']")
