@@ -57,6 +57,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -> I
     data_dir = tmp_path_factory.mktemp("quickstart")
     (data_dir / "jax-cache").symlink_to(compiled_programs)  # the next test needs the same programs
     log = data_dir / "quickstart.log"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that began us with & had it ignored
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tinkerflow", "quickstart", "--data-dir", str(data_dir), "--keep"],
