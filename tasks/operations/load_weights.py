@@ -54,24 +54,18 @@ def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:
 
 
 async def _load(execution: Execution, wanted: LoadWeights | LoadModel) -> AdapterState:
-    state, saved = await read_checkpoint(
-        execution.context, execution.request.owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access
-    )
+    state, saved = await read_checkpoint(execution.context, wanted.path, optimizer=wanted.optimizer)
     if execution.as_of is not None and saved.created_at > execution.as_of:
         raise NotFoundError(f"path {wanted.path!r}: what was loaded from it was replaced since")
     return state
 
 
-async def read_checkpoint(
-    context: ExecutionContext, owner: str, path: str, *, optimizer: bool, access: str | None = None
-) -> tuple[AdapterState, Saved]:
-    """A checkpoint's state, and what the store knows of it.
+async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bool) -> tuple[AdapterState, Saved]:
+    """The state of a checkpoint that is readable (`check_readable`), and what the store knows of it.
 
-    context: of the base model. owner: who asks; they must be allowed to read what is saved under `path`. optimizer:
-    with the optimizer's moments; without them its step is 0, and the optimizer starts fresh. access: the hash of a
-    token that allows to read it. NotFoundError or UserError when there is no such checkpoint, or it does not fit.
+    optimizer: with the optimizer's moments; without them its step is 0, and the optimizer starts fresh. NotFoundError
+    when the store has it no longer, UserError when it holds no moments.
     """
-    await check_readable(context, owner, path, access)
     try:
         state, saved = await asyncio.to_thread(context.store.load, path)
     except NotFoundError as error:

@@ -64,17 +64,15 @@ log = logging.getLogger(__name__)
 async def save_weights(execution: Execution) -> Outcome:
     """Copy the state at this place in the order, then write it while training goes on. A name is never reused."""
     wanted = SaveWeights.decode(execution.request.payload)
-    state = await copy_and_detach(execution)
-    effect = await save(
+    saved = await _save(
         execution,
         CheckpointKind.WEIGHTS,
         wanted.name,
-        state,
         ttl_seconds=wanted.ttl_seconds,
         user_metadata=wanted.user_metadata,
         overwrite=wanted.overwrite,
     )
-    return execution.request.done(encode_saved(effect.path), "json", effect, one_checkpoint(execution))
+    return _answered(execution, saved, encode_saved(saved.path))
 
 
 async def save_weights_for_sampler(execution: Execution) -> Outcome:
@@ -92,44 +90,31 @@ async def save_weights_for_sampler(execution: Execution) -> Outcome:
 
 
 async def _save_for_sampler(execution: Execution, wanted: SaveForSampler) -> Outcome:
-    state = await copy_and_detach(execution)
-    effect = await save(
+    saved = await _save(
         execution,
         CheckpointKind.SAMPLER_WEIGHTS,
         str(wanted.name),
-        state,
         ttl_seconds=wanted.ttl_seconds,
         user_metadata=wanted.user_metadata,
     )
-    result = encode_saved(effect.path, kind="save_weights_for_sampler")
-    return execution.request.done(result, "json", effect, one_checkpoint(execution))
+    return _answered(execution, saved, encode_saved(saved.path, kind="save_weights_for_sampler"))
 
 
 async def save_weights_external(execution: Execution) -> Outcome:
     """Copy the weights at this place in the order, then write them while training goes on."""
     wanted = SaveExternal.decode(execution.request.payload)
-    state = await copy_and_detach(execution)
-    effect = await save(
+    saved = await _save(
         execution,
         CheckpointKind.EXTERNAL_WEIGHTS,
         wanted.name,
-        state,
         ttl_seconds=wanted.ttl_seconds,
         recipients=wanted.recipients,
     )
-    result = encode_saved(effect.path, kind="save_weights_external", size_bytes=effect.size_bytes)
-    return execution.request.done(result, "json", effect, one_checkpoint(execution))
+    result = encode_saved(saved.path, kind="save_weights_external", size_bytes=saved.size_bytes)
+    return _answered(execution, saved, result)
 
 
 # ------------------------------------------------------------------ saves under a name
-async def copy_and_detach(execution: Execution) -> AdapterState:
-    """The state that a save under a name writes; the save is detached then, and every earlier save has ended."""
-    state = await copy(execution)
-    await execution.slot.detach()
-    await execution.slot.earlier_saves()  # a later save must not overtake an earlier one
-    return state
-
-
 async def copy(execution: Execution) -> AdapterState:
     """The model's state at the save's place in the order. A replay may have passed that place, and copied it."""
     async with execution.slot:
@@ -140,24 +125,26 @@ async def copy(execution: Execution) -> AdapterState:
     return await reply
 
 
-async def save(
+async def _save(
     execution: Execution,
     kind: CheckpointKind,
     name: str,
-    state: AdapterState,
     *,
     ttl_seconds: int | None,
     user_metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
     recipients: Sequence[str] = (),
 ) -> CheckpointSaved:
-    """Commit `state` to the store as the checkpoint `name` of this `kind`, of the request's model; its row.
+    """Copy the state, and commit it to the store as the checkpoint `name` of this `kind`; its row.
 
-    execution: of the save. ttl_seconds: when it expires; None: never. user_metadata: for people, none by default.
-    overwrite: a checkpoint of this name may be replaced; a name whose checkpoint was deleted or has expired is free
-    anyway. recipients: the keys that can decrypt an export; empty: it is not encrypted. StoreError when the store
-    fails, UserError when the name is taken.
+    The save is detached once it has its copy. execution: of the save. ttl_seconds: when it expires; None: never.
+    user_metadata: for people, none by default. overwrite: a checkpoint of this name may be replaced; a name whose
+    checkpoint was deleted or has expired is free anyway. recipients: the keys that can decrypt an export; empty: it is
+    not encrypted. StoreError when the store fails, UserError when the name is taken.
     """
+    state = await copy(execution)
+    await execution.slot.detach()
+    await execution.slot.earlier_saves()  # a later save must not overtake an earlier one
     context, request, run_id = execution.context, execution.request, execution.model_id
     expires = None if ttl_seconds is None else context.clock.now() + timedelta(seconds=ttl_seconds)
     meta = CheckpointMeta(
@@ -178,9 +165,10 @@ async def save(
     return row_of(await asyncio.to_thread(write))
 
 
-def one_checkpoint(execution: Execution) -> Used:
-    """The usage of a request that saved a checkpoint."""
-    return Used(execution.request.session_id, execution.context.card.name, UsageKind.CHECKPOINT, 1)
+def _answered(execution: Execution, saved: CheckpointSaved, result: bytes) -> Outcome:
+    """The outcome of a save under a name, with its usage."""
+    request, base_model = execution.request, execution.context.card.name
+    return request.done(result, "json", saved, Used(request.session_id, base_model, UsageKind.CHECKPOINT, 1))
 
 
 # ------------------------------------------------------------------ snapshots to sample from

@@ -164,8 +164,9 @@ async def test_a_state_of_another_shape_is_refused_before_it_is_read(model: str,
 
 async def _load_as(payload: bytes, owner: str, context: Any) -> Any:
     from tinkerflow.backend.wire import LoadWeights
-    from tinkerflow.tasks.operations.load_weights import read_checkpoint
+    from tinkerflow.tasks.operations.load_weights import check_readable, read_checkpoint
 
     wanted = LoadWeights.decode(payload)
-    state, _ = await read_checkpoint(context, owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access)
+    await check_readable(context, owner, wanted.path, wanted.access)
+    state, _ = await read_checkpoint(context, wanted.path, optimizer=wanted.optimizer)
     return state
