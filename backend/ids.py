@@ -1,10 +1,11 @@
-"""The one id maker, the forms of ids that the SDK computes for itself, and the kinds in checkpoints' paths."""
+"""The one id maker, the forms of ids that the SDK computes for itself, kinds in checkpoints' paths, ids of the hub."""
 
 from __future__ import annotations
 
 import re
 import secrets
 from enum import StrEnum
+from pathlib import Path
 
 KEY_PREFIX = "tml-"  # of every API key
 LOCAL_OWNER = "local"  # the project of callers on a server that only its own machine reaches, and that has no keys
@@ -55,3 +56,10 @@ def custom_loss_id(session_id: str, custom_loss_seq_id: int) -> str:
 def is_name(text: str) -> bool:
     """Whether `text` may name a checkpoint: see NAME_RULE (one path segment, no traversal)."""
     return _NAME.fullmatch(text) is not None
+
+
+def hub_name(name: str) -> tuple[str, str] | None:
+    """The hub id and the revision, "" if there is none, that a base model's name means; None for a folder or a URL."""
+    repository, _, revision = name.partition("@")
+    elsewhere = "://" in name or name.startswith(("/", ".", "~")) or repository.count("/") > 1
+    return None if elsewhere or Path(name).is_dir() else (repository, revision)

@@ -15,7 +15,8 @@ from tinkerflow.backend.compute.families import family_of, load_config
 from tinkerflow.backend.compute.vision_config import open_processor
 from tinkerflow.backend.compute.weight_files import open_tensors
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_source import find_model, hub_name
+from tinkerflow.backend.ids import hub_name
+from tinkerflow.backend.model_source import find_model
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT, MODEL_CONTEXT
 

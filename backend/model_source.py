@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.ids import hub_name
 
 if TYPE_CHECKING:
     from tinkerflow.backend.store.gcs import Stamp  # importing it costs 1.4 s of CPU
@@ -56,13 +57,6 @@ def find_model(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     if (of_the_hub := hub_name(name)) is None:
         raise UserError(f"base model {name!r}: there is no folder {folder.resolve()}")
     return _from_hub(name, *of_the_hub, files)
-
-
-def hub_name(name: str) -> tuple[str, str] | None:
-    """The hub id and the revision, "" if there is none, that a base model's name means; None for a folder or a URL."""
-    repository, _, revision = name.partition("@")
-    elsewhere = "://" in name or name.startswith(("/", ".", "~")) or repository.count("/") > 1
-    return None if elsewhere or Path(name).is_dir() else (repository, revision)
 
 
 def _from_hub(name: str, repository: str, revision: str, files: Sequence[str]) -> Path:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import secrets
 import signal
 import socket
 import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PORTS = range(20_000, 32_768)
 
 
 def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
@@ -35,10 +38,21 @@ def give_back_memory() -> None:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port of `address` that was free a moment ago. The caller must be ready to try again with another one."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """A port of `address` that was free a moment ago. The caller must be ready to try again with another one.
+
+    It is none of those that the system gives to connections going out (Linux: from 32768), so that who listens there
+    can end and come back. Raises OSError when nothing can listen at `address`.
+    """
+    for port in secrets.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+    raise OSError(errno.EADDRINUSE, f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free at {address}")
 
 
 def tail(log: Path, lines: int = 20) -> str:

@@ -14,7 +14,8 @@ from tests.store.fake_gcs import FakeGcs, Fault
 from tests.test_model_card import CONFIG
 
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_source import TEXT_FILES, find_model, hub_name
+from tinkerflow.backend.ids import hub_name
+from tinkerflow.backend.model_source import TEXT_FILES, find_model
 
 URL = "gs://bucket/models/tiny"
 WEIGHTS = save({"a": np.arange(5_000_000, dtype=np.float32)})  # two parts

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from tinkerflow.backend.commands import LORA_ALPHA, LoraSpec
 from tinkerflow.backend.errors import StoreError
-from tinkerflow.backend.model_source import hub_name
+from tinkerflow.backend.ids import hub_name
 from tinkerflow.backend.spec.ranks import peft_factor
 
 ADAPTER = "adapter_model.safetensors"  # the name that PEFT looks for

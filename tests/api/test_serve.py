@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tinkerflow.backend.journal import Journal, NewModel, NewRequest, NewSession, migrate
+from tinkerflow.backend.processes import free_port
 
 CODE = """
 import logging
@@ -42,9 +43,7 @@ def healthy(url: str) -> bool:
 
 
 def test_it_waits_serves_and_stops(tmp_path: Any, settings_for: Any) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     settings = settings_for(port=port, poll_hold=25.0)
     url = f"http://127.0.0.1:{port}"
     log = tmp_path / "log"

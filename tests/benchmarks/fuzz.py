@@ -33,6 +33,7 @@ from tests.benchmarks.waiters import cpu_seconds, memory
 
 from tinkerflow.api.app import create_app
 from tinkerflow.backend.journal import Journal, migrate
+from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
@@ -90,10 +91,8 @@ def main() -> None:
     parser.add_argument("--database-url", default="")
     parser.add_argument("--seed", type=int, default=1)
     given_ = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
         configured = Settings(data_dir=Path(folder), port=port, poll_hold=0.5, database_url=given_.database_url)
         migrate(configured.journal_url)
         journal = Journal.open(configured.journal_url)

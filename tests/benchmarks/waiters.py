@@ -27,6 +27,7 @@ from typing import Any
 
 from tinkerflow.backend.ids import sampler_id
 from tinkerflow.backend.journal import Journal, Kind, NewRequest, NewSampler, NewSession, migrate
+from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
 
 OWNER, KEY = "local", "tml-bench"
@@ -168,10 +169,8 @@ def main() -> None:
     given = parser.parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # children have it too
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
         settings = Settings(data_dir=Path(folder), port=port)
         migrate(settings.journal_url)
         journal = Journal.open(settings.journal_url)

@@ -69,6 +69,8 @@ def connect(host: str, port: int, secret: bytes, generation: int, rank: int, tim
     sock = socket.create_connection((host, port), timeout=timeout)
     try:
         if sock.getsockname() == sock.getpeername():  # TCP's simultaneous open: our own port was the one asked for
+            # Closed without waiting, or the driver that comes back could not listen at its port for a minute.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             raise ConnectionRefusedError(f"nobody but we ourselves on port {port}")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = _HELLO.pack(MAGIC, generation, rank, os.urandom(32))
