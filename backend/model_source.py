@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkerflow.backend.disk import flush, make_folder
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.ids import hub_name
 
@@ -91,7 +92,7 @@ def _from_bucket(url: str, files: Sequence[str]) -> Path:
         listed = {name: blobs.stamp(name) for name in blobs.children("") if _wanted(name, HUB_FILES)}
         if "config.json" not in listed:
             raise UserError(f"base model {url!r}: there is no {url}/config.json")
-        home.mkdir(parents=True, exist_ok=True)
+        make_folder(home)
         with _alone(home / "lock"):
             folder = home / _version(listed)
             missing = {name: stamp for name, stamp in listed.items() if not (folder / name).exists()}
@@ -130,8 +131,8 @@ def _check_room(url: str, home: Path, needed: int) -> None:
 
 
 def _copy(url: str, read: Callable[[str, int, int], bytes], files: dict[str, Stamp], folder: Path) -> None:
-    """Copy the files; each has its name only once it is whole and its sum is right. OSError when one is not."""
-    folder.mkdir(exist_ok=True)
+    """Copy the files; each has its name only once it is whole, right and on the disk. OSError when one is not right."""
+    make_folder(folder)
     told, done, whole = time.monotonic(), 0, sum(stamp.size for stamp in files.values())
     with ThreadPoolExecutor(_THREADS, "model") as threads:
         for name, stamp in files.items():
@@ -143,7 +144,9 @@ def _copy(url: str, read: Callable[[str, int, int], bytes], files: dict[str, Sta
                     told = time.monotonic()
                     log.info("base model %s: %.1f of %.1f GiB copied", url, done / _GIB, whole / _GIB)
             _check_sum(name, draft, stamp)
+            flush(draft)
             draft.replace(folder / name)
+            flush(folder)
 
 
 def _copy_part(read: Callable[[str, int, int], bytes], draft: Path, name: str, start: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import tempfile
 from importlib import resources
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tinkerflow.backend.disk import flush
 from tinkerflow.backend.errors import UserError
 
 SEED = 20240501
@@ -89,8 +89,7 @@ def _write(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(_train_tokenizer().to_str(pretty=True) + "\n", encoding="utf-8")
     save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
     for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # a folder must not come back from a power cut with empty files
+        flush(path)  # a folder must not come back from a power cut with empty files
 
 
 def _json(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,27 @@ def test_the_files_of_a_model_are_copied_once(gcs: FakeGcs) -> None:
     assert len(reads(gcs)) == 4
     assert find_model(URL + "/") == folder
     assert len(reads(gcs)) == 4
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[tuple[str, str]] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        happened.append(("synced", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        sync(descriptor)
+
+    def replaced(self: Path, target: Path) -> None:
+        happened.append(("named", target.name))
+        replace(self, target)
+
+    monkeypatch.setattr("os.fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    folder = find_model(URL)
+    assert ("synced", folder.parent.name) in happened[: happened.index(("synced", "config.json.part"))]
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        named = happened.index(("named", name))
+        assert happened[named - 1 : named + 2] == [("synced", f"{name}.part"), ("named", name), ("synced", folder.name)]
 
 
 def test_who_needs_no_weights_copies_none(gcs: FakeGcs) -> None:

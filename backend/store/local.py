@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tinkerflow.backend.disk import flush, make_folder
+
 
 class LocalBlobs:
     """`Blobs` in a folder. Files whose names begin with '.' are drafts: no method reads or lists them."""
@@ -61,7 +63,7 @@ class LocalBlobs:
                 path.unlink()
             except FileNotFoundError:
                 return False
-        _sync(path.parent)
+        flush(path.parent)
         return True
 
     def remove_folder(self, prefix: str) -> None:
@@ -105,7 +107,7 @@ class LocalBlobs:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Hold the lock of all processes that compare a file and then change it. The lock ends with its process."""
-        _make_folder(self._root)
+        make_folder(self._root)
         with (self._root / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -114,7 +116,7 @@ class LocalBlobs:
     def _draft(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
         """A flushed draft beside its target, and the target. At the end, flush the folder and remove the draft."""
         target = self._root / key
-        _make_folder(target.parent)
+        make_folder(target.parent)
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
             with draft.open("xb") as file:
@@ -122,23 +124,6 @@ class LocalBlobs:
                 file.flush()
                 os.fsync(file.fileno())
             yield draft, target
-            _sync(target.parent)
+            flush(target.parent)
         finally:
             draft.unlink(missing_ok=True)
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder and its parents. Each new entry is flushed: a power cut could otherwise lose the folder."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    _sync(folder.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
