@@ -24,6 +24,7 @@ from tinkerflow.tasks.operations.sample import SampleBatch
 
 log = logging.getLogger(__name__)
 
+_MOST_TAKEN = 2**14  # requests of all projects, also of those that wait for their own: a look names them all
 _LOOKS = 32  # a look into the journal for more samples comes after this part of the places is free again
 
 
@@ -31,7 +32,10 @@ class SamplingRunner:
     """Takes samples from the journal and keeps the decode batch going."""
 
     def __init__(self, context: ExecutionContext, observers: Sequence[RunMirror], most_waiting: int) -> None:
-        """observers: are told what happens. most_waiting: requests taken from the journal at once; more wait there."""
+        """observers: are told what happens. most_waiting: requests taken from the journal at once; more wait there.
+
+        Those that wait for earlier ones of their project do not count, but no project has more taken in all.
+        """
         self._context = context
         self._observers = observers
         self._most = most_waiting
@@ -63,7 +67,7 @@ class SamplingRunner:
         self._woken.set()
         context = self._context.bound_to(await self._context.pool.serving())
         async with asyncio.TaskGroup() as group:
-            batch = self._batch = SampleBatch(context, group)
+            batch = self._batch = SampleBatch(context, group, self._freed)
             decoding = group.create_task(batch.decode(), name="decode")
             try:
                 while await self._woken.wait() and not self._stopping:
@@ -94,17 +98,20 @@ class SamplingRunner:
     async def _take(self, batch: SampleBatch) -> None:
         if self._context.pool.draining:
             return
-        room = self._most - len(batch.requests)
+        room = min(self._most - batch.in_line, _MOST_TAKEN - len(batch.requests))
         if room < max(1, self._most // _LOOKS if self._full else 0):
             self._full = True
             return  # an answer wakes us
-        rows = await self._pending(batch, room)
-        self._full = len(rows) == room
+        taken = batch.owners
+        many = max(taken.values(), default=0) >= self._most
+        rows = [] if many else await self._pending(batch, room)
+        many = many or max((taken + Counter(row.owner for row in rows)).values(), default=0) > self._most
+        self._full = many or len(rows) == room
         if self._full:
             waiting = await self._context.read(self._context.journal.queue.waiting_samples, self._context.card.name)
-            if len(waiting) > 1:
-                taken = batch.owners
-                shares = shared_out(room, taken, {owner: count - taken[owner] for owner, count in waiting.items()})
+            if many or len(waiting) > 1:
+                more = {owner: min(count, self._most) - taken[owner] for owner, count in waiting.items()}
+                shares = shared_out(room, taken, more)
                 rows = [row for owner, share in shares.items() for row in await self._pending(batch, share, owner)]
         for row in rows:
             answered = batch.take(row)
@@ -118,10 +125,14 @@ class SamplingRunner:
             journal.requests.pending_samples, limit, base_model=base, exclude=batch.requests, owner=owner
         )
 
-    def _left(self, answered: asyncio.Task[Outcome | None]) -> None:
-        interrupted = not answered.cancelled() and answered.exception() is None and answered.result() is None
-        if self._full or interrupted:
+    def _freed(self) -> None:
+        if self._full:
             self._woken.set()
+
+    def _left(self, answered: asyncio.Task[Outcome | None]) -> None:
+        self._freed()
+        if not answered.cancelled() and answered.exception() is None and answered.result() is None:
+            self._woken.set()  # its worker group ended
 
 
 def shared_out(places: int, taken: Mapping[str, int], waiting: Mapping[str, int]) -> dict[str, int]:

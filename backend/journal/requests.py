@@ -52,6 +52,7 @@ from tinkerflow.backend.journal.tables import (
 )
 
 CANCELLED = "cancelled by the client"
+MOST_ALONG = 2**16  # bytes of a payload that come with its sample; a larger one is read when there is room for it
 Failure = tuple[str, Category] | None
 
 
@@ -84,6 +85,7 @@ class NewRequest:
 class Pending:
     """A request that waits for its answer. sampler is set for samples.
 
+    left: bytes of a payload that stays in the journal until `Requests.payload` reads it; `payload` is empty then.
     answered: the request has its answer, and is executed again or has something left to do (recovery.py). trace: the
     context of the span in which it was submitted.
     """
@@ -98,11 +100,12 @@ class Pending:
     payload: bytes
     created_at: datetime
     sampler: SamplerView | None = None
+    left: int = 0
     answered: bool = False
     trace: str | None = None
 
     @classmethod
-    def of(cls, row: sa.Row[Any], sampler: SamplerView | None = None) -> Pending:
+    def of(cls, row: sa.Row[Any], sampler: SamplerView | None = None, left: int = 0) -> Pending:
         """The request in a row of `request`."""
         return cls(
             id=row.id,
@@ -115,6 +118,7 @@ class Pending:
             payload=row.payload,
             created_at=row.created_at,
             sampler=sampler,
+            left=left,
             answered=row.state != RequestState.PENDING,
             trace=row.trace,
         )
@@ -190,8 +194,14 @@ _READY = (
     .order_by(col(Request.seq_id))
     .limit(sa.bindparam("at_most"))
 )
+_SIZE = sa.func.length(col(Request.payload))
 _PENDING_SAMPLES = (
-    sa.select(Request, *(column.label(f"its_{column.name}") for column in sa.inspect(SamplerRow).local_table.columns))
+    sa.select(
+        *(column for column in sa.inspect(Request).local_table.columns if column.name not in ("payload", "result")),
+        sa.case((_SIZE > MOST_ALONG, _SIZE), else_=0).label("left"),
+        sa.case((_SIZE <= MOST_ALONG, col(Request.payload)), else_=b"").label("payload"),
+        *(column.label(f"its_{column.name}") for column in sa.inspect(SamplerRow).local_table.columns),
+    )
     .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
     .where(
         IS_PENDING,
@@ -203,6 +213,7 @@ _PENDING_SAMPLES = (
     .order_by(col(Request.created_at), col(Request.seq_id), col(Request.id))
     .limit(sa.bindparam("at_most"))
 )
+_PAYLOAD = sa.select(col(Request.payload)).where(col(Request.id) == sa.bindparam("row_id"), IS_PENDING)
 _TO_CANCEL = sa.select(col(Request.kind), col(Request.state), col(Request.sampler_id), col(Request.seq_id)).where(
     is_owned(Request)
 )
@@ -256,14 +267,19 @@ class Requests(Aggregate):
     def pending_samples(
         self, limit: int, *, base_model: str | None = None, exclude: Collection[str] = (), owner: str | None = None
     ) -> list[Pending]:
-        """Samples that wait, oldest first, at most `limit`, each with its sampler. One statement.
+        """Samples that wait, oldest first, at most `limit`, each with its sampler, and without a long payload.
 
         base_model, owner: of the samples; None: any. exclude: ids of requests that were taken up already.
         """
         values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner, "at_most": limit}
         with self._read() as connection:
             rows = connection.execute(_PENDING_SAMPLES, values)
-            return [Pending.of(row, as_view(SamplerView, row, prefix="its_")) for row in rows]
+            return [Pending.of(row, as_view(SamplerView, row, prefix="its_"), row.left) for row in rows]
+
+    def payload(self, request_id: str) -> bytes | None:
+        """What a request that waits was submitted with; None when it has its answer."""
+        with self._read() as connection:
+            return connection.execute(_PAYLOAD, {"row_id": request_id}).scalar_one_or_none()
 
     def cancel(self, request_id: str, owner: str | None) -> bool:
         """Answer a sample that waits with a failure, and have it leave the decode batch; whether it still waited.

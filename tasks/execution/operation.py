@@ -51,7 +51,7 @@ from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Pool
 from tinkerflow.backend.retry import retry
 from tinkerflow.backend.store import Store
-from tinkerflow.tasks.execution.image_room import ImageRoom
+from tinkerflow.tasks.execution.project_room import ProjectRoom
 from tinkerflow.tasks.execution.sequencer import Saves, SaveState, Slot
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
@@ -89,7 +89,7 @@ class ExecutionContext:
     snapshots: Snapshots
     generation: int | None = None
     most_drift: float = 0.0
-    trained_images: ImageRoom = field(default_factory=ImageRoom)
+    trained_images: ProjectRoom = field(default_factory=ProjectRoom)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def bound_to(self, generation: int) -> ExecutionContext:

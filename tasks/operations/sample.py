@@ -1,6 +1,6 @@
 """sample: requests join a running decode batch between its chunks, and leave as they end.
 
-Two loops meet in a SampleBatch. Each request has a task (`_perform`): it decodes the request, has the snapshot loaded,
+Two loops meet in a SampleBatch. Each request has a task (`_perform`): it reads the request, has the snapshot loaded,
 puts its command into `_admit`, and waits until its `ended` is resolved. One loop, `decode`, makes a step as long as
 there is something to decode: a step sends what is in `_admit` to the worker group, and ends the requests that finished.
 The task then writes the answer. When the worker group ends, all that wait get a GroupFailedError: nothing is answered,
@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 
 from tinkerflow.backend import tracing
 from tinkerflow.backend.commands import (
@@ -26,7 +25,14 @@ from tinkerflow.backend.commands import (
     SampleStep,
     StabilityInfo,
 )
-from tinkerflow.backend.errors import GroupFailedError, NotFoundError, ServerError, StateLostError, SuspectError
+from tinkerflow.backend.errors import (
+    GroupFailedError,
+    NotFoundError,
+    ServerError,
+    StateLostError,
+    SuspectError,
+    UserError,
+)
 from tinkerflow.backend.journal import (
     AWAY,
     Outcome,
@@ -39,14 +45,16 @@ from tinkerflow.backend.journal import (
 )
 from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
 from tinkerflow.backend.model_card import image_processor
+from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
-from tinkerflow.tasks.execution.image_room import ImageRoom
 from tinkerflow.tasks.execution.operation import INLINE_BYTES, ExecutionContext, attribute_crash, failure
+from tinkerflow.tasks.execution.project_room import BODIES, ProjectRoom
 from tinkerflow.tasks.execution.states import load_snapshot
 from tinkerflow.tasks.operations.load_weights import check_readable, gone
 
 log = logging.getLogger(__name__)
 
+_STOPPED = "sampling was stopped: the request was answered already"
 _LOOK_SECONDS = 0.1  # between looks whether published weights are in the store
 
 
@@ -56,7 +64,8 @@ class _Sample:
 
     The body itself goes: its prompt is a list of 36 bytes for each token. prompt: how many tokens. targets: its
     target_prompt_logprobs. records: whether its sequences are recorded. ended: resolved with its outcome; None before
-    it waits for the decode batch. joined: when it joined that. stopped: somebody else has answered it.
+    it waits for the decode batch. joined: when it joined that. stopped: somebody else has answered it. apart: it waits
+    for its own project's requests (`ProjectRoom`), and holds no place in the line of all.
     """
 
     request: Pending
@@ -67,6 +76,7 @@ class _Sample:
     ended: asyncio.Future[Outcome] | None = None
     joined: datetime | None = None
     stopped: bool = False
+    apart: bool = False
     task: asyncio.Task[Outcome | None] = field(init=False)
 
     @property
@@ -87,10 +97,11 @@ class _Sample:
 class SampleBatch:
     """The decode batch of one worker group, as the engine sees it. Only `decode` sends SampleSteps."""
 
-    def __init__(self, context: ExecutionContext, group: asyncio.TaskGroup) -> None:
-        """Empty. Answers are written by tasks of `group`, beside the decoding."""
+    def __init__(self, context: ExecutionContext, group: asyncio.TaskGroup, freed: Callable[[], object]) -> None:
+        """Empty. Answers are written by tasks of `group`, beside the decoding. freed: called when a sample is apart."""
         self._context = context
         self._group = group
+        self._freed = freed
         self._samples: dict[str, _Sample] = {}
         self._admit: list[SampleRequest] = []  # they join with the next step
         self._cancel: list[str] = []  # they leave with the next step
@@ -99,7 +110,7 @@ class SampleBatch:
         self._some = asyncio.Event()
         self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
         self._telling: asyncio.Task[None] | None = None
-        self._images = ImageRoom()
+        self._images, self._bodies = ProjectRoom(), ProjectRoom(BODIES)
 
     @property
     def requests(self) -> frozenset[str]:
@@ -110,6 +121,11 @@ class SampleBatch:
     def owners(self) -> Counter[str]:
         """How many of these each owner has."""
         return Counter(sample.request.owner for sample in self._samples.values())
+
+    @property
+    def in_line(self) -> int:
+        """How many of these wait for the decode batch or are in it, and not for requests of their own project."""
+        return sum(not sample.apart for sample in self._samples.values())
 
     async def decode(self) -> None:
         """Step after step, as long as there is something to do; never returns."""
@@ -131,6 +147,8 @@ class SampleBatch:
         """
         assert request.sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
         sample = self._samples[request.id] = _Sample(request, request.sampler)
+        if request.left:
+            self._set_apart(sample)
         sample.task = self._group.create_task(self._perform(sample), name=f"sample {request.id}")
         return sample.task
 
@@ -261,10 +279,45 @@ class SampleBatch:
             del self._samples[request.id]
 
     async def _decode(self, sample: _Sample) -> Outcome:
+        wanted = await self._read(sample)
+        sample.prompt = len(wanted.prompt_T)
+        if not wanted.images:
+            return await self._join(sample, wanted)
+        self._set_apart(sample)
+        pixels = sum(image.pixels_HWC.size for image in wanted.images)
+        async with self._images.hold(sample.request.owner, pixels) as decoding:
+            async with decoding:
+                wanted = await self._read(sample, blank=False)
+            return await self._join(sample, wanted)
+
+    def _set_apart(self, sample: _Sample) -> None:
+        sample.apart = True
+        self._freed()
+
+    async def _read(self, sample: _Sample, *, blank: bool = True) -> SampleRequest:
+        """The command that the body asks for. blank: its images are measured and not decoded.
+
+        UserError when somebody else has answered the request, of which no more is read then.
+        """
+        request = sample.request
+        if not request.left:
+            return await self._parse(sample, request.payload, blank)
+        async with self._bodies.hold(request.owner, request.left):
+            _check_going_on(sample)
+            payload = await self._context.read(self._context.journal.requests.payload, request.id)
+            if payload is None:
+                raise UserError(_STOPPED)
+            return await self._parse(sample, payload, blank)
+
+    async def _parse(self, sample: _Sample, payload: bytes, blank: bool) -> SampleRequest:
         request, card = sample.request, self._context.card
 
-        def decode(*, blank: bool = True) -> SampleRequest:
-            body = SampleBody.decode(request.payload)
+        def processor() -> ImageProcessor | None:
+            _check_going_on(sample)  # before every image
+            return image_processor(card.path)
+
+        def parse() -> SampleRequest:
+            body = SampleBody.decode(payload)
             sample.targets, sample.records = body.target_prompt_logprobs, body.record_stability_info
             return sample_request(
                 body,
@@ -275,24 +328,17 @@ class SampleBatch:
                 max_context=card.max_context,
                 context_rule=card.context_rule,
                 eos=card.eos_token_ids,
-                processor=lambda: image_processor(card.path),
+                processor=processor,
                 blank=blank,
             )
 
         # A grammar takes longer to check than its bytes tell: never on the loop. A name may be written with escapes.
-        maybe = b'"constraint"' in request.payload or b"\\" in request.payload
-        work = INLINE_BYTES + 1 if maybe else len(request.payload)
-        wanted = await self._context.decode(work, decode)
-        sample.prompt = len(wanted.prompt_T)
-        if not wanted.images:
-            return await self._join(sample, wanted)
-        async with self._images.hold(request.owner, sum(image.pixels_HWC.size for image in wanted.images)) as decoding:
-            async with decoding:
-                wanted = await self._context.decode(INLINE_BYTES + 1, partial(decode, blank=False))
-            return await self._join(sample, wanted)
+        slow = not blank or b'"constraint"' in payload or b"\\" in payload
+        return await self._context.decode(INLINE_BYTES + 1 if slow else len(payload), parse)
 
     async def _join(self, sample: _Sample, wanted: SampleRequest) -> Outcome:
         request, sampler = sample.request, sample.sampler
+        sample.apart = False
         wanted = replace(wanted, trace=tracing.current() if request.trace else None)
         snapshot = sampler.snapshot_id  # None: the base model
         if sampler.model_path is not None:
@@ -335,7 +381,13 @@ async def _load_unless_there(context: ExecutionContext, sampler: SamplerView, sn
 
 def _stopped(request: Pending) -> Outcome:
     """What nobody reads: the request was answered before."""
-    return request.failed("sampling was stopped: the request was answered already", "user")
+    return request.failed(_STOPPED, "user")
+
+
+def _check_going_on(sample: _Sample) -> None:
+    """UserError when somebody else has answered the request."""
+    if sample.stopped:
+        raise UserError(_STOPPED)
 
 
 async def _load_published(context: ExecutionContext, snapshot_id: str) -> int | None:

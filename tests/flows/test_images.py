@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -15,10 +16,11 @@ from PIL import Image
 
 from tinkerflow.backend.commands import Forward, SampleStep
 from tinkerflow.backend.journal import Kind
+from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.sampling_runner import SamplingRunner
-from tinkerflow.tasks.execution.image_room import ImageRoom
 from tinkerflow.tasks.execution.operation import ExecutionContext
+from tinkerflow.tasks.execution.project_room import ProjectRoom
 
 CONFIG = {
     "model_type": "qwen3_vl",
@@ -87,20 +89,23 @@ async def test_an_image_reaches_the_group_as_pixels(
     assert context.trained_images.held(client.owner) == 0
 
 
+def shown(expected: int = 6) -> dict[str, Any]:
+    """The body of a prompt of a token and an image."""
+    data = base64.b64encode(file()).decode()
+    image = {"type": "image", "format": "png", "data": data, "expected_tokens": expected}
+    return {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}, image]}}
+
+
 async def test_an_image_of_a_prompt_reaches_the_group_as_pixels(
     journal: Any, connect: Any, context: ExecutionContext, running: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, held = await connect(journal), list[int]()
-    real = ImageRoom.hold
-    monkeypatch.setattr(ImageRoom, "hold", lambda room, owner, size: held.append(size) or real(room, owner, size))
+    real = ProjectRoom.hold
+    monkeypatch.setattr(ProjectRoom, "hold", lambda room, owner, size: held.append(size) or real(room, owner, size))
     runner = SamplingRunner(context, (), most_waiting=8)
-    data = base64.b64encode(file()).decode()
 
     def ask(expected: int) -> Any:
-        image = {"type": "image", "format": "png", "data": data, "expected_tokens": expected}
-        return client.result(
-            client.sample(sampler, {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}, image]}})
-        )
+        return client.result(client.sample(sampler, shown(expected)))
 
     async with running(client.ring("sample", runner)), running(runner.serve()):
         sampler = client.sampler(1)
@@ -113,3 +118,42 @@ async def test_an_image_of_a_prompt_reaches_the_group_as_pixels(
     assert image.pixels_HWC.tolist() == [[[9, 8, 7]] * 24] * 16
     assert held == [24 * 16 * 3]
     assert "prompt.chunks[1].expected_tokens is 5: must be 6, what the model makes of 24 x 16 pixels" in refused.error
+
+
+async def test_images_that_wait_for_room_cost_other_projects_no_place_and_are_not_decoded_once_cancelled(
+    journal: Any, connect: Any, context: ExecutionContext, running: Any, pool: Any, until: Any, monkeypatch: Any
+) -> None:
+    client, other = await connect(journal), await connect(journal, owner="another")
+    runner, read, decoded = SamplingRunner(context, (), most_waiting=4), ImageProcessor.read, list[int]()
+
+    def reading(self: ImageProcessor, *given: Any, blank: bool = False) -> Any:
+        decoded.extend([] if blank else [1])
+        return read(self, *given, blank=blank)
+
+    monkeypatch.setattr(ImageProcessor, "read", reading)
+    pool.hold = asyncio.Event()
+    async with (
+        running(client.ring("sample", runner)),
+        running(other.ring("sample", runner)),
+        running(runner.serve()),
+    ):
+        await until(lambda: runner._batch is not None)
+        batch = runner._batch
+        assert batch is not None
+        monkeypatch.setattr(batch._images, "_room", 1)  # one request at a time
+        sampler, its = client.sampler(1), other.sampler(1)
+        large = shown() | {"pad": "x" * 70_000}
+        asked = [client.sample(sampler, large if number % 2 else shown()) for number in range(9)]
+        await until(lambda: decoded and pool.log)
+        text = other.sample(its)
+        await until(lambda: text in [one.request_id for one in batch._admit])
+        assert batch.owners == {client.owner: 4, other.owner: 1}
+        waiting = [batch._samples[one] for one in asked if one in batch.requests]
+        assert [len(one.request.payload) for one in waiting if one.request.left] == [0, 0]
+        gone = asked[3]
+        journal.requests.cancel(gone, client.owner)
+        runner.cancel(gone)
+        pool.hold.set()
+        results = await client.results(*asked)
+    assert [result.error for result in results] == ["cancelled by the client" if one == gone else None for one in asked]
+    assert len(decoded) == 8

@@ -7,7 +7,8 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tinkerflow.backend.journal import Kind
+from tinkerflow.backend.journal import Kind, NewRequest
+from tinkerflow.backend.journal.requests import MOST_ALONG
 
 
 def test_late_earlier_chunks_hold_back_later_ones(scene):
@@ -173,6 +174,20 @@ def test_samples_come_oldest_first_across_samplers_with_their_sampler(scene, clo
     assert [pending.id for pending in scene.journal.requests.pending_samples(1)] == ids[:1]
     assert scene.journal.requests.pending_samples(10, base_model="other") == []
     assert scene.journal.queue.pending_models() == []
+
+
+def test_a_long_payload_of_a_sample_stays_until_it_is_asked_for(scene):
+    sampler = scene.sampler(scene.session())
+    for seq, payload in enumerate([b"x" * MOST_ALONG, b"y" * (MOST_ALONG + 1)]):
+        scene.journal.requests.submit(
+            NewRequest(Kind.SAMPLE, scene.owner, payload, f"{seq}", sampler_id=sampler, seq_id=seq)
+        )
+    short, long = scene.journal.requests.pending_samples(10)
+    assert (short.payload, short.left) == (b"x" * MOST_ALONG, 0)
+    assert (long.payload, long.left) == (b"", MOST_ALONG + 1)
+    assert scene.journal.requests.payload(long.id) == b"y" * (MOST_ALONG + 1)
+    scene.journal.requests.cancel(long.id, scene.owner)
+    assert scene.journal.requests.payload(long.id) is None
 
 
 def test_samples_are_counted_and_asked_for_by_owner(scene, as_owner):

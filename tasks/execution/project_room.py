@@ -1,7 +1,8 @@
-"""How much memory the images of requests may take: decoded, from before they are decoded to the answer.
+"""How much memory requests of a project may take, for one use: their images, or the bytes that they are read from.
 
-Each project has room of its own, so its images wait for those of its own earlier requests and never for another
-project's. A request that may be sent has at most half of it (`MAX_REQUEST_PIXEL_BYTES`).
+Each project has room of its own, so its requests wait for its own earlier ones and never for another project's.
+Images take theirs from before they are decoded to the answer; a request that may be sent has at most half of it
+(`MAX_REQUEST_PIXEL_BYTES`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 
 from tinkerflow.backend.spec.limits import MAX_REQUEST_PIXEL_BYTES
 
-ROOM = 2 * MAX_REQUEST_PIXEL_BYTES  # bytes of pixels of one project
+IMAGES = 2 * MAX_REQUEST_PIXEL_BYTES  # bytes of pixels of one project
+BODIES = 2**26  # bytes of one project's bodies, while they are read
 
 
 @dataclass
@@ -26,10 +28,10 @@ class _Share:
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class ImageRoom:
+class ProjectRoom:
     """The room of all projects, for one kind of request: those that wait for room must not be waited for by others."""
 
-    def __init__(self, room: int = ROOM) -> None:
+    def __init__(self, room: int = IMAGES) -> None:
         """room: bytes of each project; a request with more than that has it alone."""
         self._room = room
         self._shares: dict[str, _Share] = {}

@@ -1,4 +1,4 @@
-"""Images of a project wait for its own earlier ones, and for nobody else's."""
+"""Requests of a project wait for its own earlier ones, and for nobody else's."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from tinkerflow.tasks.execution.image_room import ImageRoom
+from tinkerflow.tasks.execution.project_room import ProjectRoom
 
 
 async def test_a_project_waits_for_itself_in_order_and_no_other_does() -> None:
-    room, came, leave = ImageRoom(10), list[str](), asyncio.Event()
+    room, came, leave = ProjectRoom(10), list[str](), asyncio.Event()
 
     async def hold(owner: str, name: str, size: int) -> None:
         async with room.hold(owner, size):
@@ -29,7 +29,7 @@ async def test_a_project_waits_for_itself_in_order_and_no_other_does() -> None:
 
 
 async def test_who_gives_up_or_fails_leaves_its_room() -> None:
-    room, stay = ImageRoom(10), asyncio.Event()
+    room, stay = ProjectRoom(10), asyncio.Event()
 
     async def hold(size: int) -> None:
         async with room.hold("a", size):
