@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkerflow.api.models import Target
+from tinkerflow.backend.commands import ImagePixels
 from tinkerflow.backend.errors import UserError, broken
 from tinkerflow.backend.model_card import image_processor
 from tinkerflow.backend.spec.images import ImageProcessor
@@ -118,6 +119,7 @@ def placed(
         )
     made: list[int] = []
     images: list[Placed] = []
+    most = target.longest_text  # as of texts: a file of 100 bytes may say it has any size
     for token in tokens:
         if token != processor.token:
             made.append(token)
@@ -125,10 +127,10 @@ def placed(
         picture = pictures[len(images)]
         chunk = picture.chunk()
         pixels_HWC = pixels_of(chunk, picture.field, processor, blank=True)
-        size = pixels_HWC.shape[0] // processor.side * (pixels_HWC.shape[1] // processor.side)
+        size = ImagePixels(len(made), pixels_HWC).tokens(processor.side)
         images.append(Placed(len(made), size, {**chunk, "expected_tokens": size}))
         made += [processor.token] * size
-        if len(made) > (most := target.longest_text):  # as of texts: a file of 100 bytes may say it has any size
+        if len(made) > most:
             raise UserError(f"messages have {len(made)} tokens up to {picture.field}: must have at most {most}")
     return made, tuple(images)
 

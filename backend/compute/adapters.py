@@ -5,7 +5,7 @@ A model of which all parameters are trained is among them, with a `Params` where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -197,10 +197,24 @@ class AdapterStore:
         return Adapter(spec, lora, grads, restored, steps_before=state.step, pending=pending)
 
     def _read(self, spec: LoraSpec, tensors: Mapping[str, Floats], end: str) -> Trained:
-        def whole(read: Callable[[str, tuple[int, ...]], Floats]) -> Trained:
-            return full.from_files(self._cfg, self._mesh, read) if spec.full else from_peft(self._cfg, spec, read)
+        """What the tensors hold whose names end in `end`; UserError when one is missing, or there are others."""
+        used: set[str] = set()
 
-        return _read(spec, tensors, end, whole)
+        def read(name: str, shape: tuple[int, ...]) -> Floats:
+            array = tensors.get(name + end)
+            if array is None or array.shape != shape:
+                found = "is missing" if array is None else f"has shape {array.shape}"
+                need = f"this base model and rank {spec.rank} need {shape}"
+                raise UserError(f"saved tensor {name + end!r} {found}; {need}")
+            used.add(name + end)
+            return np.asarray(array, np.float32)
+
+        made = full.from_files(self._cfg, self._mesh, read) if spec.full else from_peft(self._cfg, spec, read)
+        ends = end or ("" if spec.full else ".weight")
+        unknown = sorted(name for name in tensors if name.endswith(ends) and name not in used)
+        if unknown:
+            raise UserError(f"saved tensor {unknown[0]!r} is not part of an adapter of {spec}")
+        return made
 
     def _named(self, trained: Trained) -> dict[str, Floats]:
         return to_peft(self._cfg, trained) if isinstance(trained, Lora) else full.to_files(self._cfg, trained)
@@ -224,31 +238,6 @@ def forget(tensors: dict[tuple[str, str], T], owner: str) -> None:
     for key in list(tensors):
         if key[0] == owner:
             tensors.pop(key, None)
-
-
-def _read(
-    spec: LoraSpec,
-    tensors: Mapping[str, Floats],
-    end: str,
-    whole: Callable[[Callable[[str, tuple[int, ...]], Floats]], Trained],
-) -> Trained:
-    """What `whole` makes of the tensors whose names end in `end`; UserError when it does not read each of them."""
-    used: set[str] = set()
-
-    def read(name: str, shape: tuple[int, ...]) -> Floats:
-        array = tensors.get(name + end)
-        if array is None or array.shape != shape:
-            found = "is missing" if array is None else f"has shape {array.shape}"
-            raise UserError(f"saved tensor {name + end!r} {found}; this base model and rank {spec.rank} need {shape}")
-        used.add(name + end)
-        return np.asarray(array, np.float32)
-
-    made = whole(read)
-    ends = end or ("" if spec.full else ".weight")
-    unknown = sorted(name for name in tensors if name.endswith(ends) and name not in used)
-    if unknown:
-        raise UserError(f"saved tensor {unknown[0]!r} is not part of an adapter of {spec}")
-    return made
 
 
 def _refuse_others(state: AdapterState, names: Sequence[str]) -> None:

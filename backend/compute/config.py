@@ -312,11 +312,11 @@ class ConfigFields:
         """What the file says of rotary embeddings beside their theta: transformers 4 and 5 name it differently."""
         return self.get("rope_parameters") or self.get("rope_scaling") or {}
 
-    def chosen_experts(self, experts: int) -> int:
-        """How many of a layer's experts each token goes to; UserError: not 1 to their number."""
-        chosen = self.size("num_experts_per_tok")
+    def chosen_experts(self, experts: int, key: str = "num_experts_per_tok") -> int:
+        """How many of a layer's experts each token goes to, by the field `key`; UserError: not 1 to their number."""
+        chosen = self.size(key)
         if chosen > experts:
-            raise self.error(f"num_experts_per_tok {chosen} of {experts} experts; must be from 1 to their number")
+            raise self.error(f"{key} {chosen} of {experts} experts; must be from 1 to their number")
         return chosen
 
     def refuse_others(self, **supported: Any) -> None:

@@ -323,11 +323,10 @@ class Executor:
         others = [taken for name, taken in self._adapter_bytes.items() if name != adapter_id]
         every = math.inf if self.plan.uses is None else self.plan.uses.adapters
         room, free = every, every - sum(size for size, _ in others)
+        what, of, less = "the adapter", "adapters", "a smaller rank"
         if spec.full:
             room, free = self.plan.full, min(free, self.plan.full - sum(size for size, is_full in others if is_full))
-        what, of, less = ("the adapter", "adapters", "a smaller rank")
-        if spec.full:
-            what, of, less = ("training all parameters", "that", "1 or more")
+            what, of, less = "training all parameters", "that", "1 or more"
         takes = f"lora rank {spec.rank}: {what} takes {needed / GB:.3g} GB of each device"
         if spec.full and needed > room:  # which no waiting changes
             raise UserError(f"{takes}, and this group has {room / GB:.3g} GB for that: must be {less}")

@@ -14,7 +14,7 @@ rows to compute, F mlp of an expert.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -102,9 +102,7 @@ def mixture(
     moved = mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
     rows = PartitionSpec(ROWS) if moved else PartitionSpec(FSDP if y_BTD.shape[0] % mesh.shape[FSDP] == 0 else None)
     local = jax.shard_map(
-        functools.partial(
-            _local, functools.partial(_gated, cfg), lora_apply, rows[0] is not None, moved, (inner,) if inner else ()
-        ),
+        functools.partial(_local, cfg, lora_apply, rows[0] is not None, moved, (inner,) if inner else ()),
         mesh=mesh,
         in_specs=(
             rows,
@@ -137,7 +135,7 @@ def _pair_specs(name: str, inner: str | None) -> LoraPair:
 
 
 def _local(
-    gated: Callable[[jax.Array, jax.Array], jax.Array],
+    cfg: ModelConfig,
     lora_apply: LoraApply,
     rows_are_split: bool,
     moved: bool,
@@ -187,7 +185,7 @@ def _local(
     gate_MF, up_MF = project(x_MD, "gate", "up")
     # A row's share is multiplied in before `down`, so that a backward pass does not need what comes out of that.
     share_M1 = _permuted(shares_BTk.reshape(-1, 1), order_M, place_M).astype(y_BTD.dtype)
-    (down_MD,) = project(gated(gate_MF, up_MF) * share_M1, "down")
+    (down_MD,) = project(_gated(cfg, gate_MF, up_MF) * share_M1, "down")
     if "down" in biases:  # once, though F is split over devices whose parts are summed
         here = jnp.all(jnp.array([jax.lax.axis_index(axis) == 0 for axis in inner], bool))
         down_MD = down_MD + jnp.where(mine_M1 & here, biases["down"][groups.expert_M] * share_M1, 0)
@@ -199,11 +197,16 @@ def _local(
     return jax.lax.psum(mixed_BTD, (EXPERT, *inner)).astype(y_BTD.dtype)
 
 
+def activated(cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    """What an MLP or an expert makes of its gate: SiLU, or the tanh approximation of GELU."""
+    return jax.nn.gelu(x, approximate=True) if cfg.gelu else jax.nn.silu(x)
+
+
 def _gated(cfg: ModelConfig, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
     """SwiGLU or GeGLU; with `clamped` gpt-oss's: both parts are bounded, the gate is steeper, and up is moved by 1."""
     clamped = cfg.clamped
     if not clamped:
-        return (jax.nn.gelu(gate_MF, approximate=True) if cfg.gelu else jax.nn.silu(gate_MF)) * up_MF
+        return activated(cfg, gate_MF) * up_MF
     gate_MF, up_MF = jnp.minimum(gate_MF, clamped), jnp.clip(up_MF, -clamped, clamped)
     return gate_MF * jax.nn.sigmoid(_STEEP * gate_MF) * (up_MF + 1)
 

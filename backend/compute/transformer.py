@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute.config import LayerKind, ModelConfig
 from tinkerflow.backend.compute.decoder import plain_name
 from tinkerflow.backend.compute.deltanet import Project, Recur, delta_net
-from tinkerflow.backend.compute.experts import mixture
+from tinkerflow.backend.compute.experts import activated, mixture
 from tinkerflow.backend.compute.layers import LayerParams, over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair
 from tinkerflow.backend.compute.matmul import matmul, product
@@ -316,40 +316,37 @@ def block(
     else:
         o_BTD = _attention(cfg, kind, layer_params, y_BTD, rope, project, norm, mixers.attend)
     x_BTD = x_BTD + norm(o_BTD, "attn_out_norm")
-    act = partial(jax.nn.gelu, approximate=True) if cfg.gelu else jax.nn.silu
 
-    def mlp(y_BTD: jax.Array, gate: str, up: str, down: str) -> jax.Array:
-        gate_BTF, up_BTF = project(y_BTD, gate, up)
-        return project(act(gate_BTF) * up_BTF, down)[0]
+    def mlp(y_BTD: jax.Array, prefix: str = "") -> jax.Array:
+        """What the matrices give whose names begin so."""
+        if cfg.fused:
+            gate_BTF, up_BTF = jnp.split(project(y_BTD, f"{prefix}gate_up")[0], 2, axis=-1)
+        else:
+            gate_BTF, up_BTF = project(y_BTD, f"{prefix}gate", f"{prefix}up")
+        return project(activated(cfg, gate_BTF) * up_BTF, f"{prefix}down")[0]
 
     def fed(x_BTD: jax.Array) -> jax.Array:
         """With what the MLP or the experts give."""
         y_BTD = norm(x_BTD, "mlp_norm")
-        if kind.dense:
-            return x_BTD + norm(mlp(y_BTD, "dense_gate", "dense_up", "dense_down"), "mlp_out_norm")
-        if cfg.experts:
-            shared = partial(mlp, y_BTD, "shared_gate", "shared_up", "shared_down")
-            if "experts_norm" in layer_params:  # experts and shared expert have norms of their own (Gemma 4)
-                routed_BTD = rms_norm(cfg, x_BTD, layer_params["router_norm"]) * cfg.hidden**-0.5
-                z_BTD = norm(x_BTD, "experts_norm")
-                mixed_BTD = mixture(cfg, mesh, layer_params, layer_lora, z_BTD, lora_apply, routed_BTD)
-                both_BTD = norm(shared(), "shared_out_norm") + norm(mixed_BTD, "experts_out_norm")
-                return x_BTD + norm(both_BTD, "mlp_out_norm")
-            x_BTD = x_BTD + mixture(cfg, mesh, layer_params, layer_lora, y_BTD, lora_apply)
-            if not cfg.shared_mlp:
-                return x_BTD
-            shared_BTD = shared()
-            if "shared_router" not in layer_params:
-                return x_BTD + shared_BTD
-            return x_BTD + jax.nn.sigmoid(matmul(y_BTD, layer_params["shared_router"])) * shared_BTD
-        if not cfg.fused:
-            return x_BTD + norm(mlp(y_BTD, "gate", "up", "down"), "mlp_out_norm")
-        gate_BTF, up_BTF = jnp.split(project(y_BTD, "gate_up")[0], 2, axis=-1)
-        return x_BTD + norm(project(act(gate_BTF) * up_BTF, "down")[0], "mlp_out_norm")
+        if kind.dense or not cfg.experts:
+            return x_BTD + norm(mlp(y_BTD, "dense_" if kind.dense else ""), "mlp_out_norm")
+        if "experts_norm" in layer_params:  # experts and shared expert have norms of their own (Gemma 4)
+            shared_BTD = norm(mlp(y_BTD, "shared_"), "shared_out_norm")
+            routed_BTD = rms_norm(cfg, x_BTD, layer_params["router_norm"]) * cfg.hidden**-0.5
+            z_BTD = norm(x_BTD, "experts_norm")
+            mixed_BTD = mixture(cfg, mesh, layer_params, layer_lora, z_BTD, lora_apply, routed_BTD)
+            return x_BTD + norm(shared_BTD + norm(mixed_BTD, "experts_out_norm"), "mlp_out_norm")
+        x_BTD = x_BTD + mixture(cfg, mesh, layer_params, layer_lora, y_BTD, lora_apply)
+        if not cfg.shared_mlp:
+            return x_BTD
+        shared_BTD = mlp(y_BTD, "shared_")
+        if "shared_router" not in layer_params:
+            return x_BTD + shared_BTD
+        return x_BTD + jax.nn.sigmoid(matmul(y_BTD, layer_params["shared_router"])) * shared_BTD
 
     x_BTD = fed(x_BTD)
     if input_BTP is not None:
-        gated_BTP = act(matmul(x_BTD, layer_params["input_gate"])) * input_BTP
+        gated_BTP = activated(cfg, matmul(x_BTD, layer_params["input_gate"])) * input_BTP
         x_BTD = x_BTD + norm(matmul(gated_BTP, layer_params["input_projection"]), "input_norm")
     return x_BTD * layer_params["layer_scalar"] if "layer_scalar" in layer_params else x_BTD
 

@@ -83,9 +83,8 @@ def parse_gemma4(fields: ConfigFields) -> ModelConfig:
 
 
 def _with_experts(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
-    experts, chosen = fields.size("num_experts"), fields.size("top_k_experts")
-    if chosen > experts:
-        raise fields.error(f"top_k_experts {chosen} of {experts} experts; must be from 1 to their number")
+    experts = fields.size("num_experts")
+    chosen = fields.chosen_experts(experts, "top_k_experts")
     if config.dense_mlp:
         raise fields.error("use_double_wide_mlp true is not supported with enable_moe_block; it must be false")
     return replace(

@@ -75,8 +75,10 @@ class ParentRequest:
         another program. pieces: as (start, end). Nothing where there is no image up to there.
         """
         taking = [any(image.start < stop for image in self.request.images) for _, stop in pieces]
-        begun = [(at, digest) for at, digest in self._image_digests if start <= at < end] if any(taking) else []
-        return repr((begun, taking)).encode() if any(taking) else b""
+        if not any(taking):
+            return b""
+        begun = [(at, digest) for at, digest in self._image_digests if start <= at < end]
+        return repr((begun, taking)).encode()
 
     @cached_property
     def _image_digests(self) -> list[tuple[int, str]]:

@@ -100,7 +100,7 @@ class Sampler:
         params, dtype = by_layer(cfg, params), params.embed_VD.dtype
         shards = cache_mesh(mesh, cfg.split_heads).shape[FSDP]
         self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, pieces=sizes, rows_are_dear=on_cpu())
-        windows = {kind.window for kind in cfg.layer_kinds if kind.mixer != "delta"}
+        windows = {kind.window for kind in cfg.layer_kinds if kind.attends}
         window = max((one for one in windows if one), default=None) if None not in windows else None
         self._pool = PagePool(plan.pages, shards=shards, page=page, states=plan.states, window=window)
         self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
@@ -378,7 +378,8 @@ class Sampler:
         running = scheduler.running
         led = self._led(running)
         self._decode_led(led, steps)
-        if others := [sequence for sequence in running if sequence not in set(led)]:
+        apart = set(led)
+        if others := [sequence for sequence in running if sequence not in apart]:
             self._ask(others, steps)
 
     def _led(self, running: list[ActiveSequence]) -> list[ActiveSequence]:

@@ -27,12 +27,13 @@ class Views:
     def __init__(self, eyes: Eyes) -> None:
         """Nothing is seen yet."""
         self._eyes = eyes
-        self._job: PrefillJob | None = None
-        self._seen: dict[int, npt.NDArray[Any]] = {}  # by where an image begins, [tokens, E, D]
+        self.clear()
 
     def clear(self) -> None:
         """Forget what was seen."""
-        self._job, self._seen = None, {}
+        self._job: PrefillJob | None = None
+        self._positions_T3 = np.zeros((0, 3), np.int32)  # of the job's prompt
+        self._seen: dict[int, npt.NDArray[Any]] = {}  # by where an image begins, [tokens, E, D]
 
     def piece(self, job: PrefillJob, rows: int, size: int, start: int) -> tuple[Seen | None, int]:
         """The images among tokens [start, start + size) of a prompt, and how many tokens its tower had to look at.
@@ -42,11 +43,12 @@ class Views:
         images, end = job.parent.request.images, start + size
         if not any(image.start < end for image in images):
             return None, 0
+        vision = self._eyes.vision
         if self._job is not job:
             self._job, self._seen = job, {}
-        vision = self._eyes.vision
+            self._positions_T3 = image_positions(vision, len(job.tokens_T), images)
         seen, looked = empty_seen(self._eyes, rows, size), 0
-        known_T3 = image_positions(vision, len(job.tokens_T), images)[start:end]
+        known_T3 = self._positions_T3[start:end]
         seen.positions_BT3[job.row, : len(known_T3)] = known_T3
         for image in images:
             behind = image.start + image.tokens(vision.token_side)
