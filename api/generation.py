@@ -16,6 +16,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import orjson
@@ -25,6 +26,7 @@ from starlette.requests import ClientDisconnect
 from tinkerflow.api.call import Call
 from tinkerflow.api.chat.pictures import Placed, chunks_of
 from tinkerflow.api.models import Target
+from tinkerflow.api.routes.assets import files_at
 from tinkerflow.api.routes.futures import content_hash, judged
 from tinkerflow.api.sse import left
 from tinkerflow.backend.commands import Candidates, NewTokens, SampledSequence, SampleResult
@@ -33,7 +35,15 @@ from tinkerflow.backend.journal import Kind, NewRequest, Result
 from tinkerflow.backend.journal.notify import Waiter
 from tinkerflow.backend.journal.streams import Listener, stream_name
 from tinkerflow.backend.model_card import image_processor
-from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, decode_sample, sample_request, with_seed
+from tinkerflow.backend.wire import (
+    NumSamples,
+    OnSampler,
+    SampleBody,
+    decode_sample,
+    sample_request,
+    with_files,
+    with_seed,
+)
 
 T = TypeVar("T")
 StopReason = Literal["stop", "length"]
@@ -234,14 +244,15 @@ async def generate(
 def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
     """Store a sample request of the tinker protocol; its id. values: of `body`. Wrong content is a stored failure."""
     address = OnSampler.read(values)
+    whole, error = judged(lambda values: with_files(values, partial(files_at, call)), values)
     request = NewRequest(
         kind=Kind.SAMPLE,
         owner=call.owner,
-        payload=with_seed(body, values),
+        payload=with_seed(body if whole is values or whole is None else orjson.dumps(whole), whole or values),
         content_hash=content_hash(values),
         sampler_id=address.sampling_session_id,
         seq_id=address.seq_id,
-        error=judged(NumSamples.read, values)[1],
+        error=error or judged(NumSamples.read, values)[1],
     )
     return call.journal.requests.submit(request, call.services.limits)
 

@@ -6,12 +6,14 @@ import asyncio
 import hashlib
 import secrets
 from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 from fastapi.responses import Response
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes, takes_protobuf
+from tinkerflow.api.routes.assets import files_at
 from tinkerflow.api.routes.futures import accepted, content_hash, judged, refuse, submit_for_model
 from tinkerflow.api.routes.weights import optimizer_config
 from tinkerflow.backend.commands import LoraSpec
@@ -35,6 +37,7 @@ from tinkerflow.backend.wire import (
     parse,
     read_custom_loss,
     training_tokens,
+    with_files_to_train,
 )
 
 router = Router(busy=8)
@@ -85,11 +88,17 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
             f"model_id is {header.model_id!r}, seq_id {header.seq_id}: both must be given, model_id without NUL "
             "characters, seq_id from 1"
         )
+    payload, error = body, None
+    try:
+        payload = with_files_to_train(body, partial(files_at, call))
+    except UserError as wrong:
+        error = wrong.message
     new = NewRequest(
         kind=Kind.FORWARD if header.forward_only else Kind.FORWARD_BACKWARD,
         owner=call.owner,
-        payload=body,
+        payload=payload,
         content_hash=hashlib.sha256(body).hexdigest(),
+        error=error,
         model_id=header.model_id,
         seq_id=header.seq_id,
         tokens=training_tokens(body) if limits.queued_tokens else 0,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Self
 
 from tinkerflow.backend.clock import Clock, SystemClock
+from tinkerflow.backend.journal.assets import Assets
 from tinkerflow.backend.journal.audit import Audit
 from tinkerflow.backend.journal.base_models import BaseModels
 from tinkerflow.backend.journal.checkpoint_search import CheckpointSearch
@@ -63,6 +64,7 @@ class Journal:
         self.shares = Shares(*parts)
         self.imports = Imports(*parts)
         self.uploads = Uploads(*parts)
+        self.assets = Assets(*parts)
         self.upkeep = Upkeep(*parts)
         self.usage = UsageReports(*parts)
         self.keys = Keys(*parts)

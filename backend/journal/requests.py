@@ -35,6 +35,7 @@ from tinkerflow.backend.journal.samplers import SamplerView
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
+    AssetRow,
     Checkpoint,
     Kind,
     Model,
@@ -145,8 +146,8 @@ class Limits:
     sampling_requests: samples that wait for their answer.
     queued_tokens: tokens of forward and forward_backward requests that wait.
     live_models: models that are being created or live.
-    stored_bytes: bytes of checkpoints; once they are reached, nothing more is saved. A checkpoint that is being saved
-    at that moment has no size yet and does not count.
+    stored_bytes: bytes of checkpoints and uploaded images; once they are reached, nothing more is saved. A checkpoint
+    that is being saved at that moment has no size yet and does not count.
     feedback_per_day: answers that it rates in 24 hours.
     """
 
@@ -436,8 +437,13 @@ _COUNT_TOKENS = sa.select(sa.func.coalesce(sa.func.sum(col(Request.waiting_token
     col(Request.owner) == _OWNER, IS_PENDING, col(Request.kind).in_((Kind.FORWARD, Kind.FORWARD_BACKWARD))
 )
 _COUNT_MODELS = sa.select(sa.func.count()).where(col(Model.owner) == _OWNER, col(Model.state).in_(TAKES_WORK))
-_COUNT_BYTES = sa.select(sa.func.coalesce(sa.func.sum(col(Checkpoint.size_bytes)), 0)).where(
-    col(Checkpoint.owner) == _OWNER, col(Checkpoint.deleted_at).is_(None)
+_COUNT_BYTES = sa.select(
+    sa.select(sa.func.coalesce(sa.func.sum(col(Checkpoint.size_bytes)), 0))
+    .where(col(Checkpoint.owner) == _OWNER, col(Checkpoint.deleted_at).is_(None))
+    .scalar_subquery()
+    + sa.select(sa.func.coalesce(sa.func.sum(col(AssetRow.size_bytes)), 0))
+    .where(col(AssetRow.owner) == _OWNER)
+    .scalar_subquery()
 )
 
 
@@ -491,7 +497,7 @@ def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Fa
 
 
 def stored_bytes(connection: sa.Connection, owner: str) -> int:
-    """The bytes of the project's checkpoints."""
+    """The bytes of the project's checkpoints and uploaded images."""
     return _ask(connection, _COUNT_BYTES, owner)
 
 

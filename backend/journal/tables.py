@@ -373,6 +373,19 @@ class UploadRow(Table, table=True):
     path: str | None = None
 
 
+class AssetRow(Table, table=True):
+    """An image that a project uploaded; assets.AssetView says what each column is."""
+
+    __tablename__ = "asset"
+    __table_args__ = (sa.Index("ix_asset_owner_size_bytes", "owner", "size_bytes"),)
+
+    id: str = Field(primary_key=True)
+    owner: str
+    size_bytes: int = Field(sa_type=sa.BigInteger)
+    piece: str
+    created_at: datetime = Field(sa_type=UtcDateTime)
+
+
 class CustomLossRow(Table, table=True):
     """A loss that a client traced and sent; `definition`: its inputs and graph as JSON, None if they were refused."""
 

@@ -5,6 +5,8 @@ the engine word it alike. A check raises UserError, which names the field, its v
 `tinker.proto` is compiled by `python -m tinkerflow.backend.wire.generate`.
 """
 
+from tinkerflow.backend.wire.assets import with_files as with_files
+from tinkerflow.backend.wire.assets import with_files_to_train as with_files_to_train
 from tinkerflow.backend.wire.custom_losses import CreateCustomLoss as CreateCustomLoss
 from tinkerflow.backend.wire.custom_losses import decode_custom_loss as decode_custom_loss
 from tinkerflow.backend.wire.custom_losses import dump_custom_loss as dump_custom_loss

@@ -33,6 +33,7 @@ from tinkerflow.backend.spec.constraints import check_constraint
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_REQUEST_PIXEL_BYTES, MODEL_CONTEXT
 from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire.assets import LOCATION_RULE, POINTER
 from tinkerflow.backend.wire.model_input import pixels_of, too_many_pixels
 from tinkerflow.backend.wire.requests import MAX_LISTED, ConstraintBody, SampleBody, SamplingParams, TargetTensor
 
@@ -215,7 +216,9 @@ def _prompt(
         kind, name = chunk.get("type", "encoded_text"), f"prompt.chunks[{i}]"
         if kind == "encoded_text":
             parts.append(_token_array(chunk.get("tokens"), f"{name}.tokens", vocab_size))
-        elif kind == "image" and (processor := find_processor()) is not None:
+        elif kind in ("image", POINTER) and (processor := find_processor()) is not None:
+            if kind == POINTER and "data" not in chunk:
+                raise broken(f"{name}.location", chunk.get("location"), LOCATION_RULE)
             image = ImagePixels(size, pixels_of(chunk, name, processor, blank=blank))
             images.append(image)
             parts.append(np.full(image.tokens(processor.side), processor.token, np.int32))
@@ -224,7 +227,7 @@ def _prompt(
                 raise too_many_pixels("prompt", name, MAX_REQUEST_PIXEL_BYTES)
         else:
             takes = "encoded_text, the model takes no images"
-            if kind not in ("image", "image_asset_pointer"):
+            if kind not in ("image", POINTER):
                 blind = find_processor() is None
                 takes = "encoded_text, the model takes text only" if blind else "encoded_text or image"
             raise UserError(f"{name}.type is {shown(kind)}: must be {takes}")

@@ -28,10 +28,12 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 
 NOBODYS = {
     "upload-": "upload-" + "0" * 16,
+    "asset-": "asset-" + "0" * 32,
     "sess-": "sess-" + "0" * 16,
     "req-": "req-" + "0" * 16,
     "team-": "team-none",
 }
+PNG = b"\x89PNG\r\n\x1a\n"
 _late = itertools.count(100)  # sequence ids of operations that need not be executed
 
 
@@ -95,6 +97,7 @@ class Person:
         loss = {**CUSTOM_LOSS, "session_id": session, "custom_loss_seq_id": 0}
         self.ids["loss_request"] = self.send("POST", "create_custom_loss", loss).json()["request_id"]
         self.ids["loss"] = f"{session}:loss:0"
+        self.ids["asset"] = self.send("POST", "assets", PNG).json()["asset_id"]
         upload = self.send("POST", "external_weights_upload_start", UPLOAD).json()
         self.ids["upload"] = upload["upload_id"]
         for file, url in upload["urls"].items():
@@ -248,7 +251,7 @@ NO_ID = {
     "/", "/openapi.json", "/v1/models", "/v1/embeddings", "/v1/feedback",
     "healthz", "client/config", "client/dynamic_config", "get_server_capabilities", "create_session", "auth/token",
     "auth/apikey/me", "metrics", "checkpoints", "sessions", "audit", "billing/usage/events",
-    "external_weights_upload_start",  # its destination_project_id is a label, as that of copy_weights
+    "assets", "external_weights_upload_start",  # its destination_project_id is a label, as that of copy_weights
     "telemetry",  # its session_id is written to the log, and never looked up
 }  # fmt: skip
 ONLY_EXTERNAL = {"training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls"}
@@ -289,7 +292,7 @@ def tries(method: str, path: str) -> list[Try]:
         of = "/v1/models/{}".format
         return [Try(route, kind, of, lambda it, me: None) for kind in ("weights", "sampler_weights", "model")]
     name = path[path.index("{") + 1 : path.index("}")]
-    kind = {"session_id": "session", "run_id": "model", "wanted": "sampler"}[name]
+    kind = {"asset_id": "asset", "session_id": "session", "run_id": "model", "wanted": "sampler"}[name]
     return [Try(route, kind, lambda it: path.replace("{" + name + "}", it), lambda it, me: body)]
 
 

@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -72,6 +73,20 @@ def test_prompts_with_images(folder: Path, tmp_path: Path, start_server: Any) ->
         np.testing.assert_allclose(before.sequences[0].logprobs, expected[10:-1], atol=1e-5)
         scored = sampler.compute_logprobs(shown(first, whole)).result()
         np.testing.assert_allclose(np.array(scored[1:], np.float32), expected[:-1], atol=1e-5)
+        # An uploaded image is what its location stands for, in prompts and, as the data of an ImageChunk, in training.
+        with httpx.Client(base_url=f"{server.api_url}/api/v1", headers={"X-API-Key": "tml-test"}) as http:
+            kept = http.post("/assets", content=first).json()
+            pointer = types.ImageAssetPointerChunk(format="png", location=kept["location"], expected_tokens=6)
+            pointed = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[9, 8]), pointer])
+            told = sampler.sample(pointed.append(types.EncodedTextChunk(tokens=[5, 6, 7])), 2, drawn).result()
+            assert [one.tokens for one in told.sequences] == [one.tokens for one in before.sequences]
+            assert [one.logprobs for one in told.sequences] == [one.logprobs for one in before.sequences]
+            located = types.Datum(model_input=shown(kept["location"].encode(), whole), loss_fn_inputs=inputs)
+            (same,) = trainer.forward([located], "cross_entropy").result().loss_fn_outputs
+            assert same["logprobs"].data == trained["logprobs"].data
+            assert http.delete(f"/assets/{kept['asset_id']}").status_code == 204
+        with pytest.raises(tinker.TinkerError, match=r"chunks\[1\]\.location is 'tinker://assets/asset-.*this project"):
+            sampler.sample(pointed, 1, drawn).result()
         # Another image is another prompt, whatever is cached of the first.
         other = sampler.compute_logprobs(shown(second, whole)).result()
         assert np.abs(np.array(other[8:]) - np.array(scored[8:])).max() > 0.01

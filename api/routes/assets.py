@@ -1,0 +1,85 @@
+"""Images that a project uploads once, and names in its requests by their location."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from fastapi.responses import Response
+
+from tinkerflow.api.call import Authorised, Call, Router, Wire
+from tinkerflow.api.openapi import takes_bytes
+from tinkerflow.backend.errors import BodyTooLargeError, NotFoundError, UserError
+from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.spec.limits import MAX_ASSET_BYTES, MAX_ASSETS
+from tinkerflow.backend.wire.assets import LOCATIONS
+
+router = Router()
+
+_BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")  # of PNG and JPEG files
+
+
+class AssetStored(Wire):
+    """An uploaded image, and what requests call it."""
+
+    asset_id: str
+    location: str
+    size_bytes: int
+
+
+@router.post("/assets", openapi_extra=takes_bytes())
+async def upload_asset(call: Authorised) -> AssetStored:
+    """Keep an image, a PNG or JPEG file. The same file again has the same location."""
+    return await asyncio.to_thread(_keep, call, await call.body())
+
+
+@router.delete("/assets/{asset_id}", status_code=204)
+async def delete_asset(asset_id: str, call: Authorised) -> Response:
+    """Delete an image. Requests that were accepted before have its bytes."""
+    await asyncio.to_thread(_delete, call, asset_id)
+    return Response(status_code=204)
+
+
+def _keep(call: Call, file: bytes) -> AssetStored:
+    if len(file) > MAX_ASSET_BYTES:
+        raise BodyTooLargeError(f"the image has {len(file)} bytes: must be at most {MAX_ASSET_BYTES}")
+    if not file.startswith(_BEGINNINGS):
+        raise UserError(f"the image begins with {file[:8]!r}: must be a PNG or JPEG file")
+    assets, store = call.journal.assets, call.services.store
+    digest = hashlib.sha256(call.owner.encode() + b"\0" + file).hexdigest()
+    asset_id = f"asset-{digest[:32]}"
+    if not assets.begin(asset_id, call.owner, len(file), call.services.limits).piece:
+        name = new_id("put")
+        store.write_piece(asset_id, name, 0, file)
+        if assets.arrived(asset_id, call.owner, name) != name:
+            store.remove_pieces(asset_id, name)
+    return AssetStored(asset_id=asset_id, location=f"{LOCATIONS}{asset_id}", size_bytes=len(file))
+
+
+def _delete(call: Call, asset_id: str) -> None:
+    asset = call.journal.assets.get(asset_id, call.owner)
+    call.services.store.remove_pieces(asset.id)  # first, so that no file is forgotten
+    call.journal.assets.forget(asset.id, call.owner)
+
+
+def files_at(call: Call, locations: Sequence[str]) -> Mapping[str, bytes]:
+    """The files at these locations; those that are none of the project's are left out.
+
+    UserError when they are too many, or when the request would be larger with them than one may be.
+    """
+    ids = {location: location.removeprefix(LOCATIONS) for location in locations if location.startswith(LOCATIONS)}
+    if len(ids) > MAX_ASSETS:
+        raise UserError(f"the request names {len(ids)} uploaded images: must be at most {MAX_ASSETS}")
+    assets = call.journal.assets.found(set(ids.values()), call.owner)
+    size = sum(assets[ids[location]].size_bytes for location in locations if ids.get(location) in assets)
+    if size > (most := call.services.settings.max_body_bytes):
+        raise UserError(f"the request's uploaded images have {size} bytes: must be at most {most} (max_body_bytes)")
+    files = {}
+    for location, asset_id in ids.items():
+        if (asset := assets.get(asset_id)) is not None:
+            try:
+                files[location] = call.services.store.pieces(asset.id, asset.piece, 1)
+            except NotFoundError:
+                continue  # it was deleted meanwhile
+    return files

@@ -1,0 +1,24 @@
+"""Images that projects uploaded. Nobody uploaded any before."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "v0009"
+down_revision = "v0008"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Bring the schema here, in place. No row changes."""
+    op.create_table(
+        "asset",
+        *(sa.Column(name, sa.String(), nullable=False) for name in ("id", "owner")),
+        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("piece", sa.String(), nullable=False),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_asset"),
+    )
+    op.create_index("ix_asset_owner_size_bytes", "asset", ["owner", "size_bytes"])

@@ -1,0 +1,96 @@
+"""Images are uploaded once, belong to a project, and requests that name them are stored with their bytes."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import orjson
+import pytest
+from tests.api.conftest import Running
+from tests.api.test_futures import sampler
+
+from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.wire import tinker_pb2 as pb
+
+FILE = b"\x89PNG\r\n\x1a\n and more"
+
+
+def sent(server: Running, file: bytes = FILE, key: str = "tml-test") -> Any:
+    return server.http.post(f"{server.url}/api/v1/assets", content=file, headers={"X-API-Key": key})
+
+
+def prompted(server: Running, name: str, seq: int, *locations: str, key: str = "tml-test") -> Any:
+    """The stored body of a sample that names these images."""
+    chunks = [{"type": "image_asset_pointer", "format": "png", "location": location} for location in locations]
+    body = {"sampling_session_id": name, "seq_id": seq, "prompt": {"chunks": chunks}, "sampling_params": {"seed": 1}}
+    request = server.post("asample", body, key).json()["request_id"]
+    assert server.post("asample", body, key).json()["request_id"] == request
+    found = server.journal.requests.payload(request)
+    return None if found is None else orjson.loads(found)
+
+
+def test_a_request_is_stored_with_the_bytes_of_its_projects_images(server: Running, journal: Journal) -> None:
+    name = sampler(server)
+    _, theirs = journal.keys.create("them", "team-them")
+    _, mine = journal.keys.create("us", "local")
+    server.clock.advance(60.0)  # keys are looked up again
+    kept = sent(server, key=mine).json()
+    assert kept == {"asset_id": kept["asset_id"], "location": kept["location"], "size_bytes": len(FILE)}
+    assert sent(server, key=mine).json() == kept
+    foreign = sent(server, key=theirs).json()["location"]
+    assert foreign != kept["location"]
+    assert len(server.store.blobs.children(f"uploads/{kept['asset_id']}")) == 1
+    stored = prompted(
+        server, name, 0, kept["location"], foreign, "tinker://assets/asset-0", "http://127.0.0.1:1/cat.png", key=mine
+    )
+    data = [chunk.get("data") for chunk in stored["prompt"]["chunks"]]
+    assert data == [base64.b64encode(FILE).decode(), None, None, None]
+    delete = f"{server.url}/api/v1/assets/{kept['asset_id']}"
+    statuses = [server.http.delete(delete, headers={"X-API-Key": key}).status_code for key in (theirs, mine, mine)]
+    assert statuses == [404, 204, 404]
+    assert server.store.blobs.children(f"uploads/{kept['asset_id']}") == []
+    gone = prompted(server, name, 1, kept["location"], key=mine)
+    assert "data" not in gone["prompt"]["chunks"][0]
+    assert sent(server, key=mine).json() == kept
+
+
+def test_training_stores_the_bytes_and_names_a_location_that_is_none(server: Running) -> None:
+    location, model = sent(server).json()["location"], server.model()
+
+    def submitted(seq: int, location: str) -> str:
+        message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
+        message.data.add().model_input.add().image.data = location.encode()
+        answer = server.http.post(
+            f"{server.url}/api/v1/forward_backward",
+            content=message.SerializeToString(),
+            headers={"X-API-Key": "tml-test"},
+        )
+        return str(answer.json()["request_id"])
+
+    good, bad = submitted(1, location), submitted(2, "tinker://assets/asset-0")
+    stored = pb.ForwardBackwardRequest.FromString(server.journal.requests.payload(good) or b"")
+    assert stored.data[0].model_input[0].image.data == FILE
+    told = server.journal.results.get(bad, "local")
+    assert told is not None and told.error is not None
+    assert (
+        "data[0].model_input.chunks[0].data is 'tinker://assets/asset-0': must be the location of an image"
+        in told.error
+    )
+
+
+def test_what_cannot_be_kept_or_is_too_much_is_refused(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(max_body_bytes=2**16)
+    assert "begins with b'GIF89a': must be a PNG or JPEG file" in sent(server, b"GIF89a").json()["detail"]
+    monkeypatch.setattr("tinkerflow.api.routes.assets.MAX_ASSET_BYTES", 2**16 - 1)
+    assert sent(server, FILE.ljust(2**16)).status_code == 413
+    large, name = sent(server, FILE.ljust(40_000)).json()["location"], sampler(server)
+    assert prompted(server, name, 0, large)["prompt"]["chunks"][0]["data"]
+    chunk = {"type": "image_asset_pointer", "format": "png", "location": large}
+    body = {"sampling_session_id": name, "seq_id": 1, "prompt": {"chunks": [chunk] * 2}, "sampling_params": {}}
+    told = server.result(server.post("asample", body).json()["request_id"]).json()
+    assert "uploaded images have 80000 bytes: must be at most 65536 (max_body_bytes)" in told["error"]
+    monkeypatch.setattr("tinkerflow.api.routes.assets.MAX_ASSETS", 1)
+    body = {**body, "seq_id": 2, "prompt": {"chunks": [chunk, {**chunk, "location": "tinker://assets/asset-0"}]}}
+    told = server.result(server.post("asample", body).json()["request_id"]).json()
+    assert "the request names 2 uploaded images: must be at most 1" in told["error"]

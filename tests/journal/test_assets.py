@@ -1,0 +1,37 @@
+"""Uploaded images: begun, arrived once, of one project, and counted as stored."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.journal import Limits
+from tinkerflow.backend.journal.requests import NO_LIMITS
+
+
+def test_an_image_is_there_once_it_has_arrived_and_for_its_project_alone(journal):
+    assets = journal.assets
+    assert assets.begin("asset-1", "team", 10, NO_LIMITS).piece == ""
+    assert assets.found(["asset-1"], "team") == {}
+    assert assets.arrived("asset-1", "team", "put-1") == "put-1"
+    assert assets.arrived("asset-1", "team", "put-2") == "put-1"  # somebody was faster
+    again = assets.begin("asset-1", "team", 10, NO_LIMITS)
+    assert (again.piece, again.size_bytes) == ("put-1", 10)
+    assert assets.found(["asset-1", "asset-2"], "team") == {"asset-1": again}
+    assert assets.found(["asset-1"], "other") == {}
+    assets.forget("asset-1", "other")
+    with pytest.raises(NotFoundError):
+        assets.get("asset-1", "other")
+    assets.forget("asset-1", "team")
+    with pytest.raises(NotFoundError):
+        assets.arrived("asset-1", "team", "put-3")
+
+
+def test_images_count_as_stored(journal):
+    limits = Limits(stored_bytes=15)
+    journal.assets.begin("asset-1", "team", 10, limits)
+    journal.assets.begin("asset-1", "team", 10, limits)
+    journal.assets.begin("asset-2", "other", 10, limits)
+    with pytest.raises(UserError, match=r"the image has 6 bytes, .* images 10: .* at most 15 \(max_stored_bytes\)"):
+        journal.assets.begin("asset-3", "team", 6, limits)
+    journal.assets.begin("asset-3", "team", 5, limits)
