@@ -1,4 +1,4 @@
-"""Helpers for processes: ending with the parent, giving memory back, a free port, the end of a log."""
+"""Helpers for processes: ending with the parent, memory that is given back, memory maps, free ports, ends of logs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ def give_back_memory() -> None:
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def memory_maps_used() -> float:
+    """Which part of the memory maps that Linux lets a process have this one uses; 0.0 where that is not known."""
+    try:
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        with Path("/proc/self/maps").open("rb") as maps:
+            return sum(1 for _ in maps) / most
+    except OSError:
+        return 0.0
 
 
 def free_port(address: str = "127.0.0.1") -> int:

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "spec": {"errors"},
     "commands": {"spec"},
     "wire": {"spec", "commands", "checkpoint_paths", "encryption", "errors", "ids"},
-    "compute": {"spec", "commands", "errors"},
+    "compute": {"spec", "commands", "errors", "processes"},
     "pool": {
         "spec",
         "commands",

@@ -1,20 +1,30 @@
-"""The end of a process's log, and free ports."""
+"""The end of a process's log, memory maps, and free ports."""
 
 from __future__ import annotations
 
+import mmap
 import socket
 from pathlib import Path
 
 import pytest
 
 from tinkerflow.backend import processes
-from tinkerflow.backend.processes import free_port, tail
+from tinkerflow.backend.processes import free_port, memory_maps_used, tail
 
 
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "part.log"
     log.write_bytes(b"one\ntwo \xff\nthree\n")
     assert tail(log, 2) == "two \ufffd\nthree"
+
+
+def test_memory_maps_are_counted() -> None:
+    before = memory_maps_used()
+    maps = [mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE * (one % 2)) for one in range(400)]
+    most = int(Path("/proc/sys/vm/max_map_count").read_text())
+    assert 0 < before < 1
+    assert 300 <= (memory_maps_used() - before) * most <= 500
+    del maps
 
 
 def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,11 @@ class AdapterStore:
         """Make `adapter` the one of that id."""
         self._adapters[adapter_id] = adapter
 
+    @property
+    def shapes(self) -> frozenset[LoraSpec]:
+        """The shapes of all adapters."""
+        return frozenset(adapter.spec for adapter in self._adapters.values())
+
     def drop(self, adapter_id: str) -> None:
         """Forget the adapter, if there is one, and what is kept of it."""
         self._adapters.pop(adapter_id, None)

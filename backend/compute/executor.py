@@ -66,10 +66,11 @@ from tinkerflow.backend.compute.platforms import environment, on_cpu, platform, 
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.train import make_steps
-from tinkerflow.backend.compute.train_programs import adapter_like, training_programs
+from tinkerflow.backend.compute.train_programs import StepsByShape, adapter_like, training_programs
 from tinkerflow.backend.compute.vision import open_eyes
 from tinkerflow.backend.compute.warming import WarmUp
 from tinkerflow.backend.errors import OUT_OF_MEMORY, AllocationError, DevicesError, ServerError, UserError
+from tinkerflow.backend.processes import memory_maps_used
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_of
 
 R = TypeVar("R", bound=Reply)
@@ -103,7 +104,8 @@ class Executor:
         self._params = load_params(
             self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
         )
-        self._steps = make_steps(self._cfg, self._mesh, self.plan.budget.kept_bytes)
+        make = partial(make_steps, self._cfg, self._mesh, self.plan.budget.kept_bytes)
+        self._steps = StepsByShape(make, memory_maps_used)
         self._adapters = AdapterStore(self._cfg, self._mesh, config.model_path)
         # What those that are there take of each device, and whether it is for training all parameters.
         self._adapter_bytes: dict[str, tuple[int, bool]] = {}
@@ -111,10 +113,10 @@ class Executor:
         self._sampler = Sampler(self._cfg, self._params, self._mesh, self._config, self.plan, eyes=self._eyes)
         self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
         self._fetched: dict[tuple[str, str], Mapping[str, Float32]] = {}  # tensors, by owner and folder of the store
-        self._announced: set[object] = set()
+        self._announced: set[tuple[str, LoraSpec, tuple[int, ...]]] = set()
         self._training = Training(
             params=self._params,
-            steps=self._steps,
+            steps=self._steps.of,
             mesh=self._mesh,
             adapters=self._adapters,
             microbatch_tokens=self.microbatch_tokens,
@@ -123,7 +125,7 @@ class Executor:
             eyes=self._eyes,
         )
         self.ahead = not on_cpu()  # commands are begun before the devices are done with the last one
-        self._warm_up = WarmUp(on=config.warm_up)
+        self._warm_up = WarmUp(on=config.warm_up, maps_used=memory_maps_used)
         self._warm_up.want(self._sampler.programs())
         if self._eyes is not None:
             self._warm_up.want(self._eyes.programs(self._config.max_context))
@@ -196,7 +198,10 @@ class Executor:
                 raise self._no_memory(command, error) from error
             raise
         finally:
-            if made := self._compiles.here - before:
+            made = self._compiles.here - before
+            if made or isinstance(command, DropAdapter):
+                self._trim()
+            if made:
                 self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
 
     def take_kept(self, write: WriteState) -> Mapping[str, Float32]:
@@ -349,7 +354,7 @@ class Executor:
             training_programs(
                 self._mesh,
                 self._params,
-                self._steps,
+                self._steps.of(spec),
                 adapter,
                 optimizer=optimizer,
                 microbatch_tokens=self.microbatch_tokens,
@@ -357,6 +362,12 @@ class Executor:
                 sees=None if self._eyes is None else self._cfg,
             )
         )
+
+    def _trim(self) -> None:
+        """Free programs for shapes of adapters that nobody will miss."""
+        for spec in self._steps.trim(self._adapters.shapes):
+            self._shapes_wanted = {wanted for wanted in self._shapes_wanted if wanted[0] != spec}
+            self._announced = {key for key in self._announced if key[1] != spec}
 
     def _go_on(self, adapter_id: str, run: ForwardRun, *, whole: bool = False) -> DeferredReply:
         """Compute the run's next micro-batch, or all that are left when `whole`."""
@@ -376,7 +387,7 @@ class Executor:
                 f"optim_step: the parameters are {spec.name}'s, but the model was made with {adapter.optimizer}"
             )
         on_devices = put(spec.vector(command.params), replicated(self._mesh))
-        stepped = self._steps.optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
+        stepped = self._steps.of(adapter.spec).optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
         before, norm = adapter.step, stepped.norm
         after = Adapter(adapter.spec, stepped.lora, stepped.grads, stepped.state, before, norm)
         self._adapters.set(command.adapter_id, after)

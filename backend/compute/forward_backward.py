@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import DeferredReply, Done, Float32, Forward, ForwardResult, Reply
+from tinkerflow.backend.commands import DeferredReply, Done, Float32, Forward, ForwardResult, LoraSpec, Reply
 from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, Unsure
 from tinkerflow.backend.compute.logprobs import Scored
 from tinkerflow.backend.compute.losses import choose, judge
@@ -38,13 +38,13 @@ ReadResult = Callable[[], ForwardResult]  # waits for the devices
 class Training:
     """What passes need of the executor.
 
-    microbatch_tokens: of a micro-batch at most, padding included. announce(what, adapter, batch) is called before each
-    micro-batch. read(reply) waits for the devices; a failure there is a DevicesError. eyes: None in models that take
-    text.
+    steps: of a shape of adapters. microbatch_tokens: of a micro-batch at most, padding included.
+    announce(what, adapter, batch) is called before each micro-batch. read(reply) waits for the devices; a failure there
+    is a DevicesError. eyes: None in models that take text.
     """
 
     params: Params
-    steps: Steps
+    steps: Callable[[LoraSpec], Steps]
     mesh: Mesh
     adapters: AdapterStore
     microbatch_tokens: int
@@ -123,9 +123,10 @@ class _Pass:
     def __init__(self, training: Training, command: Forward) -> None:
         self._training, self._command = training, command
         self._adapter = training.adapters.get(command.adapter_id)
+        self._steps = training.steps(self._adapter.spec)
         self._grads = self._adapter.grads  # zeros that can be made again, or what is to survive a failure
         if command.backward and self._adapter.pending:
-            self._grads = training.steps.copy(self._grads)
+            self._grads = self._steps.copy(self._grads)
         self._choice = choose(command.loss, command.config)
         self._batches = pack(
             command.examples,
@@ -147,9 +148,9 @@ class _Pass:
             seen = training.eyes.seen(command.examples, batch) if training.eyes else None
             arrays = to_devices(batch, self._choice, training.mesh, seen)
             if command.backward:
-                self._grads, scored = training.steps.backward(training.params, self._adapter.lora, self._grads, arrays)
+                self._grads, scored = self._steps.backward(training.params, self._adapter.lora, self._grads, arrays)
             else:
-                scored = training.steps.forward(training.params, self._adapter.lora, arrays)
+                scored = self._steps.forward(training.params, self._adapter.lora, arrays)
         except Exception as error:
             if not command.backward or OUT_OF_MEMORY in str(error):
                 raise

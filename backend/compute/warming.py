@@ -26,6 +26,7 @@ from tinkerflow.backend.commands import CompileStatus
 log = logging.getLogger(__name__)
 
 _CALM_SECONDS = 0.5  # without a command, before the next program is begun
+_ROOM = 0.5  # of the memory maps: the rest is for programs that are needed
 _NICE = 10  # of the thread, where threads have priorities of their own
 
 
@@ -41,9 +42,14 @@ class Program:
 class WarmUp:
     """The thread that compiles, its queue and its counts. Without `on` it compiles nothing."""
 
-    def __init__(self, *, on: bool, calm_seconds: float = _CALM_SECONDS) -> None:
-        """Start the thread. calm_seconds: how long no command may have run before it compiles a program."""
-        self._on, self._calm = on, calm_seconds
+    def __init__(
+        self, *, on: bool, calm_seconds: float = _CALM_SECONDS, maps_used: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """Start the thread. calm_seconds: how long no command may have run before it compiles a program.
+
+        maps_used: which part of its memory maps this process uses. From half of them on nothing is compiled ahead.
+        """
+        self._on, self._calm, self._maps_used = on, calm_seconds, maps_used
         self._changed = threading.Condition()
         self._number = count()
         self._todo: list[tuple[int, int, Program]] = []
@@ -97,8 +103,11 @@ class WarmUp:
             program = self._next()
             began, failed = time.monotonic(), 0
             try:
-                program.make()
-                log.info("warm-up: %s in %.2f s", program.name, time.monotonic() - began)
+                if self._maps_used() < _ROOM:
+                    program.make()
+                    log.info("warm-up: %s in %.2f s", program.name, time.monotonic() - began)
+                else:
+                    log.info("warm-up: %s is left out: memory maps are few (vm.max_map_count)", program.name)
             except Exception:  # the command that needs it will fail; the group must not end for it
                 log.exception("warm-up: %s could not be compiled", program.name)
                 failed = 1

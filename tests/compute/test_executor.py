@@ -88,7 +88,8 @@ def test_without_memory_a_backward_costs_its_request_and_nothing_else(
     if accumulated:
         forward(executor, "a", examples((9,)), backward=True)
     before = {name: executor.execute(ExportAdapter(name, optimizer=True)) for name in "ab"}
-    backward = executor._steps.backward
+    steps_of_a = executor._steps.of(LoraSpec(4))
+    backward = steps_of_a.backward
 
     def no_room(params: Any, lora: Any, grads: Any, batch: Any) -> Any:
         steps.append(1)
@@ -105,8 +106,8 @@ def test_without_memory_a_backward_costs_its_request_and_nothing_else(
             patched.setattr(forward_backward, "to_host", no_result)
             patched.setattr(adapters.jax, "block_until_ready", no_result)
         else:
-            failing = replace(executor._steps, backward=no_room)
-            patched.setattr(executor, "_training", replace(executor._training, steps=failing))
+            failing = replace(steps_of_a, backward=no_room)
+            patched.setattr(executor, "_training", replace(executor._training, steps=lambda spec: failing))
         with pytest.raises(AllocationError, match=r"^data of 5 examples, the longest of 100 tokens: the devices"):
             forward(executor, "a", examples(LENGTHS), backward=True)
         executor._adapters.get("a")  # as the next command about it would

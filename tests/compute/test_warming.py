@@ -117,6 +117,15 @@ def test_it_makes_the_nearest_first_and_nothing_while_a_command_is_executed() ->
     assert made == [1, 2, 3]
 
 
+def test_nothing_is_compiled_ahead_while_memory_maps_are_few() -> None:
+    made: list[str] = []
+    used = iter((0.49, 0.5, 0.1))
+    warm_up = WarmUp(on=True, calm_seconds=0.0, maps_used=lambda: next(used))
+    warm_up.want([Program(name, 0, partial(made.append, name)) for name in "abc"])
+    wait_for(lambda: warm_up.warmth.ready == 3)
+    assert made == ["a", "c"] and warm_up.warmth.failed == 0
+
+
 def test_it_waits_for_all_commands_that_are_executed() -> None:
     made = threading.Event()
     warm_up = WarmUp(on=True, calm_seconds=0.0)
