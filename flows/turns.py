@@ -4,6 +4,9 @@ A base model that is asked for gets in line, and has its turn when a group may r
 has nothing to do: the one that was unused longest ends first. When all have something to do, the one that began first
 takes nothing new after TURN_SECONDS, ends when what it runs is done, and gets in line again. A group that ends saves
 its models first, so a turn costs clients a pause, as the loss of a group does.
+
+A group that cannot be started gives its turn up, and is in line again after a pause that doubles up to 30 s. A group
+that has its turn, but no room on the hosts (one of them may be lost), has others end for it like those in line.
 """
 
 from __future__ import annotations
@@ -49,10 +52,13 @@ class Turns:
     held: dict[str, Turn] = field(default_factory=dict)
     line: list[str] = field(default_factory=list)
 
-    def look(self, wanted: Sequence[str], ready: Collection[str], now: float) -> tuple[list[str], list[str], list[str]]:
+    def look(
+        self, wanted: Sequence[str], ready: Collection[str], now: float, roomless: Collection[str] = ()
+    ) -> tuple[list[str], list[str], list[str]]:
         """Whose turn begins, whose idle group ends now, and whose busy group ends when what it runs is done.
 
         wanted: base models that have something to do, longest waiting first. ready: those whose group serves.
+        now: monotonic. roomless: those whose turn it is, and for whose group no host has room.
         """
         self.line = [name for name in self.line if name in wanted]
         self.line += [name for name in wanted if name not in self.held and name not in self.line]
@@ -61,7 +67,8 @@ class Turns:
         free = max(0, self.places - len(self.held))
         begin, self.line = self.line[:free], self.line[free:]
         self.held |= {name: Turn(now, now) for name in begin}
-        short = len(self.line) - sum(turn.ending for turn in self.held.values())
+        waiting = len(self.line) + len(self.held.keys() & set(wanted) & set(roomless))
+        short = waiting - sum(turn.ending for turn in self.held.values())
         going = {name: turn for name, turn in self.held.items() if name in ready and not turn.ending}
         unused = sorted((turn.asked, name) for name, turn in going.items() if name not in wanted)
         spare = [name for asked, name in unused if now - asked >= self.idle]
@@ -109,20 +116,22 @@ class GroupTurns:
     async def look(self) -> None:
         """Look once."""
         turns, pools = self._turns, self._pools
-        wanted = [name for name in await asyncio.to_thread(self._journal.queue.wanted) if name in pools]
+        asked = [name for name in await asyncio.to_thread(self._journal.queue.wanted) if name in pools]
         for name in [name for name in turns.held if pools[name].resting]:
             del turns.held[name]  # its group has ended, or could not be started: others come first
+        wanted = [name for name in asked if name in turns.held or not pools[name].pausing]
+        roomless = {name for name, pool in pools.items() if pool.lacks_room}
         for name, turn in turns.held.items():
             turn.ending &= pools[name].ending  # unless it crashed before it was released, and was started again
         ready = {name for name, pool in pools.items() if pool.ready}
-        begin, idle, busy = turns.look(wanted, ready, self._clock.monotonic())
+        begin, idle, busy = turns.look(wanted, ready, self._clock.monotonic(), roomless)
         for name in begin:
             pools[name].begin()
         for name in idle:
             log.info("%s: its worker group is unused, and ends", name)
             pools[name].release("its worker group was unused")
         for name in busy:
-            log.info("%s: its worker group ends when what it runs is done: %s wait", name, ", ".join(turns.line))
+            log.info("%s: its worker group ends when what it runs is done: others wait", name)
             pools[name].draining = True
         for name in turns.held:
             if pools[name].draining and not self._is_busy(name):
@@ -137,10 +146,13 @@ class GroupTurns:
             others = f"{len(turns.line)} other base model(s) wait"
             return f"its worker group takes nothing new: {others}" if pool.draining else None
         if name in turns.held:
-            text = "its worker group is being started"
+            lacking = "waits for room on a host" if pool.lacks_room else "is being started"
+            text = f"its worker group {lacking}"
         elif name in turns.line:
             before = turns.line.index(name)
             text = f"waiting for one of {turns.places} worker group(s), with {before} base model(s) before it"
+        elif pool.trouble and pool.pausing:
+            text = "its worker group could not be started, and is started again after a pause"
         else:
             text = RESTING
         return f"{text}; the last start failed: {pool.trouble}" if pool.trouble else text

@@ -94,22 +94,22 @@ class Pool:
         self._open = False  # whether the group takes commands
         self._opened = asyncio.Event()
         self._wanted = asyncio.Event()  # a generation is to run
-        self._wanted.set()
         self._on_demand = False
         self.trouble = ""  # why the last start on demand failed, if it did
+        self.pausing = False  # the last group ended, or could not be started: the next start is later
+        self.lacks_room = False  # a group is to be started, and the site has no room for it
         self.draining = False  # nothing new is to be begun: the group is released when what it executes is done
         self._restarts = Restarts()
         self._probation = 0  # commands that the next generation gets one at a time
         self._last_error: TinkerflowError | None = None
         self._entrance = asyncio.Lock()  # fair: commands that wait for a generation keep their order
         self._losses: asyncio.Queue[GroupLost | None] = asyncio.Queue()
-        self._consumed = False
         self._notices: asyncio.Queue[str] = asyncio.Queue()
         self._heeded = False  # somebody reads the notices
         self._leaving: asyncio.Task[None] | None = None
         self._detour_until = 0.0  # processes do not reach the store before
         self._keeper: asyncio.Task[None] | None = None
-        self._stopped = False
+        self._stopped = self._consumed = False
 
     @classmethod
     async def start(
@@ -134,9 +134,9 @@ class Pool:
         attempts.
         """
         pool = cls(config, site, on_progress, on_waiting)
-        if on_demand:
-            pool._on_demand = True
-            pool._wanted.clear()
+        pool._on_demand = on_demand
+        if not on_demand:
+            pool._wanted.set()
         while not on_demand and not await pool._launch():
             failures = pool._restarts.failures + 1
             if failures >= FIRST_STARTS or isinstance(pool._last_error, UserError):
@@ -383,7 +383,9 @@ class Pool:
                 self._last_error = error
                 self._group, self.draining = None, False
             while True:
+                self.pausing = True
                 await asyncio.sleep(self._restarts.pause(steady=steady))
+                self.pausing = False
                 await self._wanted.wait()
                 steady = False
                 try:
@@ -427,7 +429,7 @@ class Pool:
         """Return when the site has room for all processes; until the next await nobody else takes it."""
         site, processes, waited = self._site, self._config.processes, False
         while (lack := site.lack(processes)) or waited:
-            waited = bool(lack)
+            waited = self.lacks_room = bool(lack)
             if lack:
                 self._on_progress(lack)
             try:

@@ -6,20 +6,25 @@ import asyncio
 import os
 import shutil
 import signal
+from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.journal import Journal, Kind
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.engine import run_engine
-from tinkerflow.flows.turns import Turns
+from tinkerflow.flows.turns import GroupTurns, Turns
 
 HERE = Path(__file__).parent
 ALL = {"a", "b", "c", "d", "e"}
@@ -67,6 +72,123 @@ def test_an_unused_group_ends_by_itself_when_that_is_asked_for() -> None:
     assert Turns(3).look([], ALL, 1e9) == ([], [], [])
 
 
+def test_for_a_base_model_whose_host_is_lost_another_group_makes_room() -> None:
+    turns = Turns(2, idle=5.0, turn=100.0)
+    turns.look(["a", "b"], set(), 0.0)
+    assert turns.look(["b"], {"a"}, 9.0, {"b"}) == ([], ["a"], [])
+    assert turns.look(["b"], {"a"}, 9.5, {"b"}) == ([], [], [])  # one is enough
+    turns = Turns(2, idle=5.0, turn=100.0)
+    turns.look(["a", "b"], set(), 0.0)
+    assert turns.look(["a"], {"a"}, 200.0, {"b"}) == ([], [], [])  # nobody wants b any more
+    assert turns.look(["a", "b"], {"a"}, 201.0, {"b"}) == ([], [], ["a"])
+
+
+@dataclass
+class FakePool:
+    """A group that serves from the second look after its begin on, and has ended at the look after its release."""
+
+    broken: bool = False
+    ready: bool = False
+    resting: bool = True
+    draining: bool = False
+    pausing: bool = False
+    lacks_room: bool = False
+    trouble: str = ""
+    began: list[float] = field(default_factory=list)
+    now: float = 0.0
+    ending: bool = False
+
+    def begin(self) -> None:
+        self.resting = False
+        self.began.append(self.now)
+
+    def release(self, cause: str) -> None:
+        self.draining = self.ending = True
+
+    def go_on(self, now: float) -> None:
+        self.now = now
+        if self.ending:
+            self.ready, self.resting, self.draining, self.ending = False, True, False, False
+        elif not self.resting and not self.ready and now > self.began[-1]:
+            self.ready, self.resting = not self.broken, self.broken
+            self.trouble = "there is no folder" if self.broken else ""
+            self.pausing = self.broken
+        elif self.pausing and now > self.began[-1] + 30:
+            self.pausing = False
+
+
+class Bench:
+    """Base models with fake groups, looked at once a second."""
+
+    def __init__(self, names: str, places: int) -> None:
+        self.pools = {name: FakePool() for name in names}
+        self.wants: list[str] = []
+        self.told: dict[str, str | None] = {}
+        self.clock = ManualClock()
+        self.turns = Turns(places, idle=5.0, turn=60.0)
+        served: Any = [SimpleNamespace(card=SimpleNamespace(name=name), pool=pool) for name, pool in self.pools.items()]
+        journal: Any = SimpleNamespace(
+            queue=SimpleNamespace(wanted=lambda: list(self.wants)),
+            base_models=SimpleNamespace(note_progress=self.told.__setitem__),
+        )
+        self.sharing = GroupTurns(journal, served, self.turns, lambda name: False, self.clock)
+
+    async def seconds(self, count: int) -> AsyncIterator[float]:
+        for _ in range(count):
+            self.clock.advance(1.0)
+            for pool in self.pools.values():
+                pool.go_on(self.clock.monotonic())
+            await self.sharing.look()
+            assert sum(not pool.resting for pool in self.pools.values()) <= self.turns.places
+            yield self.clock.monotonic()
+
+
+async def test_ten_base_models_share_three_groups() -> None:
+    bench = Bench("abcdefghij", 3)
+    bench.wants = ["a", "b"]
+    async for _ in bench.seconds(3):
+        pass
+    assert {name for name, pool in bench.pools.items() if pool.ready} == {"a", "b"}
+
+    # A cold one is told what it waits for from the first look on. Those that serve are told nothing.
+    bench.wants = ["a", "b", "c"]
+    texts = []
+    async for _ in bench.seconds(3):
+        texts.append(bench.told["c"])
+        assert bench.told["a"] is None and bench.told["b"] is None
+    assert texts == ["its worker group is being started", None, None]
+
+    # All ten have something to do all the time: each has its turn, in order, and hears how many are before it.
+    bench.wants = list(bench.pools)
+    served: dict[str, int] = dict.fromkeys(bench.pools, 0)
+    async for now in bench.seconds(600):
+        for place, name in enumerate(bench.turns.line):
+            said = bench.told[name]
+            assert said == f"waiting for one of 3 worker group(s), with {place} base model(s) before it", now
+        for name, pool in bench.pools.items():
+            served[name] += pool.ready
+    assert all(seconds >= 60 for seconds in served.values()), served
+    first = sorted(bench.pools, key=lambda name: bench.pools[name].began[0])
+    assert first == list("abcdefghij")
+
+
+async def test_a_group_that_cannot_be_started_pauses_and_keeps_nobody_waiting() -> None:
+    bench = Bench("abcd", 2)
+    bench.pools["c"].broken = True
+    bench.wants = ["c", "a", "b"]
+    texts = set()
+    async for now in bench.seconds(300):
+        texts.add(bench.told["c"])
+        if now > 3:
+            assert bench.pools["a"].ready or now > 60
+    began = bench.pools["c"].began
+    assert all(later - earlier >= 30 for earlier, later in pairwise(began)) and 2 <= len(began) <= 10
+    assert (
+        "its worker group could not be started, and is started again after a pause; the last start failed: "
+        "there is no folder" in texts
+    )
+
+
 def workers() -> list[int]:
     """Pids of the worker processes below this one."""
     found = []
@@ -84,6 +206,15 @@ async def test_five_base_models_share_two_groups(
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setattr("tinkerflow.flows.dispatcher.Turns", partial(Turns, idle=0.05, turn=1.0))
     monkeypatch.setattr("tinkerflow.flows.turns.LOOK_SECONDS", 0.05)
+    told: set[str] = set()
+    tell = GroupTurns._tell
+
+    async def note(self: GroupTurns, name: str, text: str | None) -> None:
+        await tell(self, name, text)
+        said = await asyncio.to_thread(self._journal.recovery.health)
+        told.update((said.waits or {}).values())
+
+    monkeypatch.setattr(GroupTurns, "_tell", note)
     first = make_tiny(tmp_path / "0")
     names = [str(first), *(str(shutil.copytree(first, tmp_path / str(number))) for number in range(1, 5))]
     ready = asyncio.Event()
@@ -97,8 +228,6 @@ async def test_five_base_models_share_two_groups(
         idle = await clients[0].create()
         assert len(workers()) == 1
         assert (await clients[0].result(clients[0].forward_backward(idle, [5]))).error is None
-
-        told: set[str] = set()
 
         def was_told(start: str) -> bool:
             return any(text.startswith(start) for text in told)
@@ -116,7 +245,6 @@ async def test_five_base_models_share_two_groups(
 
         async def listen() -> None:
             while True:
-                told.update((journal.recovery.health().waits or {}).values())
                 assert len(workers()) <= 2
                 await asyncio.sleep(0.02)
 

@@ -61,7 +61,7 @@ class Bench:
         self.agents.append(task)
         return task
 
-    async def start(self, processes: int, executor: str = "Echo", **patience: Any) -> Pool:
+    async def start(self, processes: int, executor: str = "Echo", *, on_demand: bool = False, **patience: Any) -> Pool:
         async def waits(text: str) -> None:
             self.waits.append(text)
 
@@ -73,7 +73,9 @@ class Bench:
             executor=f"pool_executors:{executor}",
             **patience,
         )
-        pool = await Pool.start(config, self.hosts, on_progress=lambda text: None, on_waiting=waits)
+        pool = await Pool.start(
+            config, self.hosts, on_progress=lambda text: None, on_waiting=waits, on_demand=on_demand
+        )
         self.pools.append(pool)
         return pool
 
@@ -133,6 +135,20 @@ async def test_a_group_starts_when_enough_hosts_have_joined(bench: Bench, wait_u
     logs = {path.relative_to(bench.tmp_path).parts for path in bench.tmp_path.glob("*/worker-*.log")}
     assert sorted(name for _, name in logs) == ["worker-0.log", "worker-1.log", "worker-2.log"]
     assert sorted(host for host, _ in logs) == ["one", "two", "two"]
+
+
+async def test_a_group_says_that_no_host_has_room_for_it(bench: Bench, wait_until: WaitUntil) -> None:
+    starting = asyncio.create_task(bench.start(1))
+    await wait_until(lambda: bench.waits)
+    bench.join("one")
+    first = await starting
+    second = await bench.start(1, on_demand=True)
+    second.begin()
+    await wait_until(lambda: second.lacks_room)
+    assert not second.resting and not second.ready
+    await first.stop()
+    await second.serving()
+    assert not second.lacks_room
 
 
 async def test_a_killed_process_is_named_with_its_host(bench: Bench) -> None:

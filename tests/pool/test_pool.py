@@ -38,6 +38,7 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.errors import GroupFailedError, SuspectError, UserError
 from tinkerflow.backend.pool import GroupLost, Pool
 from tinkerflow.backend.pool.host.places import LocalWorker
+from tinkerflow.backend.retry import Restarts
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
@@ -644,12 +645,14 @@ async def test_a_pool_on_demand_has_a_group_between_begin_and_release(
 
 
 async def test_a_pool_on_demand_rests_when_its_group_cannot_be_started(
-    start_pool: StartPool, wait_until: WaitUntil
+    start_pool: StartPool, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Restarts, "pause", lambda restarts, *, steady: 0.0 if steady else 1000.0)
     pool = await start_pool("Broken", on_demand=True)
     pool.begin()
     await wait_until(lambda: pool.resting)
     assert "ZeroDivisionError: while loading" in pool.trouble
+    assert pool.pausing
 
 
 async def test_an_unknown_executor_is_named(start_pool: StartPool) -> None:
