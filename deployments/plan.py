@@ -13,7 +13,15 @@ from tinkerflow.backend.compute import full
 from tinkerflow.backend.compute.config import ModelConfig, read_object
 from tinkerflow.backend.compute.families import parse_config
 from tinkerflow.backend.compute.lora import check_spec
-from tinkerflow.backend.compute.memory import GB, MemoryPlan, adapter_bytes, plan_memory, sampling_config, weight_bytes
+from tinkerflow.backend.compute.memory import (
+    GB,
+    MemoryPlan,
+    adapter_bytes,
+    plan_memory,
+    sampling_config,
+    step_weights,
+    weight_bytes,
+)
 from tinkerflow.backend.compute.roofline import Estimate, Topology, decode_bound, parse_topology, training_bound
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_card import context_of
@@ -65,12 +73,13 @@ def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: i
         f"training, examples of {_ROW} tokens: at most {_rate(training)}",
     ]
     for positions in sorted({min(_ROW, plan.context), plan.context}):
+        slots = _slots(sampling_config(cfg, config), plan, positions)
         decode = decode_bound(
             cfg,
             config,
             target.device,
-            weights=whole,
-            slots=_slots(sampling_config(cfg, config), plan, positions),
+            weights=step_weights(cfg, replace(config, fsdp=1, tensor=1, expert=1), slots),
+            slots=slots,
             positions=positions,
             cell=plan.uses.kv_cache / plan.cells,
         )

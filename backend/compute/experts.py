@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.compute.lora import LoraApply, LoraPair
-from tinkerflow.backend.compute.matmul import matmul, product
+from tinkerflow.backend.compute.matmul import OfLayer, matmul, product
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts
 from tinkerflow.backend.compute.quantized import Int8, Weight
 
@@ -91,8 +91,9 @@ def mixture(
 
     cfg: how many experts a token goes to. mesh: experts are split over its `expert` axis. layer_params: `router`
     [E, D] and what `route` takes, gate and up [E, D, F], down [E, F, D], and biases of any, as gate_bias [E, F].
-    layer_lora: pairs [E, R, ...] for some or all of gate, up and down. y_BTD: normalised hidden states. lora_apply:
-    computes the adapters' updates. routed_BTD: what the router is given; None = y_BTD.
+    layer_lora: pairs [E, R, ...] for some or all of gate, up and down. Of the matrices of these three and of the pairs
+    there may be OfLayer, on one device. y_BTD: normalised hidden states. lora_apply: computes the adapters' updates.
+    routed_BTD: what the router is given; None = y_BTD.
     """
     chosen_BTk, shares_BTk = route(cfg, y_BTD if routed_BTD is None else routed_BTD, layer_params)
     weights = {name: layer_params[name] for name in MLP}
@@ -110,7 +111,7 @@ def mixture(
             rows,
             {name: _weight_specs(name, weight, inner) for name, weight in weights.items()},
             {name: PartitionSpec(EXPERT, None if name == "down" else inner) for name in biases},
-            {name: _pair_specs(name, inner) for name in pairs},
+            {name: _pair_specs(name, pair, inner) for name, pair in pairs.items()},
         ),
         out_specs=rows,
         check_vma=False,
@@ -119,8 +120,10 @@ def mixture(
     return mixed_BTD
 
 
-def _weight_specs(name: str, weight: Weight, inner: str | None) -> Any:
-    """The experts split, and F over the tensor axis where that divides it; gathered over fsdp."""
+def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any:
+    """The experts split, and F over the tensor axis where that divides it; gathered over fsdp. OfLayer: one device."""
+    if isinstance(weight, OfLayer):
+        return PartitionSpec()
     whole: Any = PartitionSpec(EXPERT, inner, None) if name == "down" else PartitionSpec(EXPERT, None, inner)
     if isinstance(weight, Int8):
         scale: Any = PartitionSpec(EXPERT, whole[2])
@@ -128,7 +131,9 @@ def _weight_specs(name: str, weight: Weight, inner: str | None) -> Any:
     return whole
 
 
-def _pair_specs(name: str, inner: str | None) -> LoraPair:
+def _pair_specs(name: str, pair: LoraPair | OfLayer, inner: str | None) -> Any:
+    if isinstance(pair, OfLayer):
+        return PartitionSpec()
     whole: Any = PartitionSpec(EXPERT)
     split: Any = PartitionSpec(EXPERT, None, inner)
     return LoraPair(A=split, B=whole) if name == "down" else LoraPair(A=whole, B=split)
@@ -155,7 +160,7 @@ def _local(
         everyone = functools.partial(jax.lax.all_gather, axis_name=EXPERT, tiled=True)
         y_BTD, chosen_BTk, shares_BTk = map(everyone, (y_BTD, chosen_BTk, shares_BTk))
     B, T, k = chosen_BTk.shape
-    D, E = y_BTD.shape[-1], jax.tree.leaves(weights["gate"])[0].shape[0]
+    D, E = y_BTD.shape[-1], jax.tree.leaves(weights["gate"])[0].shape[-3]
     here_M = chosen_BTk.reshape(-1) - jax.lax.axis_index(EXPERT) * E
     mine_M = (here_M >= 0) & (here_M < E)
     here_M = jnp.where(mine_M, here_M, E)  # what other devices compute is sorted to the end

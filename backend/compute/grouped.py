@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tinkerflow.backend.compute import grouped_gpu
+from tinkerflow.backend.compute.matmul import OfLayer
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
 from tinkerflow.backend.compute.quantized import Int8
@@ -33,11 +34,25 @@ class Groups:
     expert_M: jax.Array
     batch_M: jax.Array
 
-    def dot(self, x_Mi: jax.Array, weight_Eio: Array | Int8) -> jax.Array:
-        """[M, o] in the dtype of x. Differentiable by x, and by the weight unless it is int8."""
+    def dot(self, x_Mi: jax.Array, weight_Eio: Array | Int8 | OfLayer) -> jax.Array:
+        """[M, o] in the dtype of x. Differentiable by x, and by the weight unless it is int8; but for OfLayer."""
+        if isinstance(weight_Eio, OfLayer):
+            return self._in_place(x_Mi, weight_Eio, transposed=False)
         if isinstance(weight_Eio, Int8):
             return _dot(x_Mi, weight_Eio.values, self.sizes_E) * weight_Eio.scale[self.expert_M]
         return _dot(x_Mi, weight_Eio, self.sizes_E)
+
+    def dot_transposed(self, x_Mi: jax.Array, weight_Eoi: Array | OfLayer) -> jax.Array:
+        """`dot` with the transposes of these matrices, which are not int8."""
+        if isinstance(weight_Eoi, OfLayer):
+            return self._in_place(x_Mi, weight_Eoi, transposed=True)
+        return self.dot(x_Mi, weight_Eoi.swapaxes(-1, -2))
+
+    def _in_place(self, x_Mi: jax.Array, weight: OfLayer, *, transposed: bool) -> jax.Array:
+        stack = weight.stack
+        values = stack.values if isinstance(stack, Int8) else stack
+        y_Mo = grouped_gpu.product(x_Mi, values, self.sizes_E, weight.layer, transposed=transposed)
+        return y_Mo * weight.own.scale[self.expert_M] if isinstance(stack, Int8) else y_Mo
 
 
 def _dot(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:

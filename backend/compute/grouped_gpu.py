@@ -26,18 +26,26 @@ _PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
 
 
 def product(
-    x_Mi: jax.Array, weight: jax.Array, sizes_E: jax.Array, *, transposed: bool, interpret: bool = False
+    x_Mi: jax.Array,
+    weight: jax.Array,
+    sizes_E: jax.Array,
+    layer: jax.Array | None = None,
+    *,
+    transposed: bool,
+    interpret: bool = False,
 ) -> jax.Array:
     """Each row times its expert's matrix, or times the matrix's transpose: [M, o] in the dtype of x.
 
     x_Mi: rows sorted by expert. weight: [E, i, o], transposed [E, o, i], of any dtype; int8 is converted tile by tile.
-    sizes_E: int32, rows of each expert. interpret: run the kernel on a CPU, for tests.
+    sizes_E: int32, rows of each expert. layer: int32 scalar; then `weight` has the matrices of all layers, [L, E, ...],
+    and those of this layer are read in place. interpret: run the kernel on a CPU, for tests.
     """
     (M, i), E = x_Mi.shape, sizes_E.shape[0]
-    o = weight.shape[1 if transposed else 2]
-    r, n, k = _rows(M, E), _side(o, _MOST_OUT), _side(i, _BYTES_IN // x_Mi.dtype.itemsize)
+    stack, layer = (weight[None], jnp.int32(0)) if layer is None else (weight, layer)
+    o = stack.shape[2 if transposed else 3]
+    r, n, k = _rows(M, E), side(o, _MOST_OUT), side(i, _BYTES_IN // x_Mi.dtype.itemsize)
     blocks = _blocks(sizes_E, r, pl.cdiv(M, r) + min(E, M))  # no fewer than there can be
-    return _product(x_Mi, weight, blocks, (r, n, k), transposed=transposed, interpret=interpret)
+    return _product(x_Mi, stack, layer, blocks, (r, n, k), transposed=transposed, interpret=interpret)
 
 
 def layer_product(x_Mi: jax.Array, stack_Loi: jax.Array, layer: jax.Array, *, interpret: bool = False) -> jax.Array:
@@ -47,18 +55,20 @@ def layer_product(x_Mi: jax.Array, stack_Loi: jax.Array, layer: jax.Array, *, in
     does. stack_Loi: the matrices of all L layers, of any dtype. layer: int32 scalar. interpret: as above.
     """
     (M, i), o = x_Mi.shape, stack_Loi.shape[1]
-    r = _side(M, _FEW_ROWS)
+    r = side(M, _FEW_ROWS)
     rows = pl.cdiv(M, r)
-    n = _side(pl.next_power_of_2(pl.cdiv(o * rows, _PROGRAMS)), _FEW_OUT)
-    k = _side(i, 2 * _BYTES_IN // x_Mi.dtype.itemsize)
+    n = side(pl.next_power_of_2(pl.cdiv(o * rows, _PROGRAMS)), _FEW_OUT)
+    k = side(i, 2 * _BYTES_IN // x_Mi.dtype.itemsize)
     start_b = jnp.arange(rows, dtype=jnp.int32) * r
-    blocks = jnp.full(rows, layer, jnp.int32), start_b, jnp.full(rows, M, jnp.int32)
-    return _product(x_Mi, stack_Loi, blocks, (r, n, k), transposed=True, interpret=interpret, name="layer_product")
+    blocks = jnp.zeros(rows, jnp.int32), start_b, jnp.full(rows, M, jnp.int32)
+    stack = stack_Loi[:, None]
+    return _product(x_Mi, stack, layer, blocks, (r, n, k), transposed=True, interpret=interpret, name="layer_product")
 
 
 def _product(
     x_Mi: jax.Array,
-    weight: jax.Array,
+    stack: jax.Array,
+    layer: jax.Array,
     blocks: tuple[jax.Array, jax.Array, jax.Array],
     tile: tuple[int, int, int],
     *,
@@ -66,11 +76,13 @@ def _product(
     interpret: bool,
     name: str = "grouped_product",
 ) -> jax.Array:
-    (M, i), o, (r, n, k) = x_Mi.shape, weight.shape[1 if transposed else 2], tile
+    (M, i), o, (r, n, k) = x_Mi.shape, stack.shape[2 if transposed else 3], tile
 
-    def kernel(x_ref: Any, weight_ref: Any, expert_ref: Any, start_ref: Any, end_ref: Any, out_ref: Any) -> None:
+    def kernel(
+        x_ref: Any, stack_ref: Any, layer_ref: Any, expert_ref: Any, start_ref: Any, end_ref: Any, out_ref: Any
+    ) -> None:
         block, column = pl.program_id(1), pl.program_id(0) * n
-        expert, start, end = expert_ref[block], start_ref[block], end_ref[block]
+        layer, expert, start, end = layer_ref[0], expert_ref[block], start_ref[block], end_ref[block]
 
         @pl.when(start < end)
         def _() -> None:
@@ -82,8 +94,8 @@ def _product(
                 x_rk = triton.load(x_ref.at[pl.ds(start, r), pl.ds(at, k)], mask=rows[:, None] & ins[None], other=0)
                 here = (pl.ds(column, n), pl.ds(at, k)) if transposed else (pl.ds(at, k), pl.ds(column, n))
                 mask = outs[:, None] & ins[None] if transposed else ins[:, None] & outs[None]
-                tile = triton.load(weight_ref.at[expert, *here], mask=mask, other=0).astype(x_rk.dtype)
-                return sums + _dot(x_rk, tile, trans_b=transposed)
+                tile = triton.load(stack_ref.at[layer, expert, *here], mask=mask, other=0).astype(x_rk.dtype)
+                return sums + dot(x_rk, tile, trans_b=transposed)
 
             sums_rn = jax.lax.fori_loop(0, pl.cdiv(i, k), add, jnp.zeros((r, n), jnp.float32))
             there = out_ref.at[pl.ds(start, r), pl.ds(column, n)]
@@ -96,15 +108,15 @@ def _product(
         compiler_params=triton.CompilerParams(num_warps=8 if r * n >= 128 * 64 else 4, num_stages=3),
         interpret=interpret,
         name=name,
-    )(x_Mi, weight, *blocks)
+    )(x_Mi, stack, jnp.reshape(layer, 1), *blocks)
     return result
 
 
 def outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array, *, interpret: bool = False) -> jax.Array:
     """[E, i, o] float32: the sum over an expert's rows of their outer products; zeros for an expert without rows."""
     (M, i), o, E = x_Mi.shape, y_Mo.shape[1], sizes_E.shape[0]
-    n_i, n_o = _side(i, _MOST_OUT), _side(o, _MOST_OUT)
-    r = _side(M, _BYTES_IN // x_Mi.dtype.itemsize)
+    n_i, n_o = side(i, _MOST_OUT), side(o, _MOST_OUT)
+    r = side(M, _BYTES_IN // x_Mi.dtype.itemsize)
 
     def kernel(x_ref: Any, y_ref: Any, start_ref: Any, end_ref: Any, out_ref: Any) -> None:
         row, column, expert = pl.program_id(0) * n_i, pl.program_id(1) * n_o, pl.program_id(2)
@@ -116,7 +128,7 @@ def outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array, *, interpret: bo
             rows = at + jnp.arange(r) < end
             x = triton.load(x_ref.at[pl.ds(at, r), pl.ds(row, n_i)], mask=rows[:, None] & ins[None], other=0)
             y = triton.load(y_ref.at[pl.ds(at, r), pl.ds(column, n_o)], mask=rows[:, None] & outs[None], other=0)
-            return sums + _dot(x, y, trans_a=True)
+            return sums + dot(x, y, trans_a=True)
 
         sums = jax.lax.fori_loop(0, pl.cdiv(end - start, r), add, jnp.zeros((n_i, n_o), jnp.float32))
         there = out_ref.at[expert, pl.ds(row, n_i), pl.ds(column, n_o)]
@@ -147,7 +159,8 @@ def _blocks(sizes_E: jax.Array, r: int, blocks: int) -> tuple[jax.Array, jax.Arr
     return expert_b, start_b, jnp.where(number_b < last_E[-1], ends_E[expert_b], 0)
 
 
-def _dot(a: jax.Array, b: jax.Array, **transposed: bool) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, **transposed: bool) -> jax.Array:
+    """Inside a kernel: the product of two tiles, float32. transposed: trans_a, trans_b."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # else float32 would be TF32
     return triton.dot(a, b, precision=precision, **transposed)
 
@@ -157,5 +170,6 @@ def _rows(M: int, E: int) -> int:
     return max(_LEAST, min(_MOST_ROWS, pl.next_power_of_2(max(1, M // E))))
 
 
-def _side(size: int, most: int) -> int:
+def side(size: int, most: int) -> int:
+    """Of a tile, of what has `size` of something: a power of two, at most `most`."""
     return max(_LEAST, min(most, pl.next_power_of_2(size)))

@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.lora import LoraPair
 from tinkerflow.backend.compute.matmul import OfLayer
 
 LayerParams = Mapping[str, Any]  # arrays, and Weights where a matrix is multiplied
-LayerPairs = Mapping[str, LoraPair]
+LayerPairs = Mapping[str, Any]  # LoraPair, and OfLayer of them
 Carry = TypeVar("Carry")
 # layer(kind, carry, (place, weights, adapter pairs)) -> the next carry
 Layer = Callable[[LayerKind, Carry, tuple[Any, LayerParams, LayerPairs]], Carry]
@@ -44,8 +44,9 @@ def over_layers(
     is that of `ModelConfig.place`. The kind is known when it is traced, the place only if the
     weights are by layer. carry: what the first layer is given. params: stacked weights are looped over; weights by
     layer are computed one after the other. lora: stacked or by layer, as `params` are. in_place: the stacked matrices
-    of which `layer` is given `OfLayer`. kept: `jax.checkpoint` of a step, with what a backward pass keeps of it. A
-    step takes a layer's weights out of their stack itself: as its arguments, copies of them all would be kept, too.
+    of which, and of whose pairs, `layer` is given `OfLayer`. kept: `jax.checkpoint` of a step, with what a backward
+    pass keeps of it. A step takes a layer's weights out of their stack itself: as its arguments, copies of them all
+    would be kept, too.
     """
     kinds = cfg.layer_kinds
     if isinstance(params, tuple):
@@ -57,14 +58,19 @@ def over_layers(
         return carry
     for start, period, repeats in runs(kinds):
         if period == 1 and repeats == cfg.layers:
-            sliced = {name: stack for name, stack in params.items() if name not in in_place}
+            sliced, pairs = (
+                {name: stack for name, stack in stacks.items() if name not in in_place} for stacks in (params, lora)
+            )
 
             def once(carry: Carry, stacked: tuple[Any, LayerParams, LayerPairs]) -> Carry:
                 number, weights, pairs = stacked
-                whole = {name: OfLayer(params[name], number) for name in in_place}
-                return kept(partial(layer, kinds[0]))(carry, (number, {**weights, **whole}, pairs))
+                whole, adapted = (
+                    {name: OfLayer(stacks[name], number) for name in in_place if name in stacks}
+                    for stacks in (params, lora)
+                )
+                return kept(partial(layer, kinds[0]))(carry, (number, {**weights, **whole}, {**pairs, **adapted}))
 
-            return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), sliced, lora))
+            return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), sliced, pairs))
         carry = _run(cfg, layer, carry, params, lora, in_place, kept, start=start, period=period, repeats=repeats)
     return carry
 
@@ -131,7 +137,10 @@ def _run(
         }
         places = {name: homes[name].index(number) - own(name).start for name in pairs if number in homes[name]}
         here = {name: LoraPair(A=pairs[name].A[place], B=pairs[name].B[place]) for name, place in places.items()}
-        return layer(kind, carry, (home, weights, here))
+        whole = {
+            name: OfLayer(lora[name], place) for name, place in own_places.items() if name in in_place and name in lora
+        }
+        return layer(kind, carry, (home, weights, {**here, **whole}))
 
     def once(carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
         for number in numbers:
@@ -141,7 +150,7 @@ def _run(
     def split(name: str, stack: Any) -> jax.Array:
         return stack[own(name)].reshape(repeats, each(homes[name]), *stack.shape[1:])
 
-    names = [name for name in lora if each(homes[name])]
+    names = [name for name in lora if each(homes[name]) and name not in in_place]
     pairs = {name: LoraPair(A=split(name, lora[name].A), B=split(name, lora[name].B)) for name in names}
     return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), pairs))
 

@@ -17,15 +17,23 @@ from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.quantized import Int8, Weight
 
 _FEW = 32  # rows; with 64 there is no gain, and a training step of so few tokens takes a fifth longer
-_IN_PLACE = 256  # rows; with more, a GPU multiplies for longer than it copies a matrix
+IN_PLACE = 256  # rows; with more, a GPU multiplies for longer than it copies a matrix
 
 
 @flax.struct.dataclass
 class OfLayer:
-    """One layer's matrix in the stack of all layers [L, out, in], for a GPU that can read it there. layer: int32."""
+    """What one layer has of a stack of all layers, for a GPU that reads it there.
 
-    stack: Weight
+    stack: a Weight [L, out, in], that of experts [L, E, ...], or a pair of an adapter's. layer: int32.
+    """
+
+    stack: Any
     layer: jax.Array
+
+    @property
+    def own(self) -> Any:
+        """A copy of the layer's own."""
+        return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, self.layer, keepdims=False), self.stack)
 
 
 def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
@@ -34,10 +42,8 @@ def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
     Differentiable by x, but for OfLayer.
     """
     if isinstance(weight, OfLayer):
-        own = jax.tree.map(
-            lambda stack: jax.lax.dynamic_index_in_dim(stack, weight.layer, keepdims=False), weight.stack
-        )
-        if math.prod(x.shape[:-1]) > _IN_PLACE:
+        own = weight.own
+        if math.prod(x.shape[:-1]) > IN_PLACE:
             return matmul(x, own)
         stack = weight.stack.values if isinstance(weight.stack, Int8) else weight.stack
         y = grouped_gpu.layer_product(x.reshape(-1, x.shape[-1]), stack, weight.layer)

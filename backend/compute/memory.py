@@ -35,9 +35,9 @@ from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.peft_names import matrix_rank, targets
 from tinkerflow.backend.compute.platforms import SCORED_ROWS, on_cpu
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
-from tinkerflow.backend.compute.sampler.shapes import PREFILL_ROWS, RANK_COLUMNS
+from tinkerflow.backend.compute.sampler.shapes import PREFILL_ROWS, RANK_COLUMNS, make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
-from tinkerflow.backend.compute.transformer import KEPT
+from tinkerflow.backend.compute.transformer import KEPT, Params
 from tinkerflow.backend.compute.vision import tower_bytes
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import MODEL_CONTEXT
@@ -188,7 +188,8 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     budget = _budget_within(cfg, config, max(0, free))
     reference = adapter_bytes(cfg, config, usual_spec(cfg, config.expert_rank), DEFAULT_OPTIMIZER)
     page, longest = _page_bytes(cfg, config), min(config.max_context, cfg.max_positions)
-    states, logits = _state_bytes(cfg, config), _logit_bytes(cfg, config)
+    # GPUs hold the states of a dispatch twice when they put them back: the pool has another order of dimensions.
+    states, logits = _state_bytes(cfg, config, copies=2), _logit_bytes(cfg, config)
     contexts = [pages_for(longest) * PAGE]
     while (half := contexts[-1] // 2 // PAGE * PAGE) >= PAGE:
         contexts.append(half)
@@ -301,6 +302,21 @@ def sampling_config(cfg: ModelConfig, config: GroupConfig) -> GroupConfig:
 def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What the base model takes of each device."""
     return held_bytes(params_like(cfg, _mesh(config), config.dtype, base_weights=config.base_weights))
+
+
+def step_weights(cfg: ModelConfig, config: GroupConfig, tokens: int) -> float:
+    """What a step for so many tokens reads of the base model on each device."""
+    return read_bytes(params_like(cfg, _mesh(config), config.dtype, base_weights=config.base_weights), tokens)
+
+
+def read_bytes(params: Params, tokens: int) -> float:
+    """What a step for so many tokens reads of the base weights on each device: of tables of embeddings only rows.
+
+    params: the arrays, or shapes with shardings. An embedding that is the unembedding, too, is read whole.
+    """
+    tables = [] if params.unembed_VD is None else [params.embed_VD]
+    tables += [] if params.inputs is None else [params.inputs["embed"]]
+    return held_bytes(params) - sum(held_bytes(table) * max(0, 1 - tokens / table.shape[0]) for table in tables)
 
 
 def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimizer: Optimizer) -> int:
@@ -450,7 +466,9 @@ def _shards_bytes(config: GroupConfig, shapes: list[jax.ShapeDtypeStruct]) -> in
 
 def _logit_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What the logits of all sequences take of a device while tokens are drawn, with `AdjustedRows` for each."""
-    rows = -(-config.sample_slots // (config.fsdp * config.tensor))
+    shapes = make_shapes(max_slots=config.sample_slots, fsdp=sampling_config(cfg, config).fsdp)
+    # `mesh.by_rows` leaves all rows on each device where these do not divide them.
+    rows = max(_share(slots, config.fsdp * config.tensor) for slots in shapes.slots)
     return rows * cfg.vocab * _LOGITS_AND_TABLES
 
 
@@ -462,15 +480,22 @@ def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     return cells * jnp.dtype(config.dtype).itemsize * PAGE
 
 
-def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
-    """What states take of a device, and those that a dispatch has taken out of their pool."""
+def _state_bytes(cfg: ModelConfig, config: GroupConfig, copies: int = 1) -> int:
+    """What states take of a device, and those that a dispatch has taken out of their pool, so many times."""
     if cfg.delta is None:
         return 0
     config = sampling_config(cfg, config)
-    heads = _state_heads(cfg.delta, config)
-    conv = (cfg.delta.taps - 1) * cfg.delta.channels * jnp.dtype(config.dtype).itemsize
-    one = len(cfg.numbers("delta")) * (4 * heads * cfg.delta.key_dim * cfg.delta.value_dim + conv)
-    return one * (state_count(cfg, config) + max(PREFILL_ROWS[-1], -(-config.sample_slots // config.fsdp)))
+    one = state_bytes(cfg, config.dtype, _share(cfg.delta.key_heads, config.tensor))
+    return one * (state_count(cfg, config) + copies * max(PREFILL_ROWS[-1], -(-config.sample_slots // config.fsdp)))
+
+
+def state_bytes(cfg: ModelConfig, dtype: Any, key_heads: int | None = None) -> int:
+    """What the states of one sequence take, in all layers. dtype: of activations. key_heads: a part, None = all."""
+    if cfg.delta is None:
+        return 0
+    heads = cfg.delta.value_heads // cfg.delta.key_heads * (key_heads or cfg.delta.key_heads)
+    conv = (cfg.delta.taps - 1) * cfg.delta.channels * jnp.dtype(dtype).itemsize
+    return len(cfg.numbers("delta")) * (4 * heads * cfg.delta.key_dim * cfg.delta.value_dim + conv)
 
 
 def _state_heads(delta: DeltaNet, config: GroupConfig) -> int:

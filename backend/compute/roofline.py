@@ -171,12 +171,12 @@ def training_bound(
 
 
 def decode_bound(
-    cfg: ModelConfig, config: GroupConfig, device: Device, *, weights: int, slots: int, positions: int, cell: float
+    cfg: ModelConfig, config: GroupConfig, device: Device, *, weights: float, slots: int, positions: int, cell: float
 ) -> Estimate:
     """The bound of one decode step, a token for each slot.
 
     cfg: the model. config: the mesh. device: of the mesh. weights: bytes of all base
-    weights. slots: sequences. positions: of each in the KV cache. cell: bytes of one position on each device.
+    weights that a step reads (`memory.read_bytes`). slots: sequences. positions: of each in the KV cache. cell: bytes of one position on each device.
     """
     own, parts = weights / _devices(config), config.fsdp * config.tensor
     flops = useful_flops(cfg, None, 0) / 2 * slots / _devices(config)

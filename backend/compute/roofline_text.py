@@ -470,8 +470,13 @@ def _attention(products: int, keys: int) -> Callable[[list[Shape], Shape], int]:
 
 def _pages(operands: list[Shape]) -> int:
     """Of GPUs' [L, N, ...], keys and values, and of the queries."""
-    _, tables, _, q, k, v = operands
-    return tables.size * (k.nbytes + v.nbytes) // (k.dims[0] * k.dims[1]) + q.nbytes
+    _, tables, _, q, *pages = operands  # the second are missing where values are a part of keys
+    return tables.size * sum(part.nbytes for part in pages) // (pages[0].dims[0] * pages[0].dims[1]) + q.nbytes
+
+
+def _one_layer(operands: list[Shape]) -> int:
+    """Of rows, and of what one layer has of a stack [L, ...]."""
+    return operands[0].nbytes + operands[1].nbytes // operands[1].dims[0]
 
 
 def _ragged_pages(operands: list[Shape]) -> int:
@@ -484,7 +489,7 @@ def _ragged_pages(operands: list[Shape]) -> int:
 _READ: dict[str, Callable[[list[Shape]], int]] = {
     "ragged_paged_attention": _ragged_pages,
     "paged_attention": _pages,
-    "layer_product": lambda operands: operands[0].nbytes + operands[1].nbytes // operands[1].dims[0],
+    **dict.fromkeys(("layer_product", "grouped_product", "adapter_low", "adapter_update"), _one_layer),
 }
 
 # Kernels that state no cost: Triton's cannot, and JAX's splash attention does not. GPUs' attention has [B, T, H, d],
@@ -493,8 +498,10 @@ _KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
     "attention_forward": _attention(2, 1),
     "attention_backward": _attention(7, 1),
     "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],
-    "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[5].dims[3],
+    "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[4].dims[4],
     "layer_product": lambda operands, result: 2 * operands[0].size * result.dims[-1],
+    "adapter_low": lambda operands, result: 2 * operands[0].size * result.dims[-1],
+    "adapter_update": lambda operands, result: 2 * operands[0].size * result.dims[-1],
     "splash_mha_fwd": _attention(2, -2),
     "splash_mha_dkv": _attention(4, -2),
     "splash_mha_dq": _attention(3, -2),

@@ -124,6 +124,33 @@ BUDGETS = (
     Budget(_case("Gemma-3-12B h100:1 forward_backward 4x1024"), MEMORY, 100, quick=False),
     Budget(_case("gpt-oss-20b h100:1 forward_backward 4x1024"), MEMORY, 100, quick=False),
     Budget(_case("Gemma-4-E4B h100:1 decode 64x2048", unknown_trips=CHUNK), STEP, 1.25, quick=False),
-    # Each layer's experts are copied out of the stack before they are multiplied by.
-    Budget(_case("gpt-oss-20b h100:1 decode 64x2048", unknown_trips=CHUNK), STEP, 1.25, met=False, quick=False),
+    Budget(_case("gpt-oss-20b h100:1 decode 64x2048", unknown_trips=CHUNK), STEP, 1.25, quick=False),
+    Budget(_case("gpt-oss-20b h100:1 decode 64x2048", unknown_trips=CHUNK), TEMPORARIES, 1, quick=False),
+    *(
+        Budget(_case(f"{model} {target} loss {sizes}"), measure, limit, quick=False)
+        for model, target, sizes in (
+            ("Qwen3.5-9B", "h100:1", "4x1024"),
+            ("Qwen3.5-9B", "v6e:1x1", "4x1024"),
+            ("GLM-4.7-Flash", "h100:8", "32x1024"),
+            ("GLM-4.7-Flash", "v6e:2x4", "32x1024"),
+        )
+        for measure, limit in ((LOSS_ROWS, 1024), (TEMPORARIES, 4))
+    ),
+    Budget(_case("Qwen3.5-9B h100:1 forward_backward 4x1024"), MEMORY, 100, quick=False),
+    Budget(_case("Qwen3.5-9B h100:1 forward_backward 4x1024"), MFU, 45, met=False, quick=False),
+    Budget(_case("Qwen3.5-9B v6e:1x1 forward_backward 4x1024"), MEMORY, 100, quick=False),
+    Budget(_case("GLM-4.7-Flash h100:8 forward_backward 8x1024"), MEMORY, 100, quick=False),
+    Budget(_case("GLM-4.7-Flash h100:8 forward_backward 8x1024"), DENSE, 2, quick=False),
+    Budget(_case("GLM-4.7-Flash v6e:2x4 forward_backward 8x1024"), MEMORY, 100, quick=False),
+    *(
+        Budget(_case(f"{model} {target} decode 64x2048", unknown_trips=CHUNK), measure, limit, quick=False)
+        for model, target in (
+            ("Qwen3.5-9B", "h100:1"),
+            ("Qwen3.5-9B", "v6e:1x1"),
+            ("GLM-4.7-Flash", "h100:1"),
+            ("GLM-4.7-Flash", "v6e:2x4"),
+        )
+        for measure, limit in ((STEP, 1.25), (TEMPORARIES, 8), (UNKNOWN_LOOPS, 1))
+    ),
+    Budget(_case("GLM-4.7-Flash h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, quick=False),
 )

@@ -19,7 +19,7 @@ from jax.errors import JaxRuntimeError
 from tests.accelerators.budgets import Case, Record
 from tests.accelerators.programs import config
 
-from tinkerflow.backend.compute.memory import held_bytes
+from tinkerflow.backend.compute.memory import held_bytes, read_bytes, state_bytes
 from tinkerflow.backend.compute.roofline import Device, parse_topology, seconds, useful_flops
 from tinkerflow.backend.compute.roofline_programs import Programs
 from tinkerflow.backend.compute.roofline_targets import Figures
@@ -70,10 +70,14 @@ def _step(counts: Counts, steps: int) -> float:
 
 
 def _needed(programs: Programs, case: Case) -> float:
-    """Bytes that a decode step cannot do without, on each device: the weights, and keys and values of all positions."""
+    """Bytes that a decode step cannot do without, on each device.
+
+    These are the weights, keys and values of all positions, and states, which are read and written.
+    """
     cfg, (slots, positions) = programs.cfg, case.sizes
     cell = cfg.cached_cell * programs.params.embed_VD.dtype.itemsize
-    return held_bytes(programs.params) + slots * positions * cell / programs.mesh.size
+    rows = slots * (positions * cell + 2 * state_bytes(cfg, programs.params.embed_VD.dtype))
+    return read_bytes(programs.params, slots) + rows / programs.mesh.size
 
 
 def _parts(counts: Counts, device: Device, rank: int) -> dict[str, float]:

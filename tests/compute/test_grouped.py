@@ -12,6 +12,7 @@ from tests.compute.closeness import close
 
 from tinkerflow.backend.compute import grouped_gpu
 from tinkerflow.backend.compute.grouped import Groups, by_blocks, differentiable
+from tinkerflow.backend.compute.matmul import OfLayer
 from tinkerflow.backend.compute.quantized import Int8
 
 ROWS, INS, OUTS = 150, 12, 20
@@ -67,6 +68,21 @@ def test_the_kernel_for_gpus_takes_shapes_that_tiles_do_not_divide(ins, outs, dt
     found = np.asarray(grouped_gpu.outer(x, y, sizes_E, interpret=True))
     for expert, (start, end) in enumerate([(0, 33), (33, 33), (33, 63)]):
         close(found[expert], np.asarray(x, np.float32)[start:end].T @ np.asarray(y, np.float32)[start:end])
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_experts_of_a_layer_are_read_in_the_stack_of_all_layers(kind, monkeypatch):
+    monkeypatch.setattr(grouped_gpu, "product", functools.partial(grouped_gpu.product, interpret=True))
+    rng = np.random.default_rng(3)
+    x, y = (jnp.asarray(rng.normal(size=(30, size)), jnp.float32) for size in (INS, OUTS))
+    stack = jnp.asarray(rng.integers(-9, 9, (4, 3, INS, OUTS)), kind)
+    expert_M = jnp.asarray([0] * 10 + [2] * 20)
+    groups, layer = Groups(jnp.asarray([10, 0, 20], jnp.int32), expert_M, expert_M), jnp.int32(2)
+    weight = Int8(stack, jnp.asarray(rng.uniform(0.5, 1, (4, 3, OUTS)), jnp.float32)) if kind == "int8" else stack
+    found = groups.dot(x, OfLayer(weight, layer))
+    close(found, groups.dot(x, jax.tree.map(lambda part: part[2], weight)))
+    if kind == "float32":
+        close(groups.dot_transposed(y, OfLayer(stack, layer)), groups.dot_transposed(y, stack[2]))
 
 
 def test_int8_matrices_have_their_own_scales_and_no_gradient():

@@ -11,7 +11,7 @@ import pytest
 from tests.compute.closeness import close
 
 from tinkerflow.backend.compute import grouped_gpu
-from tinkerflow.backend.compute.matmul import _IN_PLACE, OfLayer, matmul
+from tinkerflow.backend.compute.matmul import IN_PLACE, OfLayer, matmul
 from tinkerflow.backend.compute.quantized import Int8
 
 IN, OUT = 48, 80
@@ -38,7 +38,7 @@ def test_every_number_of_rows_gives_the_product_and_its_gradient(shape: tuple[in
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("rows", [1, 70, _IN_PLACE + 1])
+@pytest.mark.parametrize("rows", [1, 70, IN_PLACE + 1])
 def test_a_matrix_in_a_stack_gives_what_it_gives_alone(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows by the kernel for GPUs, many by the matrix's copy."""
     monkeypatch.setattr(grouped_gpu, "layer_product", partial(grouped_gpu.layer_product, interpret=True))

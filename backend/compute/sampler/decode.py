@@ -237,8 +237,7 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
     if platform() is not CUDA or mesh.size > 1:
         return frozenset()
     matrices = projections(cfg)
-    plain = (name for name in params.layers if name in matrices and len(matrices[name].stack) == 1)
-    return frozenset(plain) - {"kv_b"}  # which `absorbed` multiplies by head
+    return frozenset(name for name in params.layers if name in matrices) - {"kv_b"}  # `absorbed` multiplies by head
 
 
 def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:

@@ -15,6 +15,7 @@ Letters: L layers, R rank, K columns of the stack, B rows, T tokens.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,8 +31,10 @@ from tinkerflow.backend.compute.decoder import Projection
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair, scale, shardings
+from tinkerflow.backend.compute.matmul import IN_PLACE, OfLayer
 from tinkerflow.backend.compute.mesh import Array, put, replicated, to_host
 from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.sampler import adapter_gpu
 from tinkerflow.backend.compute.sampler.adapter_runs import by_runs
 from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS, rank_columns
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
@@ -302,24 +305,31 @@ def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool
     """The `LoraApply` in which row b sees columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs.
 
     width: columns of the stack, None = as many as each pair has. Of a pair with a part of them a row sees that part.
-    one_device: the rows are not split over several.
+    one_device: the rows are not split over several. Then, and with a width, a pair may be `OfLayer`.
     """
-    updates = None
-    if width is not None and width > _FEW_COLUMNS and one_device and on_cpu():
-        updates = by_runs(columns_B2, width)
+    updates, in_place = None, None
+    if width is not None and one_device:
+        updates = by_runs(columns_B2, width) if width > _FEW_COLUMNS and on_cpu() else None
+        in_place = adapter_gpu.in_place(columns_B2, width)
 
-    def apply(x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
+    def apply(x: jax.Array, pairs: tuple[Any, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
         if updates is not None and groups is None:
             return updates(x, pairs)
 
-        def update(pair: LoraPair) -> jax.Array:
-            own_BK = own_columns(columns_B2, pair, width)
+        def update(pair: LoraPair | OfLayer) -> jax.Array:
+            if isinstance(pair, OfLayer) and groups is None and math.prod(x.shape[:-1]) <= IN_PLACE:
+                assert in_place is not None
+                return in_place(x, pair.stack, pair.layer)
+            whole = pair.stack if isinstance(pair, OfLayer) else pair
+            own_BK = own_columns(columns_B2, whole, width)
             # Not a product with 0: what overflows in the columns of another row's adapter must not become nan here.
             if groups is None:
-                hidden = jnp.einsum("bti,ki->btk", x, pair.A)
-                return jnp.where(own_BK[:, None, :], hidden, 0) @ pair.B
-            hidden = groups.dot(x, pair.A.swapaxes(-1, -2))
-            return groups.dot(jnp.where(own_BK[groups.batch_M], hidden, 0), pair.B)
+                own = pair.own if isinstance(pair, OfLayer) else pair
+                hidden = jnp.einsum("bti,ki->btk", x, own.A)
+                return jnp.where(own_BK[:, None, :], hidden, 0) @ own.B
+            A, B = (OfLayer(part, pair.layer) if isinstance(pair, OfLayer) else part for part in (whole.A, whole.B))
+            hidden = groups.dot_transposed(x, A)
+            return groups.dot(jnp.where(own_BK[groups.batch_M], hidden, 0), B)
 
         return tuple(update(pair) for pair in pairs)
 

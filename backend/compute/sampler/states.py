@@ -84,7 +84,10 @@ def put(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, rows: States, sta
         return None
 
     def local(part: jax.Array, own: jax.Array, states_S: jax.Array) -> jax.Array:
-        return part.at[:, jnp.where(states_S == 0, part.shape[1], states_S)].set(own, mode="drop")
+        outside_S = part.shape[1] + jnp.arange(len(states_S), dtype=jnp.int32)
+        # Said to be unique, or a GPU sorts all numbers of all states, so that it adds up the same way each time.
+        places_S = jnp.where(states_S == 0, outside_S, states_S)
+        return part.at[:, places_S].set(own, mode="drop", unique_indices=True)
 
     def one(part: jax.Array, own: jax.Array, where: NamedSharding) -> jax.Array:
         return jax.shard_map(

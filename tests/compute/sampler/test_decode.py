@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compute.sampler.conftest import make_tiny
 
 from tinkerflow.backend.compute import grouped_gpu
 from tinkerflow.backend.compute.params import by_layer
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
+from tinkerflow.backend.compute.sampler import adapter_gpu
 from tinkerflow.backend.compute.sampler import decode as decode_module
 from tinkerflow.backend.compute.sampler.decode import Rows, decode, layers
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
@@ -48,19 +51,26 @@ def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> Non
     assert "sort(" not in text
 
 
-def test_weights_that_are_read_in_place_give_the_same(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = empty_cache(qwen.cfg, qwen.mesh, 3, PAGE, "float32", False)
-    stack = empty_stack(qwen.cfg, qwen.mesh, (32, 32), "float32", False)
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"], ids=["layers alike", "two kinds of layers, with experts"])
+def test_weights_that_are_read_in_place_give_the_same(
+    family: str, qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = qwen if family == "qwen3" else make_tiny(tmp_path, family)
+    cache = empty_cache(tiny.cfg, tiny.mesh, 3, PAGE, "float32", False)
+    random, empty = np.random.default_rng(0), empty_stack(tiny.cfg, tiny.mesh, (32, 32), "float32", False)
+    stack = jax.tree.map(lambda part: jnp.asarray(random.normal(size=part.shape) / 4, jnp.float32), empty)
     tokens_SQ, start_S = np.array([[5], [7]], np.int32), jnp.zeros(2, jnp.int32)
-    pages = {"tables_SW": np.array([[1], [2]], np.int32), "columns_S2": np.zeros((2, 2), np.int32)}
+    pages = {"tables_SW": np.array([[1], [2]], np.int32), "columns_S2": np.array([[0, 0], [8, 24]], np.int32)}
 
     def hidden() -> Any:
-        return layers(qwen.cfg, qwen.mesh, qwen.params, stack, cache, None, tokens_SQ, start_S, **pages)[2]
+        return layers(tiny.cfg, tiny.mesh, tiny.params, stack, cache, None, tokens_SQ, start_S, **pages)[2]
 
     expected = hidden()
     with compiling_for(CUDA):
-        names = decode_module._in_place(qwen.cfg, qwen.mesh, qwen.params)
+        names = decode_module._in_place(tiny.cfg, tiny.mesh, tiny.params)
     assert {"q", "k", "v", "o", "gate", "up", "down"} <= names
     monkeypatch.setattr(decode_module, "_in_place", lambda cfg, mesh, params: names)
-    monkeypatch.setattr(grouped_gpu, "layer_product", partial(grouped_gpu.layer_product, interpret=True))
+    for kernel in ("layer_product", "product"):
+        monkeypatch.setattr(grouped_gpu, kernel, partial(getattr(grouped_gpu, kernel), interpret=True))
+    monkeypatch.setattr(adapter_gpu, "in_place", partial(adapter_gpu.in_place, interpret=True))
     np.testing.assert_allclose(hidden(), expected, rtol=1e-4, atol=1e-5)
