@@ -22,6 +22,7 @@ from tinkerflow.backend.compute.memory import (
     step_weights,
     weight_bytes,
 )
+from tinkerflow.backend.compute.platforms import compiling_for
 from tinkerflow.backend.compute.roofline import Estimate, Topology, decode_bound, parse_topology, training_bound
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_card import context_of
@@ -51,7 +52,8 @@ def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: i
     if not rank:
         raise UserError("rank 0: must be 1 or more; the plan of any rank says what training all parameters takes")
     spec = check_spec(LoraSpec(rank, expert_rank=expert_rank(rank, cfg.experts_per_token, settings.expert_rank)))
-    plan = plan_memory(cfg, config, int(config.device_memory * GB) or target.device.limit)
+    with compiling_for(target.device.platform):
+        plan = plan_memory(cfg, config, int(config.device_memory * GB) or target.device.limit)
     assert plan.uses is not None  # an accelerator
     whole = weight_bytes(cfg, replace(config, fsdp=1, tensor=1, expert=1))
     training = training_bound(

@@ -27,6 +27,7 @@ from tinkerflow.backend.compute.transformer import Attend
 
 _BLOCK = 256  # queries scored at once
 _MOST_BLOCKS = 8
+_SCORE_BYTES = 12  # weights and their slopes, float32, and both again in the dtype of a product's inputs
 _UNSEEN = np.finfo(np.float32).min
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]
@@ -135,8 +136,22 @@ def _sinks(sinks_H: jax.Array, G: int, queries: int) -> jax.Array:
 
 def _blocks(T: int) -> Iterator[tuple[int, int]]:
     """Queries [start, end); keys from `end` on and before `_first` are never seen, so they are not multiplied."""
-    step = max(_BLOCK, T // _MOST_BLOCKS)
+    step = _step(T)
     return ((start, min(start + step, T)) for start in range(0, T, step))
+
+
+def _step(T: int) -> int:
+    return max(_BLOCK, T // _MOST_BLOCKS)
+
+
+def score_bytes(T: int, window: int | None, heads: int) -> int:
+    """What the scores of a block of queries take while a row of T tokens is differentiated without a kernel, at most.
+
+    window: as of `Attend`. heads: of a device.
+    """
+    queries = min(T, _step(T))
+    keys = T if window is None else min(T, queries + window - 1)
+    return heads * queries * keys * _SCORE_BYTES
 
 
 def _first(window: int | None, start: int) -> int:

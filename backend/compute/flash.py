@@ -50,9 +50,14 @@ def flash_attention(
     chosen, window = platform(), None if window is None or window >= tokens else window
     if chosen is TPU and tokens % _TPU_LEAST == 0:
         return partial(_by_device, mesh, partial(_splash, interpret, window))
-    if chosen is CUDA and window is None and head_dim <= _GPU_MOST:
+    if chosen is CUDA and on_gpus(tokens, window, head_dim):
         return partial(_by_device, mesh, partial(_triton, interpret))
     return None
+
+
+def on_gpus(tokens: int, window: int | None, head_dim: int) -> bool:
+    """Whether the kernel for GPUs takes rows of `tokens` tokens; the arguments are those of `flash_attention`."""
+    return (window is None or window >= tokens) and head_dim <= _GPU_MOST
 
 
 def _by_device(

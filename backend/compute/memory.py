@@ -25,15 +25,17 @@ from jax.sharding import AbstractMesh
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.compute import full
+from tinkerflow.backend.compute.attention import score_bytes
 from tinkerflow.backend.compute.config import ATTENTION, GLOBAL, DeltaNet, ModelConfig
 from tinkerflow.backend.compute.decoder import plain_name
 from tinkerflow.backend.compute.deltanet import CHUNK
 from tinkerflow.backend.compute.families import layers_with, projections
+from tinkerflow.backend.compute.flash import on_gpus
 from tinkerflow.backend.compute.lora import shardings
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, heads_split
 from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.peft_names import matrix_rank, targets
-from tinkerflow.backend.compute.platforms import SCORED_ROWS, on_cpu
+from tinkerflow.backend.compute.platforms import SCORED_ROWS, TPU, on_cpu, platform
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.shapes import PREFILL_ROWS, RANK_COLUMNS, make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
@@ -188,8 +190,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     budget = _budget_within(cfg, config, max(0, free))
     reference = adapter_bytes(cfg, config, usual_spec(cfg, config.expert_rank), DEFAULT_OPTIMIZER)
     page, longest = _page_bytes(cfg, config), min(config.max_context, cfg.max_positions)
-    # GPUs hold the states of a dispatch twice when they put them back: the pool has another order of dimensions.
-    states, logits = _state_bytes(cfg, config, copies=2), _logit_bytes(cfg, config)
+    states, logits = _state_bytes(cfg, config), _logit_bytes(cfg, config)
     contexts = [pages_for(longest) * PAGE]
     while (half := contexts[-1] // 2 // PAGE * PAGE) >= PAGE:
         contexts.append(half)
@@ -412,6 +413,7 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
         heads, wide = _state_heads(cfg.delta, config), cfg.delta.key_dim + cfg.delta.value_dim
         state = cfg.delta.key_dim * cfg.delta.value_dim // CHUNK
         layer += 4 * tokens * heads * (6 * wide + 4 * CHUNK + 2 * state)
+    layer += _scores(cfg, config, tokens)
     ends = 3 * tokens * (cfg.hidden + cfg.layers * cfg.layer_input) * item
     if cfg.vision is not None:  # what stands in place of images, and what sees them before the step
         seen = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
@@ -429,6 +431,19 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
     adapter, devices = sum(shape.size for shape in shapes), config.fsdp * config.expert * config.tensor
     gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, shapes)
     return kept, layer + ends + logits + gathered + gradients
+
+
+def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:
+    """What the scores of a layer take, of one sequence of `tokens` tokens, where no kernel of GPUs takes the layer.
+
+    TPUs have a kernel for all of them.
+    """
+    if platform() is TPU:
+        return 0
+    kinds = [kind for kind in cfg.layer_kinds if kind.attends]
+    heads = _share(cfg.heads, config.tensor)
+    left = [kind.window for kind in kinds if not on_gpus(tokens, kind.window, max(cfg.widths(kind)))]
+    return max((score_bytes(tokens, window, heads) for window in left), default=0)
 
 
 def _results(cfg: ModelConfig) -> int:
@@ -480,13 +495,13 @@ def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     return cells * jnp.dtype(config.dtype).itemsize * PAGE
 
 
-def _state_bytes(cfg: ModelConfig, config: GroupConfig, copies: int = 1) -> int:
-    """What states take of a device, and those that a dispatch has taken out of their pool, so many times."""
+def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
+    """What states take of a device, and those that a dispatch has taken out of their pool."""
     if cfg.delta is None:
         return 0
     config = sampling_config(cfg, config)
     one = state_bytes(cfg, config.dtype, _share(cfg.delta.key_heads, config.tensor))
-    return one * (state_count(cfg, config) + copies * max(PREFILL_ROWS[-1], -(-config.sample_slots // config.fsdp)))
+    return one * (state_count(cfg, config) + max(PREFILL_ROWS[-1], -(-config.sample_slots // config.fsdp)))
 
 
 def state_bytes(cfg: ModelConfig, dtype: Any, key_heads: int | None = None) -> int:

@@ -83,8 +83,8 @@ class Programs:
         fsdp, longest = self.mesh.shape[FSDP], min(DEFAULT_MAX_CONTEXT, self.cfg.max_positions)
         name, sizes = self.cfg.architecture, (fsdp, self.tensor, longest, 0, _SLOTS, _CHUNK)
         config = GroupConfig(name, "bfloat16", *sizes, compile_cache_dir="", expert=self.expert)
-        plan = plan_memory(self.cfg, config, parse_topology(self.target).device.limit)
         with self.compiling():
+            plan = plan_memory(self.cfg, config, parse_topology(self.target).device.limit)
             return make_steps(self.cfg, self.mesh, plan.budget.kept_bytes)
 
     @property

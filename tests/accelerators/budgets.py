@@ -123,7 +123,7 @@ BUDGETS = (
     Budget(_case("32B v6e:2x4 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, quick=False),
     Budget(_case("Gemma-3-12B h100:1 forward_backward 4x1024"), MEMORY, 100, quick=False),
     Budget(_case("gpt-oss-20b h100:1 forward_backward 4x1024"), MEMORY, 100, quick=False),
-    Budget(_case("Gemma-4-E4B h100:1 decode 64x2048", unknown_trips=CHUNK), STEP, 1.25, quick=False),
+    Budget(_case("Gemma-4-E4B h100:1 decode 64x2048", unknown_trips=CHUNK), STEP, 1.25, met=False, quick=False),
     Budget(_case("gpt-oss-20b h100:1 decode 64x2048", unknown_trips=CHUNK), STEP, 1.25, quick=False),
     Budget(_case("gpt-oss-20b h100:1 decode 64x2048", unknown_trips=CHUNK), TEMPORARIES, 1, quick=False),
     *(
@@ -143,14 +143,14 @@ BUDGETS = (
     Budget(_case("GLM-4.7-Flash h100:8 forward_backward 8x1024"), DENSE, 2, quick=False),
     Budget(_case("GLM-4.7-Flash v6e:2x4 forward_backward 8x1024"), MEMORY, 100, quick=False),
     *(
-        Budget(_case(f"{model} {target} decode 64x2048", unknown_trips=CHUNK), measure, limit, quick=False)
-        for model, target in (
-            ("Qwen3.5-9B", "h100:1"),
-            ("Qwen3.5-9B", "v6e:1x1"),
-            ("GLM-4.7-Flash", "h100:1"),
-            ("GLM-4.7-Flash", "v6e:2x4"),
+        Budget(_case(f"{model} {target} decode 64x2048", unknown_trips=CHUNK), *rest, quick=False)
+        for model, target, met in (
+            ("Qwen3.5-9B", "h100:1", False),  # a step goes over the states of linear attention several times
+            ("Qwen3.5-9B", "v6e:1x1", False),
+            ("GLM-4.7-Flash", "h100:1", True),
+            ("GLM-4.7-Flash", "v6e:2x4", True),
         )
-        for measure, limit in ((STEP, 1.25), (TEMPORARIES, 8), (UNKNOWN_LOOPS, 1))
+        for rest in ((STEP, 1.25, met), (TEMPORARIES, 8), (UNKNOWN_LOOPS, 1))
     ),
     Budget(_case("GLM-4.7-Flash h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, quick=False),
 )

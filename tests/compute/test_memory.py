@@ -206,3 +206,34 @@ def test_processes_agree_on_the_least() -> None:
     assert memory.least(9 * 2**31, gather) == 5 * 2**31 + 6
     assert memory.least(4, gather) == 4
     assert memory.least(9 * 2**31) == 9 * 2**31, "alone"
+
+
+def test_the_scores_of_heads_that_no_kernel_of_gpus_takes_are_counted(qwen3_4b: ModelConfig) -> None:
+    wide, limit = replace(qwen3_4b, head_dim=512, heads=16, kv_heads=4), int(80 * GB)
+    with compiling_for(TPU):
+        without = memory.plan_memory(wide, config_of(), limit)
+    with compiling_for(CUDA):
+        plan = memory.plan_memory(wide, config_of(), limit)
+    assert without.uses is not None and plan.uses is not None
+    scores = 16 * (32768 // 8) * 32768 * 12  # a block of an eighth of the queries
+    assert scores > limit // 4
+    assert plan.context < without.context, "a longer sequence is refused by name"
+
+
+def test_logits_of_slots_that_devices_do_not_divide_are_whole_on_each(qwen3_4b: ModelConfig) -> None:
+    def rows(slots: int, **mesh: int) -> float:
+        return memory._logit_bytes(qwen3_4b, config_of(sample_slots=slots, **mesh)) / (qwen3_4b.vocab * 20)
+
+    assert rows(64) == 64
+    assert rows(64, tensor=8) == 8
+    assert rows(60, tensor=8) == 60
+    assert rows(60, fsdp=8) == 8, "the sampler rounds its slots up to 64"
+
+
+def test_a_step_reads_rows_of_an_embedding_that_is_not_the_unembedding(qwen3_4b: ModelConfig) -> None:
+    table, cfg = qwen3_4b.vocab * qwen3_4b.hidden * 2, replace(qwen3_4b, tied=False)
+    assert memory.step_weights(replace(cfg, tied=True), config_of(), 64) == memory.weight_bytes(
+        replace(cfg, tied=True), config_of()
+    )
+    read = memory.step_weights(cfg, config_of(), 64)
+    assert read == pytest.approx(memory.weight_bytes(cfg, config_of()) - table + 64 * qwen3_4b.hidden * 2)
