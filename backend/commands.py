@@ -504,10 +504,11 @@ class SnapshotHeld:
     """The group holds the snapshot.
 
     host_bytes: host memory that the snapshot takes in each process while it is evicted; None on CPU, where snapshots
-    are never evicted.
+    are never evicted. on_host: it takes that always, as weights of a whole model do.
     """
 
     host_bytes: int | None
+    on_host: bool = False
 
 
 @dataclass(frozen=True)

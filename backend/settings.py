@@ -89,8 +89,8 @@ class Settings(BaseSettings):
     host_snapshot_bytes: int = Field(
         default=2**31,
         ge=0,
-        description="bytes of host memory in each worker for evicted sampling snapshots, unused on CPU; a "
-        "snapshot beyond it is reloaded from the store when sampled",
+        description="bytes of host memory in each worker for evicted sampling snapshots, on CPU only for those of "
+        "models of which all parameters were trained; a snapshot beyond it is reloaded from the store when sampled",
     )
     decode_chunk: int = Field(8, ge=1)
     """most tokens that are decoded before the sampler looks for new requests"""

@@ -117,7 +117,8 @@ def _full(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> str:
         return "not for models of this family"
     needed = adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER)
     does = "fits" if needed <= plan.full else "does not fit"
-    return f"{does}: {needed / GB:.1f} GB of each device, of {plan.full / GB:.1f} GB for that"
+    sampled = "cannot be sampled" if plan.whole is None else f"sampled in {plan.whole.size / GB:.1f} GB more"
+    return f"{does}: {needed / GB:.1f} GB of each device, of {plan.full / GB:.1f} GB for that; {sampled}"
 
 
 def _rate(bound: Estimate) -> str:

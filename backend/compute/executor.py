@@ -63,10 +63,11 @@ from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
 from tinkerflow.backend.compute.pieces import GRADIENTS, are_pieces, wanted
 from tinkerflow.backend.compute.platforms import environment, on_cpu, platform, settle_dtype
-from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.compute.sampler import Sampler, Samplers, WholeSampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import StepsByShape, adapter_like, training_programs
+from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.vision import open_eyes
 from tinkerflow.backend.compute.warming import WarmUp
 from tinkerflow.backend.errors import OUT_OF_MEMORY, AllocationError, DevicesError, ServerError, UserError
@@ -110,7 +111,13 @@ class Executor:
         # What those that are there take of each device, and whether it is for training all parameters.
         self._adapter_bytes: dict[str, tuple[int, bool]] = {}
         self._eyes = open_eyes(self._cfg, config.model_path, self._mesh, self._params)
-        self._sampler = Sampler(self._cfg, self._params, self._mesh, self._config, self.plan, eyes=self._eyes)
+        room, whole = self.plan.whole, None
+        if room is not None:
+            whole = partial(self._new_sampler, pages=room.pages, weights="the trained model")
+        self._sampler = Samplers(
+            self._new_sampler(self._params, pages=self.plan.pages, weights="the base model"),
+            WholeSampler(self._cfg, self._mesh, self._params, whole),
+        )
         self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
         self._fetched: dict[tuple[str, str], Mapping[str, Float32]] = {}  # tensors, by owner and folder of the store
         self._announced: set[tuple[str, LoraSpec, tuple[int, ...]]] = set()
@@ -131,6 +138,10 @@ class Executor:
             self._warm_up.want(self._eyes.programs(self._config.max_context))
         self._shapes_wanted: set[tuple[LoraSpec, Optimizer]] = set()
         self._want(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
+
+    def _new_sampler(self, params: Params, *, pages: int, weights: str) -> Sampler:
+        plan = replace(self.plan, pages=pages)
+        return Sampler(self._cfg, params, self._mesh, self._config, plan, eyes=self._eyes, weights=weights)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -269,14 +280,13 @@ class Executor:
                 self._begun.pop(adapter_id, None)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
-                self._sampler.publish(snapshot_id, full.only_adapter(adapter.lora), adapter.spec)
-                return SnapshotHeld(self._sampler.host_bytes(snapshot_id))
+                self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
+                return self._held(snapshot_id)
             case LoadSnapshot(snapshot_id, state):
                 brought = self._brought(snapshot_id, state)
                 if not self._sampler.holds(snapshot_id):
-                    lora = self._adapters.weights_of(brought)
-                    self._sampler.publish(snapshot_id, full.only_adapter(lora), state.spec)
-                return SnapshotHeld(self._sampler.host_bytes(snapshot_id))
+                    self._sampler.publish(snapshot_id, self._adapters.weights_of(brought), state.spec)
+                return self._held(snapshot_id)
             case MoveSnapshot(snapshot_id, to_id):
                 self._sampler.move(snapshot_id, to_id)
             case DropSnapshot(snapshot_id):  # what was fetched may be for the next of that id: it overtakes commands
@@ -288,6 +298,9 @@ class Executor:
             case _:
                 assert_never(command)
         return Done()
+
+    def _held(self, snapshot_id: str) -> SnapshotHeld:
+        return SnapshotHeld(self._sampler.host_bytes(snapshot_id), self._sampler.on_host(snapshot_id))
 
     def _status(self) -> CompileStatus:
         pages = self._sampler.pages

@@ -30,7 +30,6 @@ from tinkerflow.backend.compute.params import load_params, params_like
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
-from tinkerflow.backend.spec.ranks import NOT_SAMPLED
 
 Trained: TypeAlias = Lora | Params
 Tree = TypeVar("Tree")
@@ -38,13 +37,18 @@ Floats = npt.NDArray[np.float32]
 _EMBED, _FINAL_NORM, _UNEMBED = "embed", "final_norm", "unembed"  # beside the names of `Params.layers`
 
 
+def untrainable(cfg: ModelConfig) -> str | None:
+    """What a model has that cannot be trained with all its parameters; None: nothing."""
+    parts = {"experts": cfg.experts, "linear attention": cfg.delta, "heads of two widths": cfg.global_heads}
+    return next((name for name, there in parts.items() if there), None)
+
+
 def check(cfg: ModelConfig, optimizer: Optimizer) -> None:
     """UserError when the parameters of such a model cannot all be trained, or not with that optimizer."""
-    parts = {"experts": cfg.experts, "linear attention": cfg.delta, "heads of two widths": cfg.global_heads}
-    if wrong := [name for name, there in parts.items() if there]:
+    if wrong := untrainable(cfg):
         raise UserError(
             f"lora_config.rank 0 trains all parameters, which is not supported for {family_of(cfg).title} models: they "
-            f"have {wrong[0]}. It must be 1 or more"
+            f"have {wrong}. It must be 1 or more"
         )
     if OPTIMIZERS[optimizer].of_adapters:
         raise UserError(
@@ -76,13 +80,6 @@ def computed(cfg: ModelConfig, base: Params, weights: Params) -> Params:
     kept = {name: array for name, array in by_name(weights).items() if name in wide}
     cast_down: Params = jax.tree.map(lambda array: array.astype(base.embed_VD.dtype), weights)
     return replace(cast_down, layers={**cast(Any, cast_down.layers), **kept}, tower=base.tower)
-
-
-def only_adapter(weights: Trained) -> Lora:
-    """What is to be sampled; UserError when it is no adapter."""
-    if isinstance(weights, Params):
-        raise UserError(NOT_SAMPLED)
-    return weights
 
 
 def with_head_gradient(grads: Params, by_head_VD: jax.Array) -> Params:

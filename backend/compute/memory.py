@@ -50,7 +50,8 @@ _LEAST_TOKENS = 1024  # per device of the fsdp axis: fewer leave it idle
 _MOST_TOKENS = 4096  # more make sample requests wait
 _KEPT_ON_CPUS = 2**30  # bytes: writing out more costs more than computing it again
 _CACHE_ON_CPUS = 0.2  # of the host's memory
-_POSITIONS_A_SLOT_ON_CPUS = 1024  # the host's memory is everybody's
+_POSITIONS_A_SLOT = 1024  # on CPUs, where the host's memory is everybody's, and beside the batch
+_WHOLE_SEQUENCES = 8  # of so many positions that a model finds room for of which all parameters were trained
 
 # Shares of what the weights leave free.
 _TRAINING = 0.35  # the most that a training step takes by choice
@@ -95,7 +96,8 @@ class MemoryUses:
     needs besides, the gradient that it adds to included. kv_cache: the pages and the states of all sequences, and of
     prompts that are kept for later requests. logits: of a step of all sequences, and the tables that change them.
     snapshots: adapters published for sampling, and the stack of those being sampled. adapters: weights, gradients and
-    moments of the models in training. reserve: left alone.
+    moments of the models in training. whole_models: for sampling models of which all parameters were trained (see
+    `WholeRoom`). reserve: left alone.
     """
 
     weights: int
@@ -106,11 +108,23 @@ class MemoryUses:
     snapshots: int
     adapters: int
     reserve: int
+    whole_models: int = 0
 
     @property
     def total(self) -> int:
         """The sum."""
         return sum(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True)
+class WholeRoom:
+    """Room to sample one model at a time of which all parameters were trained: its weights and a KV cache of its own.
+
+    size: bytes of each device. pages: of each shard of that cache, the one of zeros included.
+    """
+
+    size: int
+    pages: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,8 @@ class MemoryPlan:
     (`sampling_config`), the one of zeros included. cells: positions of all pages that sequences may have, over the
     whole mesh. uses: None on CPUs. resident_adapters: how many adapters of rank 32 fit at the same time; None on CPUs.
     states: of sequences in layers with linear attention, of each shard; 0 in models without them.
-    full: bytes of each device that models may take of which all parameters are trained.
+    full: bytes of each device that models may take of which all parameters are trained. whole: room to sample such
+    models; None: there is none beside the training of one.
     """
 
     limit: int | None
@@ -135,6 +150,7 @@ class MemoryPlan:
     resident_adapters: int | None = None
     states: int = 0
     full: int = 0
+    whole: WholeRoom | None = None
 
     @property
     def rule(self) -> str:
@@ -169,14 +185,15 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
     if limit is None:
         longest = min(config.max_context, cfg.max_positions)
         shards = sampling_config(cfg, config).fsdp
-        slots = -(-config.sample_slots // shards) * pages_for(min(longest, _POSITIONS_A_SLOT_ON_CPUS))
+        slots = -(-config.sample_slots // shards) * pages_for(min(longest, _POSITIONS_A_SLOT))
         share, in_states = int(_host_bytes() * _CACHE_ON_CPUS), _state_bytes(cfg, config)
         fit = least(max(share - in_states, share // 2) // _page_bytes(cfg, config))
         pages = min(fit, max(slots, pages_for(longest)))
         budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
         states = state_count(cfg, config)
         whole = max(0, least(int(_host_bytes() * _FULL_ON_CPUS)) - weight_bytes(cfg, config))
-        return MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * shards, states=states, full=whole)
+        plan = MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * shards, states=states, full=whole)
+        return _with_whole(cfg, config, plan)
     return plan_memory(cfg, config, least(limit))
 
 
@@ -226,7 +243,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     )
     cells = (pages - 1) * PAGE * sampling_config(cfg, config).fsdp
     resident = uses.adapters // reference
-    return MemoryPlan(
+    plan = MemoryPlan(
         limit,
         budget,
         min(context, longest),
@@ -237,6 +254,30 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         states=state_count(cfg, config),
         full=max(0, uses.adapters - _BESIDE_FULL * reference),
     )
+    return _with_whole(cfg, config, plan)
+
+
+def _with_whole(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> MemoryPlan:
+    """The plan with room to sample models of which all parameters were trained, if one in training fits beside it.
+
+    Taken from the room of models in training: so it is there in any order in which models and samplers come.
+    """
+    if full.untrainable(cfg):
+        return plan
+    least_pages = 2 * pages_for(plan.context), _WHOLE_SEQUENCES * pages_for(min(plan.context, _POSITIONS_A_SLOT))
+    pages = 1 + min(plan.pages - 1, max(least_pages))
+    trained = full.like(cfg, _mesh(config))
+    largest = max(held_bytes(leaf) for leaf in jax.tree.leaves(trained))  # copied to the host in both dtypes
+    size = 2 * largest + held_bytes(params_like(cfg, _mesh(config), config.dtype))
+    size += pages * _page_bytes(cfg, config) + _logit_bytes(cfg, config)
+    if plan.full < size + adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER):
+        return plan
+    plan = replace(plan, full=plan.full - size, whole=WholeRoom(size, pages))
+    if plan.uses is None:
+        return plan
+    uses = replace(plan.uses, adapters=plan.uses.adapters - size, whole_models=size)
+    reference = adapter_bytes(cfg, config, usual_spec(cfg, config.expert_rank), DEFAULT_OPTIMIZER)
+    return replace(plan, uses=uses, resident_adapters=uses.adapters // reference)
 
 
 def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, microbatch_tokens: int = 0) -> Budget:

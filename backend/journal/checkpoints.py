@@ -23,7 +23,6 @@ from tinkerflow.backend.journal.database import Aggregate, as_view, columns, get
 from tinkerflow.backend.journal.effects import CheckpointSaved
 from tinkerflow.backend.journal.requests import Limits, storage_failure
 from tinkerflow.backend.journal.tables import Checkpoint, Model, WeightsShare
-from tinkerflow.backend.spec.ranks import NOT_SAMPLED
 
 SHARE_PREFIX = "tfw-"
 T = TypeVar("T")
@@ -39,9 +38,8 @@ class CheckpointView(CheckpointSaved):
     @property
     def unsampled(self) -> str | None:
         """Why it cannot be sampled; None: it can."""
-        if self.kind is CheckpointKind.EXTERNAL_WEIGHTS:
-            return "external weights are for downloads, not for sampling"
-        return None if self.rank else NOT_SAMPLED
+        external = self.kind is CheckpointKind.EXTERNAL_WEIGHTS
+        return "external weights are for downloads, not for sampling" if external else None
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 RankRule = Literal["divided", "full"]
-# The sampler's batch has one base model for all rows.
 NOT_SAMPLED = (
-    "sampling: a model of which all parameters are trained (lora_config.rank 0) cannot be sampled here: save its "
-    "state, write it with `tinkerflow checkpoint merge`, and serve that folder as a base model"
+    "sampling: the devices of this group have no room for the weights of a model of which all parameters are trained "
+    "(lora_config.rank 0), beside one in training. Save its state, write it with `tinkerflow checkpoint merge`, and "
+    "serve that folder as a base model; or use more devices"
 )
 
 

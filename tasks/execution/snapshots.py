@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+from tinkerflow.backend.commands import SnapshotHeld
 from tinkerflow.tasks.execution.sequencer import Saves
 
 
@@ -16,18 +17,18 @@ class Snapshots:
     def __init__(self, saves: Saves) -> None:
         """None yet. saves: what is not in the store yet, and so cannot be loaded again."""
         self._saves = saves
-        self._present: dict[str, int | None] = {}  # what they take on the host; None: they stay on the devices
+        self._present: dict[str, SnapshotHeld] = {}
         self._recorded: dict[str, None] = {}  # least recently used first
         self._users: Counter[str] = Counter()
-        self._loading: dict[str, asyncio.Future[int | None]] = {}
+        self._loading: dict[str, asyncio.Future[SnapshotHeld]] = {}
 
     def __contains__(self, snapshot_id: str) -> bool:
         """Whether the group holds it."""
         return snapshot_id in self._present
 
-    def published(self, snapshot_id: str, host_bytes: int | None) -> None:
+    def published(self, snapshot_id: str, held: SnapshotHeld) -> None:
         """The group holds it now, and the journal's row of its sampler says so or will in the same transaction."""
-        self._present[snapshot_id] = host_bytes
+        self._present[snapshot_id] = held
 
     @contextmanager
     def using(self, snapshot_id: str) -> Iterator[None]:
@@ -38,8 +39,8 @@ class Snapshots:
         finally:
             self._users -= Counter((snapshot_id,))  # without what comes to 0
 
-    async def load_once(self, snapshot_id: str, load: Callable[[], Awaitable[int | None]]) -> None:
-        """Call `load`, which gives its bytes on the host, unless the snapshot is there.
+    async def load_once(self, snapshot_id: str, load: Callable[[], Awaitable[SnapshotHeld]]) -> None:
+        """Call `load`, which says what it takes, unless the snapshot is there.
 
         Callers at the same time share one call, and its failure.
         """
@@ -70,11 +71,15 @@ class Snapshots:
     def surplus(self, most: int, host_bytes: int) -> list[str]:
         """Those in excess that are stored and that nobody uses at the moment, least recently used first.
 
-        Beside the `most` last used ones, the group may hold `host_bytes` of others where these wait on the host. What
-        is not stored, or is in use, stays all the same.
+        Beside the `most` last used ones, the group may hold `host_bytes` of others where these wait on the host. Of
+        those that are always there, only the last used one is beside that. What is not stored, or is in use, stays all
+        the same.
         """
         last_used = [*self._recorded, *(one for one in self._present if one not in self._recorded)]
-        others = {one: self._present[one] for one in last_used[: max(0, len(last_used) - most)]}
+        on_host = [one for one in last_used if self._present[one].on_host]
+        evicted = [one for one in last_used if one not in on_host]
+        beside = {*evicted[max(0, len(evicted) - most) :], *on_host[-1:]}
+        others = {one: self._present[one].host_bytes for one in last_used if one not in beside}
         excess, found = sum(size or 0 for size in others.values()) - host_bytes, []
         for one, size in others.items():
             if (size is None or excess > 0) and not self._saves.is_unstored(one) and not self._users[one]:

@@ -53,12 +53,12 @@ async def bring(
     return state
 
 
-async def load_snapshot(context: ExecutionContext, snapshot_id: str, path: str) -> int | None:
-    """Make a sampling snapshot of the weights under `path`: its bytes on the host. Errors are as in `bring`."""
+async def load_snapshot(context: ExecutionContext, snapshot_id: str, path: str) -> SnapshotHeld:
+    """Make a sampling snapshot of the weights under `path`: what it takes. Errors are as in `bring`."""
     if context.generation is None:
         context = context.bound_to(await context.pool.serving())
     state = await bring(context, snapshot_id, path, optimizer=False)
-    return (await context.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)).host_bytes
+    return await context.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)
 
 
 # ------------------------------------------------------------------ recovery snapshots

@@ -23,6 +23,7 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleResult,
     SampleStep,
+    SnapshotHeld,
     StabilityInfo,
 )
 from tinkerflow.backend.errors import (
@@ -363,7 +364,7 @@ class SampleBatch:
 async def _load_unless_there(context: ExecutionContext, sampler: SamplerView, snapshot: str) -> SamplerLoaded | None:
     """Have the worker group hold the sampler's snapshot; the change of the sampler's row when it has another one."""
 
-    async def load() -> int | None:
+    async def load() -> SnapshotHeld:
         if sampler.model_path is None:
             return await _load_published(context, snapshot)
         await check_readable(context, sampler.owner, sampler.model_path)
@@ -390,7 +391,7 @@ def _check_going_on(sample: _Sample) -> None:
         raise UserError(_STOPPED)
 
 
-async def _load_published(context: ExecutionContext, snapshot_id: str) -> int | None:
+async def _load_published(context: ExecutionContext, snapshot_id: str) -> SnapshotHeld:
     """Load what an unnamed save has committed, or will: the group that it was published in is gone."""
     missed, recovery = None, context.journal.recovery
     while True:

@@ -35,7 +35,7 @@ from tinkerflow.backend.commands import (
     PublishSnapshot,
     SnapshotHeld,
 )
-from tinkerflow.backend.errors import FencedError, GroupFailedError, UserError
+from tinkerflow.backend.errors import FencedError, GroupFailedError
 from tinkerflow.backend.ids import inflight_id, sampler_id
 from tinkerflow.backend.index import row_of
 from tinkerflow.backend.journal import (
@@ -51,7 +51,6 @@ from tinkerflow.backend.journal import (
     Used,
 )
 from tinkerflow.backend.retry import retry
-from tinkerflow.backend.spec.ranks import NOT_SAMPLED
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath
 from tinkerflow.backend.wire import SaveExternal, SaveForSampler, SaveWeights, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.operation import Execution
@@ -78,9 +77,6 @@ async def save_weights(execution: Execution) -> Outcome:
 async def save_weights_for_sampler(execution: Execution) -> Outcome:
     """Freeze the weights at this place in the order; the answer names the checkpoint, or the sampler."""
     wanted = SaveForSampler.decode(execution.request.payload)
-    context = execution.context
-    if not (await context.read(context.journal.models.get, execution.model_id, None)).rank:
-        raise UserError(NOT_SAMPLED)
     if wanted.sampling_session_seq_id is None:
         return await _save_for_sampler(execution, wanted)
     opened = sampler_id(execution.request.session_id, wanted.sampling_session_seq_id)
@@ -179,8 +175,8 @@ async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outc
         # The request's id, and not the sampler's, names the snapshot: the client chooses the latter's number.
         reply = execution.send(PublishSnapshot(model_id, request.id), SnapshotHeld)
         copied = execution.send(ExportAdapter(model_id, optimizer=False), AdapterState)
-    host_bytes = (await reply).host_bytes
-    context.snapshots.published(request.id, host_bytes)
+    held = await reply
+    context.snapshots.published(request.id, held)
     if not (inflight or context.saves.store_fails(model_id)):
         execution.then = partial(_store_copy, execution, copied)
         return replace(_opened(execution, opened, request.id), replays=True)
@@ -193,7 +189,7 @@ async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outc
             moved = execution.send(MoveSnapshot(request.id, snapshot_id), Done)
             context.snapshots.moving(request.id, snapshot_id)
             await moved
-            context.snapshots.published(snapshot_id, host_bytes)
+            context.snapshots.published(snapshot_id, held)
     except Exception:
         context.snapshots.dropped(request.id)
         with suppress(GroupFailedError):

@@ -82,12 +82,29 @@ def test_kills_change_no_bit_and_what_is_saved_goes_on_and_loads_in_transformers
         np.testing.assert_allclose(scored.numpy(), output["logprobs"].data, atol=2e-3)
         exported = client.save_weights_external("out").result().path
         assert list(store.find(exported).files) == ["model.safetensors"]
-        refused = r"sampling: .* parameters are trained .* cannot be sampled here"
-        with pytest.raises(tinker.TinkerError, match=refused):
-            client.save_weights_and_get_sampling_client().result()
-        with pytest.raises(tinker.TinkerError, match=refused):
-            client.save_weights_for_sampler("named").result()
-        with pytest.raises(tinker.TinkerError, match=refused):
-            server.client().create_sampling_client(model_path=path).result()
+        unnamed = client.save_weights_and_get_sampling_client().result()
+        named = client.save_weights_for_sampler("named").result().path
+        train(client, data, 1)  # no sampler sees that
+        asked = types.ModelInput.from_ints(TEXT)
+
+        def tokens_of(sampler: tinker.SamplingClient) -> tuple[list[int], list[float]]:
+            params = types.SamplingParams(max_tokens=8, seed=5)
+            found = sampler.sample(asked, num_samples=1, sampling_params=params).result().sequences[0]
+            return list(found.tokens), list(found.logprobs or [])
+
+        scored = unnamed.compute_logprobs(asked).result()[1:]
+        np.testing.assert_allclose(scored, output["logprobs"].data, atol=1e-5)
+        sampled = tokens_of(unnamed)
+        kill(server.workers)
+        for sampler in (
+            unnamed,
+            server.client().create_sampling_client(model_path=named).result(),
+            server.client().create_sampling_client(model_path=path).result(),
+        ):
+            tokens, logprobs = tokens_of(sampler)
+            assert tokens == sampled[0]
+            np.testing.assert_allclose(logprobs, sampled[1], atol=1e-5)
+        base = server.client().create_sampling_client(base_model=server.base_model).result()
+        assert tokens_of(base)[1][0] != sampled[1][0]
         with pytest.raises(tinker.TinkerError, match=r"lora_config.rank 0 trains all parameters: train_attn"):
             server.client().create_lora_training_client(server.base_model, rank=0, train_mlp=False).result()

@@ -1,8 +1,10 @@
 """The sampler: a continuous-batching engine with its own cache of immutable snapshots.
 
-`Sampler.step` takes one command and answers with what was finished; everything else here is a part of it.
+`Sampler.step` takes one command and answers with what was finished; everything else here is a part of it. A second
+one serves models of which all parameters were trained (`whole`).
 """
 
 from tinkerflow.backend.compute.sampler.sampler import Sampler
+from tinkerflow.backend.compute.sampler.whole import Samplers, WholeSampler
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "Samplers", "WholeSampler"]

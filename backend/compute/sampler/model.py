@@ -5,7 +5,7 @@ Letters: B rows, Q tokens of a piece, S slots, C tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import jax
@@ -63,7 +63,7 @@ class SamplerModel:
         models that see images.
         """
         self.cfg, self.mesh, self.snapshots, self.chunk = cfg, mesh, snapshots, chunk
-        self._params, self._pool, self._width = params, pool, pool.pages_for(max_context)
+        self.params, self._pool, self._width = params, pool, pool.pages_for(max_context)
         self._none_M = None if most_ahead is None else put(np.zeros(most_ahead, np.int32), replicated(mesh))
         self._views = None if eyes is None else Views(eyes)
         self.clear()
@@ -72,12 +72,18 @@ class SamplerModel:
         """Begin with a cache of zeros."""
         if self._views is not None:
             self._views.clear()
-        pool, params = self._pool, self._params
+        pool, params = self._pool, self.params
         pages, dtype = pool.pages * pool.shards, params.embed_VD.dtype.name
         states = pool.states.pages * pool.shards if pool.states else 0
         self.cache: KVCache | None = None  # its memory is free before the next one is made
         self.last_piece: PieceScores | None = None  # there when the last piece of prompts is computed
         self.cache = empty_cache(self.cfg, self.mesh, pages, pool.page, dtype, params.apart, states)
+
+    def use(self, load: Callable[[], Params]) -> None:
+        """Begin anew with the weights that `load` gives: as those before, and made when these take no memory."""
+        del self.params
+        self.params = load()
+        self.clear()
 
     def prefill_piece(self, group: PrefillGroup) -> int:
         """Compute the next piece of every prompt of `group`; the group has then gone on by it.
@@ -115,7 +121,7 @@ class SamplerModel:
             columns = self.snapshots.columns(job.parent.snapshot)
             piece.columns_B2[row] = columns.start, columns.end
         cache = self._settled()
-        self.cache, scored = prefill(self.cfg, self.mesh, widths, self._params, self.snapshots.lora, cache, piece)
+        self.cache, scored = prefill(self.cfg, self.mesh, widths, self.params, self.snapshots.lora, cache, piece)
         self.last_piece = scored
         group.advance(size, to_host(scored) if piece.score else None)
         return group.rows * size + looked
@@ -132,7 +138,7 @@ class SamplerModel:
             self.mesh,
             self.chunk,
             min(width_for(most_listed), self.cfg.vocab),
-            self._params,
+            self.params,
             self.snapshots.lora,
             self._settled(),
             self._rows(held, slots, steps, before),

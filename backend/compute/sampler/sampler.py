@@ -19,8 +19,8 @@ always read in the same step: so processes of a group agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -86,6 +86,7 @@ class Sampler:
         page: int = PAGE,
         prefill_budget: int | None = None,
         eyes: Eyes | None = None,
+        weights: str = "the base model",
     ) -> None:
         """An idle sampler.
 
@@ -93,7 +94,9 @@ class Sampler:
         number of resident snapshots. plan: how many pages the KV cache has, and what resident snapshots may take. page:
         positions of a page, a multiple of 32. prefill_budget: prompt tokens, padding included, that one step prefills;
         None: as many as two of the largest pieces have. eyes: the tower of models that see images.
+        weights: what `params` are, in errors.
         """
+        self._weights = weights
         self._cfg, self._config = cfg, config
         sizes = platform().prefill_tokens
         self._prefill_budget = prefill_budget or _BUDGET_PIECES * sizes[-1]
@@ -106,15 +109,15 @@ class Sampler:
         self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
         self._runs_ahead = not on_cpu()  # on CPUs, decoding after an end costs more than the host's work
-        self._programs = SamplerPrograms(
+        self._programs = partial(
+            SamplerPrograms,
             cfg,
             mesh,
             self._shapes,
-            params,
-            self._pool,
-            config.decode_chunk,
-            self._max_context,
-            usual,
+            pool=self._pool,
+            chunk=config.decode_chunk,
+            max_context=self._max_context,
+            usual=usual,
             accelerated=self._runs_ahead,
             eyes=eyes,
         )
@@ -162,14 +165,19 @@ class Sampler:
         """The pages of the KV cache."""
         return self._pool
 
+    @property
+    def requests(self) -> list[str]:
+        """The ids of all requests that are on their way."""
+        return self._scheduler.requests
+
     # ------------------------------------------------------------------ warm-up
     def programs(self) -> Iterator[Program]:
         """The programs that requests may need, whatever adapters there are."""
-        return self._programs.all()
+        return self._programs(params=self._model.params).all()
 
     def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
         """The programs that publish and sample an adapter of that shape; `adapter` needs no values."""
-        return self._programs.publishing(spec, adapter)
+        return self._programs(params=self._model.params).publishing(spec, adapter)
 
     # ------------------------------------------------------------------ snapshots
     def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
@@ -208,6 +216,21 @@ class Sampler:
         self._forget_asked()
         self._model.clear()
         self._start_over()
+
+    def use(self, load: Callable[[], Params]) -> None:
+        """Sample from the weights that `load` gives, which is called when the memory of those before is free.
+
+        Requests begin anew with the tokens that they have; nothing stays that was computed with other weights.
+        """
+        self._read_asked()
+        self._scheduler.restart()
+        self._start_anew()
+        self._model.use(lambda: by_layer(self._cfg, load()))
+
+    def _start_anew(self) -> None:
+        self._filling = 0
+        self._forget_asked()
+        self.snapshots.reset()
 
     def _forget_dead_prefixes(self) -> None:
         self._pool.forget(lambda scope: not self._alive(scope))
@@ -262,9 +285,7 @@ class Sampler:
             text, names = "the sampler's batch failed", self._scheduler.clear()
         text += f" ({failure}); the same request may work later"
         self._failed += [SampleResult(name, error=text, category="server") for name in names]
-        self._filling = 0
-        self._forget_asked()
-        self.snapshots.reset()
+        self._start_anew()
         self._model.clear()
 
     def _admit(self, request: SampleRequest) -> None:
@@ -314,10 +335,8 @@ class Sampler:
 
     def _start_over(self) -> None:
         """Be idle, so that the shapes which later requests meet depend on them alone."""
-        self._filling = 0
-        self._forget_asked()
+        self._start_anew()
         self._scheduler.rest()
-        self.snapshots.reset()
 
     def _forget_asked(self) -> None:
         self._asked, self._prefilled = None, None
@@ -493,7 +512,7 @@ class Sampler:
                 self._fail(parent)
 
     def _fail(self, parent: ParentRequest) -> None:
-        name = "the base model" if parent.snapshot is None else f"snapshot {parent.snapshot.snapshot_id!r}"
+        name = self._weights if parent.snapshot is None else f"snapshot {parent.snapshot.snapshot_id!r}"
         text = f"{name} gave logits that are not finite for this prompt; its weights may have diverged"
         self._scheduler.remove(parent.request.request_id, failed=True)
         self._pool.forget(lambda scope: scope == parent.scope, spoiled=True)

@@ -83,6 +83,11 @@ class Scheduler:
         """How many slots the next chunk needs."""
         return len(self.running)
 
+    @property
+    def requests(self) -> list[str]:
+        """The ids of all requests that are on their way."""
+        return list(self._parents)
+
     def holds(self, request_id: str) -> bool:
         """Whether a request of that id is on its way."""
         return request_id in self._parents
@@ -188,7 +193,7 @@ class Scheduler:
 
     def clear(self) -> list[str]:
         """Forget all requests and what their pages hold; returns their ids."""
-        requests = list(self._parents)
+        requests = self.requests
         self._parents.clear()
         self._waiting.clear()
         self._next_start.clear()

@@ -45,7 +45,7 @@ def executor(sees: Reference) -> Executor:
 def sampler(executor: Executor) -> Sampler:
     """One that has no pages of earlier tests, with programs that are compiled already."""
     executor._sampler.clear()
-    return executor._sampler
+    return executor._sampler.adapters
 
 
 @pytest.fixture

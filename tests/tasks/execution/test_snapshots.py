@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tinkerflow.backend.commands import SnapshotHeld
 from tinkerflow.tasks.execution.sequencer import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
@@ -11,11 +12,11 @@ from tinkerflow.tasks.execution.snapshots import Snapshots
 async def test_those_who_load_at_the_same_time_share_one_load() -> None:
     snapshots, loads = Snapshots(Saves()), 0
 
-    async def load() -> int:
+    async def load() -> SnapshotHeld:
         nonlocal loads
         loads += 1
         await asyncio.sleep(0.01)
-        return 7
+        return SnapshotHeld(7)
 
     await asyncio.gather(*(snapshots.load_once("a", load) for _ in range(5)))
     await snapshots.load_once("a", load)
@@ -26,11 +27,11 @@ async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
     snapshots = Snapshots(Saves())
     failing = True
 
-    async def load() -> int:
+    async def load() -> SnapshotHeld:
         await asyncio.sleep(0)
         if failing:
             raise ValueError("no")
-        return 7
+        return SnapshotHeld(7)
 
     found = await asyncio.gather(*(snapshots.load_once("a", load) for _ in range(3)), return_exceptions=True)
     assert [type(error) for error in found] == [ValueError] * 3
@@ -42,9 +43,9 @@ async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
 async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
     snapshots, go = Snapshots(Saves()), asyncio.Event()
 
-    async def load() -> int:
+    async def load() -> SnapshotHeld:
         await go.wait()
-        return 7
+        return SnapshotHeld(7)
 
     first, second = (asyncio.create_task(snapshots.load_once("a", load)) for _ in range(2))
     await asyncio.sleep(0)
@@ -57,7 +58,7 @@ async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
 
 def test_only_what_the_journal_knows_can_be_dropped() -> None:
     snapshots = Snapshots(Saves())
-    snapshots.published("a", 7)
+    snapshots.published("a", SnapshotHeld(7))
     snapshots.recorded("gone")
     assert snapshots.droppable == frozenset()
     snapshots.recorded("a")
@@ -71,9 +72,9 @@ def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
     snapshots = Snapshots(saves)
     saves.begin("not stored yet", "model", 1)
     for name in "abcd":
-        snapshots.published(name, 7)
+        snapshots.published(name, SnapshotHeld(7))
         snapshots.recorded(name)
-    snapshots.published("not stored yet", 7)
+    snapshots.published("not stored yet", SnapshotHeld(7))
     snapshots.recorded("not stored yet")
     assert snapshots.surplus(5, 0) == []
     assert snapshots.surplus(2, 0) == ["a", "b", "c"]
@@ -82,7 +83,7 @@ def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
         assert snapshots.surplus(1, 0) == ["c", "d"]
     snapshots.dropped("b")
     assert snapshots.surplus(1, 0) == ["c", "d"]
-    snapshots.published("c", 7)  # over the old one, as an inflight save does
+    snapshots.published("c", SnapshotHeld(7))  # over the old one, as an inflight save does
     snapshots.moving("x", "c")
     assert "c" not in snapshots.surplus(1, 0)
 
@@ -92,7 +93,7 @@ def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
     snapshots = Snapshots(saves)
     saves.begin("newer, not stored", "model", 1)
     for name, nbytes in {"a": 10, "b": 20, "c": 30, "d": 40}.items():
-        snapshots.published(name, nbytes)
+        snapshots.published(name, SnapshotHeld(nbytes))
         snapshots.recorded(name)
     assert snapshots.surplus(1, 60) == []
     assert snapshots.surplus(1, 59) == ["a"]
@@ -103,7 +104,7 @@ def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
     with snapshots.using("a"):  # it is on the host, and stays there
         assert snapshots.surplus(1, 59) == ["b"]
         assert snapshots.surplus(2, 0) == ["b"], "never the last used ones in its stead"
-    snapshots.published("newer, not stored", 50)
+    snapshots.published("newer, not stored", SnapshotHeld(50))
     snapshots.recorded("newer, not stored")
     assert snapshots.surplus(2, 59) == ["a"]
 
@@ -111,19 +112,29 @@ def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
 def test_where_devices_are_the_host_it_keeps_no_others() -> None:
     snapshots = Snapshots(Saves())
     for name in "abcd":
-        snapshots.published(name, None)
+        snapshots.published(name, SnapshotHeld(None))
         snapshots.recorded(name)
     with snapshots.using("b"):
         assert snapshots.surplus(1, 10**9) == ["a", "c"]
 
 
+def test_those_that_are_always_on_the_host_count_there_but_for_the_last_used_one() -> None:
+    snapshots = Snapshots(Saves())
+    for name, size in {"a": 10, "b": 20, "whole a": 50, "whole b": 60, "c": 30, "whole c": 70}.items():
+        snapshots.published(name, SnapshotHeld(size, on_host=name.startswith("whole")))
+        snapshots.recorded(name)
+    assert snapshots.surplus(3, 110) == []
+    assert snapshots.surplus(3, 109) == ["whole a"]
+    assert snapshots.surplus(1, 0) == ["a", "b", "whole a", "whole b"]
+
+
 def test_what_gets_a_new_owner_is_kept_until_the_journal_knows_of_it() -> None:
     snapshots = Snapshots(Saves())
-    snapshots.published("shared", 7)
+    snapshots.published("shared", SnapshotHeld(7))
     snapshots.recorded("shared")
-    snapshots.published("newer", 7)
+    snapshots.published("newer", SnapshotHeld(7))
     snapshots.moving("newer", "shared")
     assert snapshots.droppable == frozenset() and "newer" not in snapshots
-    snapshots.published("shared", 7)
+    snapshots.published("shared", SnapshotHeld(7))
     snapshots.recorded("shared")
     assert snapshots.droppable == {"shared"}

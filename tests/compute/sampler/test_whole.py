@@ -1,0 +1,150 @@
+"""Sampling from models of which all parameters were trained: their own logprobs, beside others, and in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.compute.conftest import Reference
+
+from tinkerflow.backend.commands import (
+    CreateAdapter,
+    DropSnapshot,
+    Example,
+    ExportAdapter,
+    LoadSnapshot,
+    LoraSpec,
+    MoveSnapshot,
+    OptimStep,
+    PublishSnapshot,
+    SampledSequence,
+    SampleRequest,
+    SampleStep,
+)
+from tinkerflow.backend.compute.executor import Executor
+from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+
+ALL = LoraSpec(0)
+STEP = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
+PROMPT = np.random.default_rng(0).integers(0, 90, 140).tolist()  # more than a page: found again by the next request
+Ask = Callable[..., SampleRequest]
+
+
+@pytest.fixture(scope="module")
+def executor(shared_executor: Executor, examples: Any, forward: Any, adapter: Any) -> Iterator[Executor]:
+    """With the model `w` after one step as snapshot `one`, after two as `two`, and an adapter's as `beside`."""
+    shared_executor.execute(CreateAdapter("w", ALL, 0))
+    for snapshot in ("one", "two"):
+        forward(shared_executor, "w", examples((9, 14)), backward=True)
+        shared_executor.execute(OptimStep("w", STEP))
+        held = shared_executor.execute(PublishSnapshot("w", snapshot))
+        assert held.on_host and held.host_bytes == 4 * shared_executor.parameters
+    adapter(shared_executor, "a")
+    assert not shared_executor.execute(PublishSnapshot("a", "beside")).on_host
+    yield shared_executor
+    shared_executor.clear()
+
+
+def served(executor: Executor, *requests: SampleRequest) -> dict[str, SampledSequence]:
+    """The first sequence of each request, which come at the same time."""
+    progress, found = executor.execute(SampleStep(requests)), {}
+    for _ in range(500):
+        found |= {result.request_id: result for result in progress.finished}
+        if not (progress.active or progress.waiting):
+            break
+        progress = executor.execute(SampleStep())
+    assert not [result.error for result in found.values() if result.error]
+    return {name: result.sequences[0] for name, result in found.items()}
+
+
+def bits(found: SampledSequence) -> tuple[bytes, bytes]:
+    return found.tokens_T.tobytes(), found.logprobs_T.tobytes()
+
+
+def assert_same(one: SampledSequence, other: SampledSequence) -> None:
+    """Up to rounding: they were in batches of other sizes."""
+    assert one.tokens_T.tolist() == other.tokens_T.tolist()
+    np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=1e-5)
+
+
+def test_tokens_have_the_logprobs_that_training_gives_them(executor: Executor, ask: Ask, forward: Any) -> None:
+    found = served(executor, ask("x", PROMPT[:20], 12, snapshot_id="two"))["x"]
+    tokens_T = np.asarray([*PROMPT[:20], *found.tokens_T], np.int32)
+    inputs = {name: np.zeros((len(tokens_T) - 1, 1), np.float32) for name in ("logprobs", "advantages")}
+    weights_TK = np.ones((len(tokens_T) - 1, 1), np.float32)
+    example = Example(tokens_T[:-1], tokens_T[1:, None], weights_TK, flat=True, inputs=inputs)
+    scored = forward(executor, "w", (example,)).logprobs[0].reshape(-1)
+    np.testing.assert_allclose(found.logprobs_T, scored[-12:], atol=1e-5)
+
+
+def test_each_gets_what_it_gets_without_the_others(executor: Executor, ask: Ask) -> None:
+    asked = {
+        name: [ask(f"{name} {number}", PROMPT, 6, snapshot_id=name, temperature=1.0, seed=number) for number in (0, 1)]
+        for name in (None, "one", "beside", "two")
+    }
+    without = served(executor, *asked[None], *asked["beside"])
+    together = served(executor, *(request for requests in asked.values() for request in requests))
+    assert {name: bits(together[name]) for name in without} == {name: bits(each) for name, each in without.items()}
+    for name in ("two", "one"):
+        for request in asked[name]:
+            alone = served(executor, request)[request.request_id]
+            assert_same(together[request.request_id], alone)
+    first = [float(together[f"{name} 0"].logprobs_T[0]) for name in asked]
+    assert len(set(first)) == 4, "four different models"
+
+
+def test_a_stored_state_samples_as_the_published_one(executor: Executor, ask: Ask) -> None:
+    state = executor.execute(ExportAdapter("w", optimizer=False))
+    executor.execute(LoadSnapshot("stored", state))
+    executor.execute(LoadSnapshot("stored", state))  # it is there already
+    found = served(executor, ask("x", PROMPT, 6, snapshot_id="stored"), ask("y", PROMPT, 6, snapshot_id="two"))
+    assert_same(found["x"], found["y"])
+
+
+def test_requests_go_on_with_weights_that_take_the_place_of_theirs(executor: Executor, ask: Ask) -> None:
+    executor.execute(LoadSnapshot("moved", executor.execute(ExportAdapter("w", optimizer=False))))
+    executor.execute(CreateAdapter("base", ALL, 0))
+    executor.execute(PublishSnapshot("base", "first"))
+    alone = {name: served(executor, ask("x", PROMPT, 12, snapshot_id=name))["x"] for name in ("first", "moved")}
+    executor.execute(SampleStep((ask("x", PROMPT, 12, snapshot_id="first"),)))
+    progress = executor.execute(SampleStep())
+    assert progress.active == 1
+    executor.execute(MoveSnapshot("moved", "first"))
+    found = served(executor, ask("later", PROMPT, 12, snapshot_id="first"))
+    assert_same(found["later"], alone["moved"])
+    ours, theirs = found["x"].tokens_T, alone["first"].tokens_T
+    begun = next(place for place in range(12) if ours[place] != theirs[place])
+    assert 0 < begun < 12
+    with pytest.raises(NotFoundError, match="'moved' is not in"):
+        executor.execute(MoveSnapshot("moved", "first"))
+    executor.execute(DropSnapshot("first"))
+    assert (
+        "snapshot 'first' is not"
+        in executor.execute(SampleStep((ask("z", PROMPT, snapshot_id="first"),))).finished[0].error
+    )
+
+
+def test_a_request_in_line_can_be_cancelled_or_sent_again(executor: Executor, ask: Ask) -> None:
+    one, two, three = (ask(name, PROMPT, 8, snapshot_id=name[:3]) for name in ("one", "two", "two again"))
+    progress = executor.execute(SampleStep((one, two, three)))
+    assert not progress.finished and progress.active + progress.waiting == 3
+    sent = executor.execute(SampleStep((two,), cancel=("two again",)))
+    assert {*(result.request_id for result in sent.finished), *served(executor)} == {"one", "two"}
+
+
+def test_what_cannot_be_sampled_is_refused_by_name(executor: Executor, qwen3: Reference) -> None:
+    with pytest.raises(ConflictError, match="'one' exists already"):
+        executor.execute(PublishSnapshot("w", "one"))
+    state = executor.execute(ExportAdapter("w", optimizer=False))
+    name = "model.norm.weight"
+    broken = replace(state, weights=state.weights | {name: np.full_like(state.weights[name], np.nan)})
+    with pytest.raises(UserError, match="'nan': a weight of its model is not finite"):
+        executor.execute(LoadSnapshot("nan", broken))
+    narrow = qwen3.executor(device_memory=0.007)
+    assert narrow.plan.whole is None and narrow.plan.full > 0
+    with pytest.raises(UserError, match=r"sampling: the devices of this group have no room .* checkpoint merge"):
+        narrow.execute(LoadSnapshot("x", state))
