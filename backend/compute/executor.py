@@ -63,7 +63,7 @@ from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
 from tinkerflow.backend.compute.pieces import GRADIENTS, are_pieces, wanted
 from tinkerflow.backend.compute.platforms import environment, on_cpu, platform, settle_dtype
-from tinkerflow.backend.compute.sampler import Sampler, Samplers, WholeSampler
+from tinkerflow.backend.compute.sampler import GroupSampler, Sampler, WholeSampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import StepsByShape, adapter_like, training_programs
@@ -114,7 +114,7 @@ class Executor:
         room, whole = self.plan.whole, None
         if room is not None:
             whole = partial(self._new_sampler, pages=room.pages, weights="the trained model")
-        self._sampler = Samplers(
+        self._sampler = GroupSampler(
             self._new_sampler(self._params, pages=self.plan.pages, weights="the base model"),
             WholeSampler(self._cfg, self._mesh, self._params, whole),
         )

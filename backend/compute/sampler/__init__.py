@@ -5,6 +5,6 @@ one serves models of which all parameters were trained (`whole`).
 """
 
 from tinkerflow.backend.compute.sampler.sampler import Sampler
-from tinkerflow.backend.compute.sampler.whole import Samplers, WholeSampler
+from tinkerflow.backend.compute.sampler.whole import GroupSampler, WholeSampler
 
-__all__ = ["Sampler", "Samplers", "WholeSampler"]
+__all__ = ["GroupSampler", "Sampler", "WholeSampler"]

@@ -53,7 +53,7 @@ class _Weights:
 
 
 @dataclass
-class _Line:
+class _WholeLine:
     """Requests that wait for weights, in the order in which they came."""
 
     waiting: list[tuple[SampleRequest, _Weights]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class WholeSampler:
         """
         self._cfg, self._mesh, self._base, self._make = cfg, mesh, base, make
         self._held: dict[str, _Weights] = {}
-        self._line = _Line()
+        self._line = _WholeLine()
         self._sampler: Sampler | None = None
         self._used: _Weights | None = None  # on the devices
         self._busy = False
@@ -135,7 +135,7 @@ class WholeSampler:
     def clear(self) -> None:
         """Forget all snapshots and requests."""
         self._held.clear()
-        self._line, self._failed, self._busy = _Line(), [], False
+        self._line, self._failed, self._busy = _WholeLine(), [], False
         self._rest()
 
     def step(self, admit: Sequence[SampleRequest], cancel: Collection[str], *, wait: bool) -> SampleProgress:
@@ -204,7 +204,7 @@ def _frozen(where: Any, dtype: Any, array: jax.Array) -> tuple[jax.Array, jax.Ar
     return copy, jax.lax.with_sharding_constraint(finite, replicated(where.mesh))
 
 
-class Samplers:
+class GroupSampler:
     """Both samplers as one: what is sampled decides which of them serves it. Call it on every process alike."""
 
     def __init__(self, adapters: Sampler, whole: WholeSampler) -> None:

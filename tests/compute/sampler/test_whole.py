@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,18 +35,18 @@ Ask = Callable[..., SampleRequest]
 
 
 @pytest.fixture(scope="module")
-def executor(shared_executor: Executor, examples: Any, forward: Any, adapter: Any) -> Iterator[Executor]:
+def executor(qwen3: Reference, examples: Any, forward: Any, adapter: Any) -> Executor:
     """With the model `w` after one step as snapshot `one`, after two as `two`, and an adapter's as `beside`."""
-    shared_executor.execute(CreateAdapter("w", ALL, 0))
+    executor = qwen3.executor()
+    executor.execute(CreateAdapter("w", ALL, 0))
     for snapshot in ("one", "two"):
-        forward(shared_executor, "w", examples((9, 14)), backward=True)
-        shared_executor.execute(OptimStep("w", STEP))
-        held = shared_executor.execute(PublishSnapshot("w", snapshot))
-        assert held.on_host and held.host_bytes == 4 * shared_executor.parameters
-    adapter(shared_executor, "a")
-    assert not shared_executor.execute(PublishSnapshot("a", "beside")).on_host
-    yield shared_executor
-    shared_executor.clear()
+        forward(executor, "w", examples((9, 14)), backward=True)
+        executor.execute(OptimStep("w", STEP))
+        held = executor.execute(PublishSnapshot("w", snapshot))
+        assert held.on_host and held.host_bytes == 4 * executor.parameters
+    adapter(executor, "a")
+    assert not executor.execute(PublishSnapshot("a", "beside")).on_host
+    return executor
 
 
 def served(executor: Executor, *requests: SampleRequest) -> dict[str, SampledSequence]:
