@@ -107,7 +107,7 @@ class SampleBatch:
         self._admit: list[SampleRequest] = []  # they join with the next step
         self._cancel: list[str] = []  # they leave with the next step
         self._decoding: set[str] = set()  # in the decode batch
-        self._suspects: set[str] = set()  # a group ended with them: they are decoded alone
+        self._suspects: set[str] = set()  # a group ended with them: they are decoded alone until they are answered
         self._some = asyncio.Event()
         self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
         self._telling: asyncio.Task[None] | None = None
@@ -275,6 +275,7 @@ class SampleBatch:
             except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
                 outcome = failure(request, error)
             await self._context.answer(replace(outcome, started_at=sample.joined))
+            self._suspects.discard(request.id)
             return outcome
         finally:
             del self._samples[request.id]

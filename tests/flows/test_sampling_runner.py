@@ -399,6 +399,9 @@ async def test_after_a_crash_the_same_tokens_are_told_again(sampling: Any, clien
     request = client.sample(sampler, of={"stream": True}, max_tokens=40)
     assert (await client.result(request)).error is None
     assert pool.deaths == 1
+    batch = sampling[0]._batch
+    await until(lambda: not batch.requests)
+    assert not batch._suspects, "who was answered is suspected no more"
     await until(lambda: written()[-1].stop_reason is not None)  # they are written beside the answer
     listener = Listener()
     found = written()
