@@ -1,7 +1,7 @@
 """The hybrid decoder of Qwen3-Next and Qwen3.5: three layers with gated DeltaNet, then one with gated attention.
 
 Their files differ in names: what the layers' names begin with, which matrices are one tensor, and whether the fields of
-the text model are inside those of a model that also sees images. Only the text model is loaded. No JAX.
+the text model are inside those of a model that also sees images. No JAX.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ from tinkerflow.backend.compute.decoder import (
     rotary_share,
     with_mixture,
 )
+from tinkerflow.backend.compute.vision_config import read_vision
 from tinkerflow.backend.compute.weight_files import MadeTensor, Tensor
 
-SKIPPED = (
-    "model.visual.",
-    "model.language_model.visual.",
-    "mtp.",
-)  # the vision tower, and what predicts several tokens
+SKIPPED = ("mtp.",)  # what predicts several tokens
 _MIXERS = {"linear_attention": "delta", "full_attention": "attention"}
 _EVERY = 4  # layers with full attention, where `layer_types` is missing
 _ROTARY = 0.25  # the share of a head that turns, where the file does not say
@@ -68,6 +65,20 @@ def hybrid_config(fields: ConfigFields, *, fused: bool = False, experts: bool = 
         return config
     config = with_mixture(config, fields, norm_topk=True)
     return replace(config, shared_mlp=fields.size("shared_expert_intermediate_size"))
+
+
+def with_tower(cfg: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    """The config with the tower that the whole model's `fields` describe, if they do."""
+    if fields.get("vision_config") is None:
+        return cfg
+    return replace(cfg, vision=read_vision(fields, sections=(11, 11, 10)))
+
+
+def with_tower_named(cfg: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors of a model that may see, the tower's by their published names: transformers 5.5 writes others."""
+    written = "model.language_model.visual."
+    return {f"model.visual.{name.removeprefix(written)}" if name.startswith(written) else name: tensor
+            for name, tensor in tensors.items()}  # fmt: skip
 
 
 def hybrid_projections(cfg: ModelConfig, layer: str = TEXT) -> dict[str, Projection]:

@@ -456,9 +456,10 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
         layer += 4 * tokens * heads * (6 * wide + 4 * CHUNK + 2 * state)
     layer += _scores(cfg, config, tokens)
     ends = 3 * tokens * (cfg.hidden + cfg.layers * cfg.layer_input) * item
-    if cfg.vision is not None:  # what stands in place of images, and what sees them before the step
-        seen = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
-        ends += tokens * cfg.vision.vectors * cfg.hidden * item + seen
+    before = 0
+    if cfg.vision is not None:  # what stands in place of images; what sees them is done when the step begins
+        before = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
+        ends += tokens * cfg.vision.vectors * cfg.hidden * item
     vocab = _share(cfg.vocab, config.tensor)
     logits = min(tokens, SCORED_ROWS) * vocab * _LOGIT_BYTES
     logits += vocab * (cfg.hidden + RANK_COLUMNS) * item  # the unembedding and its adapter as one matrix
@@ -471,7 +472,7 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
     shapes = _adapter_shapes(cfg, usual_spec(cfg, config.expert_rank))
     adapter, devices = sum(shape.size for shape in shapes), config.fsdp * config.expert * config.tensor
     gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, shapes)
-    return kept, layer + ends + logits + gathered + gradients
+    return kept, max(before, layer + ends + logits + gathered + gradients)
 
 
 def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What a frozen tower sees in images (Qwen3-VL): vectors in place of the embeddings of placeholder tokens.
+"""What a frozen tower sees in images (Qwen3-VL, Qwen3.5): vectors in place of the embeddings of placeholder tokens.
 
 An image is computed alone, in patches padded to one of a few counts, and the tower is whole on each device. So its
 vectors have the same bits whatever else is in the batch. They pass through the host, which lays them out beside the

@@ -1,4 +1,4 @@
-"""The tower of Qwen3-VL that sees images: its fields in `config.json`, its image processor, its tensors' names. No JAX.
+"""The tower of Qwen3-VL and Qwen3.5 that sees images: its fields in `config.json`, its processor, its tensors. No JAX.
 
 Shared by the families whose models have one; `vision` computes it.
 """
@@ -18,16 +18,18 @@ PROCESSOR = "preprocessor_config.json"
 COLOURS = 3
 _KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 _PLAIN = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
-_SECTIONS = (24, 20, 20)
 
 
-def read_vision(fields: ConfigFields) -> Vision:
-    """The tower that the fields of `config.json` describe; UserError names what is missing or not computed here."""
+def read_vision(fields: ConfigFields, sections: tuple[int, int, int]) -> Vision:
+    """The tower that the fields of `config.json` describe; UserError names what is missing or not computed here.
+
+    sections: the family's `mrope_section`, where the file has none.
+    """
     own = fields.inner("vision_config")
     text = fields.inner("text_config")
     own.refuse_others(hidden_act="gelu_pytorch_tanh", in_channels=COLOURS)
     positions, deep = own.size("num_position_embeddings"), own.get("deepstack_visual_indexes") or []
-    sections = tuple(text.rope.get("mrope_section") or _SECTIONS)
+    sections = tuple(text.rope.get("mrope_section") or sections)
     vision = Vision(
         layers=own.size("depth"),
         hidden=own.size("hidden_size"),

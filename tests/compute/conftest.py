@@ -119,7 +119,11 @@ QWEN_VISION = {
 
 
 # What the towers of some families have beside that. Some of their layers get DeepStack's vectors, some do not.
-TOWER: dict[str, dict[str, Any]] = {"qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]}}
+TOWER: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+}
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": QWEN_VISION["patch_size"],

@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 import torch
 from tests.compute.closeness import close, close_logprobs
-from tests.compute.conftest import SEEING, TOWER, VOCAB, build, inputs_of, seeing
+from tests.compute.conftest import SEEING, VOCAB, build, inputs_of, seeing
 
 from tinkerflow.backend.commands import (
     CreateAdapter,
@@ -201,13 +201,17 @@ def test_examples_in_one_row_are_as_alone(family, examples, adapter, forward):
         close_logprobs(found, forward(executor, "packed", (example,)).logprobs[0])
 
 
-@pytest.mark.parametrize("family", TOWER, indirect=True)
+def _shown(examples):
+    """Data of text, of images, and of both."""
+    text, *others = examples((20, 60, 33, 7), targets=2)
+    return text, seeing(others[0], (3, 2, 3), (20, 4, 2)), seeing(others[1], (0, 1, 5)), others[2]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True)
 def test_images_in_one_row_are_seen_as_in_transformers(family, tmp_path, examples, adapter, forward, gradients):
     base, executor, parts = family
     adapter(executor, "sees", **parts)
-    text, *others = examples((20, 60, 33, 7), targets=2)
-    data = (text, seeing(others[0], (3, 2, 3), (20, 4, 2)), seeing(others[1], (0, 1, 5)), others[2])
-    before = executor.execute(ExportAdapter("sees", optimizer=True))
+    data = _shown(examples)
     with in_peft(base, executor, "sees", tmp_path) as by_torch:
         scored = [scores(by_torch, example) for example in data]
         loss = -sum((one * torch.tensor(example.weights_TK)).sum() for one, example in zip(scored, data, strict=True))
@@ -217,6 +221,14 @@ def test_images_in_one_row_are_seen_as_in_transformers(family, tmp_path, example
             close_logprobs(found, wanted.detach().numpy())
         same_gradients(gradients(executor, "sees"), by_torch)
     base.model.model.rope_deltas = None  # transformers remembers those of the last images
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_images_in_one_row_are_seen_as_alone_and_again_alike(family, examples, adapter, forward, gradients):
+    _, executor, parts = family
+    adapter(executor, "sees", **parts)
+    data, before = _shown(examples), executor.execute(ExportAdapter("sees", optimizer=True))
+    result = forward(executor, "sees", data, backward=True)
     for found, example in zip(result.logprobs, data, strict=True):
         close_logprobs(found, forward(executor, "sees", (example,)).logprobs[0])
     # Again from the state before, as after a crash: the same bits.

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6: a hybrid of gated DeltaNet and attention. The part that sees images is not loaded."""
+"""Qwen3.5 and Qwen3.6: a hybrid of gated DeltaNet and attention, and a tower that sees images. It is frozen."""
 
 from functools import partial
 
@@ -10,11 +10,13 @@ from tinkerflow.backend.compute.hybrid import (
     hybrid_config,
     hybrid_projections,
     hybrid_tensors,
+    with_tower,
+    with_tower_named,
 )
 
 
 def _parse(fields: ConfigFields) -> ModelConfig:
-    return hybrid_config(text_fields(fields))
+    return with_tower(hybrid_config(text_fields(fields)), fields)
 
 
 FAMILY = Family(
@@ -23,6 +25,7 @@ FAMILY = Family(
     parse=_parse,
     projections=partial(hybrid_projections, layer=VISION_TEXT),
     tensors=partial(hybrid_tensors, layer=VISION_TEXT),
+    unpack=with_tower_named,
     embed="model.language_model.embed_tokens.weight",
     final_norm="model.language_model.norm.weight",
     skipped=SKIPPED,

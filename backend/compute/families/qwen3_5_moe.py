@@ -11,11 +11,13 @@ from tinkerflow.backend.compute.hybrid import (
     hybrid_projections,
     hybrid_tensors,
     with_experts_apart,
+    with_tower,
+    with_tower_named,
 )
 
 
 def _parse(fields: ConfigFields) -> ModelConfig:
-    return hybrid_config(text_fields(fields), experts=True)
+    return with_tower(hybrid_config(text_fields(fields), experts=True), fields)
 
 
 FAMILY = Family(
@@ -24,7 +26,7 @@ FAMILY = Family(
     parse=_parse,
     projections=partial(hybrid_projections, layer=VISION_TEXT),
     tensors=partial(hybrid_tensors, layer=VISION_TEXT),
-    unpack=with_experts_apart,
+    unpack=lambda cfg, tensors: with_experts_apart(cfg, with_tower_named(cfg, tensors)),
     embed="model.language_model.embed_tokens.weight",
     final_norm="model.language_model.norm.weight",
     skipped=SKIPPED,

@@ -17,7 +17,7 @@ from tinkerflow.backend.compute.vision_config import read_vision
 
 def _parse(fields: ConfigFields) -> ModelConfig:
     config = decoder_config(text_fields(fields), qk_norm=True, rope_theta=500_000.0)
-    return replace(config, vision=read_vision(fields))
+    return replace(config, vision=read_vision(fields, sections=(24, 20, 20)))
 
 
 FAMILY = Family(

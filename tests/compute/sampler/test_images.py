@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,28 @@ def test_tokens_are_those_of_transformers_and_logprobs_those_of_training(
     np.testing.assert_allclose(first.logprobs_T, expected[LENGTH - 1 :], atol=1e-5)
     alone = run_all(sampler, replace(text, request_id="again", owner="else"))["again"].sequences[0]
     assert alone.tokens_T.tolist() == both["text"].sequences[0].tokens_T.tolist()
+
+
+def test_a_hybrid_model_sees_and_its_states_are_shared_by_what_was_seen(
+    tmp_path: Path, ask: Any, run_all: Any, looks: Any
+) -> None:
+    hybrid = build(tmp_path, "qwen3_5", tied=True)
+    executor, shown = hybrid.executor(), example(5, ((8, 2, 3), (30, 4, 4)), 60)
+    cold = run_all(executor, asked(ask, "cold", shown, 12))["cold"]
+    with torch.no_grad():
+        given = inputs_of(shown)
+        generated = hybrid.model.generate(
+            **given, attention_mask=torch.ones_like(given["input_ids"]), max_new_tokens=12, do_sample=False,
+            pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+    assert cold.sequences[0].tokens_T.tolist() == generated[0, 60:].tolist()
+    looks.clear()
+    warm = run_all(executor, asked(ask, "warm", shown, 12))["warm"]
+    assert warm.prompt_cache_hit_tokens == 59 and not looks
+    assert_same(cold.sequences[0], warm.sequences[0])
+    first, second = shown.images
+    darker = replace(shown, images=(replace(first, pixels_HWC=first.pixels_HWC ^ 1), second))
+    assert run_all(executor, asked(ask, "other", darker, 12))["other"].prompt_cache_hit_tokens == 0
 
 
 def test_pages_are_shared_by_what_was_seen(sampler: Sampler, ask: Any, run_all: Any, looks: Any) -> None:
