@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +30,14 @@ NOT_FAST = (
     *(f"api/test_{name}.py" for name in ("fuzz", "limits", "sdk", "serve", "tenants", "traps")),
     *(f"deployments/test_{name}.py" for name in ("keeper", "tiny_model", "up")),
 )
+# Where programs are compiled without most optimizations, in half the time: what compares with torch by tolerances, and
+# what looks at services. Whether batches, rows and pieces change bits is tested with programs as users run them.
+QUICKLY_COMPILED = (
+    *("compat", "deployments", "e2e", "flows", "pool"),
+    *(f"compute/test_{name}.py" for name in ("deltanet", "executor", "experts", "flash", "latent", "mesh", "parity")),
+    *("compute/test_warming.py", "compute/sampler/test_drift.py", "compute/sampler/test_spmd.py"),
+)
+AS_USERS_RUN_IT = tuple(f"e2e/test_{name}.py" for name in ("crash_loop", "learning", "quickstart", "readme", "wheel"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +60,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(
             pytest.mark.filterwarnings("ignore:Exception ignored in. <:pytest.PytestUnraisableExceptionWarning")
         )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How much JAX optimizes in a file's tests, here and in the processes that they start."""
+    path = request.path.relative_to(ROOM).as_posix()
+    quickly = path.startswith(QUICKLY_COMPILED) and not path.startswith(AS_USERS_RUN_IT)
+    quickly &= "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", "")  # .ci/run looks at what other CPUs compute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(quickly).lower())
+        if jax := sys.modules.get("jax"):
+            jax.config.update("jax_disable_most_optimizations", quickly)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before plugins that import at this moment: an error within a collection ends that
