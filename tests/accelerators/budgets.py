@@ -152,5 +152,6 @@ BUDGETS = (
         )
         for rest in ((STEP, 1.25, met), (TEMPORARIES, 8), (UNKNOWN_LOOPS, 1))
     ),
-    Budget(_case("GLM-4.7-Flash h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, quick=False),
+    # Eight devices do not divide 20 heads: of the matrix that `absorbed` multiplies by, four of them get 5 heads each.
+    Budget(_case("GLM-4.7-Flash h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, met=False, quick=False),
 )
