@@ -44,6 +44,7 @@ from tinkerflow.backend.wire import (
     with_files,
     with_seed,
 )
+from tinkerflow.backend.wire.assets import POINTER
 
 T = TypeVar("T")
 StopReason = Literal["stop", "length"]
@@ -244,7 +245,10 @@ async def generate(
 def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
     """Store a sample request of the tinker protocol; its id. values: of `body`. Wrong content is a stored failure."""
     address = OnSampler.read(values)
-    whole, error = judged(lambda values: with_files(values, partial(files_at, call)), values)
+    whole: dict[str, Any] | None = values
+    error: str | None = None
+    if POINTER.encode() in body:
+        whole, error = judged(lambda values: with_files(values, partial(files_at, call)), values)
     request = NewRequest(
         kind=Kind.SAMPLE,
         owner=call.owner,

@@ -39,6 +39,7 @@ from tinkerflow.backend.wire import (
     training_tokens,
     with_files_to_train,
 )
+from tinkerflow.backend.wire.assets import LOCATIONS
 
 router = Router(busy=8)
 
@@ -90,7 +91,8 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
         )
     payload, error = body, None
     try:
-        payload = with_files_to_train(body, partial(files_at, call))
+        if LOCATIONS.encode() in body:
+            payload = with_files_to_train(body, partial(files_at, call))
     except UserError as wrong:
         error = wrong.message
     new = NewRequest(

@@ -44,8 +44,6 @@ def with_files(values: dict[str, Any], find: FindFiles) -> dict[str, Any]:
 def with_files_to_train(body: bytes, find: FindFiles) -> bytes:
     """A ForwardBackwardRequest, images whose `data` is a location with their file; UserError for one without."""
     start = LOCATIONS.encode()
-    if start not in body:
-        return body
     try:
         request = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:
