@@ -127,7 +127,11 @@ def batch_like(mesh: Mesh, B: int, T: int) -> DeviceBatch:
 
 
 def seen_like(cfg: ModelConfig, mesh: Mesh, B: int, T: int, dtype: Any) -> Seen:
-    """The images of such a micro-batch on the devices, without values. cfg: sees images. dtype: of the weights."""
+    """The images of a micro-batch on the devices, without values.
+
+    cfg: of a model that sees images. mesh: the devices. B, T: rows of the micro-batch and tokens of a row. dtype: of
+    the base weights.
+    """
     assert cfg.vision is not None
     vectors = np.empty((B, T, cfg.vision.vectors, cfg.hidden), dtype)
     seen: Seen = like(

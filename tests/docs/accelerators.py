@@ -37,7 +37,7 @@ def budgets() -> tuple[Row, list[Row]]:
         record = found.get(budget.case.name)
         value = f"{budget.measure.of(record):.4g}" if record else "not compiled"
         bound = f"{'at most' if budget.measure.most else 'at least'} {budget.limit:g} {budget.measure.unit}"
-        state = "yes" if budget.met else "**not yet**"
+        state = ("yes" if budget.met else "**not yet**") if record else "not known"
         where = "CI" if budget.quick else "by hand"
         rows.append((budget.case.name, budget.measure.name, bound.strip(), value, state, where))
     return ("program", "figure", "budget", "is", "met", "checked"), rows
