@@ -106,7 +106,7 @@ class Executor:
             self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
         )
         make = partial(make_steps, self._cfg, self._mesh, self.plan.budget.kept_bytes)
-        self._steps = StepsByShape(make, memory_maps_used)
+        self._steps = StepsByShape(make, memory_maps_used, self._forgotten)
         self._adapters = AdapterStore(self._cfg, self._mesh, config.model_path)
         # What those that are there take of each device, and whether it is for training all parameters.
         self._adapter_bytes: dict[str, tuple[int, bool]] = {}
@@ -211,7 +211,7 @@ class Executor:
         finally:
             made = self._compiles.here - before
             if made or isinstance(command, DropAdapter):
-                self._trim()
+                self._steps.trim(self._adapters.shapes)
             if made:
                 self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
 
@@ -373,14 +373,15 @@ class Executor:
                 microbatch_tokens=self.microbatch_tokens,
                 max_context=self._config.max_context,
                 sees=None if self._eyes is None else self._cfg,
-            )
+            ),
+            owner=spec,
         )
 
-    def _trim(self) -> None:
-        """Free programs for shapes of adapters that nobody will miss."""
-        for spec in self._steps.trim(self._adapters.shapes):
-            self._shapes_wanted = {wanted for wanted in self._shapes_wanted if wanted[0] != spec}
-            self._announced = {key for key in self._announced if key[1] != spec}
+    def _forgotten(self, spec: LoraSpec) -> None:
+        """Compile no programs for adapters of that shape ahead, and announce those that are compiled again."""
+        self._warm_up.forget(spec)
+        self._shapes_wanted = {wanted for wanted in self._shapes_wanted if wanted[0] != spec}
+        self._announced = {key for key in self._announced if key[1] != spec}
 
     def _go_on(self, adapter_id: str, run: ForwardRun, *, whole: bool = False) -> DeferredReply:
         """Compute the run's next micro-batch, or all that are left when `whole`."""

@@ -32,16 +32,22 @@ from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.packing import micro_batch_shapes
 
 _FORWARD = 3  # added to the distance of forward passes alone: they are rarer
-_UNUSED_SHAPES = 4  # without an adapter, whose programs stay for the next one
+_UNUSED_SHAPES = 16  # without an adapter, whose programs stay for the next one
 _CROWDED = 0.75  # of the memory maps: then shapes lose their programs although adapters have them
 
 
 class StepsByShape:
     """The jitted steps of each shape of adapters. With a shape's steps go the programs that were compiled for it."""
 
-    def __init__(self, make: Callable[[], Steps], maps_used: Callable[[], float]) -> None:
-        """No steps yet. make: new ones. maps_used: which part of its memory maps this process uses, 0 to 1."""
-        self._make, self._maps_used = make, maps_used
+    def __init__(
+        self, make: Callable[[], Steps], maps_used: Callable[[], float], forgotten: Callable[[LoraSpec], None]
+    ) -> None:
+        """No steps yet. make: new ones.
+
+        maps_used: which part of its memory maps this process uses, 0 to 1. forgotten(shape) is called when the steps of
+        a shape are forgotten, and has to let go of what refers to them.
+        """
+        self._make, self._maps_used, self._forgotten = make, maps_used, forgotten
         self._steps: dict[LoraSpec, Steps] = {}  # least recently used first
 
     def of(self, spec: LoraSpec) -> Steps:
@@ -50,23 +56,21 @@ class StepsByShape:
         self._steps[spec] = steps
         return steps
 
-    def trim(self, used: Collection[LoraSpec]) -> list[LoraSpec]:
-        """Forget the steps of shapes that nobody will miss: these shapes. used: the shapes of the adapters there are.
+    def trim(self, used: Collection[LoraSpec]) -> None:
+        """Forget the steps of shapes that nobody will miss. used: the shapes of the adapters there are.
 
         While memory maps are few, the least recently used shapes go, but not the last one: their programs are compiled
         again, or read from the cache, when they are wanted.
         """
         unused = [spec for spec in self._steps if spec not in used]
-        gone = unused[: max(0, len(unused) - _UNUSED_SHAPES)]
-        self._forget(gone)
+        self._forget(unused[: max(0, len(unused) - _UNUSED_SHAPES)])
         while len(self._steps) > 1 and self._maps_used() > _CROWDED:
-            gone.append(next(iter(self._steps)))
-            self._forget(gone[-1:])
-        return gone
+            self._forget([next(iter(self._steps))])
 
     def _forget(self, gone: Collection[LoraSpec]) -> None:
         for spec in gone:
             del self._steps[spec]
+            self._forgotten(spec)
         if gone:
             gc.collect()  # functions and what JAX keeps for them refer to each other
 

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -52,7 +52,7 @@ class WarmUp:
         self._on, self._calm, self._maps_used = on, calm_seconds, maps_used
         self._changed = threading.Condition()
         self._number = count()
-        self._todo: list[tuple[int, int, Program]] = []
+        self._todo: list[tuple[int, int, Program, Hashable]] = []
         self._planned = self._ready = self._failed = self._needed = self._late = 0
         self._executing = 0  # commands
         self._calm_since = time.monotonic()
@@ -65,15 +65,23 @@ class WarmUp:
         with self._changed:
             return CompileStatus(self._planned, self._ready, self._failed, self._needed, self._late)
 
-    def want(self, programs: Iterable[Program]) -> None:
-        """Add programs to the queue."""
+    def want(self, programs: Iterable[Program], owner: Hashable = None) -> None:
+        """Add programs to the queue. owner: what `forget` may name."""
         if not self._on:
             return
         with self._changed:
             for program in programs:
-                heapq.heappush(self._todo, (program.distance, next(self._number), program))
+                heapq.heappush(self._todo, (program.distance, next(self._number), program, owner))
                 self._planned += 1
             self._changed.notify()
+
+    def forget(self, owner: Hashable) -> None:
+        """Take the programs of `owner` off the queue."""
+        with self._changed:
+            left = [entry for entry in self._todo if entry[3] != owner]
+            self._planned -= len(self._todo) - len(left)
+            self._todo = left
+            heapq.heapify(left)
 
     @contextmanager
     def pause(self, made: Callable[[], int]) -> Iterator[None]:
@@ -111,6 +119,7 @@ class WarmUp:
             except Exception:  # the command that needs it will fail; the group must not end for it
                 log.exception("warm-up: %s could not be compiled", program.name)
                 failed = 1
+            del program  # what it refers to is not kept until the next one
             with self._changed:
                 self._ready += 1
                 self._failed += failed

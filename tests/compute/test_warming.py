@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -126,6 +127,21 @@ def test_nothing_is_compiled_ahead_while_memory_maps_are_few() -> None:
     warm_up.want([Program(name, 0, partial(made.append, name)) for name in "abc"])
     wait_for(lambda: warm_up.warmth.ready == 3)
     assert made == ["a", "c"] and warm_up.warmth.failed == 0
+
+
+def test_what_is_forgotten_is_neither_compiled_nor_kept() -> None:
+    made: list[str] = []
+    warm_up = WarmUp(on=True, calm_seconds=0.0)
+    of_a, of_b = partial(made.append, "a"), partial(made.append, "b")
+    kept = [weakref.ref(of_a), weakref.ref(of_b)]
+    with warm_up.pause(lambda: 0):
+        warm_up.want([Program("a", 0, of_a)], owner="a")
+        warm_up.want([Program("b", 1, of_b)], owner="b")
+        warm_up.forget("a")
+    wait_for(lambda: warm_up.warmth.ready == 1)
+    assert made == ["b"] and warm_up.warmth.planned == 1
+    del of_a, of_b
+    assert [function() for function in kept] == [None, None]
 
 
 def test_it_waits_for_all_commands_that_are_executed() -> None:
