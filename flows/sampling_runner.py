@@ -24,7 +24,7 @@ from tinkerflow.tasks.operations.sample import SampleBatch
 
 log = logging.getLogger(__name__)
 
-_MOST_TAKEN = 2**14  # requests of all projects, also of those that wait for their own: a look names them all
+_MOST_TAKEN = 2**14  # requests of all projects, also of those that hold no place in the line: a look names them all
 _LOOKS = 32  # a look into the journal for more samples comes after this part of the places is free again
 
 
@@ -34,7 +34,7 @@ class SamplingRunner:
     def __init__(self, context: ExecutionContext, observers: Sequence[RunMirror], most_waiting: int) -> None:
         """observers: are told what happens. most_waiting: requests taken from the journal at once; more wait there.
 
-        Those that wait for earlier ones of their project do not count, but no project has more taken in all.
+        Those with images or long bodies do not count, but no project has more taken in all.
         """
         self._context = context
         self._observers = observers

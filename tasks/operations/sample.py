@@ -66,7 +66,7 @@ class _Sample:
     The body itself goes: its prompt is a list of 36 bytes for each token. prompt: how many tokens. targets: its
     target_prompt_logprobs. records: whether its sequences are recorded. ended: resolved with its outcome; None before
     it waits for the decode batch. joined: when it joined that. stopped: somebody else has answered it. apart: it waits
-    for its own project's requests (`ProjectRoom`), and holds no place in the line of all.
+    or waited for its own project's requests (`ProjectRoom`), and holds no place in the line of all.
     """
 
     request: Pending
@@ -125,7 +125,7 @@ class SampleBatch:
 
     @property
     def in_line(self) -> int:
-        """How many of these wait for the decode batch or are in it, and not for requests of their own project."""
+        """How many of these hold a place in the line of all: none that has images or a long body (`_Sample.apart`)."""
         return sum(not sample.apart for sample in self._samples.values())
 
     async def decode(self) -> None:
@@ -340,7 +340,6 @@ class SampleBatch:
 
     async def _join(self, sample: _Sample, wanted: SampleRequest) -> Outcome:
         request, sampler = sample.request, sample.sampler
-        sample.apart = False
         wanted = replace(wanted, trace=tracing.current() if request.trace else None)
         snapshot = sampler.snapshot_id  # None: the base model
         if sampler.model_path is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 from datetime import UTC, datetime, timedelta
@@ -410,3 +411,21 @@ async def test_after_a_crash_the_same_tokens_are_told_again(sampling: Any, clien
         listener.put(new)
     heard = [token for new in listener.take() for token in new.tokens_T.tolist()]
     assert heard == tokens(client.journal.results.get(request, "local"))[0]
+
+
+async def test_long_samples_of_some_projects_leave_the_line_to_the_others(
+    journal: Any, connect: Any, context: ExecutionContext, running: Any, pool: Any, until: Any
+) -> None:
+    first, second, third = [await connect(journal, owner=owner) for owner in ("one", "two", "three")]
+    runner, pool.hold = SamplingRunner(context, (), most_waiting=4), asyncio.Event()
+    long = {"pad": "x" * 70_000}
+    async with contextlib.AsyncExitStack() as running_now:
+        for client in (first, second, third):
+            await running_now.enter_async_context(running(client.ring("sample", runner)))
+        await running_now.enter_async_context(running(runner.serve()))
+        asked = [(client, client.sample(client.sampler(1), long)) for client in [first] * 4 + [second] * 4]
+        await until(lambda: runner._batch is not None and sum(s.waits for s in runner._batch._samples.values()) == 8)
+        asked.append((third, third.sample(third.sampler(1))))
+        await until(lambda: asked[-1][1] in runner._batch.requests)
+        pool.hold.set()
+        assert [(await client.result(request)).error for client, request in asked] == [None] * 9
