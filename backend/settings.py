@@ -145,7 +145,7 @@ class Settings(BaseSettings):
     max_live_models: int = Field(0, ge=0)
     """models that a project may have loaded at a time; 0 = no limit"""
     max_stored_bytes: int = Field(0, ge=0)
-    """bytes of checkpoints that a project may have; further saves fail; 0 = no limit"""
+    """bytes of checkpoints and uploaded images that a project may have; further ones fail; 0 = no limit"""
     max_feedback_per_day: int = Field(0, ge=0)
     """answers that a project may rate in 24 hours; 0 = no limit"""
     max_body_bytes: int = Field(256 * 2**20, ge=2**16)

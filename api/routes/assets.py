@@ -52,15 +52,22 @@ def _keep(call: Call, file: bytes) -> AssetStored:
     if not assets.begin(asset_id, call.owner, len(file), call.services.limits).piece:
         name = new_id("put")
         store.write_piece(asset_id, name, 0, file)
-        if assets.arrived(asset_id, call.owner, name) != name:
+        try:
+            first = assets.arrived(asset_id, call.owner, name)
+        except NotFoundError:
+            store.remove_pieces(asset_id, name)  # the image was deleted meanwhile
+            raise
+        if first != name:
             store.remove_pieces(asset_id, name)
     return AssetStored(asset_id=asset_id, location=f"{LOCATIONS}{asset_id}", size_bytes=len(file))
 
 
 def _delete(call: Call, asset_id: str) -> None:
-    asset = call.journal.assets.get(asset_id, call.owner)
-    call.services.store.remove_pieces(asset.id)  # first, so that no file is forgotten
-    call.journal.assets.forget(asset.id, call.owner)
+    assets, store = call.journal.assets, call.services.store
+    assets.withdraw(asset_id, call.owner)
+    store.remove_pieces(asset_id)  # while the row is there, so that no file is forgotten
+    if late := assets.forget(asset_id, call.owner):
+        store.remove_pieces(asset_id, late)
 
 
 def files_at(call: Call, locations: Sequence[str]) -> Mapping[str, bytes]:
@@ -68,7 +75,11 @@ def files_at(call: Call, locations: Sequence[str]) -> Mapping[str, bytes]:
 
     UserError when they are too many, or when the request would be larger with them than one may be.
     """
-    ids = {location: location.removeprefix(LOCATIONS) for location in locations if location.startswith(LOCATIONS)}
+    ids = {
+        location: location.removeprefix(LOCATIONS)
+        for location in locations
+        if location.startswith(LOCATIONS) and "\0" not in location  # no database has such a name
+    }
     if len(ids) > MAX_ASSETS:
         raise UserError(f"the request names {len(ids)} uploaded images: must be at most {MAX_ASSETS}")
     assets = call.journal.assets.found(set(ids.values()), call.owner)

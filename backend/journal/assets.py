@@ -54,11 +54,6 @@ class Assets(Aggregate):
             connection.execute(sa.update(AssetRow).where(first).values(piece=piece))
             return str(get_owned(connection, AssetRow, asset_id, owner).piece)
 
-    def get(self, asset_id: str, owner: str) -> AssetView:
-        """An image of the owner's."""
-        with self._read() as connection:
-            return as_view(AssetView, get_owned(connection, AssetRow, asset_id, owner))
-
     def found(self, asset_ids: Collection[str], owner: str) -> dict[str, AssetView]:
         """Those of these images that are the owner's and have arrived, by id."""
         wanted = sa.select(AssetRow).where(
@@ -66,7 +61,14 @@ class Assets(Aggregate):
         )
         return {asset.id: asset for asset in self._views(AssetView, wanted)}
 
-    def forget(self, asset_id: str, owner: str) -> None:
-        """Remove the row of an image."""
+    def withdraw(self, asset_id: str, owner: str) -> None:
+        """Have no request find an image of the owner's any more. Sent again, it is written again."""
         with self._write() as connection:
-            connection.execute(sa.delete(AssetRow).where(col(AssetRow.id) == asset_id, col(AssetRow.owner) == owner))
+            get_owned(connection, AssetRow, asset_id, owner)
+            connection.execute(sa.update(AssetRow).where(col(AssetRow.id) == asset_id).values(piece=""))
+
+    def forget(self, asset_id: str, owner: str) -> str:
+        """Remove the row of an image; the pieces that have arrived since it was withdrawn, or ""."""
+        its = sa.delete(AssetRow).where(col(AssetRow.id) == asset_id, col(AssetRow.owner) == owner)
+        with self._write() as connection:
+            return connection.execute(its.returning(col(AssetRow.piece))).scalar_one_or_none() or ""

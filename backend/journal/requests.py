@@ -423,7 +423,8 @@ def count_in_range(
 # after the project, and holds it until its commit: two such transactions never count at the same time. No transaction
 # that holds another lock ever waits for this lock. Each count is one statement over an index that holds only the rows
 # that count, and it is made only where a limit is set: ix_request_pending_of_owner for sampling requests and queued
-# tokens, ix_model_owner_state for live models, ix_checkpoint_stored_by_owner for stored bytes.
+# tokens, ix_model_owner_state for live models, ix_checkpoint_stored_by_owner and
+# ix_asset_owner_size_bytes for stored bytes.
 _TURN = sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:owner, 0))")
 _OWNER = sa.bindparam("owner", type_=sa.String)
 _SAMPLES = (
@@ -491,7 +492,7 @@ def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Fa
     if not limits.stored_bytes or (stored := stored_bytes(connection, owner)) < limits.stored_bytes:
         return None
     return _over(
-        f"this project's checkpoints have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
+        f"this project's checkpoints and images have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
         "(max_stored_bytes); delete some"
     )
 

@@ -77,8 +77,9 @@ class Uploads(Aggregate):
             stored = stored_bytes(connection, new.owner)
             if limits.stored_bytes and stored + reserved + new.max_bytes > limits.stored_bytes:
                 raise UserError(
-                    f"the upload has up to {new.max_bytes} bytes, this project's checkpoints {stored}, and its other "
-                    f"uploads up to {reserved}: together they must be at most {limits.stored_bytes} (max_stored_bytes)"
+                    f"the upload has up to {new.max_bytes} bytes, this project's checkpoints and images {stored}, "
+                    f"and its other uploads up to {reserved}: together they must be at most {limits.stored_bytes} "
+                    "(max_stored_bytes)"
                 )
             row = {**asdict(new), "created_at": now, "files": {}, "path": None}
             connection.execute(sa.insert(UploadRow).values(**row))

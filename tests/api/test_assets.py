@@ -11,6 +11,7 @@ from tests.api.conftest import Running
 from tests.api.test_futures import sampler
 
 from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.store import Store
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 FILE = b"\x89PNG\r\n\x1a\n and more"
@@ -94,3 +95,43 @@ def test_what_cannot_be_kept_or_is_too_much_is_refused(start: Any, monkeypatch: 
     body = {**body, "seq_id": 2, "prompt": {"chunks": [chunk, {**chunk, "location": "tinker://assets/asset-0"}]}}
     told = server.result(server.post("asample", body).json()["request_id"]).json()
     assert "the request names 2 uploaded images: must be at most 1" in told["error"]
+
+
+def test_a_deletion_that_was_cut_off_leaves_no_location_without_a_file(server: Running, monkeypatch: Any) -> None:
+    kept, name = sent(server).json(), sampler(server)
+    delete = f"{server.url}/api/v1/assets/{kept['asset_id']}"
+
+    def killed(*_: object) -> None:
+        raise SystemError("cut off")
+
+    with monkeypatch.context() as here:
+        here.setattr("tinkerflow.backend.journal.assets.Assets.forget", killed)
+        assert server.http.delete(delete, headers={"X-API-Key": "tml-test"}).status_code == 500
+    assert "data" not in prompted(server, name, 0, kept["location"])["prompt"]["chunks"][0]
+    assert sent(server).json() == kept
+    assert "data" in prompted(server, name, 1, kept["location"])["prompt"]["chunks"][0]
+
+
+def test_nothing_stays_of_a_file_that_is_deleted_while_it_arrives(server: Running, monkeypatch: Any) -> None:
+    kept = sent(server).json()
+    delete, files = f"{server.url}/api/v1/assets/{kept['asset_id']}", f"uploads/{kept['asset_id']}"
+    server.http.delete(delete, headers={"X-API-Key": "tml-test"})
+    write = Store.write_piece
+
+    def deleted(self: Store, asset_id: str, *given: Any) -> None:
+        server.journal.assets.forget(asset_id, "local")
+        write(self, asset_id, *given)
+
+    monkeypatch.setattr(Store, "write_piece", deleted)
+    assert sent(server).status_code == 404
+    assert server.store.blobs.children(files) == []
+
+
+def test_names_are_read_with_escapes_and_a_location_with_a_nul_is_none(server: Running) -> None:
+    location, name = sent(server).json()["location"], sampler(server)
+    chunks = [{"type": "image_asset_pointer", "format": "png", "location": one} for one in (location, f"{location}\0")]
+    body = {"sampling_session_id": name, "seq_id": 0, "prompt": {"chunks": chunks}, "sampling_params": {}}
+    escaped = orjson.dumps(body).replace(b"image_asset", rb"image\u005fasset")
+    answer = server.http.post(f"{server.url}/api/v1/asample", content=escaped, headers={"X-API-Key": "tml-test"})
+    stored = orjson.loads(server.journal.requests.payload(answer.json()["request_id"]) or b"{}")
+    assert ["data" in chunk for chunk in stored["prompt"]["chunks"]] == [True, False]

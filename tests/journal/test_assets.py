@@ -21,10 +21,14 @@ def test_an_image_is_there_once_it_has_arrived_and_for_its_project_alone(journal
     assert assets.found(["asset-1"], "other") == {}
     assets.forget("asset-1", "other")
     with pytest.raises(NotFoundError):
-        assets.get("asset-1", "other")
-    assets.forget("asset-1", "team")
+        assets.withdraw("asset-1", "other")
+    assets.withdraw("asset-1", "team")
+    assert assets.found(["asset-1"], "team") == {}
+    assert assets.arrived("asset-1", "team", "put-3") == "put-3"
+    assert assets.forget("asset-1", "team") == "put-3"
+    assert assets.forget("asset-1", "team") == ""
     with pytest.raises(NotFoundError):
-        assets.arrived("asset-1", "team", "put-3")
+        assets.arrived("asset-1", "team", "put-4")
 
 
 def test_images_count_as_stored(journal):

@@ -112,7 +112,7 @@ def test_nothing_is_saved_once_the_limit_is_reached(scene, as_owner):
 
     assert save(1) is None
     store(scene, "tinker://a/weights/2", 1)
-    assert "checkpoints have 100 bytes: nothing is saved from 100 on (max_stored_bytes)" in str(save(2))
+    assert "checkpoints and images have 100 bytes: nothing is saved from 100 on (max_stored_bytes)" in str(save(2))
     assert save(3, stores=False) is None
     scene.journal.checkpoints.delete("tinker://a/weights/2", "local")
     assert save(4) is None
