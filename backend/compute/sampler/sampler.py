@@ -170,6 +170,11 @@ class Sampler:
         """The ids of all requests that are on their way."""
         return self._scheduler.requests
 
+    @property
+    def room(self) -> int:
+        """How many more sequences would have a slot at once."""
+        return self._config.sample_slots - self._scheduler.wanted_slots()
+
     # ------------------------------------------------------------------ warm-up
     def programs(self) -> Iterator[Program]:
         """The programs that requests may need, whatever adapters there are."""

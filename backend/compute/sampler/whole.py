@@ -4,15 +4,18 @@ Such a model has weights of its own, so no batch holds its rows beside those of 
 cache of its own, has the weights of one snapshot at a time. The other snapshots wait on the host, in the dtype of the
 base weights.
 
-Requests stand in one line. Those for the weights that are on the devices join the batch, as long as nobody waits for
-others; then the batch ends, and the weights change. So nobody waits for more than the requests that came before.
-Each step of the group's sampler is a step of both.
+Requests stand in one line, which owners share by sequences, as they share the slots of a batch (see `scheduler`).
+Those for the weights that are on the devices join the batch when it has a slot for them, as long as nobody waits for
+others; then the batch ends, and the weights change to those of the first in line. So an owner waits for at most one
+batch of each other owner, however many requests these have. Each step of the group's sampler is a step of both.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,17 +55,44 @@ class _Weights:
         return sum(piece.nbytes for pieces in self.arrays for _, piece in pieces)
 
 
+@dataclass(eq=False)
+class _Waiting:
+    start: int  # its place in line
+    request: SampleRequest
+    weights: _Weights
+
+
 @dataclass
 class _WholeLine:
-    """Requests that wait for weights, in the order in which they came."""
+    """Requests that wait for weights, by their starts, which are those of start-time fair queueing."""
 
-    waiting: list[tuple[SampleRequest, _Weights]] = field(default_factory=list)
+    waiting: list[_Waiting] = field(default_factory=list)
+    _now: int = 0  # the latest start of those that were taken
+    _next: dict[str, int] = field(default_factory=dict)  # of owners that wait
 
-    def take(self, weights: _Weights | None, ids: Collection[str] = ()) -> list[SampleRequest]:
-        """Remove the requests for these weights, or with these ids."""
-        found = [request for request, its in self.waiting if its is weights or request.request_id in ids]
-        self.waiting = [one for one in self.waiting if one[0] not in found]
-        return found
+    def add(self, request: SampleRequest, weights: _Weights) -> None:
+        """Behind its owner's other requests, before what exceeds the share of other owners."""
+        start = max(self._now, self._next.get(request.owner, 0))
+        self._next[request.owner] = start + request.num_samples
+        bisect.insort(self.waiting, _Waiting(start, request, weights), key=lambda one: one.start)
+
+    def take(self, weights: _Weights | None, room: float = math.inf) -> list[SampleRequest]:
+        """Remove the first requests for these weights, until no room is left for another sequence."""
+        found: list[_Waiting] = []
+        for one in self.waiting:
+            if one.weights is weights and room > 0:
+                found.append(one)
+                room -= one.request.num_samples
+        requests = [one.request for one in found]
+        self._now = max([self._now, *(one.start for one in found)])
+        self.remove({request.request_id for request in requests})
+        return requests
+
+    def remove(self, request_ids: Collection[str]) -> None:
+        """Remove requests; unknown ids are fine."""
+        if request_ids:
+            self.waiting = [one for one in self.waiting if one.request.request_id not in request_ids]
+            self._next = {one.request.owner: one.start + one.request.num_samples for one in self.waiting}
 
 
 class WholeSampler:
@@ -121,9 +151,8 @@ class WholeSampler:
         new, old = self._held.pop(snapshot_id), self._held.get(to_id)
         self._held[to_id] = new
         if old is not None:
-            self._line.waiting = [
-                (request, new if weights is old else weights) for request, weights in self._line.waiting
-            ]
+            for one in self._line.waiting:
+                one.weights = new if one.weights is old else one.weights
             if self._used is old and self._busy:
                 self._use(new)
 
@@ -143,17 +172,18 @@ class WholeSampler:
 
         wait: for what the devices are asked for, as of `SampleStep`.
         """
-        known = {request.request_id for request, _ in self._line.waiting}
-        self._line.waiting += [
-            (request, self._held[str(request.snapshot_id)]) for request in admit if request.request_id not in known
-        ]
-        self._line.take(None, cancel)
+        self._line.remove(set(cancel))
+        known = {one.request.request_id for one in self._line.waiting}
+        known |= {*(self._sampler.requests if self._sampler is not None else ())} - {*cancel}
+        for request in admit:
+            if request.request_id not in known:  # else the one on its way answers both
+                self._line.add(request, self._held[str(request.snapshot_id)])
         line, progress = self._line.waiting, SampleProgress((), 0, 0)
-        if line and not self._busy and self._used is not line[0][1]:
-            self._use(line[0][1])
+        if line and not self._busy and self._used is not line[0].weights:
+            self._use(line[0].weights)
         if self._sampler is not None:
-            others = any(weights is not self._used for _, weights in self._line.waiting)
-            joining = [] if self._busy and others else self._line.take(self._used)
+            others = any(one.weights is not self._used for one in self._line.waiting)
+            joining = [] if self._busy and others else self._line.take(self._used, self._sampler.room)
             own = tuple(replace(request, snapshot_id=None) for request in joining)
             progress = self._sampler.step(SampleStep(own, tuple(cancel), wait=wait))
             self._busy = bool(progress.active or progress.waiting)

@@ -136,6 +136,35 @@ def test_a_request_in_line_can_be_cancelled_or_sent_again(executor: Executor, as
     assert {*(result.request_id for result in sent.finished), *served(executor)} == {"one", "two"}
 
 
+def finished(executor: Executor, *steps: SampleStep) -> list[str]:
+    """The ids in the order in which they are answered."""
+    found: list[str] = []
+    for step in [*steps, *[SampleStep()] * 500]:
+        progress = executor.execute(step)
+        assert not [result.error for result in progress.finished if result.error]
+        found += [result.request_id for result in progress.finished]
+        if not (step.admit or progress.active or progress.waiting):
+            return found
+    raise AssertionError("requests are never answered")
+
+
+def test_an_owner_does_not_wait_for_all_that_another_asked_for(executor: Executor, ask: Ask) -> None:
+    many = [ask(f"many {number}", PROMPT, 6, snapshot_id="one", owner="a") for number in range(12)]
+    few = [ask(f"few {number}", PROMPT, 6, snapshot_id="two", owner="b") for number in range(2)]
+    order = finished(executor, SampleStep(tuple(many)), SampleStep(tuple(few)))
+    assert sorted(order) == sorted(one.request_id for one in (*many, *few))
+    assert max(order.index(one.request_id) for one in few) < 6, "one batch of four goes before"
+
+
+def test_who_is_sent_again_is_answered_once(executor: Executor, ask: Ask) -> None:
+    one, two = (ask(name, PROMPT, 8, snapshot_id=name) for name in ("one", "two"))
+    assert sorted(finished(executor, SampleStep((one, two)), SampleStep((one, two)))) == ["one", "two"]
+    assert sorted(finished(executor, SampleStep((one, two)), SampleStep((one, two), cancel=("one", "two")))) == [
+        "one",
+        "two",
+    ]
+
+
 def test_what_cannot_be_sampled_is_refused_by_name(executor: Executor, qwen3: Reference) -> None:
     with pytest.raises(ConflictError, match="'one' exists already"):
         executor.execute(PublishSnapshot("w", "one"))
