@@ -229,7 +229,8 @@ class Engine:
         assert request.sampler is not None
         source = request.sampler.snapshot_id or request.sampler.model_path
         table = log_softmax(self._table(source) if source else np.zeros((VOCAB, VOCAB)))
-        body = SampleBody.decode(request.payload)
+        long = self.journal.requests.payload(request.id) if request.left else None
+        body = SampleBody.decode(long or request.payload)
         asked = sample_request(
             body,
             request_id=request.id,

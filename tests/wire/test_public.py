@@ -53,5 +53,7 @@ def test_the_public_names() -> None:
         "read_forward",
         "sample_request",
         "training_tokens",
+        "with_files",
+        "with_files_to_train",
         "with_seed",
     }
