@@ -73,7 +73,11 @@ class PostgresTransport:
 
     def _connect_listening(self) -> psycopg.Connection:
         connection = psycopg.connect(self._conninfo, autocommit=True)
-        connection.execute(f"LISTEN {_CHANNEL}")
+        try:
+            connection.execute(f"LISTEN {_CHANNEL}")
+        except psycopg.Error:
+            connection.close()
+            raise
         return connection
 
     def _receive(self, connection: psycopg.Connection, deliver: Callable[[tuple[str, ...]], None]) -> None:
