@@ -34,7 +34,8 @@ NOT_FAST = (
 # what looks at services. Whether batches, rows and pieces change bits is tested with programs as users run them.
 QUICKLY_COMPILED = (
     *("compat", "deployments", "e2e", "flows", "pool"),
-    *(f"compute/test_{name}.py" for name in ("deltanet", "executor", "experts", "flash", "latent", "mesh", "parity")),
+    *(f"compute/test_{name}.py" for name in ("deltanet", "executor", "experts", "flash", "latent", "logprobs")),
+    *(f"compute/test_{name}.py" for name in ("losses", "mesh", "parity", "quantized", "sequence_losses")),
     *("compute/test_warming.py", "compute/sampler/test_drift.py", "compute/sampler/test_spmd.py"),
 )
 AS_USERS_RUN_IT = tuple(f"e2e/test_{name}.py" for name in ("crash_loop", "learning", "quickstart", "readme", "wheel"))

@@ -39,6 +39,12 @@ def data(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     return params, LoraPair(draw(R, D), draw(R, V)), draw(B, T, D), targets, choose("ppo", {}), inputs
 
 
+@partial(jax.jit, static_argnums=0)
+def compiled(function: Any, *arguments: Any) -> Any:
+    """The result of a function, compiled whole. Its operations one by one take longer to compile."""
+    return function(*arguments)
+
+
 def plain(params, pair, hidden, targets, choice, inputs):
     """As one would write it without minding memory."""
     logits = hidden @ params.head.T
@@ -48,6 +54,9 @@ def plain(params, pair, hidden, targets, choice, inputs):
     return jnp.sum(token_losses(choice, scored, inputs)), scored
 
 
+EXPECTED = jax.value_and_grad(plain, argnums=(2, 1), has_aux=True)
+
+
 @pytest.mark.parametrize("adapted", [True, False])
 @pytest.mark.parametrize(
     ("most", "target"), [(1, CPU), (B * V * 8, CPU), (2**24, CPU), (V * 8, CUDA)], ids=lambda x: getattr(x, "name", x)
@@ -55,10 +64,11 @@ def plain(params, pair, hidden, targets, choice, inputs):
 def test_chunks_change_nothing(data, most, adapted, target):
     params, pair, *rest = data
     pair = pair if adapted else None
-    (loss, expected), slopes = jax.value_and_grad(plain, argnums=(2, 1), has_aux=True)(params, pair, *rest)
+    (loss, expected), slopes = compiled(EXPECTED, params, pair, *rest)
+    how = {"devices": B, "most_logits": most}
     with compiling_for(target):
-        without = logprobs.score(params, pair, *rest, devices=B, most_logits=most)
-        with_grads, d_hidden, d_pair = logprobs.score_and_grads(params, pair, *rest, devices=B, most_logits=most)
+        without = compiled(partial(logprobs.score, **how), params, pair, *rest)
+        with_grads, d_hidden, d_pair = compiled(partial(logprobs.score_and_grads, **how), params, pair, *rest)
     for scored in (without, with_grads):
         assert np.allclose(scored.loss, loss, rtol=1e-4)
         close(scored.logprobs_BTK, expected, ulps=16)
@@ -74,8 +84,9 @@ def test_the_gradient_by_the_unembedding_is_that_of_the_plain_formula(data, most
         return plain(replace(params, unembed_VD=head), None, *rest)[0]
 
     with compiling_for(target):
-        _, _, found = logprobs.score_and_grads(params, None, *rest, devices=B, most_logits=most, by_head=True)
-    slope = jax.grad(loss)(params.head)
+        how = partial(logprobs.score_and_grads, devices=B, most_logits=most, by_head=True)
+        _, _, found = compiled(how, params, None, *rest)
+    slope = compiled(jax.grad(loss), params.head)
     assert np.abs(found - slope).max() < 1e-4 * np.abs(slope).max()
 
 

@@ -37,11 +37,6 @@ DECODERS = [name for name in registered() if SEEING.get(name) not in registered(
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
 
 
-def _head(family: str) -> str:
-    """Tied where the file says so in a way of its own; untied embeddings are in every other test."""
-    return "tied" if family in ("qwen3", *SEEING) else "untied"
-
-
 @pytest.fixture(scope="module", params=registered())
 def family(request, tmp_path_factory):
     """A model of every family, its executor, and the parts that PEFT adapts module by module.
@@ -49,7 +44,7 @@ def family(request, tmp_path_factory):
     PEFT adapts experts, which transformers fuses, in its own way: tests/compute/test_experts.py has these.
     """
     model = build(tmp_path_factory.mktemp(request.param), request.param, tied=False)
-    return model, model.executor(), {"train_mlp": not load_config(model.folder).experts, "train_unembed": False}
+    return model, model.executor(), {"train_mlp": not load_config(model.folder).experts}
 
 
 @contextlib.contextmanager
@@ -65,13 +60,9 @@ def in_peft(model, executor, adapter_id, folder):
         adapted.unload()
 
 
-@pytest.mark.parametrize("reference", [f"{name}-{_head(name)}" for name in registered()], indirect=True)
-def test_logprobs_of_the_base_model(reference, examples, forward):
-    executor = reference.executor()
-    executor.execute(CreateAdapter("fresh", LoraSpec(4), 0))
-    data = examples(LENGTHS)
-    for example, found in zip(data, forward(executor, "fresh", data).logprobs, strict=True):
-        close_logprobs(found, reference.logprobs(example)[:, 0])
+def test_logprobs_of_the_base_model(family, examples, forward):
+    base, executor, _ = family
+    same_logprobs(base, executor, examples(LENGTHS), forward)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +147,10 @@ def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, 
 def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, examples, adapter, forward):
     """Also of experts, fused in the files or not: transformers reads what is written."""
     base, executor, _ = family
-    adapter(executor, "merged", train_unembed=False)
+    adapter(executor, "merged")
     merge(base.folder, executor.execute(ExportAdapter("merged", optimizer=False)), tmp_path / "merged")
     merged = replace(base, model=type(base.model).from_pretrained(tmp_path / "merged").eval())
-    data = examples((60, 33, 7, 20))
+    data = examples(LENGTHS)
     for found, example in zip(forward(executor, "merged", data).logprobs, data, strict=True):
         close_logprobs(found, merged.logprobs(example)[:, 0])
 
@@ -182,7 +173,7 @@ def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(famil
 def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forward):
     """Also adapters of experts, beside the base model alone, whose tokens are those of transformers."""
     base, executor, _ = family
-    adapter(executor, "scored", rank=5)
+    adapter(executor, "scored")
     executor.execute(PublishSnapshot("scored", "scored"))
     prompt = np.random.default_rng(6).integers(0, VOCAB, 45).tolist()
     own = ask("own", prompt, 20, snapshot_id="scored", prompt_logprobs=True)
@@ -198,9 +189,9 @@ def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forw
 
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
 def test_examples_in_one_row_are_as_alone(family, examples, adapter, forward):
-    _, executor, parts = family
-    adapter(executor, "packed", **parts)
-    data = examples((60, 33, 7, 20))
+    _, executor, _ = family
+    adapter(executor, "packed")
+    data = examples(LENGTHS)
     together = forward(executor, "packed", data).logprobs
     for found, example in zip(together, data, strict=True):
         close_logprobs(found, forward(executor, "packed", (example,)).logprobs[0])
@@ -246,6 +237,12 @@ def test_images_in_one_row_are_seen_as_alone_and_again_alike(family, examples, a
         np.testing.assert_array_equal(found[name], gradient)
 
 
+@pytest.mark.parametrize("reference", [f"{name}-tied" for name in ("qwen3", *SEEING)], indirect=True)
+def test_logprobs_of_the_base_model_with_tied_embeddings(reference, examples, forward):
+    """Where the file says in a way of its own that they are."""
+    same_logprobs(reference, reference.executor(), examples(LENGTHS), forward)
+
+
 def _generated(by_torch, prompt, tokens):
     """The greedy tokens after the prompt, by transformers."""
     ids = torch.tensor([prompt])
@@ -258,6 +255,13 @@ def scores(by_torch, example):
     """Logprobs [T, K] of the example's targets, with their graph."""
     logits = by_torch(**inputs_of(example)).logits[0]
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
+
+
+def same_logprobs(base, executor, data, forward):
+    """With an adapter that changes nothing yet, the model is the base model in torch."""
+    executor.execute(CreateAdapter("fresh", LoraSpec(4), 0))
+    for example, found in zip(data, forward(executor, "fresh", data).logprobs, strict=True):
+        close_logprobs(found, base.logprobs(example)[:, 0])
 
 
 def named(parameter: str) -> str:

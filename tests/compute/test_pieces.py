@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tinkerflow.backend.checkpoint import Digest
 from tinkerflow.backend.commands import (
     AdapterKept,
     AdapterState,
     CreateAdapter,
-    Digest,
     DropSnapshot,
     ExportAdapter,
     FetchState,
