@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -169,13 +170,13 @@ class _Compiled:
 
 def _compiled(lowered: Any, target: str, cache: Path | None) -> _Compiled:
     if cache is None:
-        return _compile(lowered)
+        return _compile(lowered, target)
     flags = [os.environ.get(platform.flags_variable) for platform in (CUDA, TPU)]
     made_of = (lowered.as_text(), target, jax.__version__, flags)
     place = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()}.json.gz"
     if place.exists():
         return _Compiled(**json.loads(gzip.decompress(place.read_bytes())))
-    compiled = _compile(lowered)
+    compiled = _compile(lowered, target)
     place.parent.mkdir(parents=True, exist_ok=True)
     written = place.with_suffix(f".{os.getpid()}")
     written.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode()))
@@ -183,17 +184,24 @@ def _compiled(lowered: Any, target: str, cache: Path | None) -> _Compiled:
     return compiled
 
 
-def _compile(lowered: Any) -> _Compiled:
+def _compile(lowered: Any, target: str) -> _Compiled:
     began = time.monotonic()
-    compiled = lowered.compile()
-    memory = compiled.memory_analysis()
+    with TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        on_tpu = parse_topology(target).device.platform is TPU
+        compiled = lowered.compile(compiler_options=dump if on_tpu else None)
+        took, memory = time.monotonic() - began, compiled.memory_analysis()
+        if on_tpu:  # jaxlib cannot read every program that a newer libtpu makes, such as one with async updates
+            (text,) = [path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")]
+        else:
+            text = compiled.as_text()
     sizes = {
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
     }
-    return _Compiled(time.monotonic() - began, sizes, compiled.as_text())
+    return _Compiled(took, sizes, text)
 
 
 def _environment(topology: Topology) -> dict[str, str]:

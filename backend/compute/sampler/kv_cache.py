@@ -360,7 +360,8 @@ def _written(
     """The cache with new keys and values at positions start_S.. of each row, but for those that have no page."""
     k_SQGd, v_SQGd = k_SQGd.astype(cache.k.dtype), v_SQGd.astype(cache.k.dtype)
     S, Q = k_SQGd.shape[:2]
-    if on_cpu() and (Q > 1 or S == 1):
+    by_scatter = cache.v is None or platform() is CUDA or (on_cpu() and Q == 1 and S > 1)
+    if not by_scatter:
         return _written_in_runs(cache, layer, tables_SW, start_S, k_SQGd, v_SQGd)
     P, N = cache.k.shape[2 if cache.v is None else 4], cache.k.shape[1]
     positions_SQ = start_S[:, None] + jnp.arange(Q, dtype=jnp.int32)
@@ -389,7 +390,10 @@ def _written_in_runs(
     k_SQGd: jax.Array,
     v_SQGd: jax.Array,
 ) -> KVCache:
-    """The same with an update in place for each run of positions, which is what CPUs are fast at."""
+    """The same with an update in place for each run of positions, which is what CPUs are fast at.
+
+    TPUs write whole pages: for a column of one they would turn the cells of all layers, and turn them back to attend.
+    """
     S, Q, G, d = k_SQGd.shape
     P, run = cache.k.shape[4], min(_RUN, Q)
     k_SGdQ, v_SGQd = k_SQGd.transpose(0, 2, 3, 1), v_SQGd.transpose(0, 2, 1, 3)
@@ -399,16 +403,21 @@ def _written_in_runs(
         begin = start_S[row] + first
         page = tables_SW[row, begin // P]
 
-        def into(part: Any, new: jax.Array, at: tuple[Any, ...]) -> jax.Array:
+        def into(part: Any, new: jax.Array, axis: int) -> jax.Array:
+            at: list[Any] = [layer, page, 0, 0, 0]
+            kept = page == 0
+            if on_cpu():
+                at[axis] = begin % P
+            else:
+                places = jnp.arange(P) - begin % P
+                new = jnp.take(new, jnp.clip(places, 0, run - 1), axis=axis - 1)
+                kept = kept | jnp.expand_dims((places < 0) | (places >= run), tuple(range(1, 5 - axis)))
             old = jax.lax.dynamic_slice(part, at, (1, *new.shape))
-            return jax.lax.dynamic_update_slice(part, jnp.where(page == 0, old, new[None]), at)
+            return jax.lax.dynamic_update_slice(part, jnp.where(kept, old, new[None]), at)
 
         new_k = jax.lax.dynamic_slice(k_SGdQ, (row, 0, 0, first), (1, G, d, run))
         new_v = jax.lax.dynamic_slice(v_SGQd, (row, 0, first, 0), (1, G, run, v_SGQd.shape[-1]))
-        return KVCache(
-            k=into(cache.k, new_k, (layer, page, 0, 0, begin % P)),
-            v=into(cache.v, new_v, (layer, page, 0, begin % P, 0)),
-        )
+        return KVCache(k=into(cache.k, new_k, 4), v=into(cache.v, new_v, 3))
 
     written: KVCache = jax.lax.fori_loop(0, S * (Q // run), write, cache)
     return written

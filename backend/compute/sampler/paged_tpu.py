@@ -23,11 +23,12 @@ _PAGES, _QUERIES = 4, 32  # of a block: those that the kernel's authors found fo
 def takes(cfg: ModelConfig, mixer: str, tensor: int) -> bool:
     """Whether the kernel computes the attention of layers with this mixer, its heads split over `tensor` devices.
 
-    These divide the number of heads, as of `mesh.cache_mesh`.
+    These divide the number of heads, as of `mesh.cache_mesh`. The TPU's compiler loads every second row of a block,
+    as the kernel does with keys and values, only where a row has 128 numbers.
     """
     own = cfg.heads_of(mixer)
     kv_heads = own.kv_heads // tensor
-    whole = own.head_dim % _LANES == 0 and cfg.latent is None and "sinks" not in layers_with(cfg)
+    whole = own.head_dim == _LANES and cfg.latent is None and "sinks" not in layers_with(cfg)
     return whole and (kv_heads in (1, 2, 4) or kv_heads % _SUBLANES == 0)
 
 

@@ -1,0 +1,167 @@
+"""The sampler of this tree beside that of another one, without a server: CPU-milliseconds a token that is made.
+
+    python -m tests.benchmarks.decoding [--against TREE] [--cases burst,one,mixed,group,closed] [--repeat 3]
+
+Each tree has a process of its own, and they take turns, case by case and round by round, on small-qwen3
+(small_model.py). A first round of each compiles and does not count; the median of the others does. What is counted is
+the CPU time of the process that computes. TREE is a checkout whose `.package` folder names it `tinkerflow`.
+
+    burst   64 prompts of 64 tokens at once, 64 tokens of each
+    one     a prompt of 64 tokens, 64 tokens of it
+    mixed   64 sequences of about 32 to 2,048 positions: only chunks in which all 64 decode count
+    group   8 samples of 16 tokens of one prompt of 2,000 tokens, and the prompt tokens that were computed for them
+    closed  8 users whose next prompt follows their last answer, of mixed lengths, beside 8 x (50 + 64) at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.benchmarks.small_model import make_small
+
+from tinkerflow.backend.commands import GroupConfig, SampleRequest, SampleStep
+from tinkerflow.backend.compute.families import load_config
+from tinkerflow.backend.compute.memory import plan_group
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.params import load_params
+from tinkerflow.backend.compute.sampler import Sampler
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SLOTS, CHUNK, LONGEST = 64, 8, 2048
+User = list[tuple[int, int]]  # (tokens of the prompt, of the answer), one after the other
+
+
+class Measured:
+    """One sampler and its rounds. No two prompts are alike, unless they are samples of one."""
+
+    def __init__(self, folder: Path) -> None:
+        cfg, mesh = load_config(folder), make_mesh(1, 1)
+        config = GroupConfig(str(folder), "float32", 1, 1, LONGEST + CHUNK, 1024, SLOTS, CHUNK, "")
+        plan = plan_group(cfg, config)
+        plan = replace(plan, pages=int(1.2 * plan.pages))  # so that no case waits for pages
+        self.sampler = Sampler(cfg, load_params(cfg, folder, mesh, "float32"), mesh, config, plan)
+        self.chance, self.asked = np.random.default_rng(0), 0
+
+    def request(self, user: int, prompt: int, most: int, samples: int = 1) -> SampleRequest:
+        self.asked += 1
+        tokens_T = self.chance.integers(8, 8000, prompt).astype(np.int32)
+        return SampleRequest(f"{user}.{self.asked}", "o", None, tokens_T, samples, most, 1.0, -1, 1.0, self.asked)
+
+    def users(self, users: list[User], samples: int = 1) -> float:
+        """CPU-milliseconds a token, where each user asks again as soon as they are answered."""
+        left, made, began = [list(user) for user in users], 0, time.process_time()
+        admit = tuple(self.request(number, *user.pop(0), samples) for number, user in enumerate(left))
+        waiting = len(admit)
+        while waiting:
+            finished = self.sampler.step(SampleStep(admit)).finished
+            made += sum(len(sequence.tokens_T) for result in finished for sequence in result.sequences)
+            asking = [int(result.request_id.split(".")[0]) for result in finished]
+            admit = tuple(self.request(number, *left[number].pop(0)) for number in asking if left[number])
+            waiting += len(admit) - len(finished)
+        return 1e3 * (time.process_time() - began) / made
+
+    def burst(self) -> dict[str, float]:
+        return {"made": self.users([[(64, 64)]] * 64)}
+
+    def one(self) -> dict[str, float]:
+        return {"made": self.users([[(64, 64)]])}
+
+    def group(self) -> dict[str, float]:
+        return {"made": self.users([[(2000, 16)]], samples=8)}
+
+    def closed(self) -> dict[str, float]:
+        sizes = random.Random(0)
+        mixed = [[(sizes.randrange(5, 100), sizes.randrange(8, 64)) for _ in range(6)] for _ in range(8)]
+        return {"made": self.users(mixed), "static": self.users([[(50, 64)]] * 8)}
+
+    def mixed(self) -> dict[str, float]:
+        # Whoever came early decodes while the others' prompts are computed, and grows meanwhile.
+        prompts = np.linspace(LONGEST - 640, 32, SLOTS).astype(int).tolist()
+        admit, chunks, active = tuple(self.request(0, length, 640) for length in prompts), list[float](), 1
+        while active:
+            before = [tokens for _, tokens in self.sampler.decoding]
+            began = time.process_time()
+            progress, admit = self.sampler.step(SampleStep(admit)), ()
+            after = [tokens for _, tokens in self.sampler.decoding]
+            if len(before) == len(after) == SLOTS and sum(after) > sum(before):
+                chunks.append(1e3 * (time.process_time() - began) / (sum(after) - sum(before)))
+            active = progress.active + progress.waiting
+        return {"made": statistics.median(chunks)}
+
+
+def answer(folder: Path) -> None:
+    """Be the process of one tree: a case a line on standard input, its figures on standard output."""
+    measured = Measured(folder)
+    for line in sys.stdin:
+        print(json.dumps(getattr(measured, line.strip())()), flush=True)
+
+
+@contextmanager
+def tree(root: Path, folder: Path) -> Iterator[Any]:
+    """A function that measures a case with the code of a tree."""
+    path = f"{root / '.package'}:{ROOT}"
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__)), "--model", str(folder), "--answer"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.stdin is not None and process.stdout is not None
+
+    def ask(case: str) -> dict[str, float]:
+        assert process.stdin is not None and process.stdout is not None
+        print(case, file=process.stdin, flush=True)
+        return json.loads(process.stdout.readline())
+
+    try:
+        yield ask
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def main() -> None:
+    """Parse the command line, measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="a checkout of another commit")
+    parser.add_argument("--cases", default="burst,one,mixed,group,closed")
+    parser.add_argument("--repeat", type=int, default=3, help="measured rounds of each")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.answer:
+        answer(args.model)
+        return
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = args.model or make_small(scratch / "small-qwen3")
+        roots = {"ours": ROOT, "other": args.against} if args.against else {"ours": ROOT}
+        trees = {name: stack.enter_context(tree(root.resolve(), folder)) for name, root in roots.items()}
+        for case in args.cases.split(","):
+            rounds = [{name: ask(case) for name, ask in trees.items()} for _ in range(1 + args.repeat)][1:]
+            for name in trees:
+                figures = {key: statistics.median(one[name][key] for one in rounds) for key in rounds[0][name]}
+                told = ", ".join(f"{key} {figure:.2f} CPU-ms a token" for key, figure in figures.items())
+                if args.against:
+                    faster = statistics.median(one["other"]["made"] / one[name]["made"] for one in rounds)
+                    told += f"; {faster:.2f} x the other's speed"
+                print(f"{case:7s} {name:6s} {told}; load {os.getloadavg()[0]:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
