@@ -5,8 +5,9 @@ has nothing to do: the one that was unused longest ends first. When all have som
 takes nothing new after TURN_SECONDS, ends when what it runs is done, and gets in line again. A group that ends saves
 its models first, so a turn costs clients a pause, as the loss of a group does.
 
-A group that cannot be started gives its turn up, and is in line again after a pause that doubles up to 30 s. A group
-that has its turn, but no room on the hosts (one of them may be lost), has others end for it like those in line.
+A group that cannot be started gives its turn up, and is in line again after a pause that doubles up to 30 s. When that
+goes on for too long, requests that wait for it fail with the reason. A group that has its turn, but no room on the
+hosts (one of them may be lost), has others end for it like those in line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.journal import AWAY, Journal
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.journal import AWAY, Journal, Kind, ModelEnded, ModelState, Outcome
 from tinkerflow.flows.groups import ServedModel
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 IDLE_SECONDS = 5.0  # without anything to do until a group makes room for another one: clients pause between two steps
 TURN_SECONDS = 300.0  # of a group that always has something to do, while others wait
+STARTS = 3  # that fail in a row before requests fail with them
+_AT_ONCE = 256
 RESTING = "no worker group runs for this base model: one is started for it"
 
 
@@ -91,17 +95,21 @@ class GroupTurns:
         turns: Turns,
         is_busy: Callable[[str], bool],
         clock: Clock,
+        patience: float,
     ) -> None:
         """Nothing happens before `keep`.
 
         journal: knows what waits. served: every base model, with a pool that was opened on demand. turns: of nobody.
-        is_busy: whether anything of a base model is being executed. clock: of the turns.
+        is_busy: whether anything of a base model is being executed. clock: of the turns. patience: seconds from the
+        first failed start in a row until requests fail with them, after STARTS of them at the earliest.
         """
         self._journal = journal
         self._pools = {model.card.name: model.pool for model in served}
         self._turns = turns
         self._is_busy = is_busy
         self._clock = clock
+        self._patience = patience
+        self._failures: dict[str, tuple[float, int]] = {}  # starts that failed in a row: since when, how many
         self._told: dict[str, str | None] = {}
 
     async def keep(self) -> None:
@@ -119,11 +127,15 @@ class GroupTurns:
         asked = [name for name in await asyncio.to_thread(self._journal.queue.wanted) if name in pools]
         for name in [name for name in turns.held if pools[name].resting]:
             del turns.held[name]  # its group has ended, or could not be started: others come first
+            if pools[name].trouble:
+                await self._note_failure(name, pools[name].trouble)
         wanted = [name for name in asked if name in turns.held or not pools[name].pausing]
         roomless = {name for name, pool in pools.items() if pool.lacks_room}
         for name, turn in turns.held.items():
             turn.ending &= pools[name].ending  # unless it crashed before it was released, and was started again
         ready = {name for name, pool in pools.items() if pool.ready}
+        for name in ready:
+            self._failures.pop(name, None)
         begin, idle, busy = turns.look(wanted, ready, self._clock.monotonic(), roomless)
         for name in begin:
             pools[name].begin()
@@ -138,6 +150,16 @@ class GroupTurns:
                 pools[name].release("other base models have their turn")
         for name in pools:
             await self._tell(name, self._waits_for(name, ready))
+
+    async def _note_failure(self, name: str, trouble: str) -> None:
+        """Count a start that failed; what waits for too many of them fails."""
+        now = self._clock.monotonic()
+        first, count = self._failures.get(name, (now, 0))
+        self._failures[name] = first, count + 1
+        if count + 1 >= STARTS and now - first >= self._patience:
+            error = ServerError(f"base model {name!r} cannot be served, its worker group does not start: {trouble}")
+            failed = await asyncio.to_thread(fail_waiting, self._journal, name, error)
+            log.error("%s: %d requests that waited have failed: %s", name, failed, trouble)
 
     def _waits_for(self, name: str, ready: Collection[str]) -> str | None:
         """What requests for a base model wait for beside their place in line; None = nothing."""
@@ -161,3 +183,32 @@ class GroupTurns:
         if self._told.get(name) != text:
             await asyncio.to_thread(self._journal.base_models.note_progress, name, text)
             self._told[name] = text
+
+
+def fail_waiting(journal: Journal, base_model: str, error: ServerError) -> int:
+    """Answer all requests that wait for a base model with an error: how many. None of them is being executed.
+
+    Models that were to be created end with it. Others stay as they are: later requests are executed if a group starts.
+    Paused ones wait on.
+    """
+    failed = 0
+
+    def answer(outcomes: Sequence[Outcome]) -> bool:
+        nonlocal failed
+        failed += len(outcomes)
+        journal.results.finish(outcomes)
+        return bool(outcomes)
+
+    while answer([one.failed(error) for one in journal.requests.pending_samples(_AT_ONCE, base_model=base_model)]):
+        continue
+    for model_id in journal.queue.pending_models(base_model):
+        model = journal.models.get(model_id, None)
+        if model.paused is not None:
+            continue  # it waits for somebody
+        ends = model.state is ModelState.CREATING
+        effects = (ModelEnded(model_id, ModelState.FAILED, error.message),) if ends else ()
+        while answer(
+            [one.failed(error, None, *effects) for one in journal.requests.ready(model_id) if one.kind != Kind.UNLOAD]
+        ):
+            continue
+    return failed

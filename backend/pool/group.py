@@ -22,9 +22,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tinkerflow.backend.checkpoint import Digest
 from tinkerflow.backend.commands import (
     Command,
-    Digest,
     FetchState,
     GroupConfig,
     GroupInfo,
@@ -340,25 +340,26 @@ class Group:
                 await asyncio.gather(doorman, return_exceptions=True)  # before its socket is closed under it
 
     async def _welcome(self, listener: socket.socket, secret: bytes, start: Sequence[frames.Buffer]) -> None:
-        while any(m.link is None for m in self._members):
-            sock = await next_connection(listener)
-            try:
-                # one after the other: our workers answer within milliseconds, and a stranger is not given long
-                async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                    link = await accept(sock, secret, self.generation, len(self._members))
-            except (OSError, EOFError, TimeoutError) as error:
-                log.warning("a stranger connected to worker group %d: %r", self.generation, error)
-                continue
-            member = self._members[link.rank]
-            if member.link is not None:
-                log.warning("a second rank %d connected to worker group %d", link.rank, self.generation)
-                link.close()
-                continue
-            member.link = link
-            member.outbox.put_nowait((0, start))
-            self._do(self._send(member, link))
-            self._do(self._receive(member, link))
-            self._do(self._notice_silence(member, link))
+        while any(m.link is None for m in self._members):  # beside each other: a silent stranger holds nobody up
+            self._do(self._greet(await next_connection(listener), secret, start))
+
+    async def _greet(self, sock: socket.socket, secret: bytes, start: Sequence[frames.Buffer]) -> None:
+        try:
+            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                link = await accept(sock, secret, self.generation, len(self._members))
+        except (OSError, EOFError, TimeoutError) as error:
+            log.warning("a stranger connected to worker group %d: %r", self.generation, error)
+            return
+        member = self._members[link.rank]
+        if member.link is not None:
+            log.warning("a second rank %d connected to worker group %d", link.rank, self.generation)
+            link.close()
+            return
+        member.link = link
+        member.outbox.put_nowait((0, start))
+        self._do(self._send(member, link))
+        self._do(self._receive(member, link))
+        self._do(self._notice_silence(member, link))
 
     # ------------------------------------------------------------------ while it runs
     async def _send(self, member: _Member, link: LoopLink) -> None:

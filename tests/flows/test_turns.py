@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinkerflow.backend import errors
 from tinkerflow.backend.clock import ManualClock
-from tinkerflow.backend.journal import Journal, Kind
+from tinkerflow.backend.journal import Journal, Kind, ModelLive, ModelState
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.engine import run_engine
-from tinkerflow.flows.turns import GroupTurns, Turns
+from tinkerflow.flows.turns import GroupTurns, Turns, fail_waiting
 
 HERE = Path(__file__).parent
 ALL = {"a", "b", "c", "d", "e"}
@@ -131,7 +132,7 @@ class Bench:
             queue=SimpleNamespace(wanted=lambda: list(self.wants)),
             base_models=SimpleNamespace(note_progress=self.told.__setitem__),
         )
-        self.sharing = GroupTurns(journal, served, self.turns, lambda name: False, self.clock)
+        self.sharing = GroupTurns(journal, served, self.turns, lambda name: False, self.clock, 120.0)
 
     async def seconds(self, count: int) -> AsyncIterator[float]:
         for _ in range(count):
@@ -172,8 +173,15 @@ async def test_ten_base_models_share_three_groups() -> None:
     assert first == list("abcdefghij")
 
 
-async def test_a_group_that_cannot_be_started_pauses_and_keeps_nobody_waiting() -> None:
+async def test_a_group_that_cannot_be_started_pauses_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("abcd", 2)
+    failed: list[tuple[float, str, str]] = []
+
+    def note(journal: Journal, name: str, error: errors.ServerError) -> int:
+        failed.append((bench.clock.monotonic(), name, error.message))
+        return 1
+
+    monkeypatch.setattr("tinkerflow.flows.turns.fail_waiting", note)
     bench.pools["c"].broken = True
     bench.wants = ["c", "a", "b"]
     texts = set()
@@ -187,6 +195,38 @@ async def test_a_group_that_cannot_be_started_pauses_and_keeps_nobody_waiting() 
         "its worker group could not be started, and is started again after a pause; the last start failed: "
         "there is no folder" in texts
     )
+    noticed = [began[0] + 120 <= at for at, _, _ in failed]
+    assert noticed and all(noticed) and len(failed) < len(began)
+    text = "base model 'c' cannot be served, its worker group does not start: there is no folder"
+    assert {(name, said) for _, name, said in failed} == {("c", text)}
+
+    bench.pools["c"].broken = False
+    count = len(failed)
+    async for _ in bench.seconds(100):
+        pass
+    bench.pools["c"].broken = True
+    async for _ in bench.seconds(100):
+        pass
+    assert len(failed) == count  # a start that succeeds ends the row of failures
+
+
+async def test_what_waits_for_a_group_that_does_not_start_is_answered_with_the_reason(
+    journal: Journal, client: Any
+) -> None:
+    live, paused, new = (client.submit_create(number)[0] for number in range(3))
+    (creation,) = journal.requests.ready(live)
+    journal.results.finish([creation.done(b"{}", "json", ModelLive(live))])
+    journal.models.pause(paused, "somebody looks at it")
+    training = [client.forward_backward(live, [5]), client.optim_step(live)]
+    sample = client.sample(client.sampler(1))
+    reason = errors.ServerError("it does not start")
+    assert fail_waiting(journal, "another base model", reason) == 0
+    assert fail_waiting(journal, client.base_model, reason) == 4
+    for request in (*training, sample):
+        assert (await client.result(request)).error == "it does not start"
+    states = [journal.models.get(model, None).state for model in (live, new, paused)]
+    assert states == [ModelState.LIVE, ModelState.FAILED, ModelState.CREATING]
+    assert journal.queue.pending_models() == [paused]
 
 
 def workers() -> list[int]:

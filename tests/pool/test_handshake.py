@@ -212,3 +212,27 @@ async def test_a_group_starts_although_strangers_knock(
     pool = await start_pool(processes=2)  # type: ignore[misc]
     assert pool.ready
     assert caplog.text.count("a stranger connected to worker group 1") == 2
+
+
+async def test_silent_strangers_hold_no_rank_up(
+    start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tinkerflow.backend.pool.host import places
+
+    worker, silent = places.LocalWorker, []
+
+    def crowd_then_spawn(spec: LaunchSpec, coordinator: str, **options: Any) -> places.LocalWorker:
+        silent.extend(socket.create_connection((spec.host, spec.port)) for _ in range(4))
+        return worker(spec, coordinator, **options)
+
+    monkeypatch.setattr(places, "LocalWorker", crowd_then_spawn)
+    monkeypatch.setattr("tinkerflow.backend.pool.group._HANDSHAKE_SECONDS", 3600.0)
+    try:
+        pool = await start_pool(processes=2)  # type: ignore[misc]
+        assert pool.ready and len(silent) == 8
+        await pool.stop()
+        assert [stranger.recv(1) for stranger in silent] == [b""] * 8
+    finally:
+        for stranger in silent:
+            stranger.close()
+    assert "a stranger connected" not in caplog.text
