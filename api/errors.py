@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -40,6 +41,26 @@ _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
 )
 # How our messages begin. Nothing is tried twice: a field's name may be a million characters of a client's.
 _FIELD = re.compile(r"([a-z_]++)[\w.\[\]]*+(?: '[^']*+')?(?:: | (?:is|has|must|does)\b)")
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Inside, errors of the user have the client's names of fields. names: these, by ours, as of `renamed`."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(renamed(error.message, names)) from error
+
+
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """An error's message with the client's names of the fields that it begins with and that it counts up to.
+
+    names: how the client's field is called, by the beginning of ours; the longest one that fits counts.
+    """
+    if not names:
+        return message
+    ours = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(^| up to )({ours})", lambda found: found[1] + names[found[2]], message)
 
 
 def openai_error(status: int, message: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import orjson
@@ -24,33 +23,28 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tinkerflow.api.call import Call
-from tinkerflow.api.chat.pictures import Placed, chunks_of
+from tinkerflow.api.chat.pictures import Placed, chunks_of, fields_of
+from tinkerflow.api.errors import naming, renamed
 from tinkerflow.api.models import Target
-from tinkerflow.api.routes.assets import files_at
-from tinkerflow.api.routes.futures import content_hash, judged
+from tinkerflow.api.routes.sampling import submit_sample
 from tinkerflow.api.sse import left
 from tinkerflow.backend.commands import Candidates, NewTokens, SampledSequence, SampleResult
 from tinkerflow.backend.errors import ServerError, UserError
-from tinkerflow.backend.journal import Kind, NewRequest, Result
+from tinkerflow.backend.journal import Result
 from tinkerflow.backend.journal.notify import Waiter
 from tinkerflow.backend.journal.streams import Listener, stream_name
 from tinkerflow.backend.model_card import image_processor
 from tinkerflow.backend.wire import (
-    NumSamples,
-    OnSampler,
     SampleBody,
     decode_sample,
     sample_request,
-    with_files,
-    with_seed,
 )
-from tinkerflow.backend.wire.assets import POINTER
 
 T = TypeVar("T")
 StopReason = Literal["stop", "length"]
 Top = list[list[tuple[int, float]]]
 _SEED_BITS = 63
-_PARAMS = "sampling_params."
+_NAMES = {"sampling_params.": ""}  # clients of these endpoints know no sampling_params: the fields are theirs
 _giving_up: set[asyncio.Task[None]] = set()  # tasks that nobody else holds
 
 
@@ -82,11 +76,12 @@ class Generation:
         session_id: str,
         prompt_tokens: Sequence[int],
         listener: Listener | None,
+        names: Mapping[str, str],
     ) -> None:
         """Use `generate`.
 
         call, target, prompt_tokens: what was asked. request_id, session_id: where it went. listener: hears new tokens;
-        None when they are not streamed.
+        None when they are not streamed. names: the client's, of fields in errors.
         """
         self.id = request_id
         self.target = target
@@ -94,6 +89,7 @@ class Generation:
         self._call = call
         self._session_id = session_id
         self._listener = listener
+        self._names = names
         self._result: SampleResult | None = None
         self._beat_at = call.services.clock.monotonic()
 
@@ -166,7 +162,7 @@ class Generation:
         with self._call.services.subscriptions.request(self.id) as answer:
             while (found := await self._look()) is None:
                 await self._woken(answer)
-        return _read(found)
+        return _read(found, self._names)
 
     async def _streamed(self) -> AsyncIterator[SamplePiece]:
         """The pieces that come before the result; it has the rest."""
@@ -234,31 +230,14 @@ async def generate(
         values["messages"] = [{"role": one["role"], "content": str(one.get("content") or "")} for one in messages]
     if values["sampling_params"].get("seed") is None:
         values["sampling_params"]["seed"] = secrets.randbits(_SEED_BITS)
-    await call.slowly(_check, target, values)
+    names = _NAMES | fields_of(images)
+    with naming(names):
+        await call.slowly(_check, target, values)
     session_id, sampler, seq_id = await call.services.samplers.address(call.identity, target)
     values |= {"sampling_session_id": sampler, "seq_id": seq_id}
     listener = await call.services.subscriptions.tokens.listen(stream_name(sampler, seq_id)) if stream else None
     request_id = await asyncio.to_thread(submit_sample, call, orjson.dumps(values), values)
-    return Generation(call, target, request_id, session_id, prompt_tokens, listener)
-
-
-def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
-    """Store a sample request of the tinker protocol; its id. values: of `body`. Wrong content is a stored failure."""
-    address = OnSampler.read(values)
-    whole: dict[str, Any] | None = values
-    error: str | None = None
-    if POINTER.encode() in body or b"\\u" in body:  # letters may be escaped
-        whole, error = judged(lambda values: with_files(values, partial(files_at, call)), values)
-    request = NewRequest(
-        kind=Kind.SAMPLE,
-        owner=call.owner,
-        payload=with_seed(body if whole is values or whole is None else orjson.dumps(whole), whole or values),
-        content_hash=content_hash(values),
-        sampler_id=address.sampling_session_id,
-        seq_id=address.seq_id,
-        error=error or judged(NumSamples.read, values)[1],
-    )
-    return call.journal.requests.submit(request, call.services.limits)
+    return Generation(call, target, request_id, session_id, prompt_tokens, listener, names)
 
 
 async def together(made: Sequence[Generation]) -> list[SampleResult]:
@@ -310,27 +289,23 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 def _check(target: Target, values: dict[str, Any]) -> None:
     """Refuse wrong content now, with the same words as the engine: here nobody would hang for it."""
     card = target.card
-    try:
-        sample_request(
-            SampleBody.read(values),
-            request_id="",
-            owner="",
-            snapshot_id=None,
-            vocab_size=card.vocab_size,
-            max_context=card.max_context,
-            eos=card.eos_token_ids,
-            context_rule=card.context_rule,
-            processor=lambda: image_processor(card.path),
-            blank=True,
-        )
-    except UserError as error:
-        # Clients of these endpoints know no sampling_params: the fields are theirs.
-        raise UserError(error.message.removeprefix(_PARAMS)) from error
+    sample_request(
+        SampleBody.read(values),
+        request_id="",
+        owner="",
+        snapshot_id=None,
+        vocab_size=card.vocab_size,
+        max_context=card.max_context,
+        eos=card.eos_token_ids,
+        context_rule=card.context_rule,
+        processor=lambda: image_processor(card.path),
+        blank=True,
+    )
 
 
-def _read(found: Result) -> SampleResult:
+def _read(found: Result, names: Mapping[str, str]) -> SampleResult:
     if found.error is not None:
-        raise (UserError if found.category == "user" else ServerError)(found.error.removeprefix(_PARAMS))
+        raise (UserError if found.category == "user" else ServerError)(renamed(found.error, names))
     assert found.result is not None, "asked for without a limit"
     return decode_sample(found.request_id, found.result)
 

@@ -6,7 +6,6 @@ Every array crosses as it is, so dtypes are part of the contract.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tinkerflow.backend.checkpoint import Digest
 from tinkerflow.backend.spec.constraints import Kind as ConstraintKind
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OptimizerParams
 from tinkerflow.backend.spec.ranks import LoraSpec as LoraSpec  # noqa: PLC0414  it is imported from here
@@ -26,7 +26,6 @@ LORA_ALPHA = 32.0
 Optimizer = str  # a name in spec.optimizers.OPTIMIZERS
 Priority = Literal["interactive", "batch"]
 Loss = str  # a name in spec.losses.LOSSES
-BLOCK = 4 * 2**20  # bytes of a stored file that are hashed together, so that a part of it can be read and verified
 NO_LOGPROB = -99999.0  # fills empty cells of top-k lists: what the SDK takes for an empty cell
 
 
@@ -392,29 +391,6 @@ Command = (
 
 
 # ------------------------------------------------------------------ beside the commands: states from and to the store
-@dataclass(frozen=True)
-class Digest:
-    """The size of a file in bytes, its SHA-256 (hex), and the SHA-256 of each of its blocks of BLOCK bytes."""
-
-    size: int
-    sha256: str
-    blocks: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        """ValueError when the number of blocks does not fit the size."""
-        if len(self.blocks) != max(1, -(-self.size // BLOCK)):
-            raise ValueError(f"{self.size} bytes have {len(self.blocks)} blocks of {BLOCK}")
-
-    @classmethod
-    def of(cls, data: bytes) -> Digest:
-        """The digest of these bytes."""
-        whole, view = hashlib.sha256(data).hexdigest(), memoryview(data)
-        if len(data) <= BLOCK:
-            return cls(len(data), whole, (whole,))
-        blocks = (hashlib.sha256(view[start : start + BLOCK]).hexdigest() for start in range(0, len(data), BLOCK))
-        return cls(len(data), whole, tuple(blocks))
-
-
 @dataclass(frozen=True)
 class StoredState:
     """A state that lies in the store. Processes that reach the store read from it what their devices need.

@@ -24,8 +24,7 @@ from tinkerflow.backend.ids import CheckpointKind, model_id
 from tinkerflow.backend.spec.limits import MAX_RANK
 from tinkerflow.backend.spec.ranks import peft_factor
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Saved, Store
-from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
-from tinkerflow.backend.store.tensors import Floats, decode_any
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, Floats, decode_any
 
 NAME = "imported"  # of the checkpoint in its run
 _HEADER_BYTES = 512  # of a tensor: its name, dtype, shape and place
@@ -75,14 +74,22 @@ def largest_size(cfg: ModelConfig, spec: LoraSpec) -> int:
 
 
 def save_import(
-    store: Store, session_id: str, state: AdapterState, *, base_model: str, owner: str, name: str = NAME
+    store: Store,
+    session_id: str,
+    state: AdapterState,
+    *,
+    base_model: str,
+    owner: str,
+    name: str = NAME,
+    request_id: str = "",
 ) -> Saved:
-    """Commit an imported adapter as a training checkpoint of its own run; the same session again gives the same one.
+    """Commit an imported adapter as a training checkpoint of its own run; the same request again gives the same one.
 
     store: where. session_id: made for this import. state: of `import_adapter`. base_model: as clients call it. owner:
-    the project. name: of the checkpoint.
+    the project. name: of the checkpoint. request_id: "" = the session is imported once. ConflictError when another
+    request has saved something under the name.
     """
-    meta = CheckpointMeta(base_model=base_model, owner=owner, request_id=session_id)
+    meta = CheckpointMeta(base_model=base_model, owner=owner, request_id=request_id or session_id)
     path = import_path(session_id, name)
     return store.save(path.run_id, path.kind, path.name, state, meta)
 

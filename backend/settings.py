@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     database_url: str = ""
     """SQLAlchemy URL of the journal database, SQLite or PostgreSQL; empty = SQLite in data_dir"""
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
-    """kind of devices to compute on; auto = the kind that JAX finds; a kind that is named and missing is an error"""
+    """kind of devices to compute on; auto = the kind that JAX finds; naming a kind that is absent is an error"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """number format of base weights and activations; auto = float32 on CPUs, bfloat16 on other devices"""
     base_weights: Literal["full", "int8"] = "full"
@@ -109,7 +109,7 @@ class Settings(BaseSettings):
     command_deadline: float = Field(600.0, gt=0)
     """seconds that one command to a worker group may take before the group is restarted"""
     start_deadline: float = Field(600.0, gt=0)
-    """seconds that a worker group may take to start"""
+    """seconds for a worker group to start, and where base models take turns, until failing starts fail what waits"""
 
     heartbeat_timeout: float = Field(30.0, gt=0)
     """seconds without a heartbeat after which a worker process is treated as stopped"""

@@ -38,7 +38,7 @@ def export(part: str) -> bool:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         named = next(name for name in _ENDPOINTS if os.environ.get(name))
-        raise UserError(f"{named} is set: traces need `pip install 'tinkerflow[otel]'` ({error})") from error
+        raise UserError(f"{named} is set: traces need the extra `otel` ({error})") from error
     service = os.environ.get("OTEL_SERVICE_NAME", "tinkerflow")
     provider = TracerProvider(resource=Resource.create({"service.name": f"{service}-{part}"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

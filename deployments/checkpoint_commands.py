@@ -14,7 +14,7 @@ from tinkerflow.backend.clock import SystemClock
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.errors import StoreError, UserError
 from tinkerflow.backend.ids import LOCAL_OWNER, new_id
-from tinkerflow.backend.index import row_of
+from tinkerflow.backend.journal import CheckpointSaved
 from tinkerflow.backend.merging import merge as merge_model
 from tinkerflow.backend.model_source import find_model
 from tinkerflow.backend.peft_import import NAME, import_adapter, save_import
@@ -156,7 +156,7 @@ def import_folder(
     opened = Store.open(settings.store_url)
     with open_journal(settings) as journal:
         saved = save_import(opened, session_id, state, base_model=base_model, owner=project, name=name)
-        print(journal.imports.record_import(session_id, row_of(saved)))
+        print(journal.imports.record_import(session_id, CheckpointSaved.of(saved)))
 
 
 def _file(folder: Path, file: str) -> bytes:

@@ -247,7 +247,7 @@ def create_key(
         str, typer.Option(help="project whose runs and checkpoints the key reads and writes")
     ] = "default",
     admin: Annotated[
-        bool, typer.Option("--admin", help="the key may read the audit log and usage of all projects")
+        bool, typer.Option("--admin", help="the key reads everything of all projects, and manages all keys")
     ] = False,
     data_dir: DataDir = None,
 ) -> None:

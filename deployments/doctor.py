@@ -63,7 +63,7 @@ def check_devices(settings: Settings, nvidia: str = "nvidia-smi") -> str:
     extra, plugins = _PLUGINS[expects]
     plugin = next((f"{name} {version(name)}" for name in plugins if find_spec(name.replace("-", "_"))), None)
     if plugin is None:
-        raise UserError(f"{jax}; this host has {seen()}, which JAX cannot use: install tinkerflow[{extra}]")
+        raise UserError(f"{jax}; this host has {seen()}, which JAX cannot use: install the extra `{extra}`")
     if expects == "tpu":
         return f"{jax}, {plugin}, {seen()}"
     asked = [nvidia, "--query-gpu=name,memory.total", "--format=csv,noheader"]

@@ -9,7 +9,6 @@ from contextlib import suppress
 from uuid import UUID
 
 from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.commands import Done, DropSnapshot
 from tinkerflow.backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
 from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState, Retention, Trained
 from tinkerflow.backend.settings import Settings
@@ -19,6 +18,7 @@ from tinkerflow.flows.prefect.controls import ControlsWatch
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy
 from tinkerflow.flows.turns import GroupTurns, Turns
+from tinkerflow.tasks.execution.states import drop
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ class Dispatcher:
             if (groups := self._settings.groups) < len(self._served):
                 turns = Turns(groups, release=self._settings.idle_release)
                 models = list(self._served.values())
-                sharing = GroupTurns(self._journal, models, turns, self._is_busy, SystemClock())
+                patience = self._settings.start_deadline
+                sharing = GroupTurns(self._journal, models, turns, self._is_busy, SystemClock(), patience)
                 watches.append(around.create_task(sharing.keep(), name="turns"))
             try:
                 async with asyncio.TaskGroup() as runners:
@@ -323,9 +324,5 @@ class Dispatcher:
 
 
 async def _drop(model: ServedModel, snapshot_ids: Sequence[str]) -> None:
-    """Send all before anything else happens: whoever loads one again does so after it was dropped."""
-    for snapshot_id in snapshot_ids:
-        model.context.snapshots.dropped(snapshot_id)
     with suppress(GroupFailedError):  # all of them went with the group; the sweeps never wait for another one
-        context = model.context.bound_to(model.pool.generation)
-        await asyncio.gather(*(context.send(DropSnapshot(snapshot_id), Done) for snapshot_id in snapshot_ids))
+        await drop(model.context.bound_to(model.pool.generation), snapshot_ids)

@@ -34,6 +34,7 @@ from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.operation import AnswerWriter, ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
+from tinkerflow.tasks.execution.whole_turns import WholeTurns
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,16 @@ async def _run(
         for card, pool in zip(cards, ready, strict=True):
             saves = Saves()
             context = ExecutionContext(
-                journal, pool, store, card, clock, answers, saves, Snapshots(saves), most_drift=settings.most_drift
+                journal,
+                pool,
+                store,
+                card,
+                clock,
+                answers,
+                saves,
+                Snapshots(saves),
+                most_drift=settings.most_drift,
+                whole_turns=WholeTurns(settings.host_snapshot_bytes),
             )
             stack.callback(context.close)
             noting = asyncio.create_task(note_compile_status(journal, pool, card), name="compile status")

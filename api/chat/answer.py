@@ -14,15 +14,14 @@ from fastapi.responses import Response
 from tinkerflow.api.call import Call
 from tinkerflow.api.chat.conversation import Prompt
 from tinkerflow.api.chat.events import Event, Said
+from tinkerflow.api.errors import naming
 from tinkerflow.api.generation import Generation, SamplePiece, generate, until_gone
 from tinkerflow.api.models import Target
 from tinkerflow.api.sse import EventStream
 from tinkerflow.api.text import Detokenizer
 from tinkerflow.backend.commands import SampleResult
-from tinkerflow.backend.errors import UserError
 
 Finish = Literal["stop", "length", "calls"]
-_SCHEMA = "constraint.value"  # the field of a schema in sampling_params
 _ID = string.ascii_letters + string.digits
 
 
@@ -49,7 +48,7 @@ async def sampled(
     wanted = dict(params)
     if prompt.schema is not None:
         wanted["constraint"] = {"type": "json_schema", "value": prompt.schema}
-    try:
+    with naming({"constraint.value": prompt.schema_field}):  # clients of these endpoints know no constraint
         return await generate(
             call,
             target,
@@ -61,11 +60,6 @@ async def sampled(
             messages=prompt.messages,
             images=prompt.images,
         )
-    except UserError as error:
-        if not error.message.startswith(_SCHEMA):
-            raise
-        # Clients of these endpoints know no constraint.
-        raise UserError(prompt.schema_field + error.message.removeprefix(_SCHEMA)) from error
 
 
 class Answer(Protocol):

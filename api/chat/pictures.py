@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tinkerflow.api.errors import naming
 from tinkerflow.api.models import Target
 from tinkerflow.backend.commands import ImagePixels
 from tinkerflow.backend.errors import UserError, broken
@@ -30,6 +31,13 @@ class Picture:
     field: str
     given: Mapping[str, Any]
 
+    @property
+    def file_field(self) -> str:
+        """Where the request has the image's file."""
+        if self.given.get("type") != "image_url":
+            return f"{self.field}.source.data"
+        return f"{self.field}.image_url{'.url' if isinstance(self.given.get('image_url'), Mapping) else ''}"
+
     def chunk(self) -> dict[str, Any]:
         """As the tinker protocol has it; UserError names what is wrong. Nothing is fetched."""
         if self.given.get("type") == "image_url":
@@ -41,7 +49,7 @@ class Picture:
         kind = source.get("media_type")
         if not isinstance(kind, str) or kind not in _MEDIA:
             raise broken(f"{self.field}.source.media_type", kind, " or ".join(_MEDIA))
-        return self._chunk(_MEDIA[kind], source.get("data"), f"{self.field}.source.data")
+        return self._chunk(_MEDIA[kind], source.get("data"))
 
     def _of_url(self) -> dict[str, Any]:
         given = self.given.get("image_url")
@@ -49,22 +57,23 @@ class Picture:
         begins = _DATA.match(url) if isinstance(url, str) else None
         if begins is None or not isinstance(url, str):
             rule = "a URL that begins with data:image/png;base64, or data:image/jpeg;base64, and holds the file; "
-            raise broken(f"{self.field}.image_url.url", url, f"{rule}the server fetches no images")
-        return self._chunk(begins[1].lower(), url[begins.end() :], f"{self.field}.image_url.url")
+            raise broken(self.file_field, url, f"{rule}the server fetches no images")
+        return self._chunk(begins[1].lower(), url[begins.end() :])
 
-    def _chunk(self, kind: str, data: Any, field: str) -> dict[str, Any]:
+    def _chunk(self, kind: str, data: Any) -> dict[str, Any]:
         if not isinstance(data, str):
-            raise broken(field, data, "the file's bytes in base64")
+            raise broken(self.file_field, data, "the file's bytes in base64")
         return {"type": "image", "format": kind, "data": "".join(data.split())}
 
 
 @dataclass(frozen=True)
 class Placed:
-    """An image in a prompt. start, tokens: its placeholders. chunk: as the tinker protocol has it."""
+    """An image in a prompt. start, tokens: its placeholders. chunk: as the tinker protocol has it, of `picture`."""
 
     start: int
     tokens: int
     chunk: Mapping[str, Any]
+    picture: Picture
 
 
 def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Picture]:
@@ -126,9 +135,10 @@ def placed(
             continue
         picture = pictures[len(images)]
         chunk = picture.chunk()
-        pixels_HWC = pixels_of(chunk, picture.field, processor, blank=True)
+        with naming({f"{picture.field}.data": picture.file_field}):
+            pixels_HWC = pixels_of(chunk, picture.field, processor, blank=True)
         size = ImagePixels(len(made), pixels_HWC).tokens(processor.side)
-        images.append(Placed(len(made), size, {**chunk, "expected_tokens": size}))
+        images.append(Placed(len(made), size, {**chunk, "expected_tokens": size}, picture))
         made += [processor.token] * size
         if len(made) > most:
             raise UserError(f"messages have {len(made)} tokens up to {picture.field}: must have at most {most}")
@@ -143,3 +153,12 @@ def chunks_of(tokens: Sequence[int], images: Sequence[Placed]) -> list[Mapping[s
         chunks += [{"type": "encoded_text", "tokens": list(tokens[done : image.start])}, image.chunk]
         done = image.start + image.tokens
     return [*chunks, {"type": "encoded_text", "tokens": list(tokens[done:])}]
+
+
+def fields_of(images: Sequence[Placed]) -> dict[str, str]:
+    """Where the request has the images, by the fields that they have in the chunks of `chunks_of`."""
+    names: dict[str, str] = {}
+    for number, image in enumerate(images):
+        chunk = f"prompt.chunks[{2 * number + 1}]"  # each stands behind a text
+        names |= {chunk: image.picture.field, f"{chunk}.data": image.picture.file_field}
+    return names

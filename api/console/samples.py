@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from tinkerflow.api.console.render import size
 from tinkerflow.api.console.visit import Visit
@@ -20,12 +22,16 @@ _READ, _READ_IN_LIST = 2**24, 2**20  # bytes of a sample whose texts are shown, 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample with its texts. answers: text, number of tokens, why it ended. note: why a text is missing."""
+    """A sample with its texts. answers: text, number of tokens, why it ended. note: why a text is missing.
+
+    prompt: with [image] where it has an image. images: these as data URLs, when the sample is shown alone.
+    """
 
     sample: SampleView
     prompt: str | None
     answers: Sequence[tuple[str, int, str]]
     note: str = ""
+    images: Sequence[str] = ()
 
 
 async def shown(visit: Visit, *, run_id: str | None = None, limit: int = 20) -> list[ShownSample]:
@@ -59,13 +65,30 @@ async def _tokenizer(visit: Visit, base_model: str) -> Tokenizer | None:
 def _read(sample: WholeSample, tokenizer: Tokenizer, shorten: bool) -> ShownSample:
     try:
         chunks = SampleBody.decode(sample.payload).prompt.chunks
-        tokens = [token for chunk in chunks for token in chunk.get("tokens", ())]
-        prompt = tokenizer.decode(tokens, special=True)
-    except (UserError, AttributeError, TypeError, OverflowError, ValueError):
+        prompt = "".join(_texts(chunks, tokenizer))
+        images = [] if shorten else [_url(chunk) for chunk in chunks if _is_image(chunk)]
+    except (UserError, AttributeError, KeyError, TypeError, OverflowError, ValueError):
         return ShownSample(sample, None, (), "it was no good sample request")
     answers = []
     if sample.result is not None and sample.result_type == "proto":
         for sequence in decode_sample(sample.id, sample.result).sequences:
             text = tokenizer.decode(sequence.tokens_T.tolist(), special=True)
             answers.append((text[:_SHOWN] if shorten else text, len(sequence.tokens_T), sequence.stop_reason))
-    return ShownSample(sample, prompt[-_SHOWN:] if shorten else prompt, answers)
+    return ShownSample(sample, prompt[-_SHOWN:] if shorten else prompt, answers, images=images)
+
+
+def _texts(chunks: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Iterator[str]:
+    """The texts between the images, and a sign for each image."""
+    for is_image, run in groupby(chunks, _is_image):
+        if is_image:
+            yield from ("[image]" for _ in run)
+        else:
+            yield tokenizer.decode([token for chunk in run for token in chunk.get("tokens", ())], special=True)
+
+
+def _is_image(chunk: Mapping[str, Any]) -> bool:
+    return bool(chunk.get("type", "encoded_text") != "encoded_text")
+
+
+def _url(image: Mapping[str, Any]) -> str:
+    return f"data:image/{image['format']};base64,{image['data']}"

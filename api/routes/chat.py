@@ -14,6 +14,7 @@ from tinkerflow.api.chat.answer import AnswerReader, respond, sampled
 from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
 from tinkerflow.api.chat.openai import ChatAnswer, Wanted
 from tinkerflow.api.chat.pictures import IMAGES, Picture
+from tinkerflow.api.errors import naming
 from tinkerflow.api.generation import Generation
 from tinkerflow.api.models import resolve
 from tinkerflow.api.openai import MAX_TOP, SamplingFields
@@ -116,8 +117,8 @@ class ResponseFormat(Strict):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class ChatCompletion(SamplingFields):
-    """A request. max_completion_tokens: as max_tokens; absent: all that the context has left.
+class AnswerFields(SamplingFields):
+    """A request without its messages. max_completion_tokens: as max_tokens; absent: all that the context has left.
 
     top_logprobs: needs logprobs. chat_template_kwargs: variables of the model's chat template. reasoning_effort:
     another such variable; `none` and `minimal` also set enable_thinking to false. metadata, store, service_tier,
@@ -125,7 +126,6 @@ class ChatCompletion(SamplingFields):
     """
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -144,6 +144,12 @@ class ChatCompletion(SamplingFields):
     modalities: list[Literal["text"]] | None = None
 
 
+class ChatCompletion(AnswerFields):
+    """A request for answers to a conversation."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+
+
 @router.post("/chat/completions", openapi_extra=takes(ChatCompletion))
 async def chat_completions(call: Authorised) -> Response:
     """Answer a conversation `n` times."""
@@ -155,17 +161,24 @@ async def chat_completions(call: Authorised) -> Response:
         usage=body.wants_usage,
         named_by_id=body.return_tokens_as_token_ids,
     )
-    generation, prompt, reader = await begun(call, body)
+    names = {"max_tokens": "max_completion_tokens"} if body.max_completion_tokens else {}
+    with naming(names):
+        generation, prompt, reader = await begun(call, body, _messages(body.messages))
     answer = ChatAnswer(generation, prompt, wanted, reader)
     return await respond(call, generation, answer, stream=body.stream)
 
 
-async def begun(call: Call, body: ChatCompletion) -> tuple[Generation, Prompt, Callable[[], AnswerReader]]:
-    """The samples that a request asks for, their prompt, and what makes a reader for one of them."""
+async def begun(
+    call: Call, body: AnswerFields, messages: Sequence[Mapping[str, Any]]
+) -> tuple[Generation, Prompt, Callable[[], AnswerReader]]:
+    """The samples that a request asks for, their prompt, and what makes a reader for one of them.
+
+    messages: as of `Chat`.
+    """
     if body.top_logprobs and not body.logprobs:
         raise broken("top_logprobs", body.top_logprobs, "left out without logprobs")
     target = await resolve(call, body.model)
-    prompt = await prompt_of(target, _conversation(body))
+    prompt = await prompt_of(target, _conversation(body, messages))
     params = body.params(target, body.max_completion_tokens or body.max_tokens)
     if not body.ignore_eos:
         params["stop_token_ids"] += prompt.ends
@@ -181,7 +194,7 @@ async def begun(call: Call, body: ChatCompletion) -> tuple[Generation, Prompt, C
 
 
 # ------------------------------------------------------------------ from the wire
-def _conversation(body: ChatCompletion) -> Chat:
+def _conversation(body: AnswerFields, messages: Sequence[Mapping[str, Any]]) -> Chat:
     tools = [
         Tool(
             one.function.name, one.function.description, one.function.parameters or {"type": "object", "properties": {}}
@@ -201,7 +214,7 @@ def _conversation(body: ChatCompletion) -> Chat:
     if schema is not None and must_call:
         raise UserError("response_format is given: must be left out when a call is required by tool_choice")
     return Chat(
-        messages=_messages(body.messages),
+        messages=messages,
         tools=() if choice == "none" else tools,
         must_call=must_call,
         schema=schema,
@@ -210,7 +223,7 @@ def _conversation(body: ChatCompletion) -> Chat:
     )
 
 
-def _options(body: ChatCompletion) -> dict[str, Any]:
+def _options(body: AnswerFields) -> dict[str, Any]:
     effort = body.reasoning_effort
     options: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort in ("none", "minimal"):
@@ -228,11 +241,16 @@ def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         if one.name is not None:
             message["name"] = one.name
         if one.reasoning_content is not None:
-            # Templates differ in their name for it.
-            message |= {"reasoning_content": one.reasoning_content, "thinking": one.reasoning_content}
+            message |= thought(one.reasoning_content)
         if one.tool_calls:
             message["tool_calls"] = [
-                _call(call, f"messages[{i}].tool_calls[{number}]") for number, call in enumerate(one.tool_calls)
+                called_tool(
+                    call.id,
+                    call.function.name,
+                    call.function.arguments,
+                    f"messages[{i}].tool_calls[{number}].function.arguments",
+                )
+                for number, call in enumerate(one.tool_calls)
             ]
             called |= {call.id: call.function.name for call in one.tool_calls}
         if one.role == "tool":
@@ -243,15 +261,20 @@ def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return messages
 
 
-def _call(call: CalledTool, field: str) -> dict[str, Any]:
-    given = call.function.arguments
+def thought(reasoning: str) -> dict[str, str]:
+    """The fields of a message that have its reasoning: templates differ in their name for it."""
+    return {"reasoning_content": reasoning, "thinking": reasoning}
+
+
+def called_tool(call_id: str, name: str, given: str, field: str) -> dict[str, Any]:
+    """A call of a tool as chat templates take it. given: its arguments, a JSON object as text, which is in `field`."""
     try:
         arguments = json.loads(given or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise broken(f"{field}.function.arguments", given, "a JSON object as text")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+        raise broken(field, given, "a JSON object as text")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def content_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) -> str | list[dict[str, Any]]:

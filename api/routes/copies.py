@@ -11,8 +11,7 @@ from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.backend.errors import NotFoundError
 from tinkerflow.backend.ids import model_id
-from tinkerflow.backend.index import row_of
-from tinkerflow.backend.journal import access_hash
+from tinkerflow.backend.journal import CheckpointSaved, access_hash
 from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.wire import CopyWeights, parse
 
@@ -55,7 +54,7 @@ def _copy(call: Call, wanted: CopyWeights) -> str:
         source.path, model_id(session_id, 0), owner=owner, expires_at=expires_at, request_id=session_id
     )
     return call.journal.imports.record_copy(
-        session_id, row_of(saved), source.path, key_id=call.key_id, project_id=label
+        session_id, CheckpointSaved.of(saved), source.path, key_id=call.key_id, project_id=label
     )
 
 

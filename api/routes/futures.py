@@ -30,6 +30,7 @@ router = Router(busy=9)
 
 _REFUSED = "refused-"
 T = TypeVar("T")
+V = TypeVar("V")
 _SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
 _LONGEST_REASON = 500  # characters
 
@@ -62,10 +63,10 @@ def content_hash(values: Mapping[str, Any], without: Collection[str] = ()) -> st
     return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def judged(check: Callable[[dict[str, Any]], T], values: dict[str, Any]) -> tuple[T, None] | tuple[None, str]:
-    """What `check` makes of the values, or what it finds wrong with them: the text of its UserError."""
+def judged(check: Callable[[V], T], given: V) -> tuple[T, None] | tuple[None, str]:
+    """What `check` makes of what is given, or what it finds wrong with it: the text of its UserError."""
     try:
-        return check(values), None
+        return check(given), None
     except UserError as e:
         return None, e.message
 

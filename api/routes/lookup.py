@@ -16,7 +16,6 @@ from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.sessions import FinishedBecause, FinishReason
 from tinkerflow.api.trace import trace
 from tinkerflow.backend.journal import (
-    AuditView,
     SessionFailure,
     SessionQuery,
     SessionState,
@@ -292,7 +291,19 @@ async def audit(
     entries = await asyncio.to_thread(
         call.journal.audit.entries, call.visible(), resource=_RESOURCES[event_type], day=day
     )
-    return AuditPage(entries=[_entry(entry) for entry in entries])
+    return AuditPage(
+        entries=[
+            AuditEntry(
+                timestamp=entry.at,
+                event=entry.event,
+                event_details=dict(entry.details),
+                model_id=entry.model_id,
+                tinker_path=entry.tinker_path,
+                purpose=entry.purpose,
+            )
+            for entry in entries
+        ]
+    )
 
 
 def _summary(found: SessionSummary) -> FoundSession:
@@ -325,14 +336,3 @@ def _failed(failure: SessionFailure) -> FailedStatus:
     reason = FailedReason(type=failure.what, request_type=failure.request_kind, **{f"{failure.what}_id": failure.id})
     category: Literal["user", "internal"] = "user" if failure.category == "user" else "internal"
     return FailedStatus(category=category, reason=reason, message=failure.message)
-
-
-def _entry(entry: AuditView) -> AuditEntry:
-    return AuditEntry(
-        timestamp=entry.at,
-        event=entry.event,
-        event_details=dict(entry.details),
-        model_id=entry.model_id,
-        tinker_path=entry.tinker_path,
-        purpose=entry.purpose,
-    )

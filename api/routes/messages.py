@@ -14,7 +14,7 @@ from tinkerflow.api.chat.anthropic import MessageAnswer
 from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
 from tinkerflow.api.models import Target, resolve
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.chat import ToolName, joined, part_of, text_of
+from tinkerflow.api.routes.chat import ToolName, joined, part_of, text_of, thought
 from tinkerflow.backend.errors import UserError, broken
 
 router = Router(busy=6, at=OPEN_API)
@@ -216,7 +216,7 @@ def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> 
         return results
     made: dict[str, Any] = {"role": message.role, "content": joined(parts)}
     if thoughts:
-        made |= {"reasoning_content": "\n".join(thoughts), "thinking": "\n".join(thoughts)}
+        made |= thought("\n".join(thoughts))
     if calls:
         made["tool_calls"] = calls
     return [*results, made]

@@ -6,18 +6,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fastapi.responses import Response
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from tinkerflow.api.call import OPEN_API, Authorised, Router, Strict, first_broken
+from tinkerflow.api.call import OPEN_API, Authorised, Router, Strict
 from tinkerflow.api.chat.answer import respond
+from tinkerflow.api.chat.pictures import Picture
 from tinkerflow.api.chat.responses import ResponseAnswer
+from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.chat import ChatCompletion, ToolFunction, begun
-from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.api.routes.chat import AnswerFields, ToolFunction, begun, called_tool, joined, thought
+from tinkerflow.backend.errors import broken
 
 router = Router(busy=5, at=OPEN_API)
 
 _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that are texts
+# Fields by the names that chat completions have for them.
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format.schema",
+    "response_format": "text.format",
+}
 
 
 class ResponseTool(ToolFunction):
@@ -89,7 +98,8 @@ class ResponsesBody(Strict):
 async def responses(call: Authorised) -> Response:
     """Answer a conversation, as a list of items."""
     body = await call.parsed(ResponsesBody)
-    generation, prompt, reader = await begun(call, _chat(body))
+    with naming(_NAMES):
+        generation, prompt, reader = await begun(call, _fields(body), _messages(body))
     shown = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
     echoed = {
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -103,13 +113,10 @@ async def responses(call: Authorised) -> Response:
 
 
 # ------------------------------------------------------------------ from the wire
-def _chat(body: ResponsesBody) -> ChatCompletion:
-    """The chat completion that asks for the same."""
-    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
+def _fields(body: ResponsesBody) -> AnswerFields:
+    """The fields of chat completions that ask for the same."""
     asked: dict[str, Any] = {
         "model": body.model,
-        "messages": [*instructions, *given],
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -125,19 +132,27 @@ def _chat(body: ResponsesBody) -> ChatCompletion:
     if form is not None and form.type != "text":
         schema = {} if form.schema_ is None else {"json_schema": {"name": form.name, "schema": form.schema_}}
         asked["response_format"] = {"type": form.type, **schema}
-    try:
-        return ChatCompletion.model_validate(asked)
-    except ValidationError as error:
-        raise UserError(f"input, as {first_broken(error)}") from error
+    return AnswerFields.model_validate(asked)
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    """The conversation as chat templates take it; UserError names the item that is wrong."""
+    messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    messages += _of_items(items)
+    if not messages:
+        raise broken("input", body.input, "a text, or at least one item")
+    return [{"content": "", **message} for message in messages]
+
+
+def _of_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The items as messages: reasoning and calls belong to the assistant's message beside them."""
     messages: list[dict[str, Any]] = []
+    called: dict[str, str] = {}  # the names of the tools that were called, by the ids of the calls
     said: dict[str, Any] | None = None  # the assistant's message that is being put together
     for i, item in enumerate(items):
-        field, kind = f"input[{i}]", item.get("type", "message")
-        if kind in ("reasoning", "function_call") or item.get("role") == "assistant":
+        field, kind, role = f"input[{i}]", item.get("type", "message"), item.get("role")
+        if kind in ("reasoning", "function_call") or role == "assistant":
             begins = said is not None and (
                 (kind == "message" and "content" in said) or (kind == "reasoning" and len(said) > 1)
             )
@@ -150,18 +165,23 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             case "message" if said is not None:
                 said["content"] = _content(item.get("content"), f"{field}.content")
             case "message":
-                content = _content(item.get("content"), f"{field}.content", images=True)
-                messages.append({"role": item.get("role"), "content": content})
+                if role not in ("system", "developer", "user"):
+                    raise broken(f"{field}.role", role, "system, developer, user or assistant")
+                content = _content(item.get("content"), f"{field}.content", images=role == "user")
+                messages.append({"role": "system" if role == "developer" else role, "content": content})
             case "reasoning" if said is not None:
-                parts = item.get("content") or item.get("summary") or []
-                texts = _content(parts, f"{field}.content")
-                said["reasoning_content"] = texts if isinstance(texts, str) else "\n".join(p["text"] for p in texts)
+                part = "content" if item.get("content") else "summary"
+                said |= thought(str(_content(item.get(part) or "", f"{field}.{part}")))
             case "function_call" if said is not None:
-                function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+                call_id, name, arguments = (_text(item, key, field) for key in ("call_id", "name", "arguments"))
+                called[call_id] = name
+                call = called_tool(call_id, name, arguments, f"{field}.arguments")
+                said.setdefault("tool_calls", []).append(call)
             case "function_call_output":
+                call_id = _text(item, "call_id", field)
                 content = _content(item.get("output"), f"{field}.output")
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+                tool = {"tool_call_id": call_id, "name": called.get(call_id, "")}
+                messages.append({"role": "tool", "content": content, **tool})
             case _:
                 rule = "message, function_call, function_call_output or reasoning"
                 raise broken(f"{field}.type", kind, rule)
@@ -169,7 +189,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, field: str, *, images: bool = False) -> str | list[dict[str, Any]]:
-    """A text, or parts as chat completions have them."""
+    """A text, or parts when some are images. images: whether these may be."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -177,13 +197,19 @@ def _content(content: Any, field: str, *, images: bool = False) -> str | list[di
     parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
         if images and part.get("type") == "input_image":
-            parts.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})
+            given = {"type": "image_url", "image_url": part.get("image_url")}
+            parts.append({"type": "image", "picture": Picture(f"{field}[{i}]", given)})
             continue
         if part.get("type") not in _TEXTS:
             raise broken(
                 f"{field}[{i}].type", part.get("type"), "a text, or input_image of the user; no sounds or files"
             )
-        if not isinstance(part.get("text"), str):
-            raise broken(f"{field}[{i}].text", part.get("text"), "a text")
-        parts.append({"type": "text", "text": part["text"]})
-    return parts
+        parts.append({"type": "text", "text": _text(part, "text", f"{field}[{i}]")})
+    return joined(parts)
+
+
+def _text(given: Mapping[str, Any], name: str, field: str) -> str:
+    text = given.get(name)
+    if not isinstance(text, str):
+        raise broken(f"{field}.{name}", text, "a text")
+    return text

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
+import orjson
 from fastapi.responses import Response
 from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
-from tinkerflow.api.generation import submit_sample
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.futures import accepted, judged
+from tinkerflow.api.routes.assets import files_at
+from tinkerflow.api.routes.futures import accepted, content_hash, judged
 from tinkerflow.api.routes.training import served
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.ids import sampler_id
-from tinkerflow.backend.journal import Journal, NewSampler
-from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse
+from tinkerflow.backend.journal import Journal, Kind, NewRequest, NewSampler
+from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse, with_files, with_seed
 
 router = Router(busy=7)
 
@@ -73,6 +75,23 @@ def _submit_sample(call: Call, body: bytes) -> Response:
     asked, _ = judged(NumSamples.read, values)
     count = 0 if asked is None else asked.num_samples
     return accepted(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
+
+
+def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
+    """Store a sample request of the tinker protocol; its id. values: of `body`. Wrong content is a stored failure."""
+    address = OnSampler.read(values)
+    filled, error = judged(partial(with_files, find=partial(files_at, call)), values)
+    stored = values if filled is None else filled
+    request = NewRequest(
+        kind=Kind.SAMPLE,
+        owner=call.owner,
+        payload=with_seed(body if stored is values else orjson.dumps(stored), stored),
+        content_hash=content_hash(values),
+        sampler_id=address.sampling_session_id,
+        seq_id=address.seq_id,
+        error=error or judged(NumSamples.read, values)[1],
+    )
+    return call.journal.requests.submit(request, call.services.limits)
 
 
 @router.post("/create_sampling_session", openapi_extra=takes(CreateSamplingSession))

@@ -39,7 +39,6 @@ from tinkerflow.backend.wire import (
     training_tokens,
     with_files_to_train,
 )
-from tinkerflow.backend.wire.assets import LOCATIONS
 
 router = Router(busy=8)
 
@@ -89,16 +88,11 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
             f"model_id is {header.model_id!r}, seq_id {header.seq_id}: both must be given, model_id without NUL "
             "characters, seq_id from 1"
         )
-    payload, error = body, None
-    try:
-        if LOCATIONS.encode() in body:
-            payload = with_files_to_train(body, partial(files_at, call))
-    except UserError as wrong:
-        error = wrong.message
+    filled, error = judged(partial(with_files_to_train, find=partial(files_at, call)), body)
     new = NewRequest(
         kind=Kind.FORWARD if header.forward_only else Kind.FORWARD_BACKWARD,
         owner=call.owner,
-        payload=payload,
+        payload=body if filled is None else filled,
         content_hash=hashlib.sha256(body).hexdigest(),
         error=error,
         model_id=header.model_id,

@@ -7,7 +7,9 @@ finished. A file that is sent again replaces what was sent before.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from datetime import datetime
+from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -21,10 +23,9 @@ from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.errors import BodyTooLargeError, ConflictError, UserError
 from tinkerflow.backend.ids import new_id
-from tinkerflow.backend.index import row_of
-from tinkerflow.backend.journal import NewUpload, UploadView
+from tinkerflow.backend.journal import CheckpointSaved, NewUpload, UploadView
 from tinkerflow.backend.journal.uploads import anew
-from tinkerflow.backend.peft_import import import_adapter, import_path, largest_size, save_import
+from tinkerflow.backend.peft_import import NAME, import_adapter, import_path, largest_size, save_import
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.backend.wire import FinishUpload, StartUpload, parse
 
@@ -150,12 +151,19 @@ def _finish(call: Call, upload_id: str) -> str:
     config, adapter = (_whole(call, upload, file) for file in _FILES)
     state = import_adapter(load_config(card.path, name=card.name), config, adapter, spec)
     del adapter
-    saved = save_import(store, upload.id, state, base_model=card.name, owner=upload.owner)
+    sent = " ".join([upload.id, *(name for name, _ in upload.files.values())])
+    save = partial(save_import, store, upload.id, state, base_model=card.name, owner=upload.owner, request_id=sent)
     try:
-        path = journal.uploads.finish(upload, row_of(saved))
+        saved = save()
+    except ConflictError:  # a finish that was cut off, or is slower, has saved files that were replaced since
+        saved = save(name=f"{NAME}-{hashlib.sha256(sent.encode()).hexdigest()[:8]}")
+    try:
+        path = journal.uploads.finish(upload, CheckpointSaved.of(saved))
     except ConflictError:
-        store.delete(str(import_path(upload.id)), saved.attempt)
+        store.delete(saved.path, saved.attempt)
         raise
+    for other in {saved.path, str(import_path(upload.id))} - {path}:
+        store.delete(other)
     store.remove_pieces(upload.id)
     return path
 

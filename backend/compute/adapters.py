@@ -249,7 +249,7 @@ def _refuse_others(state: AdapterState, names: Sequence[str]) -> None:
     """UserError for a tensor of another optimizer's state."""
     for name in sorted(state.moments):
         if not name.endswith(tuple(f".{part}" for part in (*names, "grad"))):
-            raise UserError(f"saved tensor {name!r} is no part of the state of {state.optimizer}: this model has that")
+            raise UserError(f"saved tensor {name!r} does not belong to {state.optimizer}, the optimizer of this model")
 
 
 def _are_computed(grads: Trained) -> bool:

@@ -47,7 +47,6 @@ from tinkerflow.backend.commands import (
     ReadCompileStatus,
     Reply,
     SampleStep,
-    SnapshotHeld,
     StoredState,
     WriteState,
 )
@@ -83,7 +82,7 @@ _COPYING = (CreateAdapter, ImportAdapter, ExportAdapter, PublishSnapshot, LoadSn
 
 
 class Executor:
-    """One base model on the mesh. An error of `backend/errors.py` leaves all as it was, or its text says what not."""
+    """One base model on the mesh. An error of `backend/errors.py` changes nothing, unless its text says what."""
 
     environment = staticmethod(environment)
 
@@ -281,12 +280,12 @@ class Executor:
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
                 self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
-                return self._held(snapshot_id)
+                return self._sampler.held(snapshot_id)
             case LoadSnapshot(snapshot_id, state):
                 brought = self._brought(snapshot_id, state)
                 if not self._sampler.holds(snapshot_id):
                     self._sampler.publish(snapshot_id, self._adapters.weights_of(brought), state.spec)
-                return self._held(snapshot_id)
+                return self._sampler.held(snapshot_id)
             case MoveSnapshot(snapshot_id, to_id):
                 self._sampler.move(snapshot_id, to_id)
             case DropSnapshot(snapshot_id):  # what was fetched may be for the next of that id: it overtakes commands
@@ -298,9 +297,6 @@ class Executor:
             case _:
                 assert_never(command)
         return Done()
-
-    def _held(self, snapshot_id: str) -> SnapshotHeld:
-        return SnapshotHeld(self._sampler.host_bytes(snapshot_id), self._sampler.on_host(snapshot_id))
 
     def _status(self) -> CompileStatus:
         pages = self._sampler.pages
@@ -341,9 +337,10 @@ class Executor:
         others = [taken for name, taken in self._adapter_bytes.items() if name != adapter_id]
         every = math.inf if self.plan.uses is None else self.plan.uses.adapters
         room, free = every, every - sum(size for size, _ in others)
+        whole = sum(size for size, is_full in others if is_full)
         what, of, less = "the adapter", "adapters", "a smaller rank"
         if spec.full:
-            room, free = self.plan.full, min(free, self.plan.full - sum(size for size, is_full in others if is_full))
+            room, free = self.plan.full, min(free, self.plan.full - whole)
             what, of, less = "training all parameters", "that", "1 or more"
         takes = f"lora rank {spec.rank}: {what} takes {needed / GB:.3g} GB of each device"
         if spec.full and needed > room:  # which no waiting changes
@@ -351,7 +348,7 @@ class Executor:
         if needed > free:
             raise AllocationError(
                 f"{takes} with its gradients and optimizer state, and {max(0, free) / GB:.3g} GB are free of the "
-                f"{room / GB:.3g} GB for {of}: must be {less}, or fewer models at the same time"
+                f"{room / GB:.3g} GB for {of}{_of_whole(whole)}: must be {less}, or fewer models at the same time"
             )
         return needed, spec.full
 
@@ -414,6 +411,10 @@ class Executor:
             rows, tokens, _ = batch.targets_BTK.shape
             shape = "all parameters" if adapter.spec.full else f"rank {adapter.spec.rank}"
             self._progress(f"compiling {what} for {rows}x{tokens} tokens, {shape}")
+
+
+def _of_whole(taken: int) -> str:
+    return f", of which models that train all parameters have {taken / GB:.3g} GB" if taken else ""
 
 
 def _stepped(on_devices: jax.Array, step: int) -> OptimResult:

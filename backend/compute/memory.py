@@ -51,7 +51,7 @@ _MOST_TOKENS = 4096  # more make sample requests wait
 _KEPT_ON_CPUS = 2**30  # bytes: writing out more costs more than computing it again
 _CACHE_ON_CPUS = 0.2  # of the host's memory
 _POSITIONS_A_SLOT = 1024  # on CPUs, where the host's memory is everybody's, and beside the batch
-_WHOLE_SEQUENCES = 8  # of so many positions that a model finds room for of which all parameters were trained
+_WHOLE_SEQUENCES = 8  # a model of which all parameters were trained has room for so many sequences
 
 # Shares of what the weights leave free.
 _TRAINING = 0.35  # the most that a training step takes by choice
@@ -542,15 +542,15 @@ def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     if cfg.delta is None:
         return 0
     config = sampling_config(cfg, config)
-    one = state_bytes(cfg, config.dtype, _share(cfg.delta.key_heads, config.tensor))
+    one = state_bytes(cfg, config.dtype, _state_heads(cfg.delta, config))
     return one * (state_count(cfg, config) + max(PREFILL_ROWS[-1], -(-config.sample_slots // config.fsdp)))
 
 
-def state_bytes(cfg: ModelConfig, dtype: Any, key_heads: int | None = None) -> int:
-    """What the states of one sequence take, in all layers. dtype: of activations. key_heads: a part, None = all."""
+def state_bytes(cfg: ModelConfig, dtype: Any, heads: int | None = None) -> int:
+    """What the states of one sequence take, in all layers. dtype: of activations. heads: of values; None = all."""
     if cfg.delta is None:
         return 0
-    heads = cfg.delta.value_heads // cfg.delta.key_heads * (key_heads or cfg.delta.key_heads)
+    heads = cfg.delta.value_heads if heads is None else heads
     conv = (cfg.delta.taps - 1) * cfg.delta.channels * jnp.dtype(dtype).itemsize
     return len(cfg.numbers("delta")) * (4 * heads * cfg.delta.key_dim * cfg.delta.value_dim + conv)
 

@@ -210,7 +210,7 @@ def capped(params: Params, logits_BTV: jax.Array) -> jax.Array:
 
 
 def capped_pullback(params: Params, logits_BTV: jax.Array, d_logits_BTV: jax.Array) -> jax.Array:
-    """The gradient by what `capped` was given, of that by what it gave, logits_BTV."""
+    """The gradient by the input of `capped`, from that by its output, logits_BTV."""
     return d_logits_BTV if not params.softcap else d_logits_BTV * (1 - (logits_BTV / params.softcap) ** 2)
 
 

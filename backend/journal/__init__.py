@@ -7,8 +7,6 @@ Each aggregate's file holds what goes in (New..., effects), what comes out (...V
 """
 
 from tinkerflow.backend.ids import CheckpointKind as CheckpointKind
-from tinkerflow.backend.journal.audit import AuditView as AuditView
-from tinkerflow.backend.journal.audit import Event as Event
 from tinkerflow.backend.journal.base_models import BaseModels as BaseModels
 from tinkerflow.backend.journal.base_models import BaseModelView as BaseModelView
 from tinkerflow.backend.journal.checkpoint_search import CheckpointQuery as CheckpointQuery
@@ -40,7 +38,6 @@ from tinkerflow.backend.journal.migrate import migrate as migrate
 from tinkerflow.backend.journal.models import ModelView as ModelView
 from tinkerflow.backend.journal.models import NewModel as NewModel
 from tinkerflow.backend.journal.models import RunView as RunView
-from tinkerflow.backend.journal.notify import RECHECK_SECONDS as RECHECK_SECONDS
 from tinkerflow.backend.journal.notify import Notifier as Notifier
 from tinkerflow.backend.journal.notify import ResultSubscriptions as ResultSubscriptions
 from tinkerflow.backend.journal.observed import Observed as Observed
@@ -61,7 +58,6 @@ from tinkerflow.backend.journal.samples import WholeSample as WholeSample
 from tinkerflow.backend.journal.sessions import NewSession as NewSession
 from tinkerflow.backend.journal.sessions import SessionFailure as SessionFailure
 from tinkerflow.backend.journal.sessions import SessionQuery as SessionQuery
-from tinkerflow.backend.journal.sessions import SessionStatus as SessionStatus
 from tinkerflow.backend.journal.sessions import SessionSummary as SessionSummary
 from tinkerflow.backend.journal.sessions import Timed as Timed
 from tinkerflow.backend.journal.sessions import plain_metadata as plain_metadata
@@ -74,5 +70,4 @@ from tinkerflow.backend.journal.upkeep import Retention as Retention
 from tinkerflow.backend.journal.uploads import NewUpload as NewUpload
 from tinkerflow.backend.journal.uploads import UploadView as UploadView
 from tinkerflow.backend.journal.usage import StoredUsage as StoredUsage
-from tinkerflow.backend.journal.usage import TotalUsage as TotalUsage
 from tinkerflow.backend.journal.usage import Usage as Usage

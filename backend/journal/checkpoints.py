@@ -61,6 +61,18 @@ class Page(Generic[T]):
     total: int
 
 
+@dataclass(frozen=True)
+class BeforeSave:
+    """What the journal knows before a checkpoint is written.
+
+    run_metadata: of its training run. is_gone: there was one under its path which was deleted or expired, so that its
+    name may be used again.
+    """
+
+    run_metadata: Mapping[str, str]
+    is_gone: bool
+
+
 class SavedCheckpoints(Aggregate):
     """Saved checkpoints. NotFoundError everywhere: deleted, expired and foreign checkpoints do not exist."""
 
@@ -94,11 +106,15 @@ class SavedCheckpoints(Aggregate):
             rows = connection.execute(sa.select(Checkpoint).where(*where).order_by(*newest).limit(limit).offset(offset))
             return Page(tuple(as_view(CheckpointView, row) for row in rows), total)
 
-    def is_gone(self, path: str) -> bool:
-        """Whether there was a checkpoint at `path` which was deleted or expired: its name may be used again."""
+    def before_save(self, path: str, run_id: str) -> BeforeSave:
+        """What a save of the run `run_id` under `path` must know of the journal. NotFoundError: unknown run."""
+        there = sa.select(exists(self._now())).where(col(Checkpoint.path) == path).scalar_subquery()
         with self._read() as connection:
-            there = sa.select(exists(self._now())).where(col(Checkpoint.path) == path)
-            return connection.execute(there).scalar() is False
+            of_run = sa.select(col(Model.user_metadata), there).where(col(Model.id) == run_id)
+            row = connection.execute(of_run).one_or_none()
+        if row is None:
+            raise missing(Model, run_id)
+        return BeforeSave(row[0], is_gone=row[1] is not None and not row[1])
 
     def check_storage(self, owner: str, limits: Limits) -> None:
         """UserError when the project may not store another checkpoint now."""

@@ -15,6 +15,7 @@ from typing import Literal, assert_never
 import sqlalchemy as sa
 from sqlmodel import col
 
+from tinkerflow.backend.checkpoint import Saved
 from tinkerflow.backend.commands import Optimizer, StabilityInfo
 from tinkerflow.backend.errors import Category
 from tinkerflow.backend.ids import CheckpointKind
@@ -170,6 +171,26 @@ class CheckpointSaved:
     attempt: str = ""
     created_at: datetime | None = None
     expert_rank: int | None = None
+
+    @classmethod
+    def of(cls, saved: Saved) -> CheckpointSaved:
+        """The row that goes with a commit of the store."""
+        return CheckpointSaved(
+            path=saved.path,
+            run_id=saved.run_id,
+            kind=CheckpointKind(saved.kind),
+            name=saved.name,
+            owner=saved.meta.owner,
+            base_model=saved.meta.base_model,
+            **asdict(saved.spec),
+            step=saved.step,
+            size_bytes=saved.size_bytes,
+            user_metadata=saved.meta.user_metadata,
+            expires_at=saved.meta.expires_at,
+            optimizer=saved.optimizer,
+            attempt=saved.attempt,
+            created_at=saved.created_at,
+        )
 
 
 @dataclass(frozen=True)

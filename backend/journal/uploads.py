@@ -108,17 +108,20 @@ class Uploads(Aggregate):
         return before
 
     def finish(self, upload: UploadView, saved: CheckpointSaved) -> str:
-        """Make the rows of the checkpoint that the upload became; its path. Repeating is fine.
+        """Make the rows of the checkpoint that the upload becomes, unless it has become one; the path of that.
 
         saved: what the store has committed. ConflictError when the upload was removed meanwhile.
         """
         session = NewSession(upload.owner, "", key_id=upload.key_id, project_id=upload.project_id)
-        done = sa.update(UploadRow).where(col(UploadRow.id) == upload.id).values(path=saved.path)
+        is_it = col(UploadRow.id) == upload.id
+        done = sa.update(UploadRow).where(is_it, col(UploadRow.path).is_(None)).values(path=saved.path)
         with self._write() as connection:
-            if connection.execute(done.returning(col(UploadRow.id))).one_or_none() is None:
+            if connection.execute(done.returning(col(UploadRow.id))).one_or_none() is not None:
+                record_import(connection, self._now(), upload.id, session, saved)
+                return saved.path
+            if (path := connection.execute(sa.select(col(UploadRow.path)).where(is_it)).scalar()) is None:
                 raise ConflictError(f"upload {upload.id!r} was removed while it was being finished; begin another one")
-            record_import(connection, self._now(), upload.id, session, saved)
-        return saved.path
+        return str(path)
 
     def over(self) -> list[UploadView]:
         """At most 100 uploads, finished or not, that expired an hour ago: nobody is at work on them any more."""

@@ -145,7 +145,7 @@ def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None
     Also for a GPU that is too old: XLA compiles Triton's kernels for none before Ampere (jax-ml/jax, issue 26799).
     It opens the devices.
     """
-    extra = {"cuda": "; install tinkerflow[gpu]", "tpu": "; install tinkerflow[tpu]"}.get(config.platform, "")
+    extra = {"cuda": "; install the extra `gpu`", "tpu": "; install the extra `tpu`"}.get(config.platform, "")
     try:
         found = devices.NAMES.get(jax.default_backend(), jax.default_backend())
     except Exception as error:
@@ -169,8 +169,8 @@ def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None
             )
     if found == "cpu" and config.platform == "auto" and not jax.config.jax_platforms and (unused := devices.seen()):
         text = (
-            f"WARNING: this host has {unused}, but JAX sees only CPUs, which will serve. Install tinkerflow[gpu] or "
-            "tinkerflow[tpu]; TINKERFLOW_PLATFORM=cpu says that CPUs are meant"
+            f"WARNING: this host has {unused}, but JAX sees only CPUs, which will serve. Install the extra "
+            "`gpu` or `tpu`; TINKERFLOW_PLATFORM=cpu says that CPUs are meant"
         )
         log.warning(text)
         progress(text)

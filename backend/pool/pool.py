@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Self
 
 from tinkerflow.backend import tracing
+from tinkerflow.backend.checkpoint import Digest
 from tinkerflow.backend.commands import (
     Command,
-    Digest,
     FetchState,
     Forward,
     GroupInfo,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from tinkerflow.backend.commands import Digest, FetchState, Float32, GroupConfig, StoredState, WriteState
+from tinkerflow.backend.checkpoint import Digest
+from tinkerflow.backend.commands import FetchState, Float32, GroupConfig, StoredState, WriteState
 from tinkerflow.backend.pool.protocol.messages import Transfer, Transferred, to_failed
 
 if TYPE_CHECKING:

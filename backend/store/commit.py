@@ -1,4 +1,4 @@
-"""The commit object: what a checkpoint is, and the size and hash of each of its files. How commits and files are read.
+"""The commit object, which names a checkpoint's files with size and hash: how it is written and read, and its files.
 
 Every byte that is read is verified.
 """
@@ -9,18 +9,29 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from tinkerflow.backend.checkpoint_paths import EXTERNAL_WEIGHTS, KINDS, RECOVERY, RUNS, CheckpointPath, is_run_id
-from tinkerflow.backend.commands import BLOCK, Digest, LoraSpec, Optimizer
+from tinkerflow.backend.checkpoint import (
+    BLOCK,
+    EXTERNAL_WEIGHTS,
+    KINDS,
+    RECOVERY,
+    RUNS,
+    CheckpointMeta,
+    CheckpointPath,
+    Digest,
+    Saved,
+    is_run_id,
+)
 from tinkerflow.backend.encryption import SUFFIX
 from tinkerflow.backend.errors import NotFoundError, StoreError
 from tinkerflow.backend.ids import is_name
-from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+from tinkerflow.backend.spec.ranks import LoraSpec
 from tinkerflow.backend.store.blobs import Blobs
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 
@@ -28,47 +39,6 @@ FORMAT = "tinkerflow-checkpoint-1"
 OPTIMIZER = "optimizer.safetensors"
 MODEL = "model.safetensors"  # of a model of which all parameters are trained: its weights by Hugging Face's names
 PIECES = re.compile(r"part-\d{5}\.safetensors")  # of a recovery snapshot that the worker processes wrote
-
-
-@dataclass(frozen=True)
-class CheckpointMeta:
-    """Facts about a checkpoint that are saved beside its state.
-
-    request_id: the request that asked for the save; repeating a save with the same id gives the same checkpoint.
-    expires_at: with a time zone, or None for never. generation: of the worker group. run_metadata: the metadata of the
-    training run. `Store.amend` changes public and expires_at after the save.
-    """
-
-    base_model: str
-    owner: str
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
-    expires_at: datetime | None = None
-    request_id: str = ""
-    generation: int = 0
-    run_metadata: Mapping[str, str] = field(default_factory=dict)
-    public: bool = False
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A committed checkpoint, with everything that its database row holds: rows can be rebuilt from commits."""
-
-    path: str
-    run_id: str
-    kind: str
-    name: str
-    attempt: str
-    spec: LoraSpec
-    step: int
-    created_at: datetime
-    meta: CheckpointMeta
-    files: Mapping[str, Digest]
-    optimizer: Optimizer = DEFAULT_OPTIMIZER
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of all files together."""
-        return sum(digest.size for digest in self.files.values())
 
 
 def to_json(saved: Saved) -> bytes:
@@ -154,7 +124,7 @@ def _are_files_of(kind: str, names: set[str]) -> bool:
     return plain <= names <= plain | {OPTIMIZER}
 
 
-def _optimizer(name: object) -> Optimizer:
+def _optimizer(name: object) -> str:
     if not isinstance(name, str) or name not in OPTIMIZERS:
         raise ValueError(f"optimizer {name!r} is unknown")
     return name

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tinkerflow.backend.checkpoint_paths import CheckpointPath
-from tinkerflow.backend.commands import BLOCK, Digest, StoredState
+from tinkerflow.backend.checkpoint import BLOCK, CheckpointPath, Digest
+from tinkerflow.backend.commands import StoredState
 from tinkerflow.backend.errors import NotFoundError, StoreAwayError, StoreError
-from tinkerflow.backend.store import commit, tensors
+from tinkerflow.backend.store import commit, peft
 from tinkerflow.backend.store.blobs import Blobs
-from tinkerflow.backend.store.tensors import Floats
+from tinkerflow.backend.store.peft import Floats
 
 Shape = tuple[int, ...]
 Wants = Callable[[Mapping[str, Shape]], Collection[str]]
@@ -58,7 +58,7 @@ def write(blobs: Blobs, folder: str, rank: int, pieces: Mapping[str, Floats]) ->
     """Write the part of one process: the digest of its file by name; nothing when it holds no piece."""
     if not pieces:
         return {}
-    file, data = PART.format(rank), tensors.encode(pieces)
+    file, data = PART.format(rank), peft.encode(pieces)
     with _failures(f"write {folder}/{file}"):
         blobs.create(f"{folder}/{file}", data)
     return {file: Digest.of(data)}

@@ -10,24 +10,26 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Self
 
-from tinkerflow.backend.checkpoint_paths import (
+from tinkerflow.backend.checkpoint import (
     EXTERNAL_WEIGHTS,
     SAMPLER_WEIGHTS,
     UPLOADS,
     WEIGHTS,
+    CheckpointMeta,
     CheckpointPath,
+    Digest,
+    Saved,
     check_run_id,
 )
 from tinkerflow.backend.clock import Clock, SystemClock
-from tinkerflow.backend.commands import AdapterKept, AdapterState, Digest, LoraSpec, Optimizer, StoredState
+from tinkerflow.backend.commands import AdapterKept, AdapterState, LoraSpec, Optimizer, StoredState
 from tinkerflow.backend.encryption import encrypt
 from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
 from tinkerflow.backend.ids import new_id
-from tinkerflow.backend.store import commit, parts, tensors, upkeep
+from tinkerflow.backend.store import commit, parts, peft, upkeep
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
-from tinkerflow.backend.store.commit import MODEL, OPTIMIZER, CheckpointMeta, Saved
-from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
-from tinkerflow.backend.store.tensors import Floats
+from tinkerflow.backend.store.commit import MODEL, OPTIMIZER
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, Floats, adapter_config
 from tinkerflow.backend.store.upkeep import Orphan, Snapshot
 
 _log = logging.getLogger(__name__)
@@ -441,18 +443,18 @@ class Store:
 
 def _files(state: AdapterState, meta: CheckpointMeta) -> dict[str, bytes]:
     if state.spec.full:
-        files = {MODEL: tensors.encode(state.weights)}
+        files = {MODEL: peft.encode(state.weights)}
     else:
         files = {
-            ADAPTER: tensors.encode(state.weights),
+            ADAPTER: peft.encode(state.weights),
             ADAPTER_CONFIG: adapter_config(meta.base_model, state.spec, state.weights),
         }
-    return files | ({OPTIMIZER: tensors.encode(state.moments)} if state.moments else {})
+    return files | ({OPTIMIZER: peft.encode(state.moments)} if state.moments else {})
 
 
 def _decoded(path: CheckpointPath, file: str, files: Mapping[str, bytes]) -> dict[str, Floats]:
     try:
-        return tensors.decode(files[file])
+        return peft.decode(files[file])
     except StoreError as error:
         raise StoreError(f"checkpoint {path}: {file} is {error}") from error
 

@@ -5,8 +5,6 @@ the engine word it alike. A check raises UserError, which names the field, its v
 `tinker.proto` is compiled by `python -m tinkerflow.backend.wire.generate`.
 """
 
-from tinkerflow.backend.wire.assets import with_files as with_files
-from tinkerflow.backend.wire.assets import with_files_to_train as with_files_to_train
 from tinkerflow.backend.wire.custom_losses import CreateCustomLoss as CreateCustomLoss
 from tinkerflow.backend.wire.custom_losses import decode_custom_loss as decode_custom_loss
 from tinkerflow.backend.wire.custom_losses import dump_custom_loss as dump_custom_loss
@@ -20,6 +18,7 @@ from tinkerflow.backend.wire.forward import encode_forward as encode_forward
 from tinkerflow.backend.wire.forward import forward_backward_header as forward_backward_header
 from tinkerflow.backend.wire.forward import read_forward as read_forward
 from tinkerflow.backend.wire.forward import training_tokens as training_tokens
+from tinkerflow.backend.wire.model_input import with_files_to_train as with_files_to_train
 from tinkerflow.backend.wire.requests import Body as Body
 from tinkerflow.backend.wire.requests import CopyWeights as CopyWeights
 from tinkerflow.backend.wire.requests import CreateModel as CreateModel
@@ -50,4 +49,5 @@ from tinkerflow.backend.wire.requests import parse as parse
 from tinkerflow.backend.wire.sample import decode_sample as decode_sample
 from tinkerflow.backend.wire.sample import encode_sample as encode_sample
 from tinkerflow.backend.wire.sample import sample_request as sample_request
+from tinkerflow.backend.wire.sample import with_files as with_files
 from tinkerflow.backend.wire.sample import with_seed as with_seed

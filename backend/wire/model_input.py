@@ -1,13 +1,18 @@
-"""The model input of a datum, text and images, as tokens: an image is a run of placeholders, and its pixels."""
+"""The model input of a datum, text and images, as tokens: an image is a run of placeholders, and its pixels.
+
+Requests may name images by the location of an uploaded file. They are stored with the bytes in place of locations, so
+what happens to a file later changes none that was accepted.
+"""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import DecodeError
 
 from tinkerflow.backend.commands import ImagePixels, Int32
 from tinkerflow.backend.errors import UserError, broken
@@ -15,6 +20,9 @@ from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
+LOCATIONS = "tinker://assets/"  # what a location begins with
+LOCATION_RULE = "the location of an image that this project uploaded (POST /api/v1/assets)"
+FindFiles = Callable[[Sequence[str]], Mapping[str, bytes]]  # files by location; what is none is left out
 _TOKEN = np.dtype("<i4")
 
 
@@ -99,3 +107,29 @@ def pixels_of(chunk: Mapping[str, Any], name: str, processor: ImageProcessor, *,
     except ValueError as error:
         raise UserError(f"{name}.data is no base64: {error}") from error
     return processor.read(file, kind, name, expected, blank=blank)
+
+
+def with_files_to_train(body: bytes, find: FindFiles) -> bytes:
+    """A ForwardBackwardRequest, images whose `data` is a location with their file; UserError for one without."""
+    start = LOCATIONS.encode()
+    if start not in body:
+        return body
+    try:
+        request = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        return body  # it is told so when it is executed
+    named = [
+        (f"data[{i}].model_input.chunks[{j}].data", chunk.image)
+        for i, datum in enumerate(request.data)
+        for j, chunk in enumerate(datum.model_input)
+        if chunk.WhichOneof("chunk") == "image" and chunk.image.data.startswith(start)
+    ]
+    if not named:
+        return body
+    locations = [image.data.decode(errors="replace") for _, image in named]
+    files = find(locations)
+    for (name, image), location in zip(named, locations, strict=True):
+        if (file := files.get(location)) is None:
+            raise broken(name, location, LOCATION_RULE)
+        image.data = file
+    return bytes(request.SerializeToString())

@@ -19,7 +19,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import core_schema as schemas
 
-from tinkerflow.backend.checkpoint_paths import CheckpointPath
+from tinkerflow.backend.checkpoint import CheckpointPath
 from tinkerflow.backend.commands import LoraSpec, Optimizer, OptimResult, Priority
 from tinkerflow.backend.encryption import check_recipients
 from tinkerflow.backend.errors import UserError, broken, shown

@@ -7,6 +7,7 @@ sparse_col_indices. It is answered in the layout of the question.
 
 from __future__ import annotations
 
+import base64
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,8 +34,7 @@ from tinkerflow.backend.spec.constraints import check_constraint
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_REQUEST_PIXEL_BYTES, MODEL_CONTEXT
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.assets import LOCATION_RULE, POINTER
-from tinkerflow.backend.wire.model_input import pixels_of, too_many_pixels
+from tinkerflow.backend.wire.model_input import LOCATION_RULE, FindFiles, pixels_of, too_many_pixels
 from tinkerflow.backend.wire.requests import MAX_LISTED, ConstraintBody, SampleBody, SamplingParams, TargetTensor
 
 MAX_STOPS = 256  # stop tokens or stop strings of one request
@@ -44,6 +44,7 @@ MOST_BIAS = 100.0  # of one token, either way
 _SEED_BITS = 64
 _DIGITS = 10  # of a token id, fewer than that
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
+_POINTER = "image_asset_pointer"  # to an uploaded image
 _TARGETS = "target_prompt_logprobs"
 _Int64 = npt.NDArray[np.int64]
 FindProcessor = Callable[[], ImageProcessor | None]
@@ -55,6 +56,31 @@ def with_seed(body: bytes, values: dict[str, Any]) -> bytes:
     if isinstance(params, dict) and params.get("seed") is None:
         return orjson.dumps({**values, "sampling_params": {**params, "seed": secrets.randbits(_SEED_BITS)}})
     return body
+
+
+def with_files(values: dict[str, Any], find: FindFiles) -> dict[str, Any]:
+    """The values of a sample's body, pointers with the `data` of an image. Those that lead nowhere stay without."""
+    prompt = values.get("prompt")
+    if not isinstance(prompt, dict) or not isinstance(chunks := prompt.get("chunks"), list):
+        return values
+    pointers = [chunk for chunk in chunks if _points(chunk)]
+    if not pointers:
+        return values
+    files = find([location for chunk in pointers if isinstance(location := chunk.get("location"), str)])
+
+    def filled(chunk: Any) -> Any:
+        if not _points(chunk):
+            return chunk
+        location = chunk.get("location")
+        file = files.get(location) if isinstance(location, str) else None
+        bare = {name: value for name, value in chunk.items() if name != "data"}
+        return bare if file is None else {**bare, "data": base64.b64encode(file).decode()}
+
+    return {**values, "prompt": {**prompt, "chunks": [filled(chunk) for chunk in chunks]}}
+
+
+def _points(chunk: Any) -> bool:
+    return isinstance(chunk, dict) and chunk.get("type") == _POINTER
 
 
 def sample_request(
@@ -216,8 +242,8 @@ def _prompt(
         kind, name = chunk.get("type", "encoded_text"), f"prompt.chunks[{i}]"
         if kind == "encoded_text":
             parts.append(_token_array(chunk.get("tokens"), f"{name}.tokens", vocab_size))
-        elif kind in ("image", POINTER) and (processor := find_processor()) is not None:
-            if kind == POINTER and "data" not in chunk:
+        elif kind in ("image", _POINTER) and (processor := find_processor()) is not None:
+            if kind == _POINTER and "data" not in chunk:
                 raise broken(f"{name}.location", chunk.get("location"), LOCATION_RULE)
             image = ImagePixels(size, pixels_of(chunk, name, processor, blank=blank))
             images.append(image)
@@ -227,7 +253,7 @@ def _prompt(
                 raise too_many_pixels("prompt", name, MAX_REQUEST_PIXEL_BYTES)
         else:
             takes = "encoded_text, the model takes no images"
-            if kind not in ("image", POINTER):
+            if kind not in ("image", _POINTER):
                 blind = find_processor() is None
                 takes = "encoded_text, the model takes text only" if blind else "encoded_text or image"
             raise UserError(f"{name}.type is {shown(kind)}: must be {takes}")

@@ -139,7 +139,7 @@ def _connect(address: str) -> None:
     try:
         import ray
     except ImportError as error:
-        raise UserError(f"launcher 'ray': Ray cannot be imported ({error}): install tinkerflow[ray]") from error
+        raise UserError(f"launcher 'ray': Ray cannot be imported ({error}): install the extra `ray`") from error
     try:
         ray.init(address or "auto", namespace="tinkerflow", log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from uuid import NAMESPACE_URL, uuid5
 
 import httpx
-from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
@@ -33,6 +32,7 @@ from tinkerflow.backend.errors import ServerError, UserError
 from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.server import is_healthy, start_server
 
 log = logging.getLogger(__name__)

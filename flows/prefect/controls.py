@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import httpx
-from prefect import get_client
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
@@ -21,6 +20,7 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelled, Failed, Running
 
 from tinkerflow.backend.errors import TinkerflowError, UserError
+from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.connection import PrefectConnection
 
 if TYPE_CHECKING:

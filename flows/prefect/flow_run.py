@@ -18,7 +18,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import httpx
-from prefect import Flow, flow, get_client
+from prefect import Flow, flow
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate, LogCreate
 from prefect.client.schemas.objects import State
@@ -26,6 +26,7 @@ from prefect.events import emit_event
 from prefect.states import Pending, Running
 
 from tinkerflow.backend.journal import AWAY
+from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.connection import PrefectConnection, is_away
 from tinkerflow.flows.prefect.report import Drawing
 

@@ -54,6 +54,7 @@ from tinkerflow.backend.store import Store
 from tinkerflow.tasks.execution.project_room import ProjectRoom
 from tinkerflow.tasks.execution.sequencer import Saves, SaveState, Slot
 from tinkerflow.tasks.execution.snapshots import Snapshots
+from tinkerflow.tasks.execution.whole_turns import WholeTurns
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class ExecutionContext:
 
     generation: the only worker group that may execute what is sent through this; None: whichever serves.
     most_drift: the mean `kl_sample_train` above which a forward_backward is logged, 0 = none. trained_images: the room
-    of images in operations of models.
+    of images in operations of models. whole_turns: of samples of models of which all parameters were trained.
     """
 
     journal: Journal
@@ -90,6 +91,7 @@ class ExecutionContext:
     generation: int | None = None
     most_drift: float = 0.0
     trained_images: ProjectRoom = field(default_factory=ProjectRoom)
+    whole_turns: WholeTurns = field(default_factory=WholeTurns)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def bound_to(self, generation: int) -> ExecutionContext:

@@ -44,7 +44,7 @@ class ProjectRoom:
     async def hold(self, owner: str, size: int) -> AsyncIterator[asyncio.Lock]:
         """Inside, the project holds `size` bytes. Its requests come in one after the other, in the order of asking.
 
-        What comes out is a lock of the project: who has it decodes. A file may be much larger before it is resized.
+        Yields the project's lock: hold it while decoding. A file may be much larger before it is resized.
         """
         share = self._shares.setdefault(owner, _Share())
         turn = asyncio.get_running_loop().create_future()

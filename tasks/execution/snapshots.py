@@ -26,6 +26,14 @@ class Snapshots:
         """Whether the group holds it."""
         return snapshot_id in self._present
 
+    def __len__(self) -> int:
+        """How many the group holds."""
+        return len(self._present)
+
+    def held(self, snapshot_id: str | None) -> SnapshotHeld | None:
+        """What it takes; None when the group does not hold it."""
+        return self._present.get(snapshot_id or "")
+
     def published(self, snapshot_id: str, held: SnapshotHeld) -> None:
         """The group holds it now, and the journal's row of its sampler says so or will in the same transaction."""
         self._present[snapshot_id] = held
@@ -68,17 +76,17 @@ class Snapshots:
         """Those that the journal knows of: of these it can say whether a sampler still uses them."""
         return frozenset(self._recorded)
 
-    def surplus(self, most: int, host_bytes: int) -> list[str]:
+    def surplus(self, most: int, host_bytes: int, *, coming: bool = False) -> list[str]:
         """Those in excess that are stored and that nobody uses at the moment, least recently used first.
 
         Beside the `most` last used ones, the group may hold `host_bytes` of others where these wait on the host. Of
-        those that are always there, only the last used one is beside that. What is not stored, or is in use, stays all
-        the same.
+        those that are always there, only the last used one is beside that, or the one that is about to come (`coming`).
+        What is not stored, or is in use, stays all the same.
         """
         last_used = [*self._recorded, *(one for one in self._present if one not in self._recorded)]
         on_host = [one for one in last_used if self._present[one].on_host]
         evicted = [one for one in last_used if one not in on_host]
-        beside = {*evicted[max(0, len(evicted) - most) :], *on_host[-1:]}
+        beside = {*evicted[max(0, len(evicted) - most) :], *([] if coming else on_host[-1:])}
         others = {one: self._present[one].host_bytes for one in last_used if one not in beside}
         excess, found = sum(size or 0 for size in others.values()) - host_bytes, []
         for one, size in others.items():

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
-from tinkerflow.backend.checkpoint_paths import RECOVERY
+from tinkerflow.backend.checkpoint import RECOVERY
 from tinkerflow.backend.commands import (
     AdapterKept,
     AdapterState,
+    Done,
+    DropSnapshot,
     ExportAdapter,
     FetchState,
     LoadSnapshot,
@@ -59,6 +62,22 @@ async def load_snapshot(context: ExecutionContext, snapshot_id: str, path: str) 
         context = context.bound_to(await context.pool.serving())
     state = await bring(context, snapshot_id, path, optimizer=False)
     return await context.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)
+
+
+async def make_room_for_whole(context: ExecutionContext, *, coming: bool) -> None:
+    """Drop snapshots of whole models that wait on the workers' hosts beyond the room there (`Snapshots.surplus`)."""
+    snapshots = context.snapshots
+    await drop(context, snapshots.surplus(len(snapshots), context.whole_turns.host_bytes, coming=coming))
+
+
+async def drop(context: ExecutionContext, snapshot_ids: Sequence[str]) -> None:
+    """Send all before anything else happens: whoever loads one again does so after it was dropped.
+
+    context: bound to the group that holds them.
+    """
+    for snapshot_id in snapshot_ids:
+        context.snapshots.dropped(snapshot_id)
+    await asyncio.gather(*(context.send(DropSnapshot(snapshot_id), Done) for snapshot_id in snapshot_ids))
 
 
 # ------------------------------------------------------------------ recovery snapshots

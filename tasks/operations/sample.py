@@ -31,6 +31,7 @@ from tinkerflow.backend.errors import (
     NotFoundError,
     ServerError,
     StateLostError,
+    StoreError,
     SuspectError,
     UserError,
 )
@@ -50,7 +51,7 @@ from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
 from tinkerflow.tasks.execution.operation import INLINE_BYTES, ExecutionContext, attribute_crash, failure
 from tinkerflow.tasks.execution.project_room import BODIES, ProjectRoom
-from tinkerflow.tasks.execution.states import load_snapshot
+from tinkerflow.tasks.execution.states import load_snapshot, make_room_for_whole
 from tinkerflow.tasks.operations.load_weights import check_readable, gone
 
 log = logging.getLogger(__name__)
@@ -340,6 +341,17 @@ class SampleBatch:
 
     async def _join(self, sample: _Sample, wanted: SampleRequest) -> Outcome:
         request, sampler = sample.request, sample.sampler
+        if not await _is_whole(self._context, sampler):
+            return await self._join_with_weights(sample, wanted)
+        self._set_apart(sample)
+        async with self._context.whole_turns.hold(request.owner, sampler.snapshot_id or sampler.id):
+            _check_going_on(sample)
+            if self._context.snapshots.held(sampler.snapshot_id) is None:
+                await make_room_for_whole(self._context, coming=True)
+            return await self._join_with_weights(sample, wanted)
+
+    async def _join_with_weights(self, sample: _Sample, wanted: SampleRequest) -> Outcome:
+        request, sampler = sample.request, sample.sampler
         wanted = replace(wanted, trace=tracing.current() if request.trace else None)
         snapshot = sampler.snapshot_id  # None: the base model
         if sampler.model_path is not None:
@@ -348,6 +360,8 @@ class SampleBatch:
             return await self._sample(sample, wanted)
         with self._context.snapshots.using(snapshot):
             loaded = await _load_unless_there(self._context, sampler, snapshot)
+            if (held := self._context.snapshots.held(snapshot)) is not None and held.on_host:
+                self._context.whole_turns.loaded(held.host_bytes or 0)
             # Nothing is awaited from here until it waits for its slot: a group that ends gives it back.
             outcome = await self._sample(sample, replace(wanted, snapshot_id=snapshot))
             return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))
@@ -359,6 +373,19 @@ class SampleBatch:
         self._admit.append(wanted)
         self._some.set()
         return await sample.ended
+
+
+async def _is_whole(context: ExecutionContext, sampler: SamplerView) -> bool:
+    """Whether all parameters of what it samples were trained."""
+    if (held := context.snapshots.held(sampler.snapshot_id)) is not None:
+        return held.on_host
+    if sampler.model_path is None and sampler.snapshot_id is None:
+        return False
+    try:
+        path = sampler.model_path or await _path_of_published(context, str(sampler.snapshot_id))
+        return (await asyncio.to_thread(context.store.stored, path, optimizer=False)).spec.full
+    except (NotFoundError, StateLostError, StoreError):
+        return False  # loading says what is wrong
 
 
 async def _load_unless_there(context: ExecutionContext, sampler: SamplerView, snapshot: str) -> SamplerLoaded | None:
@@ -393,22 +420,29 @@ def _check_going_on(sample: _Sample) -> None:
 
 async def _load_published(context: ExecutionContext, snapshot_id: str) -> SnapshotHeld:
     """Load what an unnamed save has committed, or will: the group that it was published in is gone."""
-    missed, recovery = None, context.journal.recovery
+    missed = None
+    while True:
+        path = await _path_of_published(context, snapshot_id)
+        try:
+            return await load_snapshot(context, snapshot_id, path)
+        except NotFoundError:
+            if path == missed:
+                raise
+            missed = path  # maybe a later inflight save took its place, and it was deleted: look again
+
+
+async def _path_of_published(context: ExecutionContext, snapshot_id: str) -> str:
+    """Where an unnamed save has committed, once it has; StateLostError when it never will."""
+    recovery = context.journal.recovery
     while True:
         # First: once it is not coming, it is stored, or lost.
         coming = context.saves.is_being_stored(snapshot_id) or await context.read(recovery.is_unstored, snapshot_id)
-        if (stored := await context.read(recovery.sampler_snapshot, snapshot_id)) is None:
-            if not coming:
-                where = "its weights are in no worker group and not in the store"
-                raise StateLostError(f"sampling snapshot {snapshot_id}: {where}")
-            await asyncio.sleep(_LOOK_SECONDS)
-            continue
-        try:
-            return await load_snapshot(context, snapshot_id, stored.path)
-        except NotFoundError:
-            if stored.path == missed:
-                raise
-            missed = stored.path  # maybe a later inflight save took its place, and it was deleted: look again
+        if (stored := await context.read(recovery.sampler_snapshot, snapshot_id)) is not None:
+            return stored.path
+        if not coming:
+            where = "its weights are in no worker group and not in the store"
+            raise StateLostError(f"sampling snapshot {snapshot_id}: {where}")
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _outcome(sample: _Sample, result: SampleResult) -> Outcome:

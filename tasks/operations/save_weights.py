@@ -37,7 +37,6 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.errors import FencedError, GroupFailedError
 from tinkerflow.backend.ids import inflight_id, sampler_id
-from tinkerflow.backend.index import row_of
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
@@ -55,7 +54,7 @@ from tinkerflow.backend.store import CheckpointMeta, CheckpointPath
 from tinkerflow.backend.wire import SaveExternal, SaveForSampler, SaveWeights, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.operation import Execution
 from tinkerflow.tasks.execution.sequencer import SaveState
-from tinkerflow.tasks.execution.states import commit, record
+from tinkerflow.tasks.execution.states import commit, make_room_for_whole, record
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +141,8 @@ async def _save(
     await execution.slot.detach()
     await execution.slot.earlier_saves()  # a later save must not overtake an earlier one
     context, request, run_id = execution.context, execution.request, execution.model_id
+    path = str(CheckpointPath(run_id, kind, name))
+    known = await context.read(context.journal.checkpoints.before_save, path, run_id)
     expires = None if ttl_seconds is None else context.clock.now() + timedelta(seconds=ttl_seconds)
     meta = CheckpointMeta(
         base_model=context.card.name,
@@ -150,15 +151,14 @@ async def _save(
         expires_at=expires,
         request_id=request.id,
         generation=context.pool.generation,
-        run_metadata=(await context.read(context.journal.models.get, run_id, None)).user_metadata,
+        run_metadata=known.run_metadata,
     )
-    path = str(CheckpointPath(run_id, kind, name))
-    over = overwrite or await context.read(context.journal.checkpoints.is_gone, path)
+    over = overwrite or known.is_gone
     if kind is CheckpointKind.EXTERNAL_WEIGHTS:
         write = partial(context.store.export, run_id, name, state, meta, recipients=recipients, overwrite=over)
     else:
         write = partial(context.store.save, run_id, kind, name, state, meta, overwrite=over)
-    return row_of(await asyncio.to_thread(write))
+    return CheckpointSaved.of(await asyncio.to_thread(write))
 
 
 def _answered(execution: Execution, saved: CheckpointSaved, result: bytes) -> Outcome:
@@ -177,6 +177,8 @@ async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outc
         copied = execution.send(ExportAdapter(model_id, optimizer=False), AdapterState)
     held = await reply
     context.snapshots.published(request.id, held)
+    if held.on_host:
+        await make_room_for_whole(context, coming=False)
     if not (inflight or context.saves.store_fails(model_id)):
         execution.then = partial(_store_copy, execution, copied)
         return replace(_opened(execution, opened, request.id), replays=True)

@@ -192,18 +192,13 @@ class Engine:
         expires_at = None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl)
         metadata = getattr(asked, "user_metadata", {})
         meta = CheckpointMeta(BASE, request.owner, metadata, expires_at, request.id)
-        over = getattr(asked, "overwrite", False) or self.journal.checkpoints.is_gone(path)
+        over = getattr(asked, "overwrite", False) or self.journal.checkpoints.before_save(path, run).is_gone
         if kind is CheckpointKind.EXTERNAL_WEIGHTS:
             saved = self.store.export(run, asked.name, state, meta, recipients=asked.recipients, overwrite=over)
         else:
             saved = self.store.save(run, kind, asked.name, state, meta, overwrite=over)
         self.tables[path] = self.tables[run].copy()
-        flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
-        return CheckpointSaved(
-            path=path, run_id=run, kind=kind, name=asked.name, owner=request.owner, base_model=BASE, rank=8, **flags,
-            step=self.steps[run], size_bytes=saved.size_bytes, user_metadata=metadata, expires_at=expires_at,
-            attempt=saved.attempt,
-        )  # fmt: skip
+        return CheckpointSaved.of(saved)
 
     def _save_weights_external(self, request: Pending) -> Outcome:
         saved = self._saved(request, CheckpointKind.EXTERNAL_WEIGHTS, SaveExternal.decode(request.payload))

@@ -100,6 +100,30 @@ def test_files_that_are_refused_can_be_replaced(server: Running) -> None:
     assert server.post(FINISH, body).status_code == 200
 
 
+def test_files_that_replace_those_of_a_finish_that_was_cut_off_become_the_checkpoint(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = begun(server)
+    sent(upload)
+    body = {"upload_id": upload["upload_id"]}
+
+    def killed(*_: object) -> None:
+        raise ServerError("cut off")
+
+    with monkeypatch.context() as here:
+        here.setattr("tinkerflow.backend.journal.uploads.Uploads.finish", killed)
+        for _ in range(2):
+            assert server.post(FINISH, body).status_code == 503
+    doubled = {name: 2 * array for name, array in tensors().items()}
+    sent(upload, {ADAPTER: safetensors.numpy.save(doubled)})
+    path = server.post(FINISH, body).json()["tinker_path"]
+    assert server.post(FINISH, body).json()["tinker_path"] == path
+    state, _ = server.store.load(path)
+    for name, array in doubled.items():
+        np.testing.assert_array_equal(state.weights[name], array)
+    assert [one.path for one in server.store.checkpoints()] == [path]
+
+
 def test_links_are_for_one_file_of_one_upload_and_bounded(server: Running) -> None:
     first, second = begun(server), begun(server)
     forged = first["urls"][ADAPTER].replace(first["upload_id"], second["upload_id"])

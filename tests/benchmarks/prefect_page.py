@@ -1,11 +1,15 @@
 """Prefect beside a long training run: whether its server keeps up, and how long the run's page takes to open.
 
-    .venv/bin/python tests/benchmarks/prefect_page.py [--steps 20000] [--rate 3]
+    .venv/bin/python tests/benchmarks/prefect_page.py [--steps 20000] [--rate 3] [--turns 0] [--pause 0]
 
 A real engine (journal, pool, flow and task runs, the embedded Prefect server) makes so many steps with the unigram
 model of tests/flows instead of JAX; each step is a forward_backward and an optim_step. --rate is the setting
 TINKERFLOW_TRACKED_RUNS_PER_SECOND, whose default is the one here: above it, steps share task runs. Then the
 pages of its fullest and of its last flow run are opened in a headless Chromium. RESULTS.md keeps the output.
+
+With --turns, it measures what the page's lines, curves and checkpoints cost the engine instead: the steps are made in
+so many turns, by turns with them and without them, and the CPU time of the process is counted, less what this program
+takes to ask. --pause: seconds between two steps, for a run as slow as a real one.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -37,6 +42,7 @@ from tinkerflow.backend.settings import Settings  # noqa: E402
 from tinkerflow.backend.wire import tinker_pb2 as pb  # noqa: E402
 from tinkerflow.deployments.tiny_model import make_tiny  # noqa: E402
 from tinkerflow.flows import run_engine  # noqa: E402
+from tinkerflow.flows.prefect.report import RunReport  # noqa: E402
 
 AHEAD = 64  # steps that wait in the journal
 
@@ -54,16 +60,24 @@ def forward_backward(model: str, seq_id: int) -> NewRequest:
     return NewRequest(Kind.FORWARD_BACKWARD, "local", payload, f"f{seq_id}", model_id=model, seq_id=seq_id)
 
 
-def train(journal: Journal, base_model: str, steps: int) -> str:
-    """Make the steps, as a client with many requests in flight does; the model's id."""
+def create(journal: Journal, base_model: str) -> str:
+    """A model in training; its id."""
     session = journal.sessions.create(NewSession("local", "0.38.0"))
     model = model_id(session, 0)
     new = NewModel(model, session, "local", base_model, rank=1, seed=7)
     creation = NewRequest(Kind.CREATE_MODEL, "local", b"{}", "create", model_id=model, seq_id=0)
     journal.models.create(new, creation)
+    return model
+
+
+def train(journal: Journal, model: str, steps: int, *, pause: float = 0.0) -> None:
+    """Make more steps, as a client with many requests in flight does. pause: seconds between two of them."""
+    first = journal.models.get(model, None).step
+    session = model.partition(":")[0]
     step = orjson.dumps({"adam_params": {"learning_rate": 0.01}})
     began = time.monotonic()
-    for number in range(steps):
+    for number in range(first, first + steps):
+        time.sleep(pause)
         while number - journal.models.get(model, None).step > AHEAD:
             time.sleep(0.02)
         seq_id = 1 + 2 * number
@@ -73,10 +87,25 @@ def train(journal: Journal, base_model: str, steps: int) -> str:
         if number % 1000 == 999:
             journal.sessions.heartbeat(session, "local")
             print(f"  {number + 1} steps, {(number + 1) / (time.monotonic() - began):.0f} a second", flush=True)
-    while journal.models.get(model, None).step < steps:
+    while journal.models.get(model, None).step < first + steps:
         time.sleep(0.02)
-    print(f"{steps} steps in {time.monotonic() - began:.0f} s")
-    return model
+    print(f"{steps} steps in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def cost(journal: Journal, model: str, steps: int, turns: int, pause: float) -> None:
+    """Print the engine's CPU time for a step with what the page tells of steps, and without it, by turns."""
+    told = RunReport.answered
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(turns):
+        whole = turn % 2 == 0
+        RunReport.answered = told if whole else lambda report, outcome: False  # type: ignore[method-assign]
+        before = time.process_time() - time.thread_time()
+        train(journal, model, steps // turns, pause=pause)
+        spent[whole].append(1000 * (time.process_time() - time.thread_time() - before) / (steps // turns))
+    for whole, name in ((True, "with what the page tells"), (False, "without")):
+        print(f"CPU-ms of the engine for a step {name}: {' '.join(f'{one:.2f}' for one in spent[whole])}")
+    growth = statistics.median(spent[True]) / statistics.median(spent[False]) - 1
+    print(f"medians: {100 * growth:+.1f} %; load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 def task_runs(http: httpx.Client, run: str, **more: object) -> int:
@@ -140,8 +169,8 @@ def open_pages(http: httpx.Client, url: str, runs: list[tuple[str, int]], folder
             )
 
 
-async def main(steps: int, rate: float) -> None:
-    """Engine, steps, pages."""
+async def main(steps: int, rate: float, turns: int, pause: float) -> None:
+    """Engine, steps, pages; or the cost of what pages tell."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         base_model = str(make_tiny(folder / "tiny"))
@@ -158,14 +187,20 @@ async def main(steps: int, rate: float) -> None:
         print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, at most {rate:g} task runs a second")
         journal = Journal.open(settings.journal_url)
         before = cpu_seconds(os.getpid())
-        model = await asyncio.to_thread(train, journal, base_model, steps)
+        model = create(journal, base_model)
+        if turns:
+            await asyncio.to_thread(train, journal, model, steps // turns)  # a curve to draw
+            await asyncio.to_thread(cost, journal, model, steps, turns, pause)
+            steps = 0
+        await asyncio.to_thread(train, journal, model, steps)
         url = f"http://127.0.0.1:{settings.prefect_port}"
         with httpx.Client(base_url=f"{url}/api", timeout=60) as http:
             runs = await asyncio.to_thread(recorded, http, model)
             spent = cpu_seconds(os.getpid())
             used = {part: round(seconds - before.get(part, 0)) for part, seconds in spent.items()}
             print("CPU-seconds (other: the engine and this program):", used)
-            await asyncio.to_thread(open_pages, http, url, runs, folder)
+            if not turns:
+                await asyncio.to_thread(open_pages, http, url, runs, folder)
         journal.close()
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
@@ -175,5 +210,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--rate", type=float, default=3.0)
+    parser.add_argument("--turns", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=0.0)
     arguments: Any = parser.parse_args()
-    asyncio.run(main(arguments.steps, arguments.rate))
+    asyncio.run(main(arguments.steps, arguments.rate, arguments.turns, arguments.pause))

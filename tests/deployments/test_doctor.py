@@ -150,7 +150,7 @@ def test_devices_are_found_without_opening_them(tmp_path: Path, monkeypatch: pyt
         check("tpu")
     found("cuda", "an NVIDIA device (/dev/nvidia0)", "")
     assert check("cpu") == "jax 1.2.3, CPUs; an NVIDIA device (/dev/nvidia0) is not used"
-    with pytest.raises(UserError, match=r"this host has an NVIDIA device .*, which JAX cannot use: .*\[gpu\]"):
+    with pytest.raises(UserError, match=r"this host has an NVIDIA device .*, which JAX cannot use: .*extra `gpu`"):
         check()
     found("cuda", "an NVIDIA device (/dev/nvidia0)", "jax_cuda13_plugin")
     assert check() == "jax 1.2.3, jax-cuda13-plugin 1.2.3, NVIDIA H100, 81559 MiB; NVIDIA H100, 81559 MiB"

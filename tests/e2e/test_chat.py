@@ -1,6 +1,6 @@
 """What was trained answers the clients of OpenAI and Anthropic: the same tokens and logprobs as the SDK's sampler.
 
-So do litellm and lm-eval, unmodified, where they are installed.
+So do litellm and lm-eval, unmodified.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def test_litellm_chats_streams_and_calls_tools(
     server: Any, taught: dict[str, str], provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks GitHub
-    litellm = pytest.importorskip("litellm")
+    import litellm
+
     base = f"{server.api_url}/v1" if provider == "openai" else server.api_url
     given: Any = {"api_base": base, "api_key": "tml-test", "max_tokens": LENGTH, "temperature": 0, "max_retries": 0}
     greets: Any = {**given, "model": f"{provider}/{taught['greets']}"}
@@ -188,7 +189,8 @@ def test_litellm_gives_logprobs_and_holds_schemas(
     server: Any, gpt: openai.OpenAI, taught: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm")
+    import litellm
+
     given: Any = {"api_base": f"{server.api_url}/v1", "api_key": "tml-test", "messages": HI, "max_retries": 0}
     done = litellm.completion(
         **given, model=f"openai/{taught['greets']}", temperature=0, max_tokens=LENGTH, logprobs=True, top_logprobs=2
@@ -213,8 +215,8 @@ def test_lm_eval_scores_choices_and_texts_and_generates(
     server: Any, taught: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "tml-test")
-    lm_eval = pytest.importorskip("lm_eval")
-    pytest.importorskip("tenacity")  # of lm-eval[api]
+    import lm_eval
+
     sampler = server.client().create_sampling_client(model_path=taught["greets"]).result()
     tokenizer = sampler.get_tokenizer()
     asked, choices = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", ["I am a helpful model.", "Go away."]

@@ -2,6 +2,7 @@
 
 CI makes ten, with the journal in SQLite. For more:
 CRASH_LOOP_KILLS=100 CRASH_LOOP_PREFECT=embedded CRASH_LOOP_DATABASE=postgres pytest -s tests/e2e/test_crash_loop.py
+With CRASH_LOOP_FAMILY=qwen3_5 a random model of that family is trained and sampled; one that sees is shown images.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from family import make_family, png
+from tests.compute.conftest import TOWER
 from tinker import types
 
 SEED = int(os.environ.get("CRASH_LOOP_SEED", "7"))
@@ -25,6 +28,7 @@ PREFECT = os.environ.get("CRASH_LOOP_PREFECT", "off")
 DATABASE = os.environ.get("CRASH_LOOP_DATABASE", "sqlite")
 # Once each, then by chance. A name alone: SIGKILL. `up` takes its children with it; "all" leaves only `up`.
 WAYS = ("worker", "stop api", "engine", "up", "worker", "stop worker", "all", "api", "stop engine", "worker")
+FAMILY = os.environ.get("CRASH_LOOP_FAMILY", "")  # none: the tiny model
 PATIENCE = 900.0  # seconds until the loop counts as stuck; on a quiet machine a kill costs less than ten
 
 
@@ -71,6 +75,7 @@ def run(server, make_datum, seed, go_on):
         while go_on(step):
             # A micro-batch each.
             data = [make_datum([1 + (i * (seed + step)) % 300 for i in range(tokens)]) for tokens in (40, 60)]
+            data += [seen(seed + step)] if FAMILY in TOWER else []
             parts = [client.forward_backward(data, "cross_entropy") for _ in range(2)]
             parts.append(client.optim_step(types.AdamParams(learning_rate=2e-3)))
             got.append([part.result().metrics for part in parts])
@@ -79,11 +84,20 @@ def run(server, make_datum, seed, go_on):
             if step % 4 == 1:
                 sampler = client.save_weights_and_get_sampling_client().result()
             if step % 4 == 2:  # a step after its weights were published, and perhaps a life later
-                sampled = sampler.sample(types.ModelInput.from_ints([1, 2, 3]), 2, params).result()
+                prompt = seen(step).model_input if FAMILY in TOWER else types.ModelInput.from_ints([1, 2, 3])
+                sampled = sampler.sample(prompt, 2, params).result()
                 got[-1].append([list(one.tokens) for one in sampled.sequences])
             step += 1
         saves.append(client.save_state(name="last"))
         return got, [hashes(server, save.result().path) for save in saves]
+
+
+def seen(seed):
+    """A datum with an image."""
+    image = types.ImageChunk(data=png(seed), format="png", expected_tokens=6)
+    shown = types.ModelInput(chunks=[image, types.EncodedTextChunk(tokens=[7, 8, 9])])
+    inputs = {"target_tokens": [3] * 6 + [7, 8, 9], "weights": [0.0] * 6 + [1.0] * 3}
+    return types.Datum(model_input=shown, loss_fn_inputs=inputs)
 
 
 def hashes(server, path):
@@ -163,7 +177,8 @@ def test_kills_change_nothing(tmp_path, start_server, make_datum, monkeypatch, r
         finally:
             progress.end()
 
-    with start_server(tmp_path) as server:
+    served = ["--base-model", str(make_family(tmp_path / "model", FAMILY))] if FAMILY else []
+    with start_server(tmp_path, *served) as server:
         with ThreadPoolExecutor(1) as thread:
             killing = thread.submit(killer)
             try:

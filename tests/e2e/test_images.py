@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-import io
-import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,39 @@ import numpy as np
 import openai
 import pytest
 import tinker
-import torch
+from family import IMAGE_TOKEN, make_family, png
 from PIL import Image
-from tests.compute.conftest import PROCESSOR, SHAPE, random_model
+from test_cookbook import run
 from tinker import types
 
-from tinkerflow.deployments.tiny_model import PAD, SPECIALS, VOCAB, make_tiny
-
-TOKEN = SPECIALS.index(PAD)
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
     "{% if part.type == 'image' %}<|pad|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 
 
+CLASSIFIER = """
+import sys
+from pathlib import Path
+from tinker_cookbook.recipes.vlm_classifier.train import ExperimentConfig, run_experiment
+
+url, model, log, _ = sys.argv[1:]
+run_experiment(ExperimentConfig(
+    experiment_dir=log, base_url=url, model_name=model, renderer_name="qwen3_vl_instruct",
+    behavior_if_log_dir_exists="raise", learning_rate=2e-2, lora_rank=8, num_epochs=1, batch_size=4,
+    examples_per_class=8, eval_every=4, save_every=4, n_eval=2, max_tokens=4, run_nll_evaluator=True))
+(metrics,) = Path(log).glob("*/metrics.jsonl")
+metrics.rename(Path(log) / metrics.name)
+"""
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-VL with the tiny model's tokenizer."""
-    folder = make_tiny(tmp_path_factory.mktemp("models") / "sees")
-    torch.manual_seed(7)
-    model = random_model("qwen3_vl", {**SHAPE, "vocab_size": VOCAB, "tie_word_embeddings": True})
-    model.config.image_token_id = TOKEN
-    model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+def server(tmp_path_factory: pytest.TempPathFactory, start_server: Any) -> Iterator[Any]:
+    """It serves a random Qwen3-VL with the tiny model's tokenizer."""
+    folder = make_family(tmp_path_factory.mktemp("models") / "sees", "qwen3_vl")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-def png(seed: int) -> bytes:
-    out = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (16, 24, 3)).astype(np.uint8)
-    Image.fromarray(pixels).save(out, "png")
-    return out.getvalue()
+    with start_server(tmp_path_factory.mktemp("server"), "--base-model", str(folder), prefect="off") as found:
+        yield found
 
 
 def shown(data: bytes, after: list[int]) -> types.ModelInput:
@@ -54,9 +54,9 @@ def shown(data: bytes, after: list[int]) -> types.ModelInput:
     return types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[9, 8]), image, types.EncodedTextChunk(tokens=after)])
 
 
-def test_prompts_with_images(folder: Path, tmp_path: Path, start_server: Any) -> None:
+def test_prompts_with_images(server: Any) -> None:
     first, second = png(1), png(2)
-    with start_server(tmp_path, "--base-model", str(folder), prefect="off") as server, server.client() as service:
+    with server.client() as service:
         trainer = service.create_lora_training_client(base_model=server.base_model, rank=4, seed=1).result()
         sampler = trainer.save_weights_and_get_sampling_client().result()
         drawn = types.SamplingParams(max_tokens=40, temperature=1.0, seed=3, stop=[])
@@ -65,7 +65,7 @@ def test_prompts_with_images(folder: Path, tmp_path: Path, start_server: Any) ->
         assert len(tokens) == 40
         # What it said is what training says of it.
         whole = [5, 6, 7, *tokens]
-        targets = np.array([8, *[TOKEN] * 6, *whole, 0])
+        targets = np.array([8, *[IMAGE_TOKEN] * 6, *whole, 0])
         inputs = {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}
         datum = types.Datum(model_input=shown(first, whole), loss_fn_inputs=inputs)
         (trained,) = trainer.forward([datum], "cross_entropy").result().loss_fn_outputs
@@ -108,8 +108,29 @@ def test_prompts_with_images(folder: Path, tmp_path: Path, start_server: Any) ->
                 model=server.base_model, messages=[{"role": "user", "content": parts}], max_tokens=8, temperature=0,
                 extra_body={"return_token_ids": True, "ignore_eos": True},
             )  # fmt: skip
-        assert said.prompt_token_ids == [9, 8, *[TOKEN] * 6]  # type: ignore[attr-defined]
+        assert said.prompt_token_ids == [9, 8, *[IMAGE_TOKEN] * 6]  # type: ignore[attr-defined]
         assert said.choices[0].token_ids == told  # type: ignore[attr-defined]
         with pytest.raises(tinker.TinkerError, match="expected_tokens is 5: must be 6"):
             wrong = types.ImageChunk(data=first, format="png", expected_tokens=5)
             sampler.sample(types.ModelInput(chunks=[wrong]), 1, greedy).result()
+
+
+def test_the_cookbooks_classifier_learns_and_is_evaluated(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program is the cookbook's. Its data set is a folder of the name that it loads."""
+    for split, count in (("train", 8), ("test", 2)):
+        for label, colour in enumerate(("red", "blue")):
+            folder = tmp_path / "dpdl-benchmark" / "caltech101" / split / colour
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = np.random.default_rng(number).integers(0, 60, (16, 24, 3)).astype(np.uint8)
+                pixels[..., 2 * label] += 190
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    metrics = run(CLASSIFIER, server, tmp_path / "log")
+    nll = [line["train_mean_nll"] for line in metrics if "train_mean_nll" in line]
+    assert len(nll) == 4 and nll[-1] < nll[0]
+    evaluated = [line for line in metrics if "accuracy" in line]
+    assert len(evaluated) == 1 and 0 < evaluated[0]["test/nll"] < 20

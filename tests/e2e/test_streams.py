@@ -65,20 +65,27 @@ def test_a_stream_is_the_sdks_sample_of_base_model_and_adapter(server, client, t
     assert len(adapter[2]) > 2, "it came in parts"
 
 
-def test_a_worker_that_is_killed_makes_no_token_come_twice_or_not(server, client, trained):
-    expected, _ = sampled(server, 400, 5, model_path=trained)
-    killed = threading.Event()
+def test_a_worker_that_is_killed_amid_64_streams_makes_no_token_come_twice_or_not(server, client, trained):
+    sampler, lengths = server.client().create_sampling_client(model_path=trained).result(), [400] + [60] * 63
+    params = [types.SamplingParams(max_tokens=most, seed=seed, stop=[]) for seed, most in enumerate(lengths)]
+    asked = [sampler.sample(types.ModelInput.from_ints(TOKENS), 1, one) for one in params]
+    expected = [list(one.result().sequences[0].tokens) for one in asked]
+    begun, killed = set(), threading.Event()
 
-    def kill():
-        if not killed.is_set():
+    def kill(seed):
+        begun.add(seed)
+        if len(begun) >= 16 and not killed.is_set():
             killed.set()
             for pid in server.workers():
                 os.kill(pid, signal.SIGKILL)
 
-    tokens, logprobs, _ = streamed(client, trained, 400, 5, on_part=kill)
+    with ThreadPoolExecutor(64) as threads:
+        said = list(
+            threads.map(lambda seed: streamed(client, trained, lengths[seed], seed, lambda: kill(seed)), range(64))
+        )
     assert killed.is_set()
-    assert tokens == list(expected)
-    assert len(logprobs) == 400
+    assert [tokens for tokens, _, _ in said] == expected
+    assert [len(logprobs) for _, logprobs, _ in said] == lengths
 
 
 def test_64_streams_at_once_lose_nothing_and_wait_for_nobody_who_does_not_read(server, client, trained):

@@ -159,9 +159,9 @@ class Client:
         assert result.error is None, result.error
         return model
 
-    def submit_create(self, number: int = 0) -> tuple[str, str]:
-        model = model_id(self.session, number)
-        new = NewModel(model, self.session, self.owner, self.base_model, rank=1, seed=7, user_metadata={"made": "here"})
+    def submit_create(self, number: int = 0, rank: int = 1) -> tuple[str, str]:
+        model, made = model_id(self.session, number), {"made": "here"}
+        new = NewModel(model, self.session, self.owner, self.base_model, rank=rank, seed=7, user_metadata=made)
         self.seqs[model] = 0
         return model, self.journal.models.create(new, self.request(Kind.CREATE_MODEL, {}, model=model))
 

@@ -92,10 +92,12 @@ class Unigram:
                 moments = command.state.moments or fresh(command.state.spec).moments
                 self.adapters[command.adapter_id] = replace(command.state, moments=moments)
             case PublishSnapshot():
-                self.snapshots[command.snapshot_id] = self.adapter(command.adapter_id).weights[BIAS]
-                return SnapshotHeld(self.snapshots[command.snapshot_id].nbytes)
-            case LoadSnapshot():
-                return SnapshotHeld(self.snapshots.setdefault(command.snapshot_id, command.state.weights[BIAS]).nbytes)
+                state = self.adapter(command.adapter_id)
+                self.snapshots[command.snapshot_id] = state.weights[BIAS]
+                return SnapshotHeld(state.weights[BIAS].nbytes, on_host=state.spec.full)
+            case LoadSnapshot(snapshot_id, state):
+                held = self.snapshots.setdefault(snapshot_id, state.weights[BIAS])
+                return SnapshotHeld(held.nbytes, on_host=state.spec.full)
             case MoveSnapshot():
                 moved = self.snapshots[command.to_id] = self.snapshots.pop(command.snapshot_id)
                 for decoding in self.batch.values():

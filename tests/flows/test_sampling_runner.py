@@ -64,6 +64,37 @@ async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
     assert row.snapshot_id in context.snapshots
 
 
+async def test_few_models_wait_on_the_host_of_which_all_parameters_were_trained(
+    sampling: Any, make_runner: Any, client: Any, pool: Any, running: Any
+) -> None:
+    """Without room beside one of them, each is loaded when those before it are answered, also if it was published."""
+    model, created = client.submit_create(0, rank=0)
+    runner, paths, said = make_runner(model), [], [5, 9, 3, 7]
+    async with running(runner.serve()):
+        assert (await client.result(created)).error is None
+        for number, token in enumerate(said):
+            requests = [client.forward_backward(model, [token] * 4), client.optim_step(model)]
+            requests.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 100 + number}))
+            requests.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": f"says-{token}"}))
+            runner.wake()
+            results = await client.results(*requests)
+            paths.append(orjson.loads(results[-1].result)["path"])
+        runner.stop()
+    published = [f"{client.session}:sample:{100 + number}" for number in range(4)]
+    samplers = [*(client.sampler(number, path) for number, path in enumerate(paths)), *published]
+    most, submit = [], pool.submit
+
+    async def counting(command: Any, *args: Any, **more: Any) -> Any:
+        reply = await submit(command, *args, **more)
+        most.append(len(pool.executor.snapshots))
+        return reply
+
+    pool.submit = counting
+    results = await client.results(*(client.sample(one) for one in (*samplers, *samplers)))
+    assert [tokens(result)[0] for result in results] == [[token] * 6 for token in said] * 4
+    assert most[-1] == 1 and max(most[most.index(1) :]) == 1, "those of the saves go when the first is loaded"
+
+
 async def test_inflight_samplers_take_up_what_is_published_later_and_so_do_their_requests(
     sampling: Any, make_runner: Any, client: Any, pool: Any, running: Any, monkeypatch: Any
 ) -> None:

@@ -18,7 +18,7 @@ EXAMPLES = {
     "an optimizer (Dimuon)": r"(?i)dimuon|\bmomentum\b|\bmuon\b",
     "a model family (Qwen3-MoE)": r"(?i)qwen3_?moe",
     "a pipeline (distill)": r"\bdistill\b",
-    "a setting of the workers (decode_chunk)": r"\bdecode_chunk\b",
+    "a setting of the workers (decode_chunk)": r"(?<!def )\bdecode_chunk\b(?!\()",  # but for the sampler's method
     "a REST listing (audit events)": r"(?i)audit_?(view|page|log)|\baudit\.(events|page|list)|journal\.audit\b",
     "a store backend (GCS)": r"(?i)\bgcs\b|gcsblobs",
     "a pool command (DropSnapshot)": r"\bDropSnapshot\b",

@@ -6,6 +6,7 @@ import pytest
 
 from tinkerflow.backend.errors import NotFoundError
 from tinkerflow.backend.journal import CheckpointKind, access_hash
+from tinkerflow.backend.journal.checkpoints import BeforeSave
 
 
 def test_lists_are_newest_first_in_pages_and_per_run(scene, save):
@@ -94,7 +95,7 @@ def test_expired_ones_are_invisible_at_once_and_deleted_row_first(scene, save, c
         with pytest.raises(NotFoundError):
             scene.journal.checkpoints.get(short, owner)
     assert [view.path for view in scene.journal.checkpoints.page("local").rows] == [long]
-    assert scene.journal.checkpoints.is_gone(short)
+    assert scene.journal.checkpoints.before_save(short, model).is_gone
     assert scene.journal.upkeep.unpurged() == []
     assert scene.journal.upkeep.delete_expired() == [short]
     assert scene.journal.upkeep.delete_expired() == []
@@ -109,10 +110,10 @@ def test_expired_ones_are_invisible_at_once_and_deleted_row_first(scene, save, c
 def test_a_name_can_be_saved_again_while_the_files_of_its_deleted_checkpoint_wait(scene, save):
     model = scene.model()
     path = save(model, "a")
-    assert not scene.journal.checkpoints.is_gone(path)
-    assert not scene.journal.checkpoints.is_gone("tinker://m/weights/never")
+    assert not scene.journal.checkpoints.before_save(path, model).is_gone
+    assert not scene.journal.checkpoints.before_save("tinker://m/weights/never", model).is_gone
     scene.journal.checkpoints.delete(path, "local")
-    assert scene.journal.checkpoints.is_gone(path)
+    assert scene.journal.checkpoints.before_save(path, model).is_gone
     assert save(model, "a") == path
     assert scene.journal.checkpoints.get(path, "local").attempt == "a-2"
     assert scene.journal.upkeep.unpurged() == []
@@ -192,3 +193,10 @@ def test_a_token_opens_one_checkpoint_until_it_expires_is_revoked_or_the_bytes_c
             nothing()
     assert events(scene.journal).count("checkpoint_shared") == 3
     assert events(scene.journal).count("checkpoint_unshared") == 1
+
+
+def test_a_save_is_told_the_metadata_of_its_run(scene):
+    run = scene.model(user_metadata={"team": "blue"})
+    assert scene.journal.checkpoints.before_save("tinker://m/weights/new", run) == BeforeSave({"team": "blue"}, False)
+    with pytest.raises(NotFoundError, match="model 'nobody'"):
+        scene.journal.checkpoints.before_save("tinker://m/weights/new", "nobody")

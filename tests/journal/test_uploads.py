@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import pytest
@@ -66,8 +66,9 @@ def test_only_the_newest_pieces_of_a_file_count(journal, clock):
 def test_a_finished_upload_is_a_checkpoint_of_a_session_that_is_over(journal, clock):
     new = begun(journal, clock)
     upload = journal.uploads.get(new.id, "team")
-    for _ in range(2):
-        assert journal.uploads.finish(upload, saved(upload)) == saved(upload).path
+    other = replace(saved(upload), path=f"tinker://{upload.id}:train:0/weights/imported-2", name="imported-2")
+    for each in (saved(upload), saved(upload), other):
+        assert journal.uploads.finish(upload, each) == saved(upload).path
     assert journal.uploads.get(new.id, "team").path == saved(upload).path
     assert journal.checkpoints.get(saved(upload).path, "team").rank == 4
     assert journal.sessions.get(new.id, "team").project_id == "label"

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tinkerflow.backend import commands as c
+from tinkerflow.backend.checkpoint import BLOCK, Digest
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol import messages as m
 from tinkerflow.backend.spec.losses import LOSSES
@@ -31,7 +32,7 @@ arrays_by_name = st.dictionaries(texts, floats32, max_size=3)
 specs = st.builds(c.LoraSpec, st.integers(1, 512), st.booleans(), st.booleans(), st.booleans())
 examples = st.builds(c.Example, ints32, ints32, floats32, st.booleans(), arrays_by_name)
 states = st.builds(c.AdapterState, specs, st.integers(0, 2**31), arrays_by_name, arrays_by_name)
-digests = st.builds(c.Digest, st.integers(0, c.BLOCK), texts, texts.map(lambda text: (text,)))
+digests = st.builds(Digest, st.integers(0, BLOCK), texts, texts.map(lambda text: (text,)))
 stored = st.builds(
     c.StoredState, specs, st.integers(0, 2**31), texts, texts, st.dictionaries(texts, digests, max_size=3)
 )

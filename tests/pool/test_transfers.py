@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tinkerflow.backend.checkpoint_paths import RECOVERY
+from tinkerflow.backend.checkpoint import RECOVERY
 from tinkerflow.backend.commands import (
     AdapterKept,
     ExportAdapter,

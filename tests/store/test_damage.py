@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save as save_safetensors
 
-from tinkerflow.backend import commands
+from tinkerflow.backend import checkpoint
 from tinkerflow.backend.commands import AdapterState
 from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Digest, Store, commit
@@ -63,7 +63,7 @@ def test_a_damaged_file_is_refused_by_name(
 def test_no_part_of_a_file_is_given_that_touches_damage(
     store: Store, meta: CheckpointMeta, make_state: Make, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (commands, commit):
+    for module in (checkpoint, commit):
         monkeypatch.setattr(module, "BLOCK", 16)
     saved, file = store.export(RUN, "x", make_state(1), meta), "adapter_model.safetensors"
     key = f"runs/{RUN}/external_weights/x/{saved.attempt}/{file}"

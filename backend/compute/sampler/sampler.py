@@ -69,7 +69,7 @@ _BUDGET_PIECES = 2  # of the largest size, whose tokens one step prefills at mos
 _KEPT_MATCHERS = 32  # of constraints that were asked last: a grammar takes up to seconds to compile
 _SHORT = 4  # sequences that are decoded beside the batch together
 _FILLING_STEPS = 3  # the most steps in a row that only prefill: a fuller batch decodes for the price of this one
-_WORTH = 4  # the batch waits so long when at least one sequence is to join for so many that are in it
+_WORTH = 4  # the batch waits only if at least one sequence joins for so many that are in it
 
 
 class Sampler:
@@ -306,7 +306,7 @@ class Sampler:
         room = self._max_context - len(request.prompt_T)
         if room < 1:
             most = self._max_context - 1
-            text = f"prompt: {len(request.prompt_T)} tokens; must be at most {most}, so much the KV cache holds"
+            text = f"prompt: {len(request.prompt_T)} tokens; must be at most {most}, the capacity of the KV cache"
             self._failed.append(SampleResult(request.request_id, error=text))
             return
         limit = min(request.max_tokens, room)

@@ -26,7 +26,14 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import LoraSpec, SampleProgress, SampleRequest, SampleResult, SampleStep
+from tinkerflow.backend.commands import (
+    LoraSpec,
+    SampleProgress,
+    SampleRequest,
+    SampleResult,
+    SampleStep,
+    SnapshotHeld,
+)
 from tinkerflow.backend.compute import full
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.full import Trained
@@ -265,15 +272,11 @@ class GroupSampler:
         """Whether there is a snapshot of that id."""
         return self.whole.holds(snapshot_id) or self.adapters.holds(snapshot_id)
 
-    def host_bytes(self, snapshot_id: str) -> int | None:
-        """The host memory that a snapshot takes, or would take when it is evicted; None where none is evicted."""
+    def held(self, snapshot_id: str) -> SnapshotHeld:
+        """What a snapshot takes that is held."""
         if self.whole.holds(snapshot_id):
-            return self.whole.host_bytes(snapshot_id)
-        return self.adapters.host_bytes(snapshot_id)
-
-    def on_host(self, snapshot_id: str) -> bool:
-        """Whether a snapshot is on the host always, and not only when it is evicted."""
-        return self.whole.holds(snapshot_id)
+            return SnapshotHeld(self.whole.host_bytes(snapshot_id), on_host=True)
+        return SnapshotHeld(self.adapters.host_bytes(snapshot_id))
 
     def move(self, snapshot_id: str, to_id: str) -> None:
         """Rename a snapshot, over the one called `to_id`; NotFoundError when there is none to rename."""

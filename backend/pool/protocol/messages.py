@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tinkerflow.backend import errors
-from tinkerflow.backend.commands import Command, Digest, FetchState, GroupConfig, WriteState
+from tinkerflow.backend.checkpoint import Digest
+from tinkerflow.backend.commands import Command, FetchState, GroupConfig, WriteState
 
 # The errors that an executor may raise by name: it cannot pretend that its group failed. Only classes of
 # backend/errors.py: classes that other rooms derive take more than a message, and no executor raises them.

@@ -21,10 +21,13 @@ from tests.api.conftest import BASE
 from tinkerflow.api import generation
 from tinkerflow.api.chat import pictures
 from tinkerflow.api.models import Target
-from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import Journal, Outcome, Pending
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.spec.images import ImageProcessor
+from tinkerflow.backend.wire import SampleBody, parse, sample_request
 from tinkerflow.backend.wire.model_input import pixels_of
+from tinkerflow.deployments.tiny_model import VOCAB
 
 SIGN, TOKEN = "<|pad|>", 3
 SEES = ImageProcessor(token=TOKEN, side=8, least=64, most=1024, mean=(0.0,) * 3, deviation=(1.0,) * 3)
@@ -94,7 +97,7 @@ def test_an_image_stands_where_the_template_puts_it(
     [
         ([{"type": "image_url", "image_url": {"url": "https://127.0.0.1/x.png"}}], "the server fetches no images"),
         ([{"type": "image_url", "image_url": {"url": "data:image/gif;base64,AAAA"}}], "data:image/png;base64,"),
-        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], "content[0].data is no png"),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], "image_url.url is no png"),
         ([{"type": "text", "text": SIGN}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,PNG"}}],
          "2 times <|pad|> for 1 images"),
         ([{"type": "input_audio"}], "sounds"),
@@ -127,6 +130,42 @@ def test_wrong_sources_are_refused_by_name(
     answer = post("messages", {"model": BASE, "max_tokens": 3, "messages": [{"role": "user", "content": content}]})
     assert answer.status_code == 400, answer.text
     assert says in answer.json()["error"]["message"]
+
+
+PARTS: dict[str, Callable[[str], tuple[dict[str, Any], str]]] = {
+    "chat/completions": lambda url: (
+        {"type": "image_url", "image_url": {"url": url}},
+        "messages[0].content[1].image_url.url",
+    ),
+    "responses": lambda url: ({"type": "input_image", "image_url": url}, "input[0].content[1].image_url"),
+    "messages": lambda url: (
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.split(",")[1]}},
+        "messages[0].content[1].source.data",
+    ),
+}
+
+
+@pytest.mark.parametrize("path", PARTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_damaged_image_is_named_as_the_client_has_it(
+    path: str, stream: bool, sees: None, post: Callable[..., Any], speaker: Speaker, png: str
+) -> None:
+    """What is wrong behind a file's head is found where it is decoded: by the engine."""
+
+    def decode(request: Pending) -> Outcome:
+        asked: Any = {"request_id": "", "owner": "", "snapshot_id": None, "vocab_size": VOCAB, "max_context": 4096}
+        with pytest.raises(UserError) as found:
+            sample_request(SampleBody.read(parse(request.payload)), **asked, eos=(2,), processor=lambda: SEES)
+        return request.failed(found.value)
+
+    speaker.engine.next_outcome = decode
+    cut = base64.b64encode(base64.b64decode(png)[:50]).decode()
+    part, field = PARTS[path](f"data:image/png;base64,{cut}")
+    said = [{"role": "user", "content": [{"type": "input_text" if path == "responses" else "text", "text": "?"}, part]}]
+    body = {"model": BASE, "stream": stream, ("input" if path == "responses" else "messages"): said}
+    answer = post(path, body | ({"max_tokens": 9} if path == "messages" else {}))
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(f"{field} cannot be read as png: ")
 
 
 def test_images_that_no_context_holds_are_not_measured(

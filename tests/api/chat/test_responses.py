@@ -15,6 +15,10 @@ from tests.api.conftest import BASE
 TOOLS: Any = [
     {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
 ]
+HI = {"role": "user", "content": "Hi"}
+CALLED = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+FORM: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
 TEXT = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}{END}"
 
 
@@ -114,8 +118,16 @@ def test_a_call_that_breaks_is_text_and_forms_are_held(gpt: openai.OpenAI, speak
         ({"previous_response_id": "x"}, "previous_response_id is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "no images"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type is 'web_search_call'"),
-        ({"input": [{"type": "function_call", "name": 3}]}, "input, as messages.0.tool_calls.0"),
-        ({"input": []}, "input, as messages"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": 3}]}, "input[0].name is 3: must be a text"),
+        ({"input": [HI, {**CALLED, "arguments": "["}]}, "input[1].arguments is '[': must be a JSON object as text"),
+        ({"input": [HI, {"type": "function_call_output", "output": "wet"}]}, "input[1].call_id is None"),
+        ({"input": [{"role": "judge", "content": "Hi"}]}, "input[0].role is 'judge': must be system, developer"),
+        ({"input": []}, "input is []: must be a text, or at least one item"),
+        ({"input": [{"role": "user", "content": [PICTURE]}]}, "input[0].content[0] is an image: must be a text"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens is 1000000: must be at most"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema is None"),
+        ({"text": FORM, "tools": TOOLS, "tool_choice": "required"}, "text.format is given: must be left out"),
+        ({"text": {"format": {**FORM["format"], "schema": {"type": "x"}}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
     ],
 )

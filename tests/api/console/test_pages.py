@@ -60,6 +60,23 @@ def test_a_sample_is_shown_as_text_until_its_bytes_are_dropped(browser: Any, fur
     assert "its bytes were dropped" in browser.get(f"/samples/{things.sample}").text
 
 
+def test_images_of_a_prompt_are_signs_in_lists_and_are_shown_with_their_sample(
+    browser: Any, server: Any, lettered: Any
+) -> None:
+    opening = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": lettered.name}
+    sampler = server.post("create_sampling_session", opening).json()["sampling_session_id"]
+    texts = [{"type": "encoded_text", "tokens": tokens} for tokens in ([2, 3], [4], [5])]
+    images = [{"type": "image", "format": form, "data": data} for form, data in (("png", "AAAA"), ("jpeg", "BB=="))]
+    prompt = {"chunks": [texts[0], images[0], texts[1], texts[2], images[1]]}
+    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 4}}
+    sample = server.post("asample", body).json()["request_id"]
+    assert "bc[image]de[image]" in browser.get("/samples").text
+    page = browser.get(f"/samples/{sample}").text
+    assert "<pre>bc[image]de[image]</pre>" in page
+    for url in ("data:image/png;base64,AAAA", "data:image/jpeg;base64,BB=="):
+        assert f'src="{url}"' in page and url not in browser.get("/samples").text
+
+
 def test_large_samples_are_not_read_for_a_list(browser: Any, furnish: Any, lettered: Any, monkeypatch: Any) -> None:
     things = furnish()
     monkeypatch.setattr("tinkerflow.api.console.samples._READ_IN_LIST", 10)
@@ -226,7 +243,8 @@ def test_pages_with_a_thousand_runs_and_a_long_run_take_few_statements_and_read_
             made.clear()
             work = 0
             page = browser.get(path)
-            print(f"{path}: {len(page.content)} bytes, {len(made)} statements, {work} thousand instructions")
+            took = f"{1000 * page.elapsed.total_seconds():.0f} ms"
+            print(f"{path}: {took}, {len(page.content)} bytes, {len(made)} statements, {work} thousand instructions")
             assert page.status_code == 200
             assert len(made) <= most, (path, made)
             assert work <= instructions, path

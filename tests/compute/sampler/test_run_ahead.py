@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +139,28 @@ def test_the_warm_up_compiles_what_running_ahead_needs(
     run_all(sampler, ask("a", prompt(20), 12), ask("b", prompt(20), 30, num_samples=3))
     run_all(sampler, ask("a", prompt(20), 12))
     assert len(compiled) > 8 and not any(compiled)
+
+
+def test_half_of_64_streams_are_cancelled_and_a_kill_changes_no_token(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "on_cpu", lambda: False)
+    new = partial(qwen.sampler, sample_slots=64, decode_chunk=4)
+    requests = [ask(f"{i}", prompt(20), 24, temperature=1.0, seed=i, stream=True) for i in range(64)]
+    expected = run_all(new(), *requests)
+    killed, told = new(), defaultdict[str, list[int]](list)
+    for admit in (tuple(requests), (), (), ()):
+        for part in killed.step(SampleStep(admit)).streamed:
+            told[part.request_id] += part.tokens_T.tolist()
+    assert len(told) == 64 and len(killed.decoding) == 64
+    again, gone = new(), tuple(f"{i}" for i in range(32))
+    found = again.step(SampleStep(tuple(requests))).finished + again.step(SampleStep()).finished
+    assert again.pages.used == 64
+    found += again.step(SampleStep(cancel=gone)).finished + again.step(SampleStep()).finished
+    assert again.pages.used == 32, "after two chunks"
+    results = {result.request_id: result for result in found} | run_all(again)
+    assert set(results) == {f"{i}" for i in range(32, 64)}
+    for name, result in results.items():
+        (one,), (same,) = result.sequences, expected[name].sequences
+        assert one.tokens_T.tolist() == same.tokens_T.tolist()
+        assert one.tokens_T.tolist()[: len(told[name])] == told[name]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.checkpoint_paths import RECOVERY
+from tinkerflow.backend.checkpoint import RECOVERY
 from tinkerflow.backend.commands import AdapterKept, AdapterState, ExportAdapter, FetchState, StoredState, WriteState
 from tinkerflow.backend.errors import GroupFailedError, StoreError
 from tinkerflow.backend.journal import SnapshotTaken

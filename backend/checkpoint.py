@@ -1,13 +1,18 @@
-"""`tinker://` paths of checkpoints, and the keys under which a store keeps their files."""
+"""What a checkpoint is: its `tinker://` path, the keys and digests of its files, and the facts that go with it."""
 
 from __future__ import annotations
 
+import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Self
 
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.ids import NAME_RULE, CheckpointKind, is_name
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
+from tinkerflow.backend.spec.ranks import LoraSpec
 
 WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = CheckpointKind
 KINDS = tuple(CheckpointKind)
@@ -15,6 +20,7 @@ RECOVERY = "recovery"  # recovery snapshots: clients can neither list nor name t
 RUNS = "runs"
 UPLOADS = "uploads"  # files that are uploaded, until they become a checkpoint
 RUN_RULE = "1 to 200 letters, digits, '.', '_', ':' or '-', not starting with '.' or ':'"
+BLOCK = 4 * 2**20  # bytes of a stored file that are hashed together, so that a part of it can be read and verified
 # Run ids contain ':' (`sess-1:train:0`). POSIX file names and object keys allow it, so all stores have one layout.
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._:-]{0,199}")
 
@@ -79,3 +85,67 @@ class CheckpointPath:
     def attempt(self, attempt: str) -> str:
         """The key prefix of one attempt's files."""
         return f"{self.folder}/{attempt}"
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The size of a file in bytes, its SHA-256 (hex), and the SHA-256 of each of its blocks of BLOCK bytes."""
+
+    size: int
+    sha256: str
+    blocks: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """ValueError when the number of blocks does not fit the size."""
+        if len(self.blocks) != max(1, -(-self.size // BLOCK)):
+            raise ValueError(f"{self.size} bytes have {len(self.blocks)} blocks of {BLOCK}")
+
+    @classmethod
+    def of(cls, data: bytes) -> Self:
+        """The digest of these bytes."""
+        whole, view = hashlib.sha256(data).hexdigest(), memoryview(data)
+        if len(data) <= BLOCK:
+            return cls(len(data), whole, (whole,))
+        blocks = (hashlib.sha256(view[start : start + BLOCK]).hexdigest() for start in range(0, len(data), BLOCK))
+        return cls(len(data), whole, tuple(blocks))
+
+
+@dataclass(frozen=True)
+class CheckpointMeta:
+    """Facts about a checkpoint that are saved beside its state.
+
+    request_id: the request that asked for the save; repeating a save with the same id gives the same checkpoint.
+    expires_at: with a time zone, or None for never. generation: of the worker group. run_metadata: the metadata of the
+    training run. `Store.amend` changes public and expires_at after the save.
+    """
+
+    base_model: str
+    owner: str
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    expires_at: datetime | None = None
+    request_id: str = ""
+    generation: int = 0
+    run_metadata: Mapping[str, str] = field(default_factory=dict)
+    public: bool = False
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint, with everything that its database row holds: rows can be rebuilt from commits."""
+
+    path: str
+    run_id: str
+    kind: str
+    name: str
+    attempt: str
+    spec: LoraSpec
+    step: int
+    created_at: datetime
+    meta: CheckpointMeta
+    files: Mapping[str, Digest]
+    optimizer: str = DEFAULT_OPTIMIZER
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(digest.size for digest in self.files.values())

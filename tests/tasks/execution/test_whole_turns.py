@@ -1,0 +1,80 @@
+"""Requests for models of which all parameters were trained: few models at a time, and owners in turns."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from tinkerflow.tasks.execution.whole_turns import WholeTurns
+
+
+class Line:
+    """Requests that go on until they are told to end."""
+
+    def __init__(self, turns: WholeTurns) -> None:
+        self.turns, self.begun = turns, list[str]()
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.ends: dict[str, asyncio.Event] = {}
+
+    async def ask(self, *names: str, owner: str = "a") -> None:
+        """Each is called by its weights and a number."""
+        for name in names:
+            self.ends[name] = asyncio.Event()
+            self.tasks[name] = asyncio.create_task(self._run(name, owner))
+        await settle()
+
+    async def _run(self, name: str, owner: str) -> None:
+        async with self.turns.hold(owner, name[0]):
+            self.begun.append(name)
+            await self.ends[name].wait()
+
+    async def end(self, *names: str) -> list[str]:
+        """Those that begin then."""
+        before = len(self.begun)
+        for name in names:
+            self.ends[name].set()
+        await settle()
+        return self.begun[before:]
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_as_many_models_as_have_room_are_sampled_and_nobody_is_passed_for_ever() -> None:
+    line = Line(WholeTurns(host_bytes=25))
+    await line.ask("x1", "x2", "y1", "x3", "z1")
+    assert line.begun == ["x1", "x2"], "one model until its size is known; later ones wait behind it"
+    line.turns.loaded(10)
+    await settle()
+    assert line.turns.most == 3 and line.begun == ["x1", "x2", "y1", "x3", "z1"]
+    await line.ask("u1", "x4")
+    assert await line.end("x1", "x2") == []
+    assert await line.end("x3") == ["u1"]
+    assert await line.end("z1") == ["x4"]
+
+
+async def test_owners_take_turns_by_requests() -> None:
+    line = Line(WholeTurns())
+    await line.ask(*(f"{weights}1" for weights in "uvwxy"))
+    await line.ask("m1", "n1", owner="b")
+    order = ["u1"]
+    while len(order) < 7:
+        (following,) = await line.end(order[-1])
+        order.append(following)
+    assert order == ["u1", "v1", "m1", "w1", "n1", "x1", "y1"]
+
+
+async def test_who_leaves_the_line_or_fails_holds_up_nobody() -> None:
+    line = Line(WholeTurns())
+    await line.ask("x1", "y1", "z1")
+    for name in ("y1", "x1"):
+        line.tasks[name].cancel()
+        with suppress(asyncio.CancelledError):
+            await line.tasks[name]
+    await settle()
+    assert line.begun == ["x1", "z1"]
+    assert await line.end("z1") == []
+    await line.ask("x2")
+    assert line.begun[-1] == "x2"
