@@ -124,7 +124,8 @@ async def test_a_better_result_is_promoted_when_a_person_approves_it(pipelines, 
             await asyncio.sleep(0.5)
         form = found[0].state.state_details.run_input_keyset["description"]
         while not (asked := await client.filter_flow_run_input(found[0].id, form, 1, set())):
-            await asyncio.sleep(0.1)  # Prefect pauses a run, and writes its form after that
+            assert not running.done(), running.result()  # Prefect pauses a run, and writes its form after that
+            await asyncio.sleep(0.1)
     question = asked[0].value
     assert "Promote to champion `colours`: loss" in question
     assert "| prompt | new | base model |" in json.loads(question)
