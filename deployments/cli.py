@@ -41,6 +41,7 @@ app.add_typer(checkpoint_commands.app, name="checkpoint")
 
 Parent = Annotated[int, typer.Option(hidden=True, help="end when this process ends")]
 DataDir = Annotated[Path | None, setting("data_dir")]
+SCRATCH = "a scratch folder, removed at the end"
 
 
 def main() -> None:
@@ -98,7 +99,7 @@ def up(
 
 @app.command()
 def quickstart(
-    data_dir: DataDir = None,
+    data_dir: Annotated[Path | None, setting("data_dir", default=SCRATCH)] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="optimizer steps (default: 30)")] = None,
     stay: Annotated[bool, typer.Option("--stay", "--keep", help="keep serving after the lesson, until Ctrl-C")] = False,
 ) -> None:
@@ -127,7 +128,7 @@ def run(
         list[str] | None,
         typer.Option("--set", help="replace a parameter of the file, as in training.steps=10; may be repeated"),
     ] = None,
-    data_dir: DataDir = None,
+    data_dir: Annotated[Path | None, setting("data_dir", default=f"~/.tinkerflow, with --example {SCRATCH}")] = None,
 ) -> None:
     """Run a fine-tuning pipeline now, and show its progress.
 
@@ -230,13 +231,18 @@ def make_tiny_model(folder: Annotated[Path, typer.Argument(help="folder to write
 
 @models.command("fetch")
 def fetch_models(
+    base_model: Annotated[list[str] | None, setting("base_models", "may be repeated")] = None,
     weights: Annotated[bool, typer.Option(help="with the weights; the API needs only the tokenizer")] = True,
     data_dir: DataDir = None,
 ) -> None:
-    """Make or download the base models of the settings on this host, and print their folders."""
+    """Make or download base models on this host, and print their folders.
+
+    Without --base-model they are those of TINKERFLOW_BASE_MODELS, as `tinkerflow up` takes them.
+    """
     from tinkerflow.backend.model_source import HUB_FILES, TEXT_FILES, find_model
 
-    for name in with_base_models(settings_with(data_dir=data_dir)).base_models:
+    settings = settings_with(base_models=tuple(base_model) if base_model else None, data_dir=data_dir)
+    for name in with_base_models(settings).base_models:
         print(find_model(name, HUB_FILES if weights else TEXT_FILES))
 
 

@@ -10,11 +10,16 @@ from rich.console import Console
 from tinkerflow.backend.settings import Settings
 
 
-def setting(name: str, remark: str = "") -> Any:
-    """An option for the setting `name`; remark: what the setting's description does not say."""
+def setting(name: str, remark: str = "", *, default: str = "") -> Any:
+    """An option for the setting `name`.
+
+    remark: what the setting's description does not say. default: what the help says in place of the setting's own
+    default, for a command that has another one.
+    """
     field = Settings.model_fields[name]
-    default = f" (default: {field.default})" if field.default not in ("", ()) else ""
-    return typer.Option(help="; ".join(filter(None, (field.description, remark))) + default)
+    default = default or ("" if field.default in ("", ()) else str(field.default))
+    shown = f" (default: {default})" if default else ""
+    return typer.Option(help="; ".join(filter(None, (field.description, remark))) + shown)
 
 
 def settings_with(**given: Any) -> Settings:

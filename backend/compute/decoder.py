@@ -199,7 +199,12 @@ def decoder_tensors(
     """Norms, biases and the router by the name that `transformer` uses.
 
     cfg: the model. layer: as in `decoder_projections`. norms: Hugging Face's name of each norm of width `hidden`.
+    TypeError for a norm behind the experts, which `transformer` does not compute.
     """
+    if cfg.experts and "mlp_out_norm" in norms:
+        raise TypeError(
+            f"{cfg.architecture}: mlp_out_norm behind experts is not computed yet (backend/compute/transformer.py)"
+        )
     tensors = {name: LayerTensor(f"{layer}{module}.weight", (cfg.hidden,)) for name, module in norms.items()}
     if cfg.qk_norm_whole:
         sizes = {"q": cfg.heads * cfg.head_dim, "k": cfg.kv_heads * cfg.head_dim}

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +38,7 @@ from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 FORMAT = "tinkerflow-checkpoint-1"
 OPTIMIZER = "optimizer.safetensors"
 MODEL = "model.safetensors"  # of a model of which all parameters are trained: its weights by Hugging Face's names
+_FACTS = {fact.name for fact in fields(CheckpointMeta)}
 PIECES = re.compile(r"part-\d{5}\.safetensors")  # of a recovery snapshot that the worker processes wrote
 
 
@@ -82,8 +83,8 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
             raise StoreError(f"checkpoint {path}: its commit.json belongs to {commit['path']!r}")
         if commit.pop("sha256") != _sha256(commit):
             raise StoreError(f"checkpoint {path}: commit.json does not have the SHA-256 that it was saved with")
-        # earlier versions wrote a topology, which nothing read
-        meta = {key: value for key, value in commit["meta"].items() if key != "topology"}
+        # facts that only another release knows are left out: an earlier one wrote a topology, later ones may add some
+        meta = {key: value for key, value in commit["meta"].items() if key in _FACTS}
         expires_at = meta["expires_at"]
         saved = Saved(
             path=str(path),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any, Self
 
 import orjson
@@ -25,7 +24,7 @@ from tinkerflow.backend.encryption import check_recipients
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.ids import NAME_RULE, is_name
 from tinkerflow.backend.spec.limits import ALL_PARTS, MAX_RANK, MAX_SEQ
-from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams, OptimizerSpec
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams
 
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years
 MAX_SAMPLES = 1024  # sequences of one request
@@ -382,13 +381,6 @@ class SaveExternal(_NamedSave):
         return self
 
 
-@cache
-def _optimizers(adam_params: bool) -> dict[str, OptimizerSpec]:
-    """The optimizers whose parameters are in `adam_params`, or those whose parameters are not."""
-    field = OptimizerSpec.ADAM_FIELD
-    return {name: spec for name, spec in OPTIMIZERS.items() if (spec.request_field == field) is adam_params}
-
-
 class OptimStepBody(Body):
     """optim_step. The worker checks that the model was made with this optimizer."""
 
@@ -404,10 +396,9 @@ class OptimStepBody(Body):
         if other is None and adam is None:
             rule = "an object of AdamW parameters, or optimizer_params one of another optimizer's"
             raise broken("adam_params", None, rule)
-        specs = _optimizers(adam is not None)
         if other is None:
-            (spec,) = specs.values()
-            return spec.read(adam or {})
+            return OPTIMIZERS[DEFAULT_OPTIMIZER].read(adam or {})
+        specs = {name: spec for name, spec in OPTIMIZERS.items() if name != DEFAULT_OPTIMIZER}
         kind = other.get("type")
         if not isinstance(kind, str) or kind not in specs:
             known = " or ".join(repr(name) for name in specs)

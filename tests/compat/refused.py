@@ -5,7 +5,7 @@ from __future__ import annotations
 REFUSED: dict[str, str] = {
     "types.ImageChunk": "where the model takes text; works [where it sees](operations.md#images)",
     "types.ImageAssetPointerChunk": "where the model takes text; works [where it sees](operations.md#uploaded-images)",
-    "types.DmelChunk": "the models served take text",
+    "types.DmelChunk": "no model that is served takes audio",
 }
 
 ELSEWHERE: dict[str, str] = {

@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec
 from tinkerflow.backend.compute import families
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.decoder import POST_NORMS, decoder_tensors
 from tinkerflow.backend.compute.families import family_of, load_config, parse_config, projections, registered
 from tinkerflow.backend.compute.peft_names import targets
 from tinkerflow.backend.compute.vision_config import tower_tensors
@@ -122,6 +124,12 @@ def test_each_switch_of_a_lora_adapts_some_matrices(model, tmp_path):
     )
     assert attention and mlp and unembed == {"unembed"}
     assert sorted([*attention, *mlp, *unembed]) == sorted(projections(cfg))
+
+
+def test_a_norm_that_would_not_be_computed_is_refused():
+    cfg = ModelConfig("toy", 8, 4, 1, 1, 1, 4, 8, 1e-6, 1e4, None, 64, True, experts=4, experts_per_token=2)
+    with pytest.raises(TypeError, match="toy: mlp_out_norm behind experts"):
+        decoder_tensors(cfg, norms=POST_NORMS)
 
 
 def test_families_are_known_without_jax():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.compute.test_dimuon import matrix_sign
 from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec, OptimStep
 from tinkerflow.backend.compute.optimizer import fresh_state, step
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.spec.optimizers import OPTIMIZERS, optimizer_of
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS, check_classes, optimizer_of
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 
@@ -95,6 +95,12 @@ def test_a_norm_that_is_not_finite_changes_nothing(shared_executor, examples, fo
 def test_what_would_divide_by_zero_in_float32_is_refused(params: AdamParams | DimuonParams) -> None:
     with pytest.raises(UserError, match=r"optim_step: (eps|beta1|beta2) is .+, which is [01] in float32"):
         optimizer_of(params).vector(params)
+
+
+def test_every_optimizer_has_parameters_of_its_own() -> None:
+    again = replace(OPTIMIZERS["adamw"], name="again")
+    with pytest.raises(TypeError, match="optimizer again: AdamParams is also what adamw calls its parameters"):
+        check_classes({**OPTIMIZERS, "again": again})
 
 
 def adamw(w, g, state, count, p):

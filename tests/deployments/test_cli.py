@@ -97,7 +97,8 @@ def test_fetch_prints_the_folders_of_the_settings_models(tmp_path):
     folder = made.stdout.splitlines()[-1]
     assert (folder, made.returncode) == (str(tmp_path / "models" / "tinkerflow" / "tiny-qwen3"), 0)
     again = tinkerflow("models", "fetch", "--no-weights", TINKERFLOW_BASE_MODELS=f'["{folder}"]')
-    assert again.stdout == f"{folder}\n"
+    named = tinkerflow("models", "fetch", "--no-weights", "--base-model", folder)
+    assert again.stdout == named.stdout == f"{folder}\n"
     missing = tinkerflow("models", "fetch", TINKERFLOW_BASE_MODELS='["nobody/nothing"]', HF_HOME=str(tmp_path))
     assert missing.returncode == 1
     assert "base model 'nobody/nothing'" in missing.stderr

@@ -17,6 +17,7 @@ def test_the_help_is_the_description_with_the_default() -> None:
     assert setting("port").help == f"{Settings.model_fields['port'].description} (default: 8000)"
     assert setting("store").help == Settings.model_fields["store"].description
     assert setting("base_models", "may be repeated").help.endswith("; may be repeated")
+    assert setting("data_dir", default="a scratch folder").help.endswith(" (default: a scratch folder)")
     shown = CliRunner().invoke(app, ["up", "--help"], env={"COLUMNS": "250"}).stdout
     assert str(Settings.model_fields["host"].description) in shown and "(default: 8000)" in shown
 

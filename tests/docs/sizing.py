@@ -8,15 +8,14 @@ from typing import Literal
 
 from tinkerflow.backend.commands import GroupConfig
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.memory import adapter_bytes, plan_memory, weight_bytes
+from tinkerflow.backend.compute.memory import GB, adapter_bytes, plan_memory, weight_bytes
+from tinkerflow.backend.compute.roofline import DEVICES, Device
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 
 Dtype = Literal["float32", "bfloat16"]
 BaseWeights = Literal["full", "int8"]
-
-GPU_SHARE = 0.92  # of a GPU's memory, which a group takes
 
 
 @dataclass(frozen=True)
@@ -69,21 +68,13 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
-@dataclass(frozen=True)
-class Device:
-    """One device, and how much of its memory the worker uses."""
-
-    name: str
-    memory: float
-    share: float = 1.0
-
-    def trained(self, shape: Shape, base_weights: BaseWeights) -> int:
-        """How many models of rank 32 can be trained at the same time; 0: the base model does not fit."""
-        try:
-            plan = plan_memory(shape.cfg, shape.group("bfloat16", base_weights), int(self.memory * self.share))
-        except UserError:
-            return 0
-        return plan.resident_adapters or 0
+def trained(device: Device, shape: Shape, base_weights: BaseWeights) -> int:
+    """How many models of rank 32 the device can train at the same time; 0: the base model does not fit."""
+    try:
+        plan = plan_memory(shape.cfg, shape.group("bfloat16", base_weights), device.limit)
+    except UserError:
+        return 0
+    return plan.resident_adapters or 0
 
 
 MODELS = (
@@ -98,14 +89,7 @@ MODELS = (
     Shape("Qwen3-32B", 151936, 5120, 64, 64, 8, 128, 25600, tied=False),
     Shape("Qwen3-30B-A3B", 151936, 2048, 48, 32, 4, 128, 768, tied=False, experts=128, experts_per_token=8),
 )
-DEVICES = (
-    Device("TPU v5e, 16 GB", 16e9),
-    Device("24 GB GPU", 24e9, GPU_SHARE),
-    Device("TPU v6e, 32 GB", 32e9),
-    Device("48 GB GPU", 48e9, GPU_SHARE),
-    Device("80 GB GPU", 80e9, GPU_SHARE),
-    Device("141 GB GPU", 141e9, GPU_SHARE),
-)
+SHOWN = [DEVICES[name] for name in ("v5e", "l4", "v6e", "l40s", "h100", "h200")]
 
 
 KINDS: tuple[tuple[Dtype, BaseWeights], ...] = (("float32", "full"), ("bfloat16", "full"), ("bfloat16", "int8"))
@@ -124,9 +108,12 @@ def needs() -> str:
 
 def fits(*, int8: bool) -> str:
     """How many models of rank 32 one device trains at the same time, in bfloat16, as a table."""
-    rows = ["| model | " + " | ".join(d.name for d in DEVICES) + " |", "|---" * (1 + len(DEVICES)) + "|"]
+    rows = [
+        "| model | " + " | ".join(f"{one.name}, {one.memory / GB:.1f} GB" for one in SHOWN) + " |",
+        "|---" * (1 + len(SHOWN)) + "|",
+    ]
     for shape in MODELS:
-        counts = [device.trained(shape, "int8" if int8 else "full") for device in DEVICES]
+        counts = [trained(device, shape, "int8" if int8 else "full") for device in SHOWN]
         rows.append(f"| {shape.name} | " + " | ".join(str(n) if n > 0 else "no" for n in counts) + " |")
     return "\n".join(rows)
 

@@ -194,9 +194,10 @@ def test_a_file_of_another_kind_is_refused_even_when_its_commit_vouches_for_it(
         store.load(saved.path)
 
 
-def test_a_commit_of_an_earlier_version_is_read(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+@pytest.mark.parametrize("fact", ["topology", "of_a_later_release"])
+def test_a_commit_of_another_release_is_read(store: Store, meta: CheckpointMeta, make_state: Make, fact: str) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
-    _recommit(store, lambda c: c | {"meta": c["meta"] | {"topology": {"fsdp": 1, "tensor": 1}}})
+    _recommit(store, lambda c: c | {"meta": c["meta"] | {fact: {"fsdp": 1, "tensor": 1}}})
     assert store.find(saved.path) == saved
 
 

@@ -18,6 +18,7 @@ from tinker import types
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS
+from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.wire import decode_forward, forward, forward_backward_header, read_forward, training_tokens
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
@@ -142,8 +143,7 @@ def put(message: pb.ForwardBackwardRequest, key: str, values: Any, dtype: int = 
 
 WRONG: list[tuple[str, str, Callable[[Any], object], str]] = [
     ("unknown loss", "cross_entropy", lambda m: setattr(m, "loss_fn", "dpo"),
-     "loss_fn is 'dpo': must be one of cispo, cross_entropy, custom, dro, gspo, importance_sampling, ppo, "
-     "stable_reinforce"),
+     f"loss_fn is 'dpo': must be one of {', '.join(LOSSES)}"),
     ("no data", "cross_entropy", lambda m: m.ClearField("data"), "data is []: must be at least one datum"),
     ("config of a loss without", "cross_entropy", lambda m: m.loss_fn_config.update({"beta": 1.0}),
      "loss_fn_config has the key 'beta': must be absent, cross_entropy takes no config"),

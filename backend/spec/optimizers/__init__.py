@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -53,20 +53,21 @@ class OptimizerSpec:
     state: names of its state's parts, each shaped like the weights and zero at first. In a checkpoint, these names are
     the suffixes of the state's tensors.
     update: one step; see `Update`.
-    request_field: the object of an optim_step request that holds its parameters; `optimizer_params` names the type.
     version: of its configuration on the wire, None = it has none.
     of_adapters: it steps matrices of adapters alone, and is no optimizer of all parameters of a model.
     """
-
-    ADAM_FIELD: ClassVar[str] = "adam_params"
 
     name: str
     params: type[OptimizerParams]
     state: tuple[str, ...]
     update: Update
-    request_field: str = "optimizer_params"
     version: int | None = None
     of_adapters: bool = False
+
+    @property
+    def request_field(self) -> str:
+        """The object of an optim_step request that holds its parameters; `optimizer_params` also names the type."""
+        return "adam_params" if self.name == DEFAULT_OPTIMIZER else "optimizer_params"
 
     @cached_property
     def bounds(self) -> Mapping[str, Bounds]:
@@ -87,7 +88,7 @@ class OptimizerSpec:
     def read(self, given: Mapping[str, object]) -> OptimizerParams:
         """The parameters that a request gives; UserError names the field, its value and the rule."""
         unknown = sorted(name for name, value in given.items() if value is not None and name not in self.bounds)
-        if self.request_field != self.ADAM_FIELD and (unknown := [name for name in unknown if name != "type"]):
+        if self.name != DEFAULT_OPTIMIZER and (unknown := [name for name in unknown if name != "type"]):
             takes = ", ".join(self.bounds)
             raise UserError(f"{self.request_field} has the key {shown(unknown[0])}: {self.name} takes {takes}")
         values: dict[str, float] = {}
@@ -117,8 +118,22 @@ class OptimizerSpec:
         return vector
 
 
-OPTIMIZERS = registered(__name__, "OPTIMIZER", OptimizerSpec)
 DEFAULT_OPTIMIZER = "adamw"
+OPTIMIZERS = registered(__name__, "OPTIMIZER", OptimizerSpec)
+
+
+def check_classes(optimizers: Mapping[str, OptimizerSpec]) -> None:
+    """TypeError unless the parameters of each have a class, and a class name, of their own.
+
+    A step says by its class which optimizer it is for, and on the socket to the workers by the class name.
+    """
+    owners: dict[str, str] = {}
+    for name, spec in optimizers.items():
+        if (other := owners.setdefault(spec.params.__name__, name)) != name:
+            raise TypeError(f"optimizer {name}: {spec.params.__name__} is also what {other} calls its parameters")
+
+
+check_classes(OPTIMIZERS)
 
 
 def optimizer_of(params: OptimizerParams) -> OptimizerSpec:

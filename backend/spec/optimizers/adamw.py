@@ -48,6 +48,4 @@ def update(
     return optax.apply_updates(weights, updates), {"mu": adam.mu, "nu": adam.nu}
 
 
-OPTIMIZER = OptimizerSpec(
-    "adamw", params=AdamParams, state=("mu", "nu"), update=update, request_field=OptimizerSpec.ADAM_FIELD
-)
+OPTIMIZER = OptimizerSpec("adamw", params=AdamParams, state=("mu", "nu"), update=update)
