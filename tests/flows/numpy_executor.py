@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import assert_never
 
 import numpy as np
 
@@ -28,10 +29,12 @@ from tinkerflow.backend.commands import (
     LoraSpec,
     MoveSnapshot,
     NewTokens,
+    NextMicroBatch,
     OptimResult,
     OptimStep,
     Ping,
     PublishSnapshot,
+    ReadCompileStatus,
     Reply,
     SampledSequence,
     SampleProgress,
@@ -107,8 +110,10 @@ class Unigram:
                 self.snapshots.pop(command.snapshot_id, None)
             case SampleStep():
                 return self.sample(command)
-            case Ping():
-                return Done()
+            case Ping() | ReadCompileStatus() | NextMicroBatch():
+                pass
+            case _:
+                assert_never(command)
         return Done()
 
     def adapter(self, adapter_id: str) -> AdapterState:

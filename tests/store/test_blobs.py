@@ -150,7 +150,7 @@ def test_a_retry_that_meets_our_own_bytes_is_a_success() -> None:
         blobs.create("a/x", b"nonce 2")
 
 
-@pytest.mark.parametrize("url", ["s3://bucket", "gs://", "file://relative", "relative", "", "file:/x"])
+@pytest.mark.parametrize("url", ["unknown://bucket", "gs://", "file://relative", "relative", "", "file:/x"])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(UserError, match="store "):
         open_blobs(url)
