@@ -103,7 +103,7 @@ class Settings(BaseSettings):
     )
     warm_up: bool = Field(
         default=True,
-        description="compile programs while the service is idle; doctor and /metrics report progress and how "
+        description="compile programs while the service is idle; doctor and /api/v1/metrics report progress and how "
         "many compilations a request had to wait for",
     )
     command_deadline: float = Field(600.0, gt=0)

@@ -1,23 +1,45 @@
-"""The dashboard for Grafana."""
+"""The dashboard for Grafana and the alerts for Prometheus ask for metrics and labels that there are."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from importlib import resources
 
+import yaml
 from tests.docs.metrics import families
 
+FOLDER = resources.files("tinkerflow.deployments")
 
-def test_the_dashboard_asks_for_metrics_and_labels_that_there_are() -> None:
-    """grafana.json: every metric is a family of the page, and every label in a legend is one of its labels."""
+
+def _known() -> Mapping[str, set[str]]:
+    """The labels of every metric that the page has, by name."""
     known = {}
     for family in families():
         names = [family.name, *(f"{family.name}_{part}" for part in ("bucket", "count", "sum"))]
         known |= {name: {*family.labels, "le"} for name in names}
-    board = json.loads((resources.files("tinkerflow.deployments") / "grafana.json").read_text())
+    return known
+
+
+def _check(what: str, expression: str, text: str = "") -> None:
+    """text: of a legend or an alert, with labels in braces."""
+    known, names = _known(), re.findall(r"tinkerflow_\w+", expression)
+    assert set(names) <= set(known), what
+    grouped = {label for group in re.findall(r"by \((.*?)\)", expression) for label in re.findall(r"\w+", group)}
+    asked = {*re.findall(r"{{ ?(?:\$labels\.)?(\w+) ?}}", text), *re.findall(r"(\w+)=~", expression), *grouped}
+    assert asked <= {label for name in names for label in known[name]}, what
+
+
+def test_the_dashboard_asks_for_metrics_and_labels_that_there_are() -> None:
+    board = json.loads((FOLDER / "grafana.json").read_text())
     for panel in board["panels"]:
         for target in panel["targets"]:
-            (name,) = re.findall(r"tinkerflow_\w+", target["expr"])
-            asked = re.findall(r"{{(\w+)}}", target["legendFormat"]) + re.findall(r"(\w+)=~", target["expr"])
-            assert set(asked) <= known[name], (panel["title"], name)
+            _check(panel["title"], target["expr"], target["legendFormat"])
+
+
+def test_the_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
+    (group,) = yaml.safe_load((FOLDER / "prometheus-rules.yaml").read_text())["groups"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
+    for rule in group["rules"]:
+        _check(rule["alert"], rule["expr"], rule["annotations"]["summary"])
