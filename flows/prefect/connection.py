@@ -22,6 +22,7 @@ from prefect.events.clients import PrefectEventsClient
 from prefect.events.worker import EventsWorker, emit_events_to_cloud
 from prefect.settings import (
     PREFECT_API_URL,
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
     PREFECT_CLIENT_MAX_RETRIES,
     PREFECT_LOGGING_TO_API_ENABLED,
     temporary_settings,
@@ -74,10 +75,11 @@ class PrefectConnection:
         self._when_back: list[Callable[[], None]] = []
 
     @contextmanager
-    def settings(self) -> Iterator[None]:
+    def settings(self, *, own_server: bool = False) -> Iterator[None]:
         """Prefect's client settings, for everything that is started inside.
 
-        Prefect's own logs stay with us. A request that fails is not repeated for minutes.
+        Prefect's own logs stay with us. A request that fails is not repeated for minutes. own_server: it is the one
+        that we start, which has no CSRF tokens. Else each client asks for one first, which takes 1 ms of CPU.
         """
         for name in _SAID_BY_US:
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -85,6 +87,8 @@ class PrefectConnection:
         updates: dict[Any, Any] = {PREFECT_LOGGING_TO_API_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 1}
         if self.api_url:
             updates[PREFECT_API_URL] = self.api_url
+        if own_server:
+            updates[PREFECT_CLIENT_CSRF_SUPPORT_ENABLED] = False
         with temporary_settings(updates), _impatient_events(self.api_url):
             yield
 
@@ -208,7 +212,7 @@ async def open_prefect(settings: Settings, say: Callable[[str], None]) -> AsyncI
     port = settings.prefect_port or free_port()
     url = {"off": "", "embedded": f"http://127.0.0.1:{port}/api", "external": os.environ.get("PREFECT_API_URL", "")}
     connection = PrefectConnection(url[settings.prefect], settings.journal_url, title_of(settings))
-    with connection.settings():
+    with connection.settings(own_server=settings.prefect == "embedded"):
         keeping: asyncio.Task[None] | None = None
         if settings.prefect == "embedded":
             say("starting the Prefect server")

@@ -29,8 +29,9 @@ from tinkerflow.backend.journal.curves import StepFigures
 from tinkerflow.tasks.pipelines.curves import data_url, picture
 
 LINE_SECONDS = 1.0  # between two lines about steps
-DRAW_SECONDS = 10.0  # between two drawings
-DRAW_SHARE = 30  # a drawing that took long is followed by a pause of so many times that
+DRAW_SECONDS = 30.0  # between two drawings
+DRAW_SHARE = 200  # a drawing that took long is followed by a pause of so many times that
+MOST_POINTS = 200  # of a curve in the picture, where it is about 350 pixels wide
 MOST_CHECKPOINTS = 50  # of the page, the newest
 _CURVES = ("loss", "grad_norm", "learning_rate", "kl", "tokens_per_second")
 
@@ -151,7 +152,7 @@ class Drawing:
     def draw(self) -> list[Shown]:
         """The artifacts as they are now. It reads the journal: call it in a thread."""
         began = perf_counter()
-        curve = self._journal.curves.of_run(self._run_id, None)
+        curve = self._journal.curves.of_run(self._run_id, None, most=MOST_POINTS)
         saved = self._journal.checkpoints.page(None, run_id=self._run_id, limit=MOST_CHECKPOINTS, offset=0)
         shown = [Shown("run", "markdown", self._about, _page(self._about, self._console, curve, saved.rows))]
         if curve.points:

@@ -12,10 +12,12 @@ from prefect.settings import (
     PREFECT_API_SSL_CERT_FILE,
     PREFECT_API_TLS_INSECURE_SKIP_VERIFY,
     PREFECT_API_URL,
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
     temporary_settings,
 )
 
 from tinkerflow.flows.prefect.client import get_client
+from tinkerflow.flows.prefect.connection import PrefectConnection
 
 
 def made(monkeypatch: pytest.MonkeyPatch, settings: dict[Any, Any] | None = None) -> ssl.SSLContext:
@@ -52,3 +54,10 @@ def test_certificates_are_not_checked_where_prefect_is_told_so(monkeypatch: pyte
 def test_a_client_is_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
     with temporary_settings({PREFECT_API_URL: "https://prefect.example/api"}):
         assert str(get_client().api_url) == "https://prefect.example/api/"
+
+
+def test_only_a_server_that_is_not_ours_is_asked_for_csrf_tokens() -> None:
+    connection = PrefectConnection("http://prefect.example/api")
+    for own in (False, True):
+        with connection.settings(own_server=own):
+            assert PREFECT_CLIENT_CSRF_SUPPORT_ENABLED.value() is not own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -15,12 +16,15 @@ import pytest
 from prefect.client.schemas.actions import LogCreate
 from prefect.states import Cancelled, Cancelling, Completed, Failed, Running, State
 
-from tinkerflow.backend.clock import SystemClock
-from tinkerflow.flows.prefect import flow_run
+from tinkerflow.backend.clock import ManualClock, SystemClock
+from tinkerflow.backend.journal import Kind, Outcome, StepMeasured
+from tinkerflow.flows.prefect import flow_run, mirror
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, sampling
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
+from tinkerflow.flows.prefect.report import DRAW_SECONDS, Drawing, Shown
+from tinkerflow.flows.runner import Batch
 from tinkerflow.tasks.execution.restore import Restored
 
 HEADING = Heading(sampling, "sampling unigram", {"base_model": "unigram"}, ())
@@ -32,6 +36,7 @@ class Server:
     def __init__(self) -> None:
         self.closed = 0
         self.sent: list[list[str]] = []
+        self.drawn: list[str] = []
         self.states: list[str] = []
         self.errors: list[Exception] = []
         self.refused: Exception | None = None
@@ -69,6 +74,13 @@ class Server:
         await self.hold.wait()
         if self.errors:
             raise self.errors.pop()
+
+    async def create_artifact(self, artifact: Any) -> Any:
+        self.drawn.append(artifact.data)
+        return SimpleNamespace(id=uuid4())
+
+    async def update_artifact(self, _: object, artifact: Any) -> None:
+        self.drawn.append(artifact.data)
 
 
 @pytest.fixture
@@ -166,3 +178,48 @@ async def test_an_event_waits_until_prefect_knows_the_flow_run_that_it_happened_
     (related,) = emitted[0]["related"]
     assert related["prefect.resource.id"] == f"prefect.flow-run.{run.flow_run}"
     assert emitted[0]["resource"]["prefect.resource.id"] == "tinkerflow.model.sess-1234:train:0"
+
+
+async def test_requests_of_a_page_grow_with_time_and_not_with_steps_and_all_is_there_at_the_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request takes 1 to 2.5 ms of the engine's CPU; a step takes about 15."""
+    seconds, clock, loop = 120, ManualClock(), asyncio.get_running_loop()
+    monkeypatch.undo()  # the pause between lines is the real one here
+    monkeypatch.setattr(flow_run, "get_client", lambda: server)
+    monkeypatch.setattr(flow_run, "emit_event", lambda **_: None)
+    monkeypatch.setattr(mirror, "SystemClock", lambda: clock)
+    monkeypatch.setattr(loop, "time", clock.monotonic)
+    steps = 0
+    monkeypatch.setattr(Drawing, "draw", lambda _: [Shown("run", "markdown", "a run", str(steps))])
+    journal: Any = object()
+    (run,) = Mirror(PrefectConnection("http://prefect/api"), Pacing(1.0, clock), journal=journal).training_run("m", "b")
+
+    async def settled() -> None:
+        for _ in range(4):  # what is due is called, and begins to be sent
+            await asyncio.sleep(0)
+        while run._flow_run is not None and run._flow_run._sending is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    await settled()
+    for _ in range(seconds):
+        for _ in range(4):
+            steps += 1
+            operation: Any = SimpleNamespace(
+                request=SimpleNamespace(kind=Kind.OPTIM_STEP), answered=loop.create_future()
+            )
+            run.started(Batch(Kind.OPTIM_STEP, (), steps), [operation])
+            effect = StepMeasured("m", steps, steps, 0.5, 1e-4)
+            operation.answered.set_result(Outcome("req", b"", "json", effects=(effect,)))
+        clock.advance(1.0)
+        await settled()
+    assert len(server.sent) <= seconds / flow_run.LOG_SECONDS
+    assert len(server.drawn) <= 1 + seconds / DRAW_SECONDS
+    record = run._flow_run
+    run.ended("Completed", "it was unloaded")
+    while "Completed" not in server.states[-1:] or record is None or record._sending is not None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    said = [re.findall(r"\d+", text.partition(":")[0]) for request in server.sent for text in request]
+    assert [int(first) for first, *_ in said[:-1]] == [1, *(int(numbers[-1]) + 1 for numbers in said[:-2])]
+    assert said[-2][-1] == str(steps), "the last line is that of the run's end"
+    assert server.drawn[-1] == str(steps)

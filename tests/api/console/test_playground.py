@@ -61,6 +61,7 @@ def test_a_conversation_is_answered_by_the_models_own_template(browser: Any, eng
         ({"mode": "chat", "messages": "[]"}, 400, "must not be empty"),
         ({"mode": "chat", "messages": '[{"role": "x", "content": "y"}]'}, 400, "each role one of"),
         ({"mode": "chat", "messages": '[{"role": "user", "content": ""}]'}, 400, "prompt has 0 tokens"),
+        ({"prompt": ""}, 400, "prompt has 0 tokens"),
         ({"max_tokens": "many"}, 400, "max_tokens is &#39;many&#39;: must be a number"),
         ({"temperature": "nan"}, 400, "temperature"),
         ({"max_tokens": "0"}, 400, "max_tokens"),
