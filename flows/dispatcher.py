@@ -177,7 +177,9 @@ class Dispatcher:
             end = await runner.serve(restore_now=again and not self._stopping.is_set())
             log.info("model %s: %s", model_id, end.text)
         except Exception as error:
-            # One model's trouble must not end the others. When the journal itself is away, this fails too and ends us.
+            if ExceptionGroup("", [error]).subgroup(AWAY) is not None:  # a runner's errors come in groups, too
+                raise  # nothing is lost: the engine ends, and its successor finds all in the journal
+            # One model's trouble must not end the others.
             log.exception("model %s cannot be served", model_id)
             await self._give_up(model_id, ServerError(f"the model cannot be served ({type(error).__name__}: {error})"))
         finally:

@@ -12,7 +12,7 @@ from functools import partial
 
 from tinkerflow.backend.commands import AdapterState, Done, DropAdapter
 from tinkerflow.backend.errors import GroupFailedError, SuspectError
-from tinkerflow.backend.journal import Kind, ModelState, Outcome, Pending, SnapshotTaken
+from tinkerflow.backend.journal import AWAY, Kind, ModelState, Outcome, Pending, SnapshotTaken
 from tinkerflow.flows.prefect.mirror import RunMirror
 from tinkerflow.tasks.execution.operation import MOST_CRASHES, Execution, ExecutionContext, Operation, begin
 from tinkerflow.tasks.execution.restore import restore
@@ -332,6 +332,8 @@ class ModelRunner:
                     return False
                 await self._fail(f"worker groups crash while they restore it: {error}")
                 return False
+            except AWAY:
+                raise  # nothing is lost: the engine ends
             except Exception as error:
                 log.exception("model %s cannot be restored", self.model_id)
                 await self._fail(f"{type(error).__name__}: {error}")

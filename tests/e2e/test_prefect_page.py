@@ -21,7 +21,10 @@ from tinkerflow.deployments.serve import automations, ensure_automations
 
 
 def flow_run(server, model_id: str) -> dict:
-    return server.ask_prefect("/flow_runs/filter", {"flow_runs": {"name": {"like_": model_id}}})[0]
+    """The training run of a model, as soon as Prefect has it."""
+    body = {"flow_runs": {"name": {"like_": model_id}}}
+    wait_for(lambda: server.ask_prefect("/flow_runs/filter", body))
+    return server.ask_prefect("/flow_runs/filter", body)[0]
 
 
 def task_runs(server, run: dict) -> list[str]:

@@ -117,6 +117,7 @@ def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(p
             wait_for(lambda: len(segments(pipelines, run)) == 4)
         print(f"Cancel: the state was saved {time.monotonic() - clicked:.1f} s after the click")
         wait_for(lambda: state(pipelines, run)["type"] == "CANCELLED")
+        wait_for(lambda: not processes_of(run))
         shown("Cancelled")
         with pipelines.server.client() as service:
             left = segments(pipelines, run)[-1].state

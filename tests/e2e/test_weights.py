@@ -23,14 +23,15 @@ from tinker import types
 TEXT = [17, 45, 99, 23, 23, 150, 7, 81, 3, 9]
 # Importing the SDK takes seconds, so one process executes several commands of its command line, as `tinker` does.
 RUN_COMMANDS = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
 from tinker.cli.__main__ import main_cli
 said = []
 for command in sys.argv[1:]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         main_cli(["--format", "json", *command.split()], standalone_mode=False)
     said.append(out.getvalue().strip())
-print(json.dumps(said))
+print(json.dumps(said), flush=True)
+os._exit(0)  # the SDK's threads may abort an interpreter that ends under them
 """
 BOUND = 2e-3  # nats, of each token's logprob
 

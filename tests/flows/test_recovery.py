@@ -618,6 +618,28 @@ async def test_a_database_that_is_away_for_a_moment_costs_no_model(
         await until(lambda: not away)
 
 
+async def test_a_database_that_is_away_while_an_answer_is_written_ends_the_engine_and_no_model(
+    serve: Any, client: Any, pool: Any, journal: Any, context: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(outcomes: Any) -> None:
+        raise OperationalError("INSERT", {}, Exception("the server closed the connection"))
+
+    finish = context.answers._finish
+    monkeypatch.setattr(context.answers, "_pauses", (0.01,))
+    with pytest.raises(ExceptionGroup) as ended:
+        async with serve(pool) as task:
+            model = await client.create()
+            await answers(client, work(client, model, 2))
+            monkeypatch.setattr(context.answers, "_finish", away)
+            request = client.optim_step(model)
+            await until(task.done)
+    assert ended.value.subgroup(OperationalError)
+    assert journal.models.get(model, None).state is ModelState.LIVE
+    monkeypatch.setattr(context.answers, "_finish", finish)
+    async with serve(pool):
+        await answers(client, [request, *work(client, model, 1)])
+
+
 async def test_a_sample_that_ends_groups_takes_nobody_with_it(serve: Any, client: Any, pool: Any) -> None:
     async with serve(pool):
         pool.hold = asyncio.Event()

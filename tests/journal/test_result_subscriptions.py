@@ -129,7 +129,7 @@ async def test_a_thousand_waiters_cost_one_query_a_recheck(deaf):
         seconds = time.monotonic() - start
     assert not any(answers)
     assert 1 <= len(deaf.asked) <= seconds / 0.5 + 1
-    assert deaf.asked[0] == 1000
+    assert max(deaf.asked) == 1000  # a busy machine asks the first time before the last has come
 
 
 async def test_waiting_outlives_a_database_that_is_away(scene, deaf):
