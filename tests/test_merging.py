@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.test_peft_import import CONFIG, tensors
+from tests.compute.conftest import QWEN_VISION
+from tests.test_peft_import import CONFIG, EXPERTS, tensors
 
 from tinkerflow.backend import merging
 from tinkerflow.backend.commands import AdapterState, LoraSpec
@@ -125,6 +126,34 @@ def test_mxfp4_is_widened_where_the_adapter_changes_it(tmp_path: Path, mlp: bool
                 # B of experts is stored times peft_factor, 2 here
                 wanted = (array[expert][:, outputs].T + update(weights, module, 16.0)).astype(ml_dtypes.bfloat16)
                 np.testing.assert_array_equal(merged[name][expert][:, outputs].T, wanted)
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_experts_of_one_tensor_stay_as_they_lie(tmp_path: Path, published: bool) -> None:
+    """Qwen3-VL-MoE is published with inputs before outputs; transformers writes outputs before inputs."""
+    text = {**CONFIG, **EXPERTS, "model_type": "qwen3_vl_moe_text"}
+    sees = {**QWEN_VISION, "out_hidden_size": 16, "deepstack_visual_indexes": []}
+    fields = {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": sees, "image_token_id": 23}
+    cfg, rng = parse_config(fields, name="tiny"), np.random.default_rng(3)
+    shapes = {"gate_up_proj": (4, 24, 16), "down_proj": (4, 16, 12)}
+    whole = {
+        f"model.language_model.layers.{layer}.mlp.experts.{part}": rng.normal(size=shape).astype(np.float32)
+        for layer in range(2)
+        for part, shape in shapes.items()
+    }
+    base = {name: array.swapaxes(1, 2).copy() if published else array for name, array in whole.items()}
+    spec = LoraSpec(4, train_attn=False, train_unembed=False, expert_rank=2)
+    weights = tensors(cfg, spec)
+    merging.merge(written(tmp_path / "base", base, **fields), AdapterState(spec, 0, weights), tmp_path / "out")
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    own = {"down_proj": {"down": slice(None)}, "gate_up_proj": {"gate": slice(0, 12), "up": slice(12, None)}}
+    for name, array in whole.items():
+        found = merged[name].swapaxes(1, 2) if published else merged[name]
+        for expert, matrix in enumerate(array):
+            for part, outputs in own[name.rpartition(".")[2]].items():
+                module = f"{name.rpartition('.')[0]}.{expert}.{part}_proj.weight"
+                wanted = matrix[outputs] + update(weights, module, 16.0)
+                np.testing.assert_array_equal(found[expert][outputs], wanted)
 
 
 def test_what_is_no_adapter_of_the_model_writes_nothing(tmp_path: Path) -> None:

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any
-
-import numpy.typing as npt
 
 from tinkerflow.backend.compute.config import ConfigFields, DeltaNet, LayerKind, ModelConfig
 from tinkerflow.backend.compute.decoder import (
     TEXT,
-    VISION_TEXT,
     LayerTensor,
     Projection,
     decoder_config,
@@ -26,7 +21,7 @@ from tinkerflow.backend.compute.decoder import (
     with_mixture,
 )
 from tinkerflow.backend.compute.vision_config import read_vision
-from tinkerflow.backend.compute.weight_files import MadeTensor, Tensor
+from tinkerflow.backend.compute.weight_files import Tensor
 
 SKIPPED = ("mtp.",)  # what predicts several tokens
 _MIXERS = {"linear_attention": "delta", "full_attention": "attention"}
@@ -137,37 +132,6 @@ def hybrid_tensors(cfg: ModelConfig, layer: str = TEXT) -> dict[str, LayerTensor
         "dt_bias": mixer("dt_bias", delta.value_heads, wide=True),
         "out_norm": mixer("norm.weight", delta.value_dim),
     }
-
-
-def with_experts_apart(
-    cfg: ModelConfig, tensors: Mapping[str, Tensor], module: str = f"{VISION_TEXT}mlp.experts."
-) -> Mapping[str, Tensor]:
-    """The tensors with a matrix for each expert in place of those of all, gate before up.
-
-    cfg: the model. tensors: by name. module: what names of experts' tensors begin with, with a {} for the layer.
-    """
-    found = dict(tensors)
-    parts = {
-        "gate": ("gate_up", slice(0, cfg.mlp)),
-        "up": ("gate_up", slice(cfg.mlp, None)),
-        "down": ("down", slice(None)),
-    }
-    for layer in range(cfg.layers):
-        experts = module.format(layer)
-        for name, (source, rows) in parts.items():
-            whole = tensors.get(f"{experts}{source}_proj")
-            if whole is None or len(whole.shape) != 3 or whole.shape[0] != cfg.experts:
-                continue  # the experts' matrices are missing, and named as such
-            found.pop(f"{experts}{source}_proj", None)
-            for expert in range(cfg.experts):
-                shape = (len(range(whole.shape[1])[rows]), whole.shape[2])
-                made = MadeTensor(shape, whole.dtype, partial(_rows, whole, expert, rows))
-                found[f"{experts}{expert}.{name}_proj.weight"] = made
-    return found
-
-
-def _rows(fused: Tensor, expert: int, rows: slice, dtype: Any) -> npt.NDArray[Any]:
-    return fused.view(dtype)[expert, rows]
 
 
 def _mixers(fields: ConfigFields, layers: int) -> list[str]:

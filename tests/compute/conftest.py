@@ -90,6 +90,7 @@ LATENT = {
     "qk_nope_head_dim": 6,
     "v_head_dim": 10,
 }
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LINEAR: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -121,6 +122,7 @@ QWEN_VISION = {
 # What the towers of some families have beside that. Some of their layers get DeepStack's vectors, some do not.
 TOWER: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
     "qwen3_5": {},
     "qwen3_5_moe": {},
 }
@@ -138,6 +140,7 @@ IMAGE_TOKEN = VOCAB - 1
 # Models that see images, and their text models.
 SEEING = {
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
     "gemma3": "gemma3_text",
     "mistral3": "ministral3",
     "qwen3_5": "qwen3_5_text",
@@ -234,9 +237,8 @@ FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**ROUTED, **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": HALF},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "qwen3_vl_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
-    },
+    "qwen3_vl_text": {"rope_parameters": MROPE},
+    "qwen3_vl_moe": {**EXPERTS, "rope_parameters": MROPE},
     "qwen3_next": SHARED,
     "qwen3_5": LINEAR,
     "qwen3_5_moe": SHARED,

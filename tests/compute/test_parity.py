@@ -203,7 +203,7 @@ def _shown(examples):
     return text, seeing(others[0], (3, 2, 3), (20, 4, 2)), seeing(others[1], (0, 1, 5)), others[2]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"], indirect=True)
 def test_images_in_one_row_are_seen_as_in_transformers(family, tmp_path, examples, adapter, forward, gradients):
     base, executor, parts = family
     adapter(executor, "sees", **parts)

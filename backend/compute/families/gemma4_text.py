@@ -23,7 +23,7 @@ from tinkerflow.backend.compute.decoder import (
 )
 from tinkerflow.backend.compute.families import Family
 from tinkerflow.backend.compute.families.gemma3_text import gemma_tensors
-from tinkerflow.backend.compute.hybrid import with_experts_apart
+from tinkerflow.backend.compute.fused_experts import with_experts_apart
 from tinkerflow.backend.compute.rope import ProportionalRope, Rope
 from tinkerflow.backend.compute.weight_files import Tensor
 

@@ -5,12 +5,12 @@ from functools import partial
 from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
 from tinkerflow.backend.compute.decoder import VISION_TEXT, text_fields
 from tinkerflow.backend.compute.families import Family
+from tinkerflow.backend.compute.fused_experts import with_experts_apart
 from tinkerflow.backend.compute.hybrid import (
     SKIPPED,
     hybrid_config,
     hybrid_projections,
     hybrid_tensors,
-    with_experts_apart,
     with_tower,
     with_tower_named,
 )
