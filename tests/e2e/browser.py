@@ -15,12 +15,13 @@ import pytest
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
-    """Returns as soon as it holds; fails after ten minutes."""
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """What the condition gives as soon as it holds; fails after ten minutes."""
     deadline = time.monotonic() + 600
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, "did not happen in ten minutes"
         time.sleep(0.25)
+    return found
 
 
 class Page:

@@ -23,8 +23,7 @@ from tinkerflow.deployments.serve import automations, ensure_automations
 def flow_run(server, model_id: str) -> dict:
     """The training run of a model, as soon as Prefect has it."""
     body = {"flow_runs": {"name": {"like_": model_id}}}
-    wait_for(lambda: server.ask_prefect("/flow_runs/filter", body))
-    return server.ask_prefect("/flow_runs/filter", body)[0]
+    return wait_for(lambda: server.ask_prefect("/flow_runs/filter", body))[0]
 
 
 def task_runs(server, run: dict) -> list[str]:

@@ -3,20 +3,19 @@
 from dataclasses import replace
 
 from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.decoder import decoder_config, text_fields, with_mixture
-from tinkerflow.backend.compute.families import qwen3_vl
+from tinkerflow.backend.compute.decoder import text_fields, with_mixture
+from tinkerflow.backend.compute.families.qwen3_vl import FAMILY as QWEN3_VL
+from tinkerflow.backend.compute.families.qwen3_vl import parse_qwen3_vl
 from tinkerflow.backend.compute.fused_experts import with_experts_apart
-from tinkerflow.backend.compute.vision_config import read_vision
 
 
 def _parse(fields: ConfigFields) -> ModelConfig:
-    text = text_fields(fields)
-    config = decoder_config(text, mlp="moe_intermediate_size", qk_norm=True, rope_theta=500_000.0)
-    return replace(with_mixture(config, text, norm_topk=True), vision=read_vision(fields, sections=(24, 20, 20)))
+    config = parse_qwen3_vl(fields, mlp="moe_intermediate_size")
+    return with_mixture(config, text_fields(fields), norm_topk=True)
 
 
 FAMILY = replace(
-    qwen3_vl.FAMILY,
+    QWEN3_VL,
     model_type="qwen3_vl_moe",
     title="Qwen3-VL-MoE",
     parse=_parse,
