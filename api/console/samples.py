@@ -46,7 +46,7 @@ async def read(visit: Visit, sample: SampleView, *, shorten: bool = False) -> Sh
         return ShownSample(sample, None, (), f"it is too large to be shown here: {size(sample.size)}")
     whole = await asyncio.to_thread(visit.journal.samples.whole, sample.id, visit.owner)
     if not whole.payload:
-        return ShownSample(sample, None, (), "its bytes were dropped: see result_ttl")
+        return ShownSample(sample, None, (), "its text was dropped: its client has it, or result_ttl is over")
     tokenizer = await _tokenizer(visit, sample.base_model)
     if tokenizer is None:
         return ShownSample(sample, None, (), f"{sample.base_model} is not served any more")

@@ -10,6 +10,7 @@ order. A transaction that rolls back gives its number back. A number without req
 does no harm. The cursor is such a number, so it means the same to every API process, and after a restart.
 
 Results stay readable until they expire or are acknowledged. Then their bytes go, and the id answers with that fact.
+An acknowledgement leaves a few of a sampler's first samples, for people who look back.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ from tinkerflow.backend.journal.tables import (
 )
 
 PAGE = 1000
-_ACKNOWLEDGED = "the result was dropped: its client acknowledged that it has it"
+DROPPED, EXPIRED = "the result was dropped", "the result expired"  # how errors of answers begin whose bytes are gone
+FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # samples of a client's copy that an acknowledgement leaves; bytes of one
+_ACKNOWLEDGED = f"{DROPPED}: its client acknowledged that it has it"
+_BYTES = sa.func.length(col(Request.payload)) + sa.func.coalesce(sa.func.length(col(Request.result)), 0)
 _AFTER = (
     sa.select(
         col(Request.id),
@@ -274,6 +278,7 @@ class Results(Aggregate):
     def acknowledge(self, sampler_id: str, owner: str | None, request_ids: Collection[str], *, clone: int) -> int:
         """Drop the bytes of results that were read and that their client says it has; how many.
 
+        The first FIRST_SHOWN of a copy stay until they expire, where they are small: the console shows them.
         A client acknowledges what it has downloaded and read, and only that. A result that nobody ever read stays, and
         ids that are not the clone's are passed over. Only the clone that asked for a sample knows its id, so there is
         no other reader to wait for. NotFoundError: unknown or foreign sampler.
@@ -289,6 +294,7 @@ class Results(Aggregate):
                     col(Request.seq_id) < (clone + 1) * CLONE_BLOCK,
                     col(Request.read_at).is_not(None),
                     col(Request.dropped_at).is_(None),
+                    sa.or_(col(Request.seq_id) >= clone * CLONE_BLOCK + FIRST_SHOWN, _BYTES > LARGEST_SHOWN),
                 )
                 values = _dropped(_ACKNOWLEDGED, payload=b"", dropped_at=self._now())
                 dropped += connection.execute(statement.values(**values)).rowcount
@@ -307,7 +313,7 @@ class Results(Aggregate):
             .order_by(col(Request.finished_at))
             .limit(limit)
         )
-        text = "the result expired: it was kept until " + before.isoformat(timespec="seconds") + " and is dropped now"
+        text = f"{EXPIRED}: it was kept until " + before.isoformat(timespec="seconds") + " and is dropped now"
         payload = sa.case((col(Request.replays), col(Request.payload)), else_=b"")
         values = _dropped(text, payload=payload, dropped_at=self._now())
         with self._write() as connection:

@@ -10,14 +10,23 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, missing, owned_by
-from tinkerflow.backend.journal.tables import Kind, Model, Request, SamplerRow
+from tinkerflow.backend.journal.requests import CANCELLED
+from tinkerflow.backend.journal.results import DROPPED, EXPIRED, FIRST_SHOWN
+from tinkerflow.backend.journal.tables import Kind, Model, Request, RequestState, SamplerRow
 
 SAMPLERS = 20  # the newest samplers, whose samples are looked at
+# A request whose answer was dropped fails from then on, with this fact for its error; its sample did not.
+_ANSWERED = sa.and_(
+    col(Request.dropped_at).is_not(None),
+    sa.or_(col(Request.error).startswith(DROPPED), col(Request.error).startswith(EXPIRED)),
+)
 _COLUMNS = (
     col(Request.id),
     col(Request.sampler_id),
-    col(Request.state),
-    col(Request.error),
+    sa.case(
+        (_ANSWERED, RequestState.DONE), (col(Request.error) == CANCELLED, "cancelled"), else_=col(Request.state)
+    ).label("state"),
+    sa.case((_ANSWERED, None), else_=col(Request.error)).label("error"),
     col(Request.created_at),
     col(Request.finished_at),
     (sa.func.length(col(Request.payload)) + sa.func.coalesce(sa.func.length(col(Request.result)), 0)).label("size"),
@@ -31,7 +40,8 @@ _SAMPLES = sa.select(*_COLUMNS, *_OF).join(SamplerRow, col(SamplerRow.id) == col
 class SampleView:
     """A sample request and whose weights it sampled: those of model_path, else of snapshot_id, else of base_model.
 
-    size: bytes of the request and of its answer; they may be large, so only `Samples.whole` reads them.
+    state: `cancelled` when its client gave it up, else as of the request, `done` also when the bytes of its answer were
+    dropped. size: bytes of the request and of its answer; they may be large, so only `Samples.whole` reads them.
     """
 
     id: str
@@ -61,7 +71,8 @@ class Samples(Aggregate):
     def recent(self, owner: str | None, *, run_id: str | None = None, limit: int = 20) -> list[SampleView]:
         """The newest samples of the newest samplers; with run_id, of samplers of that run's weights.
 
-        One statement for each sampler, and one or two more. NotFoundError: unknown or foreign run.
+        Samples whose bytes are there come before those whose bytes were dropped. One statement for each sampler, and
+        one or two more. NotFoundError: unknown or foreign run.
         """
         newest = (col(SamplerRow.created_at).desc(), col(SamplerRow.id))
         with self._read() as connection:
@@ -81,9 +92,13 @@ class Samples(Aggregate):
             ids = sa.select(col(SamplerRow.id)).where(*which).order_by(*newest).limit(SAMPLERS)
             found: list[SampleView] = []
             for sampler_id in connection.execute(ids).scalars().all():
-                last = _SAMPLES.where(col(Request.sampler_id) == sampler_id).order_by(col(Request.seq_id).desc())
-                found += [as_view(SampleView, row) for row in connection.execute(last.limit(limit))]
-        return sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)[:limit]
+                of, seq = col(Request.sampler_id) == sampler_id, col(Request.seq_id)
+                last = sa.select(seq).where(of).order_by(seq.desc()).limit(limit).subquery()
+                looked_at = sa.union(sa.select(last), sa.select(seq).where(of, seq < FIRST_SHOWN))
+                some = connection.execute(_SAMPLES.where(of, seq.in_(looked_at)))
+                found += [as_view(SampleView, row) for row in some]
+        newest_first = sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)
+        return sorted(newest_first, key=lambda one: one.size == 0)[:limit]
 
     def get(self, request_id: str, owner: str | None) -> SampleView:
         """One sample request; NotFoundError when it is unknown, foreign, or no sample."""

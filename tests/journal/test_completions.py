@@ -12,6 +12,7 @@ from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import Completions, Journal, Outcome
 from tinkerflow.backend.journal.notify import CLONE_BLOCK
 from tinkerflow.backend.journal.requests import CANCELLED
+from tinkerflow.backend.journal.results import FIRST_SHOWN, LARGEST_SHOWN
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ def test_an_outcome_that_names_no_sampler_is_refused(scene, sampler):
 
 
 def test_what_was_read_and_acknowledged_is_dropped(scene, sampler):
-    read, unread, clones = (scene.sample(sampler, seq) for seq in (0, 1, CLONE_BLOCK))
+    read, unread, clones = (scene.sample(sampler, seq) for seq in (FIRST_SHOWN, FIRST_SHOWN + 1, CLONE_BLOCK))
     finish_all(scene.journal)
     for request in (read, clones):
         scene.journal.results.get(request, "local")
@@ -203,6 +204,20 @@ def test_what_was_read_and_acknowledged_is_dropped(scene, sampler):
         assert scene.journal.results.get(kept, "local").result == b"12345"
     with pytest.raises(NotFoundError):
         scene.journal.results.acknowledge(sampler, "them", [unread], clone=0)
+
+
+def test_the_first_samples_of_each_copy_stay_for_people_who_look_back(scene, sampler):
+    asked = [scene.sample(sampler, start + seq) for start in (0, CLONE_BLOCK) for seq in range(FIRST_SHOWN + 1)]
+    *_, large, _ = pending = scene.journal.requests.pending_samples(100)
+    scene.journal.results.finish(
+        [one.done(b"1" * (LARGEST_SHOWN if one is large else 5), "proto") for one in pending]
+    )
+    for request in asked:
+        scene.journal.results.get(request, "local")
+    for clone, dropped in ((0, 1), (1, 2)):
+        assert scene.journal.results.acknowledge(sampler, "local", asked, clone=clone) == dropped
+    gone = [request for request in asked if scene.journal.results.get(request, "local").result is None]
+    assert gone == [asked[FIRST_SHOWN], large.id, asked[-1]]
 
 
 def test_telling_the_size_is_no_reading(scene, sampler):

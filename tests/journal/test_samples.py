@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.journal.requests import CANCELLED
+from tinkerflow.backend.journal.results import FIRST_SHOWN
 
 
 def test_newest_first_by_project_and_by_run(scene, clock, as_owner):
@@ -28,6 +30,35 @@ def test_newest_first_by_project_and_by_run(scene, clock, as_owner):
     assert len(scene.journal.samples.recent(None)) == 5
     with pytest.raises(NotFoundError):
         scene.journal.samples.recent("other", run_id=run)
+
+
+def test_what_a_sample_came_to_is_known_when_its_bytes_are_dropped(scene, clock):
+    sampler = scene.sampler(scene.session())
+    asked = []
+    for seq in range(FIRST_SHOWN + 6):
+        clock.advance(1)
+        asked.append(scene.sample(sampler, seq))
+    *done, failed, given_up, waits = asked
+    pending = {one.id: one for one in scene.journal.requests.pending_samples(100)}
+    scene.journal.results.finish(
+        [pending[failed].failed("no", "user"), *(pending[one].done(b"1", "proto") for one in done)]
+    )
+    scene.journal.requests.cancel(given_up, "local")
+    for one in done:
+        scene.journal.results.get(one, "local")
+    scene.journal.results.acknowledge(sampler, "local", done, clone=0)
+    dropped = done[FIRST_SHOWN:]
+
+    def states() -> list[tuple[str, str | None]]:
+        return [(one.state, one.error) for one in scene.journal.samples.recent("local", limit=100)]
+
+    known = [("pending", None), ("cancelled", CANCELLED), ("failed", "no"), *[("done", None)] * FIRST_SHOWN]
+    assert states() == known + [("done", None)] * len(dropped)
+    few = scene.journal.samples.recent("local", limit=FIRST_SHOWN + 4)
+    assert [one.id for one in few] == [waits, given_up, failed, *done[:FIRST_SHOWN][::-1], dropped[-1]]
+    assert [one.size == 0 for one in few] == [False] * (FIRST_SHOWN + 3) + [True]
+    scene.journal.results.expire(-1)
+    assert states() == known + [("done", None)] * len(dropped)
 
 
 def test_one_sample(scene):

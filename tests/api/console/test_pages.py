@@ -57,7 +57,7 @@ def test_a_sample_is_shown_as_text_until_its_bytes_are_dropped(browser: Any, fur
     assert "bc" in browser.get(f"/training_runs/{things.run}").text
     for _ in range(2):
         browser.server.journal.results.expire(-1)
-    assert "its bytes were dropped" in browser.get(f"/samples/{things.sample}").text
+    assert "its text was dropped" in browser.get(f"/samples/{things.sample}").text
 
 
 def test_images_of_a_prompt_are_signs_in_lists_and_are_shown_with_their_sample(
