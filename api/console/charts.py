@@ -10,12 +10,12 @@ from markupsafe import Markup, escape
 from tinkerflow.api.console.render import NONE, number
 from tinkerflow.backend.plot import LINES, Line, plot
 
-WIDTH, HEIGHT = 520, 230
-_BOX = (56, 10, WIDTH - 12, HEIGHT - 26)
+WIDTH, HEIGHT = 520, 244
+_BOX = (56, 10, WIDTH - 12, HEIGHT - 40)
 
 
 def chart(title: str, lines: Sequence[Line], *, across: str = "step") -> Markup:
-    """A figure with one chart: its title, axes, lines, and the values for the script. across: what x counts."""
+    """A figure with one chart: its title, axes, lines, and the values for the script. across: what x counts, which is written below it."""
     drawn = plot(lines, _BOX, number)
     if drawn is None:
         return Markup(
@@ -26,9 +26,10 @@ def chart(title: str, lines: Sequence[Line], *, across: str = "step") -> Markup:
     data = {"x": x, "y": y, "box": _BOX, "across": across, "lines": values}
     said = ", ".join(f"{line.name} ends at {number(line.known[-1][1])}" for line in lines if line.known)
     label = escape(f"{title} by {across}: {said}")
-    svg = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{shapes}<path class="cross" d=""/></svg>'
-    )
+    middle = (_BOX[0] + _BOX[2]) // 2
+    below = f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(across)}</text>'
+    size = f"0 0 {WIDTH} {HEIGHT}"
+    svg = f'<svg viewBox="{size}" role="img" aria-label="{label}">{shapes}{below}<path class="cross" d=""/></svg>'
     return Markup(
         '<figure class="chart" data-chart="{}"><figcaption>{} {}</figcaption>{}<output hidden></output></figure>'
     ).format(orjson.dumps(data).decode(), title, _legend(lines), Markup(svg))

@@ -175,6 +175,6 @@ def test_two_models_answer_side_by_side_with_the_probabilities_of_their_tokens(
     page.fill("#say", "bcd")
     page.press("Send")
     page.shows("model 'nobody' does not exist")
-    page.press("Start anew")
+    page.press("Start over")
     assert page.run("return document.querySelectorAll('.turn').length") == 0
     assert [one for one in page.complaints() if "404" not in one] == []

@@ -22,6 +22,9 @@ def test_a_line_has_gaps_where_a_value_is_missing() -> None:
     data = json.loads(html.unescape(re.findall(r'data-chart="(.*?)"', figure)[0]))
     assert data["lines"] == [{"name": "a", "points": [[1, 2.0], [2, 1.0], [4, 3.0]]}]
     assert '<b class="last">3</b>' in figure
+    assert [one.text for one in svg_of(figure).iter() if one.tag.endswith("text")][-1] == "step"
+    hours = chart("Tokens", [Line("a", [(-1, 2.0), (0, 1.0)])], across="hours from now")
+    assert ">hours from now</text>" in hours
 
 
 def test_names_cannot_become_markup() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.api.conftest import BASE
 
 from tinkerflow import __version__
 
@@ -13,7 +14,8 @@ def test_a_browser_gets_a_page_that_says_how_to_use_the_server(start: Any) -> No
     server = start(prefect_port=4321)
     page = server.http.get(server.url, headers={"Accept": "text/html,application/json;q=0.9"})
     assert page.headers["content-type"].startswith("text/html")
-    for text in (__version__, f"TINKER_BASE_URL={server.url}", "serves 1 base model.", "http://127.0.0.1:4321"):
+    urls = [f"{name}={server.url}" for name in ("TINKER_BASE_URL", "OPENAI_BASE_URL", "ANTHROPIC_BASE_URL")]
+    for text in (__version__, *urls, f"OPENAI_BASE_URL={server.url}/v1\n", f"serves {BASE}.", "http://127.0.0.1:4321"):
         assert text in page.text
     assert "src=" not in page.text and "//cdn" not in page.text
 

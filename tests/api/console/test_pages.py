@@ -154,6 +154,9 @@ def test_the_pool_shows_parts_groups_memory_and_who_waits(browser: Any, server: 
         page = browser.get(path).text
         for text in ("alive", "cpu:0", "3 GB", "kv cache", "4 of 9 programs ready, 1 failed", "the group starts again"):
             assert text in page, (path, text)
+    journal.base_models.note_compile_status("tiny/bigram", CompileStatus(0, 0, 0, 9, 6, kv_pages=512, kv_pages_used=7))
+    page = browser.get("/pool").text
+    assert "No warm-up: 15 programs" in page and "7 of 512 pages in use" in page
 
 
 def test_what_was_used_is_drawn_and_added_up(browser: Any, server: Any, furnish: Any) -> None:
