@@ -39,7 +39,7 @@ from tinkerflow.api.tokens import (
 )
 from tinkerflow.backend import tracing
 from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.errors import BodyTooLargeError, UserError
+from tinkerflow.backend.errors import BodyTooLargeError, UserError, shown
 from tinkerflow.backend.ids import KEY_PREFIX, LOCAL_OWNER
 from tinkerflow.backend.journal import Journal, KeyView, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
@@ -383,11 +383,15 @@ class Call:
 def first_broken(error: ValidationError) -> UserError:
     """What the first error of a body says: its field, its rule, and the value if there is one."""
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"]) or "the request body"
-    if first["type"] == "extra_forbidden":
+    kind, text = first["type"], first["msg"]
+    if kind == "json_invalid":
+        return UserError(f"the request body is no JSON: {text.removeprefix('Invalid JSON: ')}")
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    field = "".join(parts).removeprefix(".") or "the request body"
+    if kind == "extra_forbidden":
         return UserError(f"{field} is not supported by this endpoint: must be left out")
-    given = "" if first["type"] == "missing" else f", not {str(first['input'])[:80]!r}"
-    return UserError(f"{field}: {first['msg']}{given}")
+    given = "" if kind in ("missing", "too_short", "too_long") else f", not {shown(first['input'])}"
+    return UserError(f"{field}: {text}{given}")
 
 
 async def authorised(request: Request) -> Call:

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -135,6 +136,8 @@ def _gone(request: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.detail == HTTPStatus(error.status_code).phrase:  # of the router, which says no more
+        error.detail = f"{request.method} {request.url.path} is no endpoint of this service; /openapi.json lists them"
     if request.url.path.startswith(f"{OPEN_API}/"):
         return _answer(request, error.status_code, str(error.detail), error.headers)
     return await http_exception_handler(request, error)

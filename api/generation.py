@@ -101,6 +101,11 @@ class Generation:
         """Give the request up, if it has no answer yet."""
         self.cancel()
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The request's id by the names that OpenAI's and Anthropic's clients read it by."""
+        return {"x-request-id": self.id, "request-id": self.id}
+
     def sequence_id(self, index: int) -> str:
         """The id of one of its samples: what the SDK calls the sequence's id, and what feedback can be about."""
         return f"{self.id}-{index}"

@@ -67,10 +67,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Listed:
-    """A model that can be named: its project's checkpoints, and what all may use. root: what it stands for."""
+    """A model that can be named: its project's checkpoints, and what all may use. root: what it stands for.
+
+    context: the most tokens of a prompt with its answer.
+    """
 
     name: str
     base_model: str
+    context: int
     root: str
     owned_by: str
     created_at: datetime
@@ -86,7 +90,7 @@ async def find(call: Call, model: str) -> Listed:
     """The model of that name as a list shows it; errors as of `resolve`."""
     card, checkpoint = await asyncio.to_thread(_find, call, model)
     if checkpoint is not None:
-        return _of_checkpoint(model, checkpoint)
+        return _of_checkpoint(model, checkpoint, card.max_context)
     return next(listed for listed in await asyncio.to_thread(_base_models, call) if listed.name == card.name)
 
 
@@ -104,27 +108,29 @@ def champions_of(call: Call, path: str) -> list[str]:
 
 def _list(call: Call) -> list[Listed]:
     listed, work = _base_models(call), _work(call)
-    known = {model.name for model in listed}
+    contexts = {model.name: model.context for model in listed}
     for name in champion_names(work):
         try:
-            _, checkpoint = _find(call, CHAMPION + name)
+            card, checkpoint = _find(call, CHAMPION + name)
         except UserError:
             continue  # another project's, or its weights are gone
         if checkpoint is not None:
-            listed.append(_of_checkpoint(CHAMPION + name, checkpoint))
+            listed.append(_of_checkpoint(CHAMPION + name, checkpoint, card.max_context))
     for saved in call.journal.checkpoints.page(call.owner, limit=_LISTED).rows:
-        if saved.kind == CheckpointKind.SAMPLER_WEIGHTS and saved.base_model in known:
-            listed.append(_of_checkpoint(saved.path, saved))
+        if saved.kind == CheckpointKind.SAMPLER_WEIGHTS and saved.base_model in contexts:
+            listed.append(_of_checkpoint(saved.path, saved, contexts[saved.base_model]))
     return listed
 
 
 def _base_models(call: Call) -> list[Listed]:
-    rows = call.journal.base_models.all()
-    return [Listed(row.name, row.name, row.name, "tinkerflow", row.registered_at) for row in rows]
+    rows = [(row, ModelCard.from_json(row.card)) for row in call.journal.base_models.all()]
+    return [
+        Listed(row.name, row.name, card.max_context, row.name, "tinkerflow", row.registered_at) for row, card in rows
+    ]
 
 
-def _of_checkpoint(name: str, saved: CheckpointView) -> Listed:
-    return Listed(name, saved.base_model, saved.path, saved.owner, saved.created_at)
+def _of_checkpoint(name: str, saved: CheckpointView, context: int) -> Listed:
+    return Listed(name, saved.base_model, context, saved.path, saved.owner, saved.created_at)
 
 
 def _find(call: Call, model: str) -> tuple[ModelCard, CheckpointView | None]:

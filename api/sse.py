@@ -31,9 +31,16 @@ class EventStream(Response):
     should be awaited before (`Generation.begin`), so that it is an answer of its own.
     """
 
-    def __init__(self, request: Request, events: AsyncIterator[bytes], *, error_name: str = "") -> None:
+    def __init__(
+        self,
+        request: Request,
+        events: AsyncIterator[bytes],
+        *,
+        headers: Mapping[str, str] | None = None,
+        error_name: str = "",
+    ) -> None:
         """request: whose answer it is; its body must have been read. error_name: the type of an event with an error."""
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **(headers or {})})
         del self.headers["content-length"]
         self._request = request
         self._events = events

@@ -83,9 +83,9 @@ async def respond(
     try:
         if stream:
             await until_gone(call.request, generation.begin())
-            return EventStream(call.request, answer.events(), error_name=error_name)
+            return EventStream(call.request, answer.events(), headers=generation.headers, error_name=error_name)
         result = await until_gone(call.request, generation.result())
-        return Response(_encoded(answer.whole(result)), media_type="application/json")
+        return Response(_encoded(answer.whole(result)), media_type="application/json", headers=generation.headers)
     except BaseException:
         generation.cancel()
         raise
@@ -110,6 +110,7 @@ class AnswerReader:
         special tokens. one_call: the answer ends after its first call.
         """
         tokenizer = target.tokenizer
+        self._tokenizer = tokenizer
         self._ends = frozenset({*target.card.eos_token_ids, *prompt.ends})
         marks = {tokenizer.id_of(mark) for mark in (*prompt.spec.marks, *(prompt.spec.think or ()))}
         self._hidden = self._ends | (frozenset() if special else tokenizer.special_ids - marks)
@@ -138,6 +139,11 @@ class AnswerReader:
     def stopped(self) -> str | None:
         """The stop string that ended the answer."""
         return self._text.stopped
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens the reasoning so far has, as the tokenizer writes it."""
+        return len(self._tokenizer.encode(self.said.reasoning, special=False)) if self.said.reasoning else 0
 
     @property
     def finish(self) -> Finish:

@@ -47,6 +47,7 @@ class ChatAnswer:
         self._wanted = wanted
         self._reader = reader
         self._tokenizer: Tokenizer = generation.target.tokenizer
+        self._reasoned = 0  # tokens of reasoning in the samples that are done
         self._frame = {"id": generation.id, "created": wanted.created, "model": generation.target.name}
 
     def whole(self, result: SampleResult) -> Json:
@@ -56,7 +57,7 @@ class ChatAnswer:
             **self._frame,
             "object": "chat.completion",
             "choices": choices,
-            "usage": usage([self._prompt.tokens], [result]),
+            "usage": self._usage(result),
             **({"prompt_token_ids": self._prompt.tokens} if self._wanted.token_ids else {}),
         }
 
@@ -74,13 +75,19 @@ class ChatAnswer:
                         first = False
                     yield sse({**chunk, "usage": None} if self._wanted.usage else chunk)
             if self._wanted.usage:
-                said = usage([self._prompt.tokens], [await generation.result()])
+                self._reasoned = sum(deltas.reader.reasoning_tokens for deltas in readers.values())
+                said = self._usage(await generation.result())
                 yield sse({**self._frame, "object": "chat.completion.chunk", "choices": [], "usage": said})
             yield sse(b"[DONE]")
+
+    def _usage(self, result: SampleResult) -> Json:
+        of_completion = {"completion_tokens_details": {"reasoning_tokens": self._reasoned}}
+        return {**usage([self._prompt.tokens], [result]), **of_completion}
 
     def _choice(self, piece: SamplePiece) -> Json:
         reader = self._reader()
         reader.feed(piece)
+        self._reasoned += reader.reasoning_tokens
         said = reader.said
         message: Json = {"role": "assistant", "content": said.content or (None if said.calls else ""), "refusal": None}
         if said.reasoning:

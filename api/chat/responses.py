@@ -85,7 +85,7 @@ class ResponseAnswer:
                 "input_tokens": read,
                 "input_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens},
                 "output_tokens": sampled,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
                 "total_tokens": read + sampled,
             },
         }

@@ -15,7 +15,10 @@ _BOX = (56, 10, WIDTH - 12, HEIGHT - 40)
 
 
 def chart(title: str, lines: Sequence[Line], *, across: str = "step") -> Markup:
-    """A figure with one chart: its title, axes, lines, and the values for the script. across: what x counts, which is written below it."""
+    """A figure with one chart: its title, axes, lines, and the values for the script.
+
+    across: what x counts, which is written below it.
+    """
     drawn = plot(lines, _BOX, number)
     if drawn is None:
         return Markup(

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from tinkerflow.api.call import OPEN_API, Authorised, Call, Router
+from tinkerflow.api.errors import naming
 from tinkerflow.api.generation import (
     Generation,
     SamplePiece,
@@ -62,13 +63,17 @@ async def completions(call: Authorised) -> Response:
     prompts = await _tokens(target, body.prompt)
     check_choices(len(prompts), body.n)
     async with AsyncExitStack() as stack:
-        made = [await stack.enter_async_context(await _generate(call, target, body, prompt)) for prompt in prompts]
+        made = []
+        for number, prompt in enumerate(prompts):
+            with naming({"prompt.chunks[0].tokens": "prompt" if len(prompts) == 1 else f"prompt[{number}]"}):
+                made.append(await stack.enter_async_context(await _generate(call, target, body, prompt)))
         answer = _Answer(call, target, body, made)
         if not body.stream:
             results = await until_gone(call.request, together(made))
-            return Response(orjson.dumps(answer.whole(results)), media_type="application/json")
+            body_of = orjson.dumps(answer.whole(results))
+            return Response(body_of, media_type="application/json", headers=made[0].headers)
         await until_gone(call.request, made[0].begin())
-        return EventStream(call.request, answer.events(stack.pop_all(), wants_usage))
+        return EventStream(call.request, answer.events(stack.pop_all(), wants_usage), headers=made[0].headers)
 
 
 def _check(body: CompletionBody) -> None:

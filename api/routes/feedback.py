@@ -11,6 +11,7 @@ from fastapi import Query
 from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from tinkerflow.api.call import OPEN_API, Authorised, Call, PageLimit, Router, Strict, Wire
+from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.training import served
 from tinkerflow.api.text import Tokenizer
@@ -104,7 +105,8 @@ def _parts(answer_id: str) -> tuple[str, int]:
 
 
 def _sample(call: Call, request_id: str) -> WholeSample:
-    view = call.journal.samples.whole(request_id, call.owner)
+    with naming({"request": "id"}):
+        view = call.journal.samples.whole(request_id, call.owner)
     if view.error is not None or not view.result:
         raise UserError(f"id {request_id!r} has no answer that could be rated: it failed, waits, or was dropped")
     return view

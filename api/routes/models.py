@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Literal
 
 from tinkerflow.api.call import OPEN_API, Authorised, Router, Wire
@@ -12,11 +13,18 @@ router = Router(busy=3, at=OPEN_API)
 
 
 class ModelShown(Wire):
-    """A model that can be named. root: the weights that it stands for. parent: the base model below an adapter."""
+    """A model that can be named, in OpenAI's form and in Anthropic's. root: the weights that it stands for.
+
+    parent: the base model below an adapter. max_model_len: the most tokens of a prompt with its answer.
+    """
 
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
     created: int
+    created_at: datetime
+    max_model_len: int
     owned_by: str
     root: str
     parent: str | None = None
@@ -49,5 +57,13 @@ async def refuse_embeddings(call: Authorised) -> ModelShown:
 
 def _shown(found: Listed) -> ModelShown:
     parent = None if found.name == found.base_model else found.base_model
-    created = int(found.created_at.timestamp())
-    return ModelShown(id=found.name, created=created, owned_by=found.owned_by, root=found.root, parent=parent)
+    return ModelShown(
+        id=found.name,
+        display_name=found.name,
+        created=int(found.created_at.timestamp()),
+        created_at=found.created_at,
+        max_model_len=found.context,
+        owned_by=found.owned_by,
+        root=found.root,
+        parent=parent,
+    )

@@ -68,8 +68,9 @@ class Reasoning(Strict):
 class ResponsesBody(Strict):
     """A request. input: a text, or items of the types message, function_call, function_call_output and reasoning.
 
-    Nothing is stored for later requests, so `previous_response_id` is unknown. store, include, metadata, user,
-    safety_identifier, prompt_cache_key, service_tier and truncation are accepted, and change nothing.
+    Nothing is stored for later requests, so `previous_response_id` is unknown. store, metadata, user,
+    safety_identifier, prompt_cache_key, service_tier and truncation are accepted, and change nothing; so is `include`
+    of encrypted reasoning, because reasoning is shown as it is.
     """
 
     model: str
@@ -85,7 +86,7 @@ class ResponsesBody(Strict):
     reasoning: Reasoning | None = None
     stream: bool = False
     store: bool | None = None
-    include: list[str] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None

@@ -328,7 +328,8 @@ def _biases(given: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, float
     for key, value in given.items():
         token = int(key) if key.isascii() and key.isdecimal() and len(key) < _DIGITS else -1
         if not 0 <= token < vocab_size:
-            raise broken(f"a key of {name}", key, f"a token id, >= 0 and < {vocab_size}, the model's vocabulary")
+            rule = f"must have token ids alone, >= 0 and < {vocab_size}, the model's vocabulary"
+            raise UserError(f"{name} has the key {shown(key)}: {rule}")
         if not isinstance(value, int | float) or isinstance(value, bool) or not -MOST_BIAS <= value <= MOST_BIAS:
             raise broken(f"{name}[{key!r}]", value, f"a number from {-MOST_BIAS:g} to {MOST_BIAS:g}")
         if token in biases:

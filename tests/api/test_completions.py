@@ -35,12 +35,13 @@ def events(server: Running, **body: Any) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-def test_models_are_listed_and_shown(server: Running) -> None:
+def test_models_are_listed_and_shown(server: Running, lettered: ModelCard) -> None:
     listed = server.http.get(f"{server.url}/v1/models", headers={"x-api-key": KEY}).json()
     (model,) = listed["data"]
     assert (listed["object"], model["id"], model["object"], model["root"]) == ("list", BASE, "model", BASE)
     one = server.http.get(f"{server.url}/v1/models/{BASE}", headers={"Authorization": f"Bearer {KEY}"})
     assert one.json() == model
+    assert (model["type"], model["display_name"], model["max_model_len"]) == ("model", BASE, lettered.max_context)
     missing = server.http.get(f"{server.url}/v1/models/nobody", headers={"x-api-key": KEY})
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "not_found"
@@ -121,6 +122,7 @@ def test_an_echo_has_the_prompt_and_its_logprobs(server: Running, engine: Engine
         ({"n": 600, "prompt": ["a", "b"]}, "n"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [99]}, "prompt"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": ""}, "prompt"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"echo": True, "stream": True}, "echo"),
@@ -132,6 +134,19 @@ def test_wrong_content_names_its_field(body: dict[str, Any], param: str, server:
     answer = post(server, "completions", {"model": BASE, "prompt": "a", **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+    assert "sampling_params" not in error["message"] and "chunks" not in error["message"]
+
+
+def test_a_wrong_token_of_one_of_several_prompts_is_named_as_the_client_has_it(server: Running, engine: Engine) -> None:
+    for prompt, name in (([2, 99], "prompt[1]"), ([[2], [2, 99]], "prompt[1][1]")):
+        answer = post(server, "completions", {"model": BASE, "prompt": prompt})
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{name} is 99: must be")
+
+
+def test_an_answers_id_is_in_its_headers(server: Running, engine: Engine) -> None:
+    for stream in (False, True):
+        answer = post(server, "completions", {"model": BASE, "prompt": "bcd", "max_tokens": 2, "stream": stream})
+        assert f'"id":"{answer.headers["x-request-id"]}"' in answer.text
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_feedback_is_kept_with_its_sample(server: Running, journal: Any) -> None
 @pytest.mark.parametrize(
     ("said", "status", "words"),
     [
-        ({"id": "req-none", "label": "good"}, 404, "does not exist"),
+        ({"id": "req-none", "label": "good"}, 404, "id 'req-none' does not exist"),
         ({"id": "", "label": "good"}, 404, "does not exist"),
         ({"id": "ID-9", "label": "good"}, 404, "does not exist"),
         ({"id": "ID"}, 400, "at least one"),

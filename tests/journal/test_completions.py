@@ -209,9 +209,7 @@ def test_what_was_read_and_acknowledged_is_dropped(scene, sampler):
 def test_the_first_samples_of_each_copy_stay_for_people_who_look_back(scene, sampler):
     asked = [scene.sample(sampler, start + seq) for start in (0, CLONE_BLOCK) for seq in range(FIRST_SHOWN + 1)]
     *_, large, _ = pending = scene.journal.requests.pending_samples(100)
-    scene.journal.results.finish(
-        [one.done(b"1" * (LARGEST_SHOWN if one is large else 5), "proto") for one in pending]
-    )
+    scene.journal.results.finish([one.done(b"1" * (LARGEST_SHOWN if one is large else 5), "proto") for one in pending])
     for request in asked:
         scene.journal.results.get(request, "local")
     for clone, dropped in ((0, 1), (1, 2)):

@@ -170,6 +170,8 @@ def test_unknown_models_and_keys_raise_the_clients_own_errors(claude: anthropic.
         claude.messages.create(**(ASKED | {"model": "nobody"}))
     with pytest.raises(anthropic.AuthenticationError):
         claude.with_options(api_key="wrong").messages.create(**ASKED)
+    (model,) = claude.models.list()
+    assert (model.id, model.type, model.display_name, claude.models.retrieve(BASE)) == (BASE, "model", BASE, model)
 
 
 def test_a_field_that_is_missing_is_named_without_the_rest_of_the_request(post: Callable[..., Any]) -> None:

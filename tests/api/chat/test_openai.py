@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from tests.api.chat.conftest import END, Speaker
-from tests.api.conftest import BASE
+from tests.api.conftest import BASE, KEY, Running
 
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.journal import Journal, Outcome, Pending
@@ -74,9 +74,12 @@ def test_reasoning_and_calls_are_kept_apart_whole_and_streamed(gpt: openai.OpenA
     assert calls == [{"name": "weather", "arguments": '{"city": "Köln"}'}] * 2
     assert len({call.id for call in message.tool_calls or []}) == 2
     assert done.choices[0].finish_reason == "tool_calls"
+    reasoned = len(speaker.tokenizer.encode("hm", add_special_tokens=False).ids)
+    assert done.usage.completion_tokens_details.reasoning_tokens == reasoned > 0  # type: ignore[union-attr]
     speaker.says(text)
-    said = streamed(gpt.chat.completions.create(**asked, stream=True))
+    said = streamed(gpt.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert said[:4] == ("Let me see.", "hm", calls, "tool_calls")
+    assert said[4][-1].usage == done.usage
     speaker.says(text)
     once = gpt.chat.completions.create(**asked, parallel_tool_calls=False)
     assert len(once.choices[0].message.tool_calls or []) == 1
@@ -208,13 +211,15 @@ def test_what_the_model_did_not_finish_as_a_call_is_content(gpt: openai.OpenAI, 
     ("body", "field", "says"),
     [
         ({"frobnicate": 1}, "frobnicate", "not supported"),
-        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": []}, "messages", "at least 1 item after validation, not 0"),
+        ({"n": "two"}, "n: ", ", not 'two'"),
+        ({"user": 5}, "user: ", ", not 5"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
             "images",
         ),
-        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages", "not supported"),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "not supported"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
         (
             {
@@ -252,6 +257,25 @@ def test_wrong_fields_are_refused_by_name(
     error = answer.json()["error"]
     assert field in error["message"] and says in error["message"], error
     assert error["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_no_json_is_said_to_be_none(server: Running, speaker: Speaker) -> None:
+    url, headers = f"{server.url}/v1/chat/completions", {"Authorization": f"Bearer {KEY}"}
+    error = server.http.post(url, content=b"{no", headers=headers).json()["error"]
+    assert error["message"] == "the request body is no JSON: key must be a string at line 1 column 2"
+    error = server.http.get(url, headers=headers).json()["error"]
+    assert error["message"] == "GET /v1/chat/completions is no endpoint of this service; /openapi.json lists them"
+    detail = server.http.post(f"{server.url}/chat/completions", json={}, headers=headers).json()["detail"]
+    assert detail == "POST /chat/completions is no endpoint of this service; /openapi.json lists them"
+
+
+def test_an_answers_id_is_what_the_client_shows_as_the_requests(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says("Hello")
+    done = gpt.chat.completions.create(model=BASE, messages=HI)
+    assert done._request_id == done.id
+    speaker.says("Hello")
+    stream = gpt.chat.completions.create(model=BASE, messages=HI, stream=True)
+    assert {chunk.id for chunk in stream} == {stream.response.headers["x-request-id"]}
 
 
 def test_unknown_models_and_keys_raise_the_clients_own_errors(gpt: openai.OpenAI, speaker: Speaker) -> None:

@@ -52,6 +52,7 @@ def test_reasoning_and_calls_are_items_whole_and_streamed(gpt: openai.OpenAI, sp
     shown = [
         [item.model_dump(exclude={"id", "call_id", "parsed_arguments"}) for item in one.output] for one in (done, again)
     ]
+    assert done.usage.output_tokens_details.reasoning_tokens == len(speaker.tokenizer.encode("hm").ids) > 0
     assert [item["type"] for item in shown[1]] == ["reasoning", "message", "function_call"]
     assert again.output_text == done.output_text
     assert again.output[2].arguments == call.arguments
@@ -129,6 +130,7 @@ def test_a_call_that_breaks_is_text_and_forms_are_held(gpt: openai.OpenAI, speak
         ({"text": FORM, "tools": TOOLS, "tool_choice": "required"}, "text.format is given: must be left out"),
         ({"text": {"format": {**FORM["format"], "schema": {"type": "x"}}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]: Input should be 'reasoning.encrypted_content'"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(post: Callable[..., Any], speaker: Speaker, body: Any, says: str) -> None:
