@@ -433,6 +433,9 @@ class Counted:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if tracing.tracer is None:
+            await self._answer(scope, receive, send)
+            return
         parent = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"traceparent"), None)
         with tracing.span(scope["method"], parent, "SERVER") as span:
             status = await self._answer(scope, receive, send)

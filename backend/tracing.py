@@ -8,9 +8,10 @@ a `traceparent` header (https://www.w3.org/TR/trace-context/): in the request's 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from tinkerflow.backend.errors import UserError
 
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _HEADER = "traceparent"
-_tracer: Tracer | None = None
+T = TypeVar("T")
+tracer: Tracer | None = None  # of this process; None: nobody wants spans
+current: ContextVar[str | None] = ContextVar(_HEADER, default=None)  # the context of the span that we are in
 
 
 def export(part: str) -> bool:
@@ -29,8 +32,8 @@ def export(part: str) -> bool:
 
     UserError when the packages for it are not installed.
     """
-    if _tracer is not None or not any(map(os.environ.get, _ENDPOINTS)):
-        return _tracer is not None
+    if tracer is not None or not any(map(os.environ.get, _ENDPOINTS)):
+        return tracer is not None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -48,26 +51,13 @@ def export(part: str) -> bool:
 
 def use(provider: TracerProvider | None) -> None:
     """Give spans to `provider`; None: make none. It is ours alone: spans of other libraries do not go there."""
-    global _tracer  # noqa: PLW0603  one for the process, as its environment
-    _tracer = None if provider is None else provider.get_tracer("tinkerflow")
-
-
-def current() -> str | None:
-    """The context of the span that we are in, as text; None outside of spans."""
-    if _tracer is None:
-        return None
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier)
-    return carrier.get(_HEADER)
+    global tracer  # noqa: PLW0603  one for the process, as its environment
+    tracer = None if provider is None else provider.get_tracer("tinkerflow")
 
 
 def begin(name: str, parent: str, **attributes: str) -> Span | None:
     """A span inside the one that `parent` is the context of; whoever begins it ends it. None: nobody wants spans."""
-    if _tracer is None:
-        return None
-    return _tracer.start_span(name, _context(parent), attributes=attributes)
+    return None if tracer is None else tracer.start_span(name, _context(parent), attributes=attributes)
 
 
 @contextmanager
@@ -76,15 +66,28 @@ def span(
 ) -> Iterator[Span | None]:
     """Be in a span inside that of `parent`. An error that leaves the block is noted. None: nobody wants spans.
 
-    parent: the context of another span; None: a SERVER span begins a trace of its own, and there is no INTERNAL one.
+    parent: the context of another span; None: the span begins a trace of its own.
     """
-    if _tracer is None or (parent is None and kind == "INTERNAL"):
+    if tracer is None:
         yield None
         return
     from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    with _tracer.start_as_current_span(name, _context(parent), SpanKind[kind], attributes) as made:
-        yield made
+    with tracer.start_as_current_span(name, _context(parent), SpanKind[kind], attributes) as made:
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier)
+        before = current.set(carrier.get(_HEADER))
+        try:
+            yield made
+        finally:
+            current.reset(before)
+
+
+async def inside(parent: str, work: Awaitable[T], name: str, **attributes: str) -> T:
+    """What `work` returns, in a span inside that of `parent`."""
+    with span(name, parent, **attributes):
+        return await work
 
 
 def _context(parent: str | None) -> Context:

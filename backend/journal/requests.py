@@ -386,7 +386,7 @@ def store(
         "replays": False,
         "completion": completion,
         "waiting_tokens": request.tokens,
-        "trace": tracing.current(),
+        "trace": tracing.current.get(),
     }
     return request_id if insert_if_absent(connection, Request, row) else _replayed(connection, request)
 

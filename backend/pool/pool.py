@@ -254,7 +254,7 @@ class Pool:
             raise StoreAwayError(f"{type(job).__name__} took longer than {seconds:g} s") from None
 
     async def _execute(self, command: Command, seconds: float, generation: int) -> Reply:
-        parent = tracing.current()  # the scheduler sends from elsewhere
+        parent = tracing.current.get()  # the scheduler sends from elsewhere
         parts = in_parts(command, self._scheduler.microbatch, self.info.fsdp, self.info.attention_tokens)
         if len(parts) == 1:
             return await self._scheduler.submit(command, partial(self._send, generation, command, seconds, parent))

@@ -186,17 +186,13 @@ def begin(execute: Execute, execution: Execution, group: asyncio.TaskGroup) -> O
 
     Only an answer that the journal does not take ends `group`.
     """
-    request = execution.request
-    return Operation(request, group.create_task(_perform(execute, execution), name=f"{request.kind} {request.id}"))
+    request, work = execution.request, _perform(execute, execution)
+    if request.trace is not None:
+        work = tracing.inside(request.trace, work, request.kind, request_id=request.id, model_id=execution.model_id)
+    return Operation(request, group.create_task(work, name=f"{request.kind} {request.id}"))
 
 
 async def _perform(execute: Execute, execution: Execution) -> Outcome | None:
-    request = execution.request
-    with tracing.span(request.kind, request.trace, request_id=request.id, model_id=execution.model_id):
-        return await _execute_and_answer(execute, execution)
-
-
-async def _execute_and_answer(execute: Execute, execution: Execution) -> Outcome | None:
     """Execute, wait until every earlier operation is answered, answer, and do what is left."""
     request, slot = execution.request, execution.slot
     answered, stored = request.answered, SaveState.LOST

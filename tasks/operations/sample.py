@@ -151,7 +151,11 @@ class SampleBatch:
         sample = self._samples[request.id] = _Sample(request, request.sampler)
         if request.left:
             self._set_apart(sample)
-        sample.task = self._group.create_task(self._perform(sample), name=f"sample {request.id}")
+        work = self._perform(sample)
+        if request.trace is not None:
+            named = {"request_id": request.id, "sampler_id": sample.sampler.id}
+            work = tracing.inside(request.trace, work, "sample", **named)
+        sample.task = self._group.create_task(work, name=f"sample {request.id}")
         return sample.task
 
     def cancel(self, request_id: str) -> None:
@@ -261,11 +265,6 @@ class SampleBatch:
 
     async def _perform(self, sample: _Sample) -> Outcome | None:
         request = sample.request
-        with tracing.span("sample", request.trace, request_id=request.id, sampler_id=sample.sampler.id):
-            return await self._decode_and_answer(sample)
-
-    async def _decode_and_answer(self, sample: _Sample) -> Outcome | None:
-        request = sample.request
         try:
             try:
                 outcome = await self._decode(sample)
@@ -352,7 +351,7 @@ class SampleBatch:
 
     async def _join_with_weights(self, sample: _Sample, wanted: SampleRequest) -> Outcome:
         request, sampler = sample.request, sample.sampler
-        wanted = replace(wanted, trace=tracing.current() if request.trace else None)
+        wanted = replace(wanted, trace=tracing.current.get())
         snapshot = sampler.snapshot_id  # None: the base model
         if sampler.model_path is not None:
             snapshot = f"{sampler.id}@{self._context.pool.generation}"
@@ -377,10 +376,10 @@ class SampleBatch:
 
 async def _is_whole(context: ExecutionContext, sampler: SamplerView) -> bool:
     """Whether all parameters of what it samples were trained."""
-    if (held := context.snapshots.held(sampler.snapshot_id)) is not None:
-        return held.on_host
     if sampler.model_path is None and sampler.snapshot_id is None:
         return False
+    if (held := context.snapshots.held(sampler.snapshot_id)) is not None:
+        return held.on_host
     try:
         path = sampler.model_path or await _path_of_published(context, str(sampler.snapshot_id))
         return (await asyncio.to_thread(context.store.stored, path, optimizer=False)).spec.full

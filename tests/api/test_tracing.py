@@ -54,4 +54,4 @@ def test_without_an_exporter_nothing_is_noted(server: Running, lettered: Any, en
     complete(server, traceparent=f"00-{TRACE}-{PARENT}-01")
     assert [request.trace for request in stored] == [None]
     with tracing.span("SERVER", None, "SERVER") as span:
-        assert (span, tracing.current(), tracing.begin("x", f"00-{TRACE}-{PARENT}-01")) == (None, None, None)
+        assert (span, tracing.current.get(), tracing.begin("x", f"00-{TRACE}-{PARENT}-01")) == (None, None, None)

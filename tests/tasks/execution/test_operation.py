@@ -66,7 +66,7 @@ async def test_commands_are_sent_inside_the_trace_of_their_request(
     submit = pool.submit
 
     async def noting(command: Any, *args: Any, **kwargs: Any) -> Any:
-        seen[type(command).__name__] = tracing.current()
+        seen[type(command).__name__] = tracing.current.get()
         return await submit(command, *args, **kwargs)
 
     monkeypatch.setattr(pool, "submit", noting)
@@ -74,7 +74,7 @@ async def test_commands_are_sent_inside_the_trace_of_their_request(
     try:
         with tracing.span("POST", None, "SERVER"):
             model, _ = client.submit_create()
-            context = tracing.current()
+            context = tracing.current.get()
         client.optim_step(model)  # in no span
         assert context is not None
         await execute(model)
