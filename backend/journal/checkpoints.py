@@ -1,31 +1,96 @@
 """Checkpoints: read, listed, published, given a time, deleted, and opened to others by tokens.
 
 A checkpoint is deleted row first: from then on nobody can read it. Its files follow, at once or after a crash, by
-whoever sweeps the store (upkeep.py). Checkpoints come in by a save (effects.py) or otherwise (imports.py).
+whoever sweeps the store (upkeep.py). Checkpoints come in by a save or otherwise (imports.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 from sqlmodel import col
 
+from tinkerflow.backend.checkpoint import Saved
+from tinkerflow.backend.commands import Optimizer
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import CheckpointKind, new_id
 from tinkerflow.backend.journal import audit
-from tinkerflow.backend.journal.database import Aggregate, as_view, columns, get_owned, missing, owned_by
-from tinkerflow.backend.journal.effects import CheckpointSaved
+from tinkerflow.backend.journal.database import (
+    Aggregate,
+    as_view,
+    columns,
+    get_owned,
+    insert_if_absent,
+    missing,
+    owned_by,
+)
 from tinkerflow.backend.journal.requests import Limits, storage_failure
 from tinkerflow.backend.journal.tables import Checkpoint, Model, WeightsShare
 
 SHARE_PREFIX = "tfw-"
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """A checkpoint was committed to the store under `path` (tinker://...). Saving a path again replaces its row.
+
+    run_id: the model it was saved from. size_bytes: all its files together. expires_at: aware, or None for never.
+    attempt: the store's name for these bytes, "" when unknown; the path saved anew has another. created_at: when it was
+    committed, None: now.
+    """
+
+    path: str
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    owner: str
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    step: int
+    size_bytes: int
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    expires_at: datetime | None = None
+    optimizer: Optimizer = "adamw"
+    attempt: str = ""
+    created_at: datetime | None = None
+    expert_rank: int | None = None
+
+    @classmethod
+    def of(cls, saved: Saved) -> CheckpointSaved:
+        """The row that goes with a commit of the store."""
+        return CheckpointSaved(
+            path=saved.path,
+            run_id=saved.run_id,
+            kind=CheckpointKind(saved.kind),
+            name=saved.name,
+            owner=saved.meta.owner,
+            base_model=saved.meta.base_model,
+            **asdict(saved.spec),
+            step=saved.step,
+            size_bytes=saved.size_bytes,
+            user_metadata=saved.meta.user_metadata,
+            expires_at=saved.meta.expires_at,
+            optimizer=saved.optimizer,
+            attempt=saved.attempt,
+            created_at=saved.created_at,
+        )
+
+    def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
+        """Write the row, and into the audit log."""
+        put_checkpoint(connection, self, now)
+        details = {"kind": self.kind, "step": self.step, "size_bytes": self.size_bytes}
+        audit.note_checkpoint(connection, now, audit.Event.CHECKPOINT_SAVED, self, details)
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +221,21 @@ class SavedCheckpoints(Aggregate):
                 raise _missing(path)
             audit.note_checkpoint(connection, now, event, row, details)
         return as_view(CheckpointView, row)
+
+
+def put_checkpoint(connection: sa.Connection, saved: CheckpointSaved, now: datetime, *, public: bool = False) -> None:
+    """Write the row of a committed checkpoint. It replaces the row of an earlier one of its path, settings included."""
+    values = {
+        **asdict(saved),
+        "user_metadata": dict(saved.user_metadata),
+        "created_at": saved.created_at or now,
+        "public": public,
+        "deleted_at": None,
+        "purged_at": None,
+        "noted": True,
+    }
+    if not insert_if_absent(connection, Checkpoint, values):
+        connection.execute(sa.update(Checkpoint).where(col(Checkpoint.path) == saved.path).values(**values))
 
 
 def exists(now: datetime) -> sa.ColumnElement[bool]:

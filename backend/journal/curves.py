@@ -1,6 +1,6 @@
 """Curves of training runs: the figures of each optimizer step, averaged over neighbours when there are many.
 
-effects.py writes a row for each step in the transaction that answers its optim_step.
+results.py writes a row for each step in the transaction that answers its optim_step.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from sqlmodel import col
 
 from tinkerflow.backend.ids import session_of
 from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.checkpoints import CheckpointSaved, put_checkpoint
 from tinkerflow.backend.journal.database import Aggregate
-from tinkerflow.backend.journal.effects import CheckpointSaved, put_checkpoint
 from tinkerflow.backend.journal.models import NewModel, insert_model
 from tinkerflow.backend.journal.sessions import NewSession, insert_session
 from tinkerflow.backend.journal.tables import Checkpoint, ModelState, SessionState

@@ -5,8 +5,9 @@ A custom loss's number in its session decides which of two equal submits was fir
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 import numpy as np
 import orjson
@@ -17,7 +18,6 @@ from tinkerflow.backend.commands import StabilityInfo
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.ids import custom_loss_id, new_id
 from tinkerflow.backend.journal.database import Aggregate, get_owned, insert_if_absent
-from tinkerflow.backend.journal.effects import STABILITY_KEPT
 from tinkerflow.backend.journal.tables import (
     CustomLossRow,
     Kind,
@@ -28,6 +28,8 @@ from tinkerflow.backend.journal.tables import (
     StabilityRow,
     session_over,
 )
+
+STABILITY_KEPT = timedelta(days=1)  # after the last use, as the documentation of StableReinforce says
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,28 @@ class NewCustomLoss:
     payload: bytes
     content_hash: str
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class SequencesRecorded:
+    """Sampled sequences of a session that stable_reinforce may be trained on (record_stability_info)."""
+
+    session_id: str
+    sequences: tuple[StabilityInfo, ...]
+
+    def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
+        """Keep what was recorded, and drop what nobody used for a day."""
+        connection.execute(sa.delete(StabilityRow).where(col(StabilityRow.used_at) < now - STABILITY_KEPT))
+        for info in self.sequences:
+            row = {
+                "sequence_id": info.sequence_id,
+                "session_id": self.session_id,
+                "used_at": now,
+                "tokens": info.tokens_T.astype("<i4", copy=False).tobytes(),
+                "logprobs": info.logprobs_T.astype("<f4", copy=False).tobytes(),
+            }
+            insert_if_absent(connection, StabilityRow, row)
+        return ()
 
 
 class Losses(Aggregate):

@@ -18,7 +18,7 @@ weights are stored, unless no sampler uses them any more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -27,18 +27,13 @@ from sqlalchemy.orm import Mapped
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate, in_chunks, insert_if_absent
-from tinkerflow.backend.journal.effects import (
-    IS_MODEL_SNAPSHOT,
-    IS_UNSTORED,
-    SNAPSHOTS_KEPT,
-    SnapshotTaken,
-    snapshot_taken,
-)
+from tinkerflow.backend.journal.effects import LET_GO, forget
 from tinkerflow.backend.journal.requests import Pending
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
     BaseModelRow,
+    Kind,
     Model,
     ModelState,
     Process,
@@ -51,6 +46,12 @@ from tinkerflow.backend.journal.tables import (
     SessionState,
     Suspect,
 )
+
+SNAPSHOTS_KEPT = 2  # of a model: the newest one restores it, or if that cannot be read the one before
+
+IS_MODEL_SNAPSHOT = col(RecoverySnapshot.snapshot_id).is_(None)
+_USED = sa.exists().where(col(SamplerRow.snapshot_id) == col(Request.id), col(SamplerRow.state) == SamplerState.LIVE)
+IS_UNSTORED = sa.and_(col(Request.replays), col(Request.kind) == Kind.SAVE_FOR_SAMPLER, _USED)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,26 @@ class Executed:
     request: Pending
     succeeded: bool | None
     answered_at: datetime | None
+
+
+@dataclass(frozen=True)
+class SnapshotTaken:
+    """A recovery snapshot was committed to the store under `path`: the model as its requests up to seq_id made it.
+
+    snapshot_id: it holds only the weights that this sampling snapshot of the model was published with.
+    """
+
+    path: str
+    model_id: str
+    seq_id: int
+    step: int
+    size_bytes: int
+    snapshot_id: str | None = None
+
+    def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
+        """Record the snapshot."""
+        snapshot_taken(connection, self, now)
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,3 +265,41 @@ def of_unstored(*what: Mapped[Any]) -> sa.Select[Any]:
     """Columns of the saves that `Recovery.unstored` lists, and of their models, of all models that take work."""
     of_model = sa.select(*what).join(Model, col(Model.id) == col(Request.model_id)).select_from(Request)
     return of_model.where(IS_UNSTORED, col(Model.state).in_(TAKES_WORK))
+
+
+# ------------------------------------------------------------------ taking snapshots
+def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetime) -> bool:
+    """Record a committed snapshot, and let go of what it makes superfluous; False when it must not be used.
+
+    It must not be used when the model has ended, when a request in it is not answered yet (it would be executed twice,
+    or a save that later requests have overtaken would find another state), or when an unnamed save in it is not stored.
+    """
+    if taken.snapshot_id is not None:
+        return _published(connection, taken, now)
+    model = connection.execute(
+        sa.select(col(Model.next_seq), col(Model.state)).where(col(Model.id) == taken.model_id).with_for_update()
+    ).one()
+    if model.state not in TAKES_WORK or model.next_seq <= taken.seq_id:
+        return False
+    up_to = (col(Request.model_id) == taken.model_id, col(Request.seq_id) <= taken.seq_id)
+    waiting, unstored = (sa.exists().where(*up_to, where) for where in (IS_PENDING, IS_UNSTORED))
+    if connection.execute(sa.select(sa.or_(waiting, unstored))).scalar():
+        return False
+    if not insert_if_absent(connection, RecoverySnapshot, {**asdict(taken), "created_at": now}):
+        return False
+    # Requests that all kept snapshots hold are not replayed any more.
+    newest = sa.select(col(RecoverySnapshot.seq_id)).where(
+        col(RecoverySnapshot.model_id) == taken.model_id, IS_MODEL_SNAPSHOT
+    )
+    last_kept = newest.order_by(col(RecoverySnapshot.seq_id).desc()).offset(SNAPSHOTS_KEPT - 1).limit(1)
+    forget(connection, taken.model_id, col(Request.seq_id) <= last_kept.scalar_subquery())
+    return True
+
+
+def _published(connection: sa.Connection, taken: SnapshotTaken, now: datetime) -> bool:
+    """Record the snapshot that a sampler samples. It may outlive the model; `superfluous` finds unused ones."""
+    # Inflight samplers of a model share one snapshot: what it held before goes.
+    held = col(RecoverySnapshot.snapshot_id) == taken.snapshot_id
+    connection.execute(sa.update(RecoverySnapshot).where(held).values(snapshot_id=RecoverySnapshot.path))
+    connection.execute(sa.update(Request).where(col(Request.id) == taken.snapshot_id).values(**LET_GO))
+    return insert_if_absent(connection, RecoverySnapshot, {**asdict(taken), "created_at": now})

@@ -28,9 +28,8 @@ from tinkerflow.backend import tracing
 from tinkerflow.backend.errors import Category, ConflictError, TinkerflowError, TooManyError, UserError
 from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.journal.database import Aggregate, as_view, insert_if_absent, is_owned, missing
-from tinkerflow.backend.journal.effects import Effect
 from tinkerflow.backend.journal.notify import answered
-from tinkerflow.backend.journal.results import TAKE_NUMBER, Outcome, finish
+from tinkerflow.backend.journal.results import TAKE_NUMBER, Effect, Outcome, finish
 from tinkerflow.backend.journal.samplers import SamplerView
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,

@@ -15,23 +15,24 @@ An acknowledgement leaves a few of a sampler's first samples, for people who loo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.errors import Category
-from tinkerflow.backend.journal import effects
-from tinkerflow.backend.journal.database import Aggregate, get_owned, in_chunks, is_owned, missing
-from tinkerflow.backend.journal.effects import Effect, Used
+from tinkerflow.backend.journal.database import Aggregate, get_owned, in_chunks, insert_if_absent, is_owned, missing
+from tinkerflow.backend.journal.effects import end_models
 from tinkerflow.backend.journal.notify import CLONE_BLOCK, answered
 from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
+    UNMADE,
     Kind,
     Model,
     ModelState,
@@ -39,7 +40,9 @@ from tinkerflow.backend.journal.tables import (
     Request,
     RequestState,
     SamplerRow,
+    TrainingStep,
     UsageBucket,
+    UsageKind,
 )
 
 PAGE = 1000
@@ -103,6 +106,19 @@ _ADD_USAGE = sa.text(
     " ON CONFLICT (session_id, bucket_start, base_model, kind)"
     " DO UPDATE SET quantity = usage_bucket.quantity + excluded.quantity"
 ).bindparams(sa.bindparam("bucket_start", type_=sa.inspect(UsageBucket).local_table.c.bucket_start.type))
+_ADD_LOSS = sa.text(
+    "INSERT INTO training_step (model_id, seq_id, step, at, tokens, weight, loss, kl)"
+    " VALUES (:model_id, :seq_id, :step, :at, :tokens, :weight, :loss, :kl)"
+    " ON CONFLICT (model_id, seq_id) DO UPDATE SET"
+    " tokens = training_step.tokens + excluded.tokens, weight = training_step.weight + excluded.weight,"
+    " loss = training_step.loss + excluded.loss, kl = training_step.kl + excluded.kl"
+).bindparams(sa.bindparam("at", type_=sa.inspect(TrainingStep).local_table.c.at.type))
+_MADE = ("seq_id", "step", "at", "grad_norm", "learning_rate")
+_MAKE_STEP = (
+    sa.update(TrainingStep)
+    .where(col(TrainingStep.model_id) == sa.bindparam("of_model"), col(TrainingStep.seq_id) == UNMADE)
+    .values({name: sa.bindparam(name) for name in _MADE})
+)
 # Without the payload: answers are read thousands of times a second, and a payload can have megabytes.
 _SIZE = sa.func.length(col(Request.result))
 _MOST = sa.bindparam("at_most", type_=sa.BigInteger)
@@ -127,7 +143,76 @@ _FINISHED = sa.select(col(Request.id)).where(
 )
 
 
+# ------------------------------------------------------------------ what most answers count
+@dataclass(frozen=True)
+class Used:
+    """So many tokens (or checkpoints) were used for a session on a base model; counted in the hour of the answer."""
+
+    session_id: str
+    base_model: str
+    kind: UsageKind
+    quantity: int
+
+
+@dataclass(frozen=True)
+class LossMeasured:
+    """A forward_backward had this `loss` over so many `tokens`, which have so much `weight` together.
+
+    kl: from the policy that sampled the tokens to the model, a mean over them; None when it was not measured.
+    """
+
+    model_id: str
+    tokens: int
+    weight: float
+    loss: float
+    kl: float | None = None
+
+    def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
+        """Add it to the step that is not made yet."""
+        kl = None if self.kl is None else _finite(self.kl * self.tokens)
+        figures = {"tokens": self.tokens, "weight": self.weight, "loss": _finite(self.loss), "kl": kl}
+        connection.execute(_ADD_LOSS, {"model_id": self.model_id, "seq_id": UNMADE, "step": 0, "at": now, **figures})
+        return ()
+
+
+@dataclass(frozen=True)
+class StepMeasured:
+    """The optim_step with this seq_id used the gradients of every LossMeasured since the one before it.
+
+    learning_rate: None of an optimizer that has none.
+    """
+
+    model_id: str
+    seq_id: int
+    step: int
+    grad_norm: float
+    learning_rate: float | None
+
+    def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
+        """Make a row of the step out of its losses; a step without any has a row, too."""
+        figures = {"grad_norm": _finite(self.grad_norm), "learning_rate": self.learning_rate}
+        made = {"seq_id": self.seq_id, "step": self.step, "at": now, **figures}
+        if not connection.execute(_MAKE_STEP, {"of_model": self.model_id, **made}).rowcount:
+            insert_if_absent(connection, TrainingStep, {"model_id": self.model_id, "tokens": 0, "weight": 0.0, **made})
+        return ()
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 # ------------------------------------------------------------------ what goes in and what comes out
+class RowEffect(Protocol):
+    """What an operation did to a model, a sampler, a checkpoint: a change of rows, stored together with its answer."""
+
+    def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
+        """Change the rows in the caller's transaction; the topics to publish after its commit."""
+        ...
+
+
+Effect = RowEffect | Used
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The answer to one request: result bytes, or an error with its category. Pending.done / Pending.failed make them.
@@ -382,9 +467,9 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
             if isinstance(effect, Used):
                 used.append(effect)
             else:
-                topics += effects.apply(connection, effect, now)
+                topics += effect.apply(connection, now)
         if outcome.error is not None and outcome.model_id is not None and outcome.seq_id == 0:
-            topics += effects.end_models(connection, [outcome.model_id], ModelState.FAILED, outcome.error, now)
+            topics += end_models(connection, [outcome.model_id], ModelState.FAILED, outcome.error, now)
     _add_usage(connection, used, now)
     return ids, topics
 

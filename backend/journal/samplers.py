@@ -6,7 +6,7 @@ Every transaction that answers requests of a sampler takes the sampler's next nu
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
@@ -60,6 +60,32 @@ class SamplerView(NewSampler):
     state: SamplerState
     detail: str | None
     created_at: datetime
+
+
+@dataclass(frozen=True)
+class SamplerOpened:
+    """A sampler exists now (an unnamed save_weights_for_sampler makes one). An id that exists stays as it is."""
+
+    sampler: NewSampler
+
+    def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
+        """Make its row."""
+        insert_sampler(connection, self.sampler, now)
+        return ()
+
+
+@dataclass(frozen=True)
+class SamplerLoaded:
+    """The sampler's checkpoint is in the worker group now, as this snapshot; None: it is there no longer."""
+
+    sampler_id: str
+    snapshot_id: str | None
+
+    def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
+        """Note the snapshot."""
+        loaded = sa.update(SamplerRow).where(col(SamplerRow.id) == self.sampler_id)
+        connection.execute(loaded.values(snapshot_id=self.snapshot_id))
+        return ()
 
 
 class Samplers(Aggregate):

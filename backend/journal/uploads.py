@@ -13,8 +13,8 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.errors import ConflictError, UserError
+from tinkerflow.backend.journal.checkpoints import CheckpointSaved
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned
-from tinkerflow.backend.journal.effects import CheckpointSaved
 from tinkerflow.backend.journal.imports import record_import
 from tinkerflow.backend.journal.requests import Limits, stored_bytes, take_owners_turn
 from tinkerflow.backend.journal.sessions import NewSession

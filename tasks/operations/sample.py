@@ -350,8 +350,7 @@ class SampleBatch:
             return await self._join_with_weights(sample, wanted)
 
     async def _join_with_weights(self, sample: _Sample, wanted: SampleRequest) -> Outcome:
-        request, sampler = sample.request, sample.sampler
-        wanted = replace(wanted, trace=tracing.current.get())
+        sampler, wanted = sample.sampler, replace(wanted, trace=tracing.current.get())
         snapshot = sampler.snapshot_id  # None: the base model
         if sampler.model_path is not None:
             snapshot = f"{sampler.id}@{self._context.pool.generation}"

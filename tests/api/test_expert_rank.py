@@ -10,7 +10,7 @@ import pytest
 from tests.api.conftest import card_json
 
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal
-from tinkerflow.backend.journal.effects import put_checkpoint
+from tinkerflow.backend.journal.checkpoints import put_checkpoint
 from tinkerflow.backend.model_card import ModelCard
 
 MIXTURE = "org/mixture"
