@@ -17,7 +17,7 @@ from tinkerflow.backend.commands import ImagePixels
 from tinkerflow.backend.errors import UserError, broken
 from tinkerflow.backend.model_card import image_processor
 from tinkerflow.backend.spec.images import ImageProcessor
-from tinkerflow.backend.wire.model_input import pixels_of
+from tinkerflow.backend.wire.images import pixels_of
 
 IMAGES = ("image_url", "image")  # of parts that are images: OpenAI's, and Anthropic's
 _DATA = re.compile(r"data:image/(png|jpeg);base64,", re.IGNORECASE)

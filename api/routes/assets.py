@@ -13,7 +13,7 @@ from tinkerflow.api.openapi import takes_bytes
 from tinkerflow.backend.errors import BodyTooLargeError, NotFoundError, UserError
 from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.spec.limits import MAX_ASSET_BYTES, MAX_ASSETS
-from tinkerflow.backend.wire.model_input import LOCATIONS
+from tinkerflow.backend.wire.images import LOCATIONS
 
 router = Router()
 

@@ -1,7 +1,7 @@
 """forward and forward_backward: from a request's protobuf to the pool's command, and from the result to its protobuf.
 
-Every check of a request's content is here: its address, its loss and configuration, its tensors, and its provenance
-spans (which positions of a datum are prompt, and which were sampled, in which sequence). Letters: T tokens of one
+Every check of a request's content is here: its address, its loss and configuration, and its tensors; provenance.py has
+those of spans, images.py those of images. Letters: T tokens of one
 sequence, K targets per position. Arrays are read in place (numpy.frombuffer), and the value checks run once over all
 data of a request; only a failing check looks for the place it failed at.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -32,10 +32,17 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.drift import kl_sample_train
 from tinkerflow.backend.spec.images import ImageProcessor
-from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS, MAX_REQUEST_PIXEL_BYTES, MAX_TARGETS, MODEL_CONTEXT
+from tinkerflow.backend.spec.limits import (
+    MAX_IMAGE_TOKENS,
+    MAX_REQUEST_CELLS,
+    MAX_REQUEST_PIXEL_BYTES,
+    MAX_TARGETS,
+    MODEL_CONTEXT,
+)
 from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.model_input import counted_tokens, model_input, too_many_pixels
+from tinkerflow.backend.wire.images import LOCATION_RULE, LOCATIONS, FindFiles, pixels, too_many_pixels
+from tinkerflow.backend.wire.provenance import attribute, sequences_named
 
 _TARGETS = "target_tokens"
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -44,10 +51,10 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_INT32: np.dtype("<i4"),
 }
 _INT64 = np.dtype("<i8")
+_TOKEN = np.dtype("<i4")
 
 Inputs = dict[str, npt.NDArray[Any]]  # of one datum, by name, as they came
 M = TypeVar("M", pb.ForwardBackwardHeader, pb.ForwardBackwardRequest)
-Span = pb.PromptProvenanceSpan | pb.SampledProvenanceSpan
 
 
 class ForwardHeader(NamedTuple):
@@ -70,7 +77,41 @@ def training_tokens(body: bytes) -> int:
         request = _parsed(pb.ForwardBackwardRequest(), body)
     except UserError:
         return 0
-    return sum(counted_tokens(chunk) for datum in request.data for chunk in datum.model_input)
+    return sum(_counted_tokens(chunk) for datum in request.data for chunk in datum.model_input)
+
+
+def _counted_tokens(chunk: pb.Chunk) -> int:
+    """About how many tokens a chunk has. Files are not opened for that: an image has what the client says, or most."""
+    if chunk.WhichOneof("chunk") != "image":
+        return len(chunk.encoded_text.tokens) // _TOKEN.itemsize
+    said = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else MAX_IMAGE_TOKENS
+    return min(max(said, 0), MAX_IMAGE_TOKENS)
+
+
+def with_files_to_train(body: bytes, find: FindFiles) -> bytes:
+    """A ForwardBackwardRequest, images whose `data` is a location with their file; UserError for one without."""
+    start = LOCATIONS.encode()
+    if start not in body:
+        return body
+    try:
+        request = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        return body  # it is told so when it is executed
+    named = [
+        (f"data[{i}].model_input.chunks[{j}].data", chunk.image)
+        for i, datum in enumerate(request.data)
+        for j, chunk in enumerate(datum.model_input)
+        if chunk.WhichOneof("chunk") == "image" and chunk.image.data.startswith(start)
+    ]
+    if not named:
+        return body
+    locations = [image.data.decode(errors="replace") for _, image in named]
+    files = find(locations)
+    for (name, image), location in zip(named, locations, strict=True):
+        if (file := files.get(location)) is None:
+            raise broken(name, location, LOCATION_RULE)
+        image.data = file
+    return bytes(request.SerializeToString())
 
 
 def _parsed(message: M, body: bytes) -> M:
@@ -109,7 +150,7 @@ def read_forward(body: bytes) -> ForwardRead:
     named = _check_spans(request.data, needed_by=loss.name if loss.recorded else None)
     config, loss_id = _read_config(loss, request)
     chunks = (chunk for datum in request.data for chunk in datum.model_input)
-    images = [counted_tokens(chunk) for chunk in chunks if chunk.WhichOneof("chunk") == "image"]
+    images = [_counted_tokens(chunk) for chunk in chunks if chunk.WhichOneof("chunk") == "image"]
     recorded = named if loss.recorded else frozenset()
     return ForwardRead(request, loss, config, loss_id, recorded, sum(images) if images else None)
 
@@ -137,7 +178,7 @@ def decode_forward(
     pictures: list[tuple[ImagePixels, ...]] = []
     cells = seen = 0
     for i, datum in enumerate(request.data):
-        tokens_T, images = model_input(
+        tokens_T, images = _model_input(
             datum.model_input, f"data[{i}].model_input", max_context, context_rule, processor
         )
         pictures.append(images)
@@ -157,7 +198,7 @@ def decode_forward(
     ]
     if loss.recorded:
         both = enumerate(zip(examples, request.data, strict=True))
-        examples = [_attribute(example, datum, i, recorded or {}) for i, (example, datum) in both]
+        examples = [attribute(example, datum, i, recorded or {}) for i, (example, datum) in both]
     backward = not request.forward_only
     return Forward(request.model_id, tuple(examples), loss.name, read.config, backward=backward, custom=custom)
 
@@ -201,6 +242,65 @@ def _add_record(output: pb.ForwardBackwardOutput, trailing: tuple[int, ...], arr
 
 
 # ------------------------------------------------------------------ one datum
+def _check_spans(data: Sequence[pb.Datum], *, needed_by: str | None) -> frozenset[str]:
+    """The sequence ids that the spans name; UserError for one list without the other, and for fields of spans.
+
+    needed_by: the loss that cannot do without spans, None = the loss can.
+    """
+    named: set[str] = set()
+    for i, datum in enumerate(data):
+        if bool(datum.model_input_spans) != bool(datum.loss_fn_input_spans):
+            raise UserError(f"data[{i}] has model_input_spans or loss_fn_input_spans, not both: give both or neither")
+        if datum.model_input_spans:
+            named |= sequences_named(datum, i)
+        elif needed_by is not None:
+            raise UserError(
+                f"data[{i}] has no provenance: {needed_by} needs it (Datum.with_provenance), with sequences "
+                "sampled with record_stability_info true"
+            )
+    return frozenset(named)
+
+
+def _model_input(
+    chunks: Sequence[pb.Chunk], name: str, max_context: int, context_rule: str, processor: ImageProcessor | None
+) -> tuple[Int32, tuple[ImagePixels, ...]]:
+    """The tokens of an input, placeholders where it has images, and the images.
+
+    chunks: of the input. name: how errors call it. max_context: tokens at most. context_rule: what that follows from.
+    processor: of images; None when the model takes text. UserError names a chunk that the model does not take, what is
+    wrong with an image, and a length that is.
+    """
+    parts: list[bytes] = []
+    images: list[ImagePixels] = []
+    size = 0  # in bytes
+    for j, chunk in enumerate(chunks):
+        kind, here = chunk.WhichOneof("chunk") or "empty", f"{name}.chunks[{j}]"
+        if kind == "image" and processor is not None:
+            _check_whole(name, size)
+            image = ImagePixels(size // _TOKEN.itemsize, pixels(chunk.image, here, processor))
+            images.append(image)
+            parts.append(np.full(image.tokens(processor.side), processor.token, _TOKEN).tobytes())
+        elif kind == "encoded_text":
+            parts.append(chunk.encoded_text.tokens)
+        else:
+            takes = "encoded_text" if processor is None else "encoded_text or image"
+            raise UserError(f"{here} is {kind}: must be {takes}, the model takes no {kind}s")
+        size += len(parts[-1])
+        if images and size > max_context * _TOKEN.itemsize:  # before the next image is decoded
+            rule = f"must be 1 to {max_context}, {context_rule}"
+            raise UserError(f"{name} has more than {max_context} tokens up to chunks[{j}]: {rule}")
+    _check_whole(name, size)
+    tokens_T = np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), _TOKEN)
+    if not 0 < len(tokens_T) <= max_context:
+        raise UserError(f"{name} has {len(tokens_T)} tokens: must be 1 to {max_context}, {context_rule}")
+    return tokens_T, tuple(images)
+
+
+def _check_whole(name: str, size: int) -> None:
+    if size % _TOKEN.itemsize:
+        raise UserError(f"{name} has {size} bytes of tokens: must be a multiple of 4 (int32)")
+
+
 def _inputs(datum: pb.Datum, index: int, tokens: int, loss: LossSpec, custom: CustomLoss | None) -> Inputs:
     """The loss's inputs: each of the shape of target_tokens, or of the rank that a traced loss declared for it.
 
@@ -406,90 +506,3 @@ def _from_csr(csr: pb.SparseCsr, shape: tuple[int, ...], dtype: np.dtype[Any], n
     dense = np.zeros(rows * columns, dtype)
     dense[cells] = values
     return dense.reshape(shape)
-
-
-# ------------------------------------------------------------------ provenance
-def _check_spans(data: Sequence[pb.Datum], *, needed_by: str | None) -> frozenset[str]:
-    """The sequence ids that the spans name; UserError for one list without the other, and for fields of spans.
-
-    needed_by: the loss that cannot do without spans, None = the loss can.
-    """
-    named: set[str] = set()
-    for i, datum in enumerate(data):
-        if bool(datum.model_input_spans) != bool(datum.loss_fn_input_spans):
-            raise UserError(f"data[{i}] has model_input_spans or loss_fn_input_spans, not both: give both or neither")
-        if needed_by is not None and not datum.model_input_spans:
-            raise UserError(
-                f"data[{i}] has no provenance: {needed_by} needs it (Datum.with_provenance), with sequences "
-                "sampled with record_stability_info true"
-            )
-        for field in ("model_input_spans", "loss_fn_input_spans"):
-            for where, _, span in _spans(datum, i, field):
-                if not span.sequence_id:
-                    raise broken(f"{where}.sequence_id", span.sequence_id, "a sequence's id")
-                if min(span.offset, span.length) < 0:
-                    raise UserError(f"{where} has offset {span.offset} and length {span.length}: must both be >= 0")
-                named.add(span.sequence_id)
-    return frozenset(named)
-
-
-def _attribute(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, StabilityInfo]) -> Example:
-    """The example with the sampler's logprobs, and with weight 0 on what was not sampled.
-
-    UserError names a list that does not tile its field, a sampled span outside its sequence, and a token that is not
-    the one sampled there.
-    """
-    if not example.flat:
-        raise UserError(
-            f"data[{index}].loss_fn_inputs['target_tokens'] has shape {list(example.targets_TK.shape)}: "
-            "stable_reinforce takes [T], the tokens that were sampled"
-        )
-    _place(datum, index, "model_input_spans", example.tokens_T, recorded)
-    old_T, sampled_T = _place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)
-    return replace(
-        example,
-        weights_TK=np.where(sampled_T[:, None], example.weights_TK, np.float32(0)),
-        inputs={**example.inputs, "logprobs": old_T[:, None]},
-    )
-
-
-def _place(
-    datum: pb.Datum, index: int, field: str, tokens_T: Int32, recorded: Mapping[str, StabilityInfo]
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-    """Recorded logprobs and whether a position was sampled, both [T]."""
-    covered = sum(span.length for _, _, span in _spans(datum, index, field))
-    if covered != len(tokens_T):
-        raise UserError(
-            f"data[{index}].{field} cover {covered} positions: must tile the field exactly, {len(tokens_T)}"
-        )
-    logprobs_T, sampled_T = np.zeros(covered, np.float32), np.zeros(covered, np.bool_)
-    start = 0
-    for where, sampled, span in _spans(datum, index, field):
-        here = slice(start, start + span.length)
-        start += span.length
-        if not sampled:
-            continue
-        info = recorded[span.sequence_id]
-        there = slice(span.offset, span.offset + span.length)
-        if there.stop > len(info.tokens_T):
-            raise UserError(
-                f"{where} covers [{there.start}, {there.stop}) of sequence {span.sequence_id!r}: "
-                f"{len(info.tokens_T)} tokens were sampled"
-            )
-        if not np.array_equal(tokens_T[here], info.tokens_T[there]):
-            at = int(np.argmax(tokens_T[here] != info.tokens_T[there]))
-            raise UserError(
-                f"{where}: position {here.start + at} is token {tokens_T[here][at]}, "
-                f"but {info.tokens_T[there][at]} was sampled there in {span.sequence_id!r}"
-            )
-        logprobs_T[here], sampled_T[here] = info.logprobs_T[there], True
-    return logprobs_T, sampled_T
-
-
-def _spans(datum: pb.Datum, index: int, field: str) -> Iterator[tuple[str, bool, Span]]:
-    """Each span with its name for errors, and whether it was sampled."""
-    for j, span in enumerate(getattr(datum, field)):
-        where, kind = f"data[{index}].{field}[{j}]", span.WhichOneof("span")
-        if kind is None:
-            raise broken(where, "empty", "prompt_tokens or sampled_tokens")
-        yield where, kind == "sampled_tokens", getattr(span, kind)

@@ -34,7 +34,7 @@ from tinkerflow.backend.spec.constraints import check_constraint
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_REQUEST_PIXEL_BYTES, MODEL_CONTEXT
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.model_input import LOCATION_RULE, FindFiles, pixels_of, too_many_pixels
+from tinkerflow.backend.wire.images import LOCATION_RULE, FindFiles, pixels_of, too_many_pixels
 from tinkerflow.backend.wire.requests import MAX_LISTED, ConstraintBody, SampleBody, SamplingParams, TargetTensor
 
 MAX_STOPS = 256  # stop tokens or stop strings of one request

@@ -26,7 +26,7 @@ from tinkerflow.backend.journal import Journal, Outcome, Pending
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import SampleBody, parse, sample_request
-from tinkerflow.backend.wire.model_input import pixels_of
+from tinkerflow.backend.wire.images import pixels_of
 from tinkerflow.deployments.tiny_model import VOCAB
 
 SIGN, TOKEN = "<|pad|>", 3

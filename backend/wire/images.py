@@ -1,0 +1,58 @@
+"""Images in requests: their pixels, and files that were uploaded before.
+
+Requests may name images by the location of an uploaded file. They are stored with the bytes in place of locations, so
+what happens to a file later changes none that was accepted.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.spec.images import ImageProcessor
+from tinkerflow.backend.wire import tinker_pb2 as pb
+
+LOCATIONS = "tinker://assets/"  # what a location begins with
+LOCATION_RULE = "the location of an image that this project uploaded (POST /api/v1/assets)"
+FindFiles = Callable[[Sequence[str]], Mapping[str, bytes]]  # files by location; what is none is left out
+
+
+def too_many_pixels(what: str, up_to: str, most: int) -> UserError:
+    """The images of a request take more than `most` bytes. what: the field that has them. up_to: the one too many."""
+    return UserError(
+        f"{what} has images of more than {most} bytes of pixels up to {up_to}, as the model takes them: must be at "
+        f"most {most}"
+    )
+
+
+def pixels(image: pb.ImageChunk, name: str, processor: ImageProcessor) -> npt.NDArray[np.uint8]:
+    """The pixels of an image in protobuf, as `ImageProcessor.read` gives them; UserError names what is wrong."""
+    if image.HasField("override_dimensions"):
+        asked = f"{image.override_dimensions.width} x {image.override_dimensions.height}"
+        raise broken(f"{name}.override_dimensions", asked, "absent: the model's processor says what size images have")
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    return processor.read(image.data, image.format, name, expected)
+
+
+def pixels_of(chunk: Mapping[str, Any], name: str, processor: ImageProcessor, *, blank: bool) -> npt.NDArray[np.uint8]:
+    """The pixels of an image in JSON, as `ImageProcessor.read` gives them; UserError names what is wrong.
+
+    chunk: its data in base64, its format, and maybe expected_tokens. name: how errors call it. processor: of the model.
+    blank: as of `read`.
+    """
+    data, expected = chunk.get("data"), chunk.get("expected_tokens")
+    kind: Any = chunk.get("format")
+    if not isinstance(data, str):
+        raise broken(f"{name}.data", data, "the file's bytes in base64")
+    if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool)):
+        raise broken(f"{name}.expected_tokens", expected, "a whole number")
+    try:
+        file = base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise UserError(f"{name}.data is no base64: {error}") from error
+    return processor.read(file, kind, name, expected, blank=blank)

@@ -1,0 +1,92 @@
+"""Provenance: which positions of a datum are prompt, and which were sampled, in which sequence.
+
+Letter: T tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from tinkerflow.backend.commands import Example, Int32, StabilityInfo
+from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.wire import tinker_pb2 as pb
+
+Span = pb.PromptProvenanceSpan | pb.SampledProvenanceSpan
+
+
+def sequences_named(datum: pb.Datum, index: int) -> set[str]:
+    """The sequence ids that a datum's spans name; UserError for fields of spans."""
+    named: set[str] = set()
+    for field in ("model_input_spans", "loss_fn_input_spans"):
+        for where, _, span in _spans(datum, index, field):
+            if not span.sequence_id:
+                raise broken(f"{where}.sequence_id", span.sequence_id, "a sequence's id")
+            if min(span.offset, span.length) < 0:
+                raise UserError(f"{where} has offset {span.offset} and length {span.length}: must both be >= 0")
+            named.add(span.sequence_id)
+    return named
+
+
+def attribute(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, StabilityInfo]) -> Example:
+    """The example with the sampler's logprobs, and with weight 0 on what was not sampled.
+
+    UserError names a list that does not tile its field, a sampled span outside its sequence, and a token that is not
+    the one sampled there.
+    """
+    if not example.flat:
+        raise UserError(
+            f"data[{index}].loss_fn_inputs['target_tokens'] has shape {list(example.targets_TK.shape)}: "
+            "stable_reinforce takes [T], the tokens that were sampled"
+        )
+    _place(datum, index, "model_input_spans", example.tokens_T, recorded)
+    old_T, sampled_T = _place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)
+    return replace(
+        example,
+        weights_TK=np.where(sampled_T[:, None], example.weights_TK, np.float32(0)),
+        inputs={**example.inputs, "logprobs": old_T[:, None]},
+    )
+
+
+def _place(
+    datum: pb.Datum, index: int, field: str, tokens_T: Int32, recorded: Mapping[str, StabilityInfo]
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """Recorded logprobs and whether a position was sampled, both [T]."""
+    covered = sum(span.length for _, _, span in _spans(datum, index, field))
+    if covered != len(tokens_T):
+        raise UserError(
+            f"data[{index}].{field} cover {covered} positions: must tile the field exactly, {len(tokens_T)}"
+        )
+    logprobs_T, sampled_T = np.zeros(covered, np.float32), np.zeros(covered, np.bool_)
+    start = 0
+    for where, sampled, span in _spans(datum, index, field):
+        here = slice(start, start + span.length)
+        start += span.length
+        if not sampled:
+            continue
+        info = recorded[span.sequence_id]
+        there = slice(span.offset, span.offset + span.length)
+        if there.stop > len(info.tokens_T):
+            raise UserError(
+                f"{where} covers [{there.start}, {there.stop}) of sequence {span.sequence_id!r}: "
+                f"{len(info.tokens_T)} tokens were sampled"
+            )
+        if not np.array_equal(tokens_T[here], info.tokens_T[there]):
+            at = int(np.argmax(tokens_T[here] != info.tokens_T[there]))
+            raise UserError(
+                f"{where}: position {here.start + at} is token {tokens_T[here][at]}, "
+                f"but {info.tokens_T[there][at]} was sampled there in {span.sequence_id!r}"
+            )
+        logprobs_T[here], sampled_T[here] = info.logprobs_T[there], True
+    return logprobs_T, sampled_T
+
+
+def _spans(datum: pb.Datum, index: int, field: str) -> Iterator[tuple[str, bool, Span]]:
+    """Each span with its name for errors, and whether it was sampled."""
+    for j, span in enumerate(getattr(datum, field)):
+        where, kind = f"data[{index}].{field}[{j}]", span.WhichOneof("span")
+        if kind is None:
+            raise broken(where, "empty", "prompt_tokens or sampled_tokens")
+        yield where, kind == "sampled_tokens", getattr(span, kind)
