@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from uuid import UUID
 
 from tinkerflow.backend.clock import SystemClock
@@ -15,8 +16,8 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.expiry import delete_checkpoints, delete_snapshots, delete_uploads, note_changes
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.controls import ControlsWatch
-from tinkerflow.flows.prefect.mirror import Mirror
-from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy
+from tinkerflow.flows.prefect.mirror import Mirror, RunMirror
+from tinkerflow.flows.runner import STOPPED, End, ModelRunner, SnapshotPolicy, Why
 from tinkerflow.flows.turns import GroupTurns, Turns
 from tinkerflow.tasks.execution.states import drop
 
@@ -27,6 +28,20 @@ SWEEP_SECONDS = 5.0
 _SAVING_SECONDS = 15.0  # for snapshots when a worker group is about to end
 _EXPIRED_AT_ONCE = 500
 OVER = "its session is over"
+
+
+async def observed(serve: Callable[[], Awaitable[End]], observers: Sequence[RunMirror]) -> End:
+    """How a runner's `serve` ends, which its observers are told, also when it fails or is cancelled."""
+    end = STOPPED
+    try:
+        end = await serve()
+    except Exception as error:
+        end = End(Why.FAILED, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        for shown in observers:
+            shown.ended(end.state, end.text, over=end.why is not Why.STOPPED)
+    return end
 
 
 class Dispatcher:
@@ -81,7 +96,7 @@ class Dispatcher:
                         around.create_task(ControlsWatch(self._mirror.connection, self).watch(), name="controls")
                     )
                     for model in self._served.values():
-                        runners.create_task(model.sampling.serve(), name="sampling")
+                        runners.create_task(observed(model.sampling.serve, model.sampling.observers), name="sampling")
                     on_ready()
                     try:
                         await self._stopping.wait()
@@ -174,7 +189,8 @@ class Dispatcher:
             self._runners[model_id] = runner
             if self._stopping.is_set():
                 runner.stop()
-            end = await runner.serve(restore_now=again and not self._stopping.is_set())
+            restore_now = again and not self._stopping.is_set()
+            end = await observed(partial(runner.serve, restore_now=restore_now), observers)
             log.info("model %s: %s", model_id, end.text)
         except Exception as error:
             if ExceptionGroup("", [error]).subgroup(AWAY) is not None:  # a runner's errors come in groups, too

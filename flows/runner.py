@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -50,20 +50,6 @@ class End:
 
 
 STOPPED = End(Why.STOPPED, Why.STOPPED.value)
-
-
-async def observed(serving: Awaitable[End], observers: Sequence[RunMirror]) -> End:
-    """How a runner's `serving` ends, which its observers are told, also when it fails or is cancelled."""
-    end = STOPPED
-    try:
-        end = await serving
-    except Exception as error:
-        end = End(Why.FAILED, f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        for shown in observers:
-            shown.ended(end.state, end.text, over=end.why is not Why.STOPPED)
-    return end
 
 
 @dataclass(frozen=True)
@@ -173,7 +159,7 @@ class ModelRunner:
     ) -> None:
         """Nothing is taken from the journal before `serve`.
 
-        context: not bound to a worker group. observers: are told what happens, and how it ends. snapshots: when a
+        context: not bound to a worker group. observers: are told what happens. snapshots: when a
         recovery snapshot of `model_id` is due. steps_made: optimizer steps so far, for the names of task runs.
         paused: it begins paused.
         """
@@ -244,9 +230,6 @@ class ModelRunner:
 
         restore_now: the model is restored at once, and not when there is something to execute.
         """
-        return await observed(self._serve(restore_now), self.observers)
-
-    async def _serve(self, restore_now: bool) -> End:
         async with asyncio.TaskGroup() as group:  # waits for what is in flight
             if restore_now:
                 await self._is_ready(needed=True)

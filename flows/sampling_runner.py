@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from tinkerflow.backend.journal import Outcome, Pending
 from tinkerflow.flows.prefect.mirror import RunMirror
-from tinkerflow.flows.runner import STOPPED, End, observed
+from tinkerflow.flows.runner import STOPPED, End
 from tinkerflow.tasks.execution.operation import ExecutionContext, Operation
 from tinkerflow.tasks.operations.sample import SampleBatch
 
@@ -37,7 +37,7 @@ class SamplingRunner:
         Those with images or long bodies do not count, but no project has more taken in all.
         """
         self._context = context
-        self._observers = observers
+        self.observers = observers
         self._most = most_waiting
         self._woken = asyncio.Event()
         self._woken.set()
@@ -56,9 +56,6 @@ class SamplingRunner:
 
     async def serve(self) -> End:
         """Answer samples as they come, until stopped."""
-        return await observed(self._serve(), self._observers)
-
-    async def _serve(self) -> End:
         while not self._context.pool.ready:
             await self._woken.wait()  # also when a group serves
             if self._stopping:
@@ -116,7 +113,7 @@ class SamplingRunner:
         for row in rows:
             answered = batch.take(row)
             answered.add_done_callback(self._left)
-            for shown in self._observers:
+            for shown in self.observers:
                 shown.sampled(Operation(row, answered))
 
     async def _pending(self, batch: SampleBatch, limit: int, owner: str | None = None) -> list[Pending]:

@@ -9,6 +9,7 @@ import signal
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tinkerflow.backend.clock import SystemClock
 from tinkerflow.backend.journal import ModelState
 from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
-from tinkerflow.flows.dispatcher import Dispatcher
+from tinkerflow.flows.dispatcher import Dispatcher, observed
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.controls import CANCELLED
@@ -90,7 +91,8 @@ class Runner:
 
     def __init__(self, context: Any, model: str, mirror: Mirror) -> None:
         self.runner = ModelRunner(context, mirror.training_run(model, BASE), SnapshotPolicy(), model, 0)
-        self.wake, self.stop, self.serve = self.runner.wake, self.runner.stop, self.runner.serve
+        self.wake, self.stop = self.runner.wake, self.runner.stop
+        self.serve = partial(observed, self.runner.serve, self.runner.observers)
 
 
 async def serve(connection: PrefectConnection, context: Any, client: Any, work: Any, rate: float = 1000.0) -> str:
@@ -168,7 +170,7 @@ async def test_above_the_rate_task_runs_are_shared(connection: PrefectConnection
 async def test_samples_share_a_task_run(connection: PrefectConnection, context: Any, client: Any) -> None:
     mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
     runner = SamplingRunner(context, mirror.sampling(BASE), most_waiting=8)
-    serving = asyncio.create_task(runner.serve())
+    serving = asyncio.create_task(observed(runner.serve, runner.observers))
     sampler = client.sampler(0)
     requests = [client.sample(sampler) for _ in range(3)]
     runner.wake()

@@ -18,6 +18,7 @@ from tinkerflow.backend.journal import Kind, UsageKind
 from tinkerflow.backend.journal.streams import Listener
 from tinkerflow.backend.wire import SampleBody
 from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.flows.dispatcher import observed
 from tinkerflow.flows.prefect.mirror import Mirror, RunMirror
 from tinkerflow.flows.runner import Why
 from tinkerflow.flows.sampling_runner import SamplingRunner, shared_out
@@ -361,7 +362,7 @@ async def test_a_runner_that_is_cancelled_while_samples_are_decoded_says_that_it
     runner = SamplingRunner(context, [cast(RunMirror, shown)], most_waiting=8)
     pool.hold = asyncio.Event()
     client.sample(client.sampler(0))
-    async with running(runner.serve()):
+    async with running(observed(runner.serve, runner.observers)):
         await until(lambda: "SampleStep" in pool.names)
         runner.stop()
         await asyncio.sleep(0)
@@ -373,7 +374,8 @@ async def test_a_runner_that_is_cancelled_before_a_worker_group_serves_says_that
 ) -> None:
     shown = Shown()
     pool.die(down=True)
-    async with running(SamplingRunner(context, [cast(RunMirror, shown)], most_waiting=8).serve()):
+    runner = SamplingRunner(context, [cast(RunMirror, shown)], most_waiting=8)
+    async with running(observed(runner.serve, runner.observers)):
         await asyncio.sleep(0)
     assert shown.ends == ["Cancelled"]
 
