@@ -86,7 +86,7 @@ def span(
 
 async def inside(parent: str, work: Awaitable[T], name: str, **attributes: str) -> T:
     """What `work` returns, in a span inside that of `parent`."""
-    with span(name, parent, **attributes):
+    with span(name, parent, "INTERNAL", **attributes):
         return await work
 
 
