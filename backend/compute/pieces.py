@@ -101,8 +101,8 @@ def assembled(
 
 
 def _parsed(piece: str) -> tuple[str, tuple[int, ...]]:
-    """The array's name, and where the piece begins in it."""
-    name, _, starts = piece.partition("/")[2].partition("@")
+    """The array's name, in which there may be an `@` (see `decoder.plain_name`), and where the piece begins in it."""
+    name, _, starts = piece.partition("/")[2].rpartition("@")
     try:
         return name, tuple(map(int, starts.split(",")))
     except ValueError:

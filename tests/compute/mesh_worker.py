@@ -1,4 +1,4 @@
-"""One process with several CPU devices, for test_mesh: trains with each optimizer, and whole; numbers as JSON."""
+"""One process with several CPU devices, for test_mesh: trains and samples what it is asked for; numbers as JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import jax
 
 
 def main() -> None:
-    """argv: model folder, how many devices, and the axes fsdp (0 = what the devices leave), expert and tensor."""
-    folder, (devices, fsdp, expert, tensor) = sys.argv[1], map(int, sys.argv[2:])
+    """argv: model folder, what to do, how many devices, and the axes fsdp (0 = all that are left), expert and tensor.
+
+    What to do: names of `runs`, and "sampled" to sample the last of them; commas between.
+    """
+    folder, wanted, (devices, fsdp, expert, tensor) = sys.argv[1], sys.argv[2].split(","), map(int, sys.argv[3:])
     jax.config.update("jax_num_cpu_devices", devices)
     import numpy as np
 
@@ -24,6 +27,9 @@ def main() -> None:
         ImportAdapter,
         LoraSpec,
         OptimStep,
+        PublishSnapshot,
+        SampleRequest,
+        SampleStep,
     )
     from tinkerflow.backend.compute.executor import Executor
     from tinkerflow.backend.compute.memory import held_bytes
@@ -47,9 +53,8 @@ def main() -> None:
         "dimuon": (LoraSpec(4), "dimuon", DimuonParams(learning_rate=1e-2)),
         "full": (LoraSpec(0), "adamw", AdamParams(learning_rate=1e-3)),
     }
-    if executor._cfg.experts:
-        del runs["full"]
-    for name, (spec, optimizer, params) in runs.items():
+    for name in [name for name in wanted if name in runs]:
+        spec, optimizer, params = runs[name]
         executor.execute(CreateAdapter(name, spec, 0, optimizer))
         for step in range(3):
             result = executor.execute(Forward(name, data, "cross_entropy"))
@@ -66,6 +71,15 @@ def main() -> None:
         said[f"{name} digest"] = hashlib.sha256(b"".join(tensors)).hexdigest()
         adapter = executor._adapters.get(name)
         said[f"{name} held"] = held_bytes((adapter.lora, adapter.grads, adapter.state.parts))
+    if "sampled" in wanted:
+        executor.execute(PublishSnapshot(name, name))
+        prompt = data[1].tokens_T
+        request = SampleRequest("", "", name, prompt, 1, max_tokens=8, temperature=0.0, top_k=-1, top_p=1.0, seed=0)
+        progress = executor.execute(SampleStep((request,)))
+        while not progress.finished:
+            progress = executor.execute(SampleStep())
+        (sequence,) = progress.finished[0].sequences
+        said |= {"tokens": sequence.tokens_T.tolist(), "logprobs of tokens": sequence.logprobs_T.tolist()}
     print(json.dumps(said))
 
 

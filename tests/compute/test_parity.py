@@ -16,14 +16,18 @@ import torch
 from tests.compute.closeness import close, close_logprobs
 from tests.compute.conftest import FAMILY_SHAPE, SEEING, VOCAB, build, inputs_of, seeing
 
+from tinkerflow.backend.checkpoint import Digest
 from tinkerflow.backend.commands import (
     CreateAdapter,
     Example,
     ExportAdapter,
+    FetchState,
     ImportAdapter,
     LoraSpec,
     OptimStep,
     PublishSnapshot,
+    StoredState,
+    WriteState,
 )
 from tinkerflow.backend.compute.families import load_config, registered
 from tinkerflow.backend.merging import merge
@@ -97,7 +101,8 @@ def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forwar
         trained = {named(name): each for name, each in by_torch.named_parameters() if each.requires_grad}
         rule = torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
         for step in range(2):
-            data, before = examples(LENGTHS, seed=step), executor.execute(ExportAdapter("steps", optimizer=True))
+            data, kept = examples(LENGTHS, seed=step), executor.execute(ExportAdapter("steps", True, keep="folder"))
+            pieces = executor.take_kept(WriteState("steps", "folder"))
             rule.zero_grad()
             loss = -sum((scores(by_torch, one) * torch.tensor(one.weights_TK)).sum() for one in data)
             loss.backward()
@@ -109,8 +114,11 @@ def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forwar
             weights = executor.execute(ExportAdapter("steps", optimizer=False)).weights
             for name, wanted in trained.items():
                 close(weights[name], wanted.detach().numpy(), ulps=2**14)
-    # The last step again, from the state before it, as after a crash: the same bits.
-    executor.execute(ImportAdapter("again", before))
+    # The last step again, from a recovery snapshot taken before it, as after a crash: the same bits.
+    files = {"part-00000.safetensors": Digest.of(b"")}
+    stored = StoredState(kept.spec, kept.step, kept.optimizer, "folder", files)
+    executor.hold(FetchState("again", stored), pieces)
+    executor.execute(ImportAdapter("again", stored))
     again = forward(executor, "again", data, backward=True)
     for one, other in zip(again.logprobs, result.logprobs, strict=True):
         np.testing.assert_array_equal(one, other)
