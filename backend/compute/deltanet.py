@@ -10,12 +10,13 @@ pieces of a prompt do, so how a prompt was cut changes only the last bits. Examp
 a chunk's decays are 0 between segments, and so are the convolution's terms.
 
 Letters: B rows, T tokens, C channels of the convolution, W its taps, h key heads, r value heads of each, H = h * r
-value heads, k and v the dimensions of a key and a value head, n chunks, c and s tokens of a chunk.
+value heads, k and v the dimensions of a key and a value head, n chunks, c and s tokens of a chunk, L layers, N states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,8 +27,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
+from tinkerflow.backend.compute import delta_gpu, delta_tpu
 from tinkerflow.backend.compute.config import DeltaNet
 from tinkerflow.backend.compute.mesh import ROWS, TENSOR, Array, sharding
+from tinkerflow.backend.compute.platforms import TPU, platform
 
 CHUNK = 32  # the smallest piece of a prompt
 _EPS = 1e-6  # of the norms of queries and keys
@@ -41,11 +44,25 @@ Project = Callable[..., tuple[jax.Array, ...]]
 
 
 @flax.struct.dataclass
+class Pooled:
+    """The matrices of the rows where they lie in the pool of all layers and sequences: a kernel changes them there.
+
+    S float32 [L, N, H, k, v]. layer: int32 scalar. places_B int32: the state of each row; 0 = none. fresh_B bool: which
+    rows have no token yet.
+    """
+
+    S: jax.Array
+    layer: jax.Array
+    places_B: jax.Array
+    fresh_B: jax.Array
+
+
+@flax.struct.dataclass
 class DeltaState:
     """What a layer keeps of earlier tokens: conv [B, W-1, C], the convolution's last inputs; float32 S [B, H, k, v]."""
 
     conv: jax.Array
-    S: jax.Array
+    S: jax.Array | Pooled
 
 
 def empty_state(shape: DeltaNet, rows: int, dtype: Any) -> DeltaState:
@@ -108,10 +125,10 @@ def mix(
     """What the tokens read, [B, T, H, v] in the dtype of qkv, and the state after them.
 
     shape: of the layer. mesh: heads are split over its tensor axis where that divides the key heads. weights: conv
-    [C, 1, W] in the dtype of qkv, A_log and dt_bias float32 [H]. state: before the first token. qkv_BTC: queries, keys
-    and values side by side, before the convolution. decay_BTH and beta_BTH: the results of `in_a` and `in_b`. rows: the
-    mesh axes that rows are split over. segments_BT: the segment of each token; None = all are of one. valid_B: how many
-    tokens of each row count, the rest fill up; None = all.
+    [C, 1, W] in the dtype of qkv, A_log and dt_bias float32 [H]. state: before the first token; `Pooled` only for one
+    token. qkv_BTC: queries, keys and values side by side, before the convolution. decay_BTH and beta_BTH: the results
+    of `in_a` and `in_b`. rows: the mesh axes that rows are split over. segments_BT: the segment of each token; None =
+    all are of one. valid_B: how many tokens of each row count, the rest fill up; None = all.
     """
     B, T, _ = qkv_BTC.shape
     mixed_BTC, conv = _convolved(weights["conv"][:, 0], state.conv, qkv_BTC, segments_BT, valid_B)
@@ -127,11 +144,16 @@ def mix(
     if segments_BT is None:
         segments_BT = jnp.zeros((B, T), jnp.int32)
     heads = TENSOR if shape.key_heads % mesh.shape[TENSOR] == 0 else None
-    tokens, held = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
+    tokens, each = PartitionSpec(rows, None, heads), PartitionSpec(rows)
+    held: Any = PartitionSpec(rows, heads)
+    mixed: Callable[..., tuple[jax.Array, Any]] = _step if T == 1 else _chunks
+    if isinstance(state.S, Pooled):
+        held = Pooled(PartitionSpec(None, rows, heads), PartitionSpec(), each, each)  # type: ignore[arg-type]
+        mixed = _step_in_pool
     local = jax.shard_map(
-        _step if T == 1 else _chunks,
+        mixed,
         mesh=mesh,
-        in_specs=(held, tokens, tokens, tokens, tokens, tokens, PartitionSpec(rows)),
+        in_specs=(held, tokens, tokens, tokens, tokens, tokens, each),
         out_specs=(tokens, held),
         check_vma=False,
     )
@@ -186,6 +208,17 @@ def _step(
     change_BHv = (v[:, 0] - held_BHv) * beta[:, 0, :, None]
     S_BHkv = S_BHkv + k_BHk1 * change_BHv[:, :, None, :]
     return jnp.sum(S_BHkv * q_BHk1, axis=2)[:, None], S_BHkv
+
+
+def _step_in_pool(
+    pool: Pooled, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, _: jax.Array
+) -> tuple[jax.Array, Pooled]:
+    """`_step` by a kernel."""
+    q_BHk, k_BHk = (jnp.repeat(x[:, 0], v.shape[2] // k.shape[2], axis=1) for x in (q, k))
+    decay_BH = jnp.where(pool.fresh_B[:, None], 0, jnp.exp(g[:, 0]))
+    step = delta_tpu.step if platform() is TPU else delta_gpu.step
+    o_BHv, S = step(pool.S, pool.layer, pool.places_B, q_BHk, k_BHk, v[:, 0], decay_BH, beta[:, 0])
+    return o_BHv[:, None], replace(pool, S=S)
 
 
 def _chunks(

@@ -538,12 +538,17 @@ def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
 
 
 def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
-    """What states take of a device, and those that a dispatch has taken out of their pool."""
+    """What states take of a device, and those that a dispatch has taken out of their pool.
+
+    These are of a step of all sequences; on GPUs and TPUs of a piece of prompts alone, as they were and as they become.
+    """
     if cfg.delta is None:
         return 0
     config = sampling_config(cfg, config)
     one = state_bytes(cfg, config.dtype, _state_heads(cfg.delta, config))
-    return one * (state_count(cfg, config) + max(PREFILL_ROWS[-1], -(-config.sample_slots // config.fsdp)))
+    prompts = PREFILL_ROWS[-1]
+    taken = max(prompts, -(-config.sample_slots // config.fsdp)) if on_cpu() else 2 * prompts
+    return one * (state_count(cfg, config) + taken)
 
 
 def state_bytes(cfg: ModelConfig, dtype: Any, heads: int | None = None) -> int:

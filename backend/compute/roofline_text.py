@@ -176,6 +176,13 @@ class _Op:
         return found[1] if found else ""
 
     @property
+    def own_results(self) -> list[Shape]:
+        """Those that do not lie where an operand does."""
+        aliased = re.search(r"output_to_operand_aliasing=\{(.*?)\)\}", self.attributes)
+        places = re.findall(r"\{(\d*)\}: \(", aliased[0]) if aliased else []
+        return [shape for place, shape in enumerate(self.shapes) if str(place) not in places and "" not in places]
+
+    @property
     def label(self) -> str:
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else self.name
@@ -368,7 +375,7 @@ class _Counter:
         if kind == "custom-call" and op.target in _NO_WORK:
             return 0
         if kind == "custom-call" and (read := _known(_READ, op)):
-            return read([operand.shapes[0] for operand in operands]) + self._all(op)
+            return read([operand.shapes[0] for operand in operands]) + sum(map(self._moved, op.own_results))
         return self._all(op) + sum(map(self._all, operands))
 
     def _fusion_bytes(self, operands: list[_Op], op: _Op) -> int:
@@ -485,8 +492,17 @@ def _ragged_pages(operands: list[Shape]) -> int:
     return tables.size * pages.nbytes // pages.dims[0] + q.nbytes
 
 
-# Bytes that kernels read which are given all layers, and read of one.
+def _states(operands: list[Shape]) -> int:
+    """Of those of linear attention [L, N, H, k, v], read and written, and of what the rows' tokens have [B, H, ...]."""
+    pool = next(one for one in operands if len(one.dims) == len("LNHkv"))
+    tokens = [one for one in operands if one.dtype == "f32" and one is not pool]
+    rows = tokens[0].dims[0]
+    return 2 * rows * pool.nbytes // (pool.dims[0] * pool.dims[1]) + sum(one.nbytes for one in tokens)
+
+
+# Bytes that kernels read which are given all layers, and read of one; and what they write there.
 _READ: dict[str, Callable[[list[Shape]], int]] = {
+    "delta_step": _states,
     "ragged_paged_attention": _ragged_pages,
     "paged_attention": _pages,
     **dict.fromkeys(("layer_product", "grouped_product", "adapter_low", "adapter_update"), _one_layer),
@@ -495,6 +511,7 @@ _READ: dict[str, Callable[[list[Shape]], int]] = {
 # Kernels that state no cost: Triton's cannot, and JAX's splash attention does not. GPUs' attention has [B, T, H, d],
 # TPUs' [B, H, T, d]. Backward they compute the scores again; both of the GPU's loops do.
 _KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
+    "delta_step": lambda operands, result: 8 * result.size * operands[0].dims[3],
     "attention_forward": _attention(2, 1),
     "attention_backward": _attention(7, 1),
     "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],

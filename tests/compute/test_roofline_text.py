@@ -231,6 +231,17 @@ def test_a_kernel_that_is_given_all_layers_reads_what_it_needs(
     assert counts.flops > 0
 
 
+def test_a_kernel_that_changes_states_in_their_pool_moves_those_of_its_rows() -> None:
+    pool, tokens = "f32[24,65,32,128,128]{4,3,2,1,0}", "f32[4,32,128]{2,1,0}"
+    counts = one(
+        f'({tokens}, {pool}) custom-call(%a, %b, %c, %d, %e), custom_call_target="x", '
+        'output_to_operand_aliasing={{1}: (0, {})}, metadata={op_name="jit(f)/delta_step/pallas_call"}',
+        f"{pool} s32[1]{{0}} s32[4]{{0}} {tokens} {tokens}",
+    )
+    assert counts.bytes == 4 * 4 * 32 * (2 * 128 * 128 + 3 * 128)
+    assert counts.flops == 8 * 4 * 32 * 128 * 128
+
+
 def test_a_scatter_within_a_fusion_writes_its_updates() -> None:
     fused = """%fused (p: f32[64,128], i: s32[2,1], u: f32[2,128]) -> f32[64,128] {
   %p = f32[64,128]{1,0} parameter(0)

@@ -29,7 +29,7 @@ from tinkerflow.backend.compute.mesh import (
     sampling_mesh,
     sharding,
 )
-from tinkerflow.backend.compute.platforms import CUDA, platform
+from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
 from tinkerflow.backend.compute.sampler.absorbed import absorbed
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, by_mixer
@@ -148,7 +148,7 @@ def decode(
     )
     pool, cache = cache.states, replace(cache, states=None)
     fresh_S = jnp.asarray(rows.positions_S == 0)
-    states = take(cfg, mesh, pool, rows.states_S, fresh_S, by_layer=params.apart)
+    states = take(cfg, mesh, pool, rows.states_S, fresh_S, by_layer=params.apart, pooled=_pooled())
     tokens_S = rows.tokens_S
     if rows.before_M is not None and rows.from_S is not None:
         tokens_S = jnp.where(rows.from_S < 0, tokens_S, jnp.asarray(rows.before_M)[rows.from_S])
@@ -209,7 +209,7 @@ def layers(
         def recur(weights: LayerParams, qkv: jax.Array, decay: jax.Array, beta: jax.Array) -> jax.Array:
             nonlocal states
             assert cfg.delta is not None and states is not None
-            own = state_of(states, place)
+            own = state_of(states, place, start_S == 0)
             o, own = mix(cfg.delta, rows, weights, own, qkv, decay, beta, rows=FSDP, valid_B=valid_S)
             states = with_layer(states, place, own)
             return o
@@ -238,6 +238,11 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
         return frozenset()
     matrices = projections(cfg)
     return frozenset(name for name in params.layers if name in matrices) - {"kv_b"}  # `absorbed` multiplies by head
+
+
+def _pooled() -> bool:
+    """Whether the matrices of linear attention stay in their pool: kernels change them there for a token."""
+    return not on_cpu()
 
 
 def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:

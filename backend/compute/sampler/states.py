@@ -1,12 +1,14 @@
 """The states of layers with linear attention on the devices: one for each sequence, in a pool like that of pages.
 
 A dispatch takes the states of its rows out of the pool, carries them through its layers and tokens, and puts them back.
+But for decode on GPUs and TPUs, the matrices stay in the pool (`deltanet.Pooled`): kernels change them there.
 
 Letters: L layers with states, N states of all shards, S rows, and those of `deltanet`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.deltanet import DeltaState, empty_state
+from tinkerflow.backend.compute.deltanet import DeltaState, Pooled, empty_state
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, cache_mesh
 
 # Of rows that were taken out of the pool: [L, S, ...], or L of [S, ...] by layer. None in models without states.
@@ -48,12 +50,20 @@ def pin_pool(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None) -> DeltaStat
 
 
 def take(
-    cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, states_S: Any, fresh_S: jax.Array, *, by_layer: bool
+    cfg: ModelConfig,
+    mesh: Mesh,
+    pool: DeltaState | None,
+    states_S: Any,
+    fresh_S: jax.Array,
+    *,
+    by_layer: bool,
+    pooled: bool = False,
 ) -> States:
     """The states of some rows; zeros where `fresh_S`, for a row that has no token yet.
 
     cfg, mesh: the base model's shape, and the devices. pool: None in models without states. states_S int32: their
-    numbers in the row's own shard; 0 = none. fresh_S: bool. by_layer: an array for each layer.
+    numbers in the row's own shard; 0 = none. fresh_S: bool. by_layer: an array for each layer. pooled: the matrices
+    stay where they are; then not by layer.
     """
     if pool is None:
         return None
@@ -68,10 +78,15 @@ def take(
             local, mesh=where.mesh, in_specs=(where.spec, rows, rows), out_specs=where.spec, check_vma=False
         )(part, states_S, fresh_S)
 
-    rows: DeltaState = jax.tree.map(one, pool, pool_sharding(cfg, mesh))
+    where: Any = pool_sharding(cfg, mesh)
+    if pooled:
+        assert isinstance(pool.S, jax.Array)
+        matrices = Pooled(pool.S, jnp.int32(0), jnp.asarray(states_S), fresh_S)
+        return DeltaState(one(pool.conv, where.conv), matrices)
+    rows: DeltaState = jax.tree.map(one, pool, where)
     if not by_layer:
         return rows
-    return tuple(jax.tree.map(lambda part, layer=layer: part[layer], rows) for layer in range(len(rows.S)))
+    return tuple(jax.tree.map(lambda part, layer=layer: part[layer], rows) for layer in range(len(rows.conv)))
 
 
 def put(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, rows: States, states_S: Any) -> DeltaState | None:
@@ -98,17 +113,29 @@ def put(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, rows: States, sta
             check_vma=False,
         )(part, own, states_S)
 
+    where: Any = pool_sharding(cfg, mesh)
     if isinstance(rows, tuple):
         rows = jax.tree.map(lambda *parts: jnp.stack(parts), *rows)
-    changed: DeltaState = jax.tree.map(one, pool, rows, pool_sharding(cfg, mesh))
+    elif isinstance(rows.S, Pooled):
+        return pin_pool(cfg, mesh, DeltaState(one(pool.conv, rows.conv, where.conv), rows.S.S))
+    changed: DeltaState = jax.tree.map(one, pool, rows, where)
     return pin_pool(cfg, mesh, changed)
 
 
-def state_of(rows: DeltaState | tuple[DeltaState, ...], place: Any) -> DeltaState:
-    """The rows' states in a layer. place: among the layers with states; an int if the rows are by layer."""
+def state_of(rows: DeltaState | tuple[DeltaState, ...], place: Any, fresh_S: jax.Array) -> DeltaState:
+    """The rows' states in a layer. place: among the layers with states; an int if the rows are by layer.
+
+    fresh_S: bool, which of them have no token yet.
+    """
     if isinstance(rows, tuple):
         return rows[place]
-    found: DeltaState = jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, place, keepdims=False), rows)
+
+    def own(part: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(part, place, keepdims=False)
+
+    if isinstance(rows.S, Pooled):
+        return DeltaState(own(rows.conv), replace(rows.S, layer=place, fresh_B=fresh_S))
+    found: DeltaState = jax.tree.map(own, rows)
     return found
 
 
@@ -116,7 +143,11 @@ def with_layer(rows: DeltaState | tuple[DeltaState, ...], place: Any, state: Del
     """The rows with new states in a layer. place: as in `state_of`."""
     if isinstance(rows, tuple):
         return (*rows[:place], state, *rows[place + 1 :])
-    changed: DeltaState = jax.tree.map(
-        lambda part, new: jax.lax.dynamic_update_index_in_dim(part, new, place, 0), rows, state
-    )
-    return changed
+
+    def changed(part: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(part, new, place, 0)
+
+    if isinstance(rows.S, Pooled) and isinstance(state.S, Pooled):
+        return DeltaState(changed(rows.conv, state.conv), replace(rows.S, S=state.S.S))
+    whole: DeltaState = jax.tree.map(changed, rows, state)
+    return whole

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compute.closeness import close
 from tests.compute.sampler.conftest import Tiny, make_tiny
 from tests.compute.sampler.test_prefix_cache import assert_same
 
 from tinkerflow.backend.commands import SampleRequest, SampleStep
+from tinkerflow.backend.compute import delta_gpu, delta_tpu
+from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.sampler import Sampler
-from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable
+from tinkerflow.backend.compute.sampler import decode as decode_module
+from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
+from tinkerflow.backend.compute.sampler.pages import PAGE, Key, PagePool, PageTable
+from tinkerflow.backend.compute.sampler.sampling import greedy_choice
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +168,39 @@ def test_who_gave_up_while_others_of_the_group_are_computed_leaves_no_state(
     sampler.step(SampleStep(cancel=tuple(str(i) for i in range(1, 16))))
     assert sampler.pages.used == 0
     assert run_all(sampler, ask("next", prompt(9), 3))["next"].error is None
+
+
+@pytest.mark.parametrize("kernel", [delta_gpu, delta_tpu], ids=["GPU", "TPU"])
+def test_states_that_kernels_change_in_their_pool_are_those_that_are_taken_out(
+    hybrid: Tiny, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row goes on from a state, one begins where another sequence ended, and one slot is not used."""
+    cfg, mesh, random = hybrid.cfg, hybrid.mesh, np.random.default_rng(0)
+    cache = empty_cache(cfg, mesh, 4, PAGE, "float32", False, 5)
+    ended = jax.tree.map(
+        lambda part: part.at[:, 1:].set(random.normal(size=part[:, 1:].shape).astype(np.float32)), cache.states
+    )
+    rows = Rows(
+        tokens_S=np.array([5, 6, 0], np.int32),
+        positions_S=np.array([40, 0, 0], np.int32),
+        tables_SW=np.array([[1], [2], [0]], np.int32),
+        columns_S2=np.zeros((3, 2), np.int32),
+        uniform_CS=jnp.zeros((4, 3)),
+        choice=greedy_choice(3),
+        states_S=np.array([2, 3, 0], np.int32),
+    )
+
+    def decoded() -> Any:
+        given = (hybrid.params, Lora(layers={}, unembed=None), replace(cache, states=ended), rows, np.int32(4))
+        after, found = decode.__wrapped__(cfg, mesh, 4, 0, *given)
+        return found.tokens_CS[:, :2], found.logprobs_CS[:, :2], after.states.conv, after.states.S
+
+    tokens, *expected = decoded()
+    monkeypatch.setattr(decode_module, "_pooled", lambda: True)
+    monkeypatch.setattr(delta_gpu, "step", partial(kernel.step, interpret=True))
+    same, *found = decoded()
+    np.testing.assert_array_equal(same, tokens)
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, ulps=4096)
+    others = [0, 1, 4]
+    np.testing.assert_array_equal(found[-1][:, others], ended.S[:, others])
