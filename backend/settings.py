@@ -58,8 +58,8 @@ class Settings(BaseSettings):
     group_secret_file: str = ""
     """file with the secret that joining workers must prove to know; empty = <data_dir>/group.secret"""
     launcher: str = ""
-    """what starts worker processes: local, ray or slurm; empty = local, or nothing if group is set: then each host
-    runs `tinkerflow worker`"""
+    """what starts worker processes: local, ray, slurm or kubernetes; empty = local, or nothing if group is set: then
+    each host runs `tinkerflow worker`"""
     idle_release: float = Field(0.0, ge=0)
     """seconds without a request after which a launcher releases its worker processes, until the next request; 0 =
     never"""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tinkerflow.backend.errors import broken
 from tinkerflow.backend.joining import make_secret
 from tinkerflow.backend.settings import Settings
 
@@ -53,7 +54,12 @@ class Plan:
 
     @classmethod
     def of(cls, settings: Settings, environment: Mapping[str, str]) -> Plan:
-        """The plan that the settings ask for. Makes the group's secret; UserError when its file does not hold one."""
+        """The plan that the settings ask for. Makes the group's secret.
+
+        UserError when that file does not hold one, and when CPUs are to have accelerators.
+        """
+        if settings.process_devices and settings.platform == "cpu":
+            raise broken("process_devices", settings.process_devices, "0 where platform is 'cpu'")
         return cls(
             processes=settings.processes * settings.groups,
             devices=settings.process_devices,

@@ -28,7 +28,6 @@ from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
 
 _PLACING_SECONDS = 15.0  # between two lines that say what is waited for
 _LEAVE_SECONDS = 15.0  # that actors may take to end their workers in order
-_RESOURCES = {"tpu": "TPU", "cpu": ""}  # of a bundle, by platform; GPU for the others
 
 
 class HostAgent:
@@ -149,9 +148,7 @@ def _connect(address: str) -> None:
 
 def bundle_of(plan: Plan) -> dict[str, int]:
     """The resources of one process in Ray. A process asks for a CPU, and for the plan's devices."""
-    kind = _RESOURCES.get(plan.platform, "GPU")
-    if plan.devices and not kind:
-        raise UserError(f"process_devices is {plan.devices}: must be 0 where platform is {plan.platform!r}")
+    kind = "TPU" if plan.platform == "tpu" else "GPU"
     return {"CPU": 1} | ({kind: plan.devices} if plan.devices else {})
 
 

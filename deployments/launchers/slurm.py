@@ -10,7 +10,6 @@ import asyncio
 import math
 import sys
 
-from tinkerflow.backend.errors import UserError
 from tinkerflow.deployments.keeper import Part
 from tinkerflow.deployments.launching import Launcher, Plan, Say, ending_with_us, own_address
 
@@ -34,9 +33,7 @@ async def _keep(plan: Plan, report: Say) -> None:
 
 
 def srun(plan: Plan, number: int) -> tuple[str, ...]:
-    """The command of one process. number: of the process. UserError when devices are asked for on CPUs."""
-    if plan.devices and plan.platform == "cpu":
-        raise UserError(f"process_devices is {plan.devices}: must be 0 where platform is 'cpu'")
+    """The command of one process. number: of the process."""
     asked = ["--job-name=tinkerflow", "--ntasks=1", "--input=none", "--kill-on-bad-exit=1"]
     if plan.devices:
         asked.append(f"--gpus={plan.devices}")

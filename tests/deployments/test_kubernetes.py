@@ -23,6 +23,8 @@ from tests.docs.generate import command_line
 
 from tinkerflow.backend.pool import HostConfig
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.keeper import STOP_SECONDS
+from tinkerflow.deployments.launchers.kubernetes import LEAVE_SECONDS
 from tinkerflow.flows.engine import DRAIN_SECONDS
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -257,6 +259,7 @@ def test_commands_and_settings_exist(overlay: str, monkeypatch: pytest.MonkeyPat
     for name in [name for name in os.environ if name.startswith(("TINKERFLOW_", "PREFECT_"))]:
         monkeypatch.delenv(name)
     for one in pods(overlay):
+        assert one.name == "engine" or not one.spec.get("automountServiceAccountToken")
         for container in one.containers:
             for words in commands(container):
                 if words[0] == "tinkerflow":
@@ -282,6 +285,9 @@ def test_commands_and_settings_exist(overlay: str, monkeypatch: pytest.MonkeyPat
                 assert settings.group == f"10.0.0.7:{ports['group']}"
                 assert settings.database_url == DATABASE
                 assert settings.processes == workers(overlay).count
+                launched = settings.launcher == "kubernetes"
+                assert launched == (words == ["tinkerflow", "up"]) == (overlay == "launcher")
+                assert launched is one.spec.get("automountServiceAccountToken", False)
             if container["name"] in ("engine", "worker"):
                 assert ("group", settings.group_secret_path.name) in given_secrets()
                 assert str(settings.group_secret_path.parent) in mounts
@@ -333,7 +339,19 @@ def test_images_are_targets_of_the_dockerfile(overlay: str) -> None:
             name, _, tag = container["image"].partition(":")
             assert name == "postgres" or (name == "tinkerflow" and tag in targets)
             if name == "tinkerflow" and container["name"] != "models":
-                assert set(container["resources"].get("limits", {})) - {"memory"} == devices[tag]
+                launched = {"nvidia.com/gpu"} if (overlay, one.name) == ("launcher", "worker") else set()
+                assert set(container["resources"].get("limits", {})) - {"memory"} == devices[tag] - launched
+
+
+def test_what_the_launcher_decides_is_in_its_settings_and_not_in_its_manifest() -> None:
+    (settings,) = objects("launcher", "ConfigMap").values()
+    assert {"TINKERFLOW_MAX_GROUPS", "TINKERFLOW_PROCESS_DEVICES", "TINKERFLOW_IDLE_RELEASE"} <= settings["data"].keys()
+    assert "replicas" not in objects("launcher", "StatefulSet")["worker"]["spec"]  # kubectl apply would set it back
+    binding = objects("launcher", "RoleBinding")["launcher"]
+    assert binding["roleRef"]["name"] in objects("launcher", "Role")
+    (engine,) = (one for one in pods("launcher") if one.name == "engine")
+    assert [one["name"] for one in binding["subjects"]] == [engine.spec["serviceAccountName"]]
+    assert engine.spec["terminationGracePeriodSeconds"] >= 2 * STOP_SECONDS + LEAVE_SECONDS  # API, engine, worker pods
 
 
 def test_every_component_is_used() -> None:

@@ -1,4 +1,4 @@
-"""The JobSet of a TPU slice, executed without a cluster: a pod is a network namespace, with its name and mounts.
+"""Overlays, executed without a cluster: a pod is a network namespace, with its name and mounts.
 
 Commands, environments, mounts and the read-only root are those that kubectl renders. What differs: devices are CPUs,
 the model is the tiny one, the store and the journal are a folder that pods share, Prefect is off, and the user is root.
@@ -6,13 +6,16 @@ the model is the tiny one, the store and the journal are a folder that pods shar
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,14 @@ import httpx
 import pytest
 import tinker
 from browser import wait_for
-from tests.deployments.test_kubernetes import environment, pods, workers
-from tests.netns import NetHost, NotHereError, network
+from tests.deployments.fake_kubernetes import FakeKubernetes, served
+from tests.deployments.test_kubernetes import Pods, environment, objects, pods, workers
+from tests.netns import NetHost, Network, NotHereError, network
 from tinker import types
 
+from tinkerflow.backend.journal import Journal
+
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")]
-OVERLAY = "tpu-jobset"
 MODEL = "/var/lib/tinkerflow/models/tinkerflow/tiny-qwen3"
 CHANGED = {
     "TINKERFLOW_PLATFORM": "cpu",
@@ -37,6 +42,7 @@ CHANGED = {
     "TINKERFLOW_WARM_UP": "false",
     "TINKERFLOW_HEARTBEAT_TIMEOUT": "15",
 }
+OURS = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}  # the program under test
 # $1: name, $2: folder of the pod, $3: folder that pods share, $4: compiled programs; then the command
 MOUNTS = """
 set -e
@@ -46,6 +52,9 @@ mount -t tmpfs none /var/lib && mkdir /var/lib/tinkerflow && mount --bind "$pod/
 mkdir -p /var/lib/tinkerflow/jax-cache && mount --bind "$programs" /var/lib/tinkerflow/jax-cache
 mount --bind "$shared/mnt" /mnt
 mount -t tmpfs none /run && mkdir /run/tinkerflow && cp "$shared/group.secret" /run/tinkerflow
+if [ -d "$pod/account" ]; then
+    mkdir -p /run/secrets/kubernetes.io && cp -r "$pod/account" /run/secrets/kubernetes.io/serviceaccount
+fi
 mount -o remount,ro /run
 mount --bind "$pod/tmp" /tmp
 mount -o remount,ro,bind /
@@ -56,19 +65,33 @@ exec "$@"
 
 @dataclass
 class Pod:
-    """A pod whose containers run one after the other. Processes in it have a tree of their own, which ends with it."""
+    """A pod whose containers run one after the other. Processes in it have a tree of their own, which ends with it.
+
+    made_by: the object, in the manifests of `overlay`. variables: beside those of its containers, which they replace.
+    """
 
     name: str
     host: NetHost
-    containers: list[dict[str, Any]]
+    overlay: str
+    made_by: Pods
     folder: Path
     programs: Path
+    variables: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
 
+    @property
+    def containers(self) -> list[dict[str, Any]]:
+        return self.made_by.containers
+
+    @property
+    def runs(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
     def run(self, words: list[str], container: dict[str, Any], **how: Any) -> subprocess.Popen[bytes]:
-        given = environment(OVERLAY, container)
+        given = environment(self.overlay, container)
         variables = given | {name: value for name, value in CHANGED.items() if name in given or "URL" not in name}
+        variables |= self.variables
         if "TINKERFLOW_GROUP" in given:
             variables["TINKERFLOW_GROUP"] = given["TINKERFLOW_GROUP"].replace("10.0.0.7", self.host.address)
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin"
@@ -76,19 +99,20 @@ class Pod:
         mounts = ("sh", "-c", MOUNTS, "sh", self.name, self.folder / self.name, self.folder, self.programs)
         return subprocess.Popen(
             ("ip", "netns", "exec", self.host.name, *alone, *mounts, *words),
-            env={"PATH": path, "HOME": "/var/lib/tinkerflow", "PYTHONDONTWRITEBYTECODE": "1", **variables},
+            env={"PATH": path, "HOME": "/var/lib/tinkerflow", "PYTHONDONTWRITEBYTECODE": "1", **OURS, **variables},
             **how,
         )
 
     def start(self) -> None:
-        for part in ("data", "tmp"):
+        for part in {"data", "tmp"} - set(self.made_by.claims):
             shutil.rmtree(self.folder / self.name / part, ignore_errors=True)  # an emptyDir
-            (self.folder / self.name / part).mkdir(parents=True)
+        for part in ("data", "tmp"):
+            (self.folder / self.name / part).mkdir(parents=True, exist_ok=True)
         self.starts += 1
         with (self.folder / f"{self.name}-{self.starts}.log").open("wb") as log:
             *first, last = self.containers
             for container in first:
-                assert self.run(container["command"], container, stdout=log, stderr=log).wait(120) == 0, self.said()
+                assert self.run(container["command"], container, stdout=log, stderr=log).wait() == 0, self.said()
             self.process = self.run(last["command"], last, stdout=log, stderr=log)
 
     def said(self) -> str:
@@ -110,27 +134,36 @@ class Pod:
         assert self.process is not None
         (first,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         subprocess.run(("kill", "-TERM", first), check=True)
-        return self.process.wait(60)
+        return self.process.wait(self.made_by.spec["terminationGracePeriodSeconds"])
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, compiled_programs: Path) -> Iterator[dict[str, Pod]]:
-    """The pods of the overlay, all running."""
-    (tmp_path / "mnt").mkdir()
-    (tmp_path / "group.secret").write_text("0123456789abcdef" * 2)
-    wanted = {one.name: one for one in pods(OVERLAY) if one.name in ("engine", "api")}
-    slice_ = workers(OVERLAY)
-    names = ["engine", "api", *(f"worker-slice-0-{index}" for index in range(slice_.count))]
+@contextmanager
+def pods_of(*names: str, folder: Path) -> Iterator[Network]:
+    """Hosts for pods of these names, which know each other by them, and what all pods share in `folder`."""
+    (folder / "mnt").mkdir()
+    (folder / "group.secret").write_text("0123456789abcdef" * 2)
     with ExitStack() as stack:
         try:
             net = stack.enter_context(network(len(names)))
         except NotHereError as error:
             pytest.skip(f"no network namespaces here: {error}")
-        made = {}
-        for name, host in zip(names, net.hosts, strict=True):
+        for host in net.hosts:
             lines = [f"{one.address} {known}" for known, one in zip(names, net.hosts, strict=True)]
             Path("/etc/netns", host.name, "hosts").write_text("127.0.0.1 localhost\n" + "\n".join(lines) + "\n")
-            made[name] = Pod(name, host, wanted.get(name, slice_).containers, tmp_path, compiled_programs)
+        yield net
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, compiled_programs: Path) -> Iterator[dict[str, Pod]]:
+    """The pods of the overlay of a TPU slice, all running."""
+    overlay = "tpu-jobset"
+    wanted = {one.name: one for one in pods(overlay) if one.name in ("engine", "api")}
+    slice_ = workers(overlay)
+    names = ["engine", "api", *(f"worker-slice-0-{index}" for index in range(slice_.count))]
+    with pods_of(*names, folder=tmp_path) as net, ExitStack() as stack:
+        made = {}
+        for name, host in zip(names, net.hosts, strict=True):
+            made[name] = Pod(name, host, overlay, wanted.get(name, slice_), tmp_path, compiled_programs)
             stack.callback(made[name].kill)
         for pod in made.values():
             pod.start()
@@ -181,3 +214,86 @@ def test_four_pods_and_three_kills_change_no_bit(cluster: dict[str, Pod], make_d
     with tinker.ServiceClient(base_url=f"http://{api.host.address}:8000", api_key=key) as service:
         expected = train(service, make_datum, lambda step: None)
         assert train(service, make_datum, disturb) == expected
+
+
+@dataclass
+class Launched:
+    """A cluster that runs the engine's pod, and pods of the StatefulSet as the launcher asks for them.
+
+    kubelet: makes and ends the only one. ended: its exit statuses, each time that it was told to end.
+    """
+
+    api: FakeKubernetes
+    engine: Pod
+    worker: Pod
+    kubelet: Future[None]
+    ended: list[int]
+
+
+@pytest.fixture
+def launched(tmp_path: Path, compiled_programs: Path) -> Iterator[Launched]:
+    overlay, stopping = "launcher", threading.Event()
+    made = {one.name: one for one in pods(overlay) if one.name in ("engine", "worker")}
+    assert made["engine"].spec["automountServiceAccountToken"] is True
+    fake = FakeKubernetes(objects(overlay, "StatefulSet")["worker"], objects(overlay, "Role")["launcher"]["rules"])
+    ended: list[int] = []
+
+    def keep(pod: Pod) -> None:
+        while not stopping.wait(0.3):
+            wanted = fake.replicas if fake.applied else 0
+            if wanted and not pod.runs:
+                pod.start()
+            elif pod.runs and not wanted:
+                ended.append(pod.drain())
+                pod.process = None
+            ready = {"type": "Ready", "status": str(pod.process is not None and pod.is_ready())}
+            status = {"metadata": {"name": pod.name}, "status": {"phase": "Running", "conditions": [ready]}}
+            fake.pods = [status] if pod.process is not None else []
+
+    with pods_of("engine", "worker-0", folder=tmp_path) as net, ExitStack() as stack:
+        port = stack.enter_context(served(fake, net.address, tmp_path / "engine" / "account"))
+        variables = {
+            "KUBERNETES_SERVICE_HOST": net.address,
+            "KUBERNETES_SERVICE_PORT": str(port),
+            "TINKERFLOW_HOST": "0.0.0.0",  # there is no pod `api`
+            "TINKERFLOW_PROCESS_DEVICES": "0",
+            "TINKERFLOW_IDLE_RELEASE": "3",
+        }
+        engine = Pod("engine", net.hosts[0], overlay, made["engine"], tmp_path, compiled_programs, variables)
+        worker = Pod("worker-0", net.hosts[1], overlay, made["worker"], tmp_path, compiled_programs, variables)
+        stack.callback(worker.kill)
+        stack.callback(engine.kill)
+        kubelet = stack.enter_context(ThreadPoolExecutor(1)).submit(keep, worker)
+        stack.callback(stopping.set)
+        engine.start()
+        yield Launched(fake, engine, worker, kubelet, ended)
+        stopping.set()
+        kubelet.result()
+
+
+def test_the_launcher_has_pods_while_requests_need_them_and_a_kill_changes_no_bit(
+    launched: Launched, tmp_path: Path, make_datum
+) -> None:
+    engine, worker = launched.engine, launched.worker
+    wait_for(lambda: "\nready: " in engine.said() or launched.kubelet.done() or not engine.runs)
+    assert "\nready: " in engine.said(), engine.said()
+    journal = Journal.open(f"sqlite:///{tmp_path}/mnt/journal.db")
+    _, key = journal.keys.create("me", "default", admin=False)
+    journal.close()
+
+    def disturb(step: int) -> None:
+        match step:
+            case 1:
+                assert worker.runs
+                worker.kill()
+            case 3:
+                wait_for(lambda: not launched.api.pods)
+
+    with tinker.ServiceClient(base_url=f"http://{engine.host.address}:8000", api_key=key) as service:
+        expected = train(service, make_datum, lambda step: None)
+        assert train(service, make_datum, disturb) == expected
+    assert worker.starts >= 3  # one was killed, one was released
+    assert engine.drain() == 0
+    assert launched.api.replicas == 0 and not launched.api.pods
+    assert set(launched.ended) == {0}
+    assert "no request for 3 s: worker processes are released until the next one" in engine.said()
