@@ -79,8 +79,9 @@ class Server:
         self.drawn.append(artifact.data)
         return SimpleNamespace(id=uuid4())
 
-    async def update_artifact(self, _: object, artifact: Any) -> None:
-        self.drawn.append(artifact.data)
+    async def request(self, method: str, path: str, *, path_params: Any, json: Any) -> None:
+        assert (method, path, list(path_params)) == ("PATCH", "/artifacts/{id}", ["id"])
+        self.drawn.append(json["data"])
 
 
 @pytest.fixture
