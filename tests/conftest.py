@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.compiled import forget_programs
+
+from tinkerflow.backend.processes import memory_maps_used
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -38,6 +41,7 @@ QUICKLY_COMPILED = (
     *(f"compute/test_{name}.py" for name in ("losses", "mesh", "parity", "quantized", "sequence_losses", "warming")),
     *(f"compute/sampler/test_{name}.py" for name in ("drift", "images", "parity", "spmd")),
 )
+CROWDED = 0.3  # of a process's memory maps: behind a file, all compiled programs are forgotten
 AS_USERS_RUN_IT = tuple(f"e2e/test_{name}.py" for name in ("crash_loop", "learning", "quickstart", "readme", "wheel"))
 
 
@@ -84,6 +88,8 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
         if quickly:
             _compile_quickly(patch)
         yield
+    if memory_maps_used() > CROWDED:
+        forget_programs()
 
 
 def _compile_quickly(patch: pytest.MonkeyPatch) -> None:

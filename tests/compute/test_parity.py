@@ -13,6 +13,7 @@ import peft
 import pytest
 import safetensors.numpy
 import torch
+from tests.compiled import forget_programs
 from tests.compute.closeness import close, close_logprobs
 from tests.compute.conftest import FAMILY_SHAPE, SEEING, VOCAB, build, inputs_of, seeing
 
@@ -48,7 +49,8 @@ def family(request, tmp_path_factory):
     PEFT adapts experts, which transformers fuses, in its own way: tests/compute/test_experts.py has these.
     """
     model = build(tmp_path_factory.mktemp(request.param), request.param, tied=False)
-    return model, model.executor(), {"train_mlp": not load_config(model.folder).experts}
+    yield model, model.executor(), {"train_mlp": not load_config(model.folder).experts}
+    forget_programs()  # no other family needs them
 
 
 @contextlib.contextmanager
