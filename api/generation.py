@@ -28,7 +28,7 @@ from tinkerflow.api.errors import naming, renamed
 from tinkerflow.api.models import Target
 from tinkerflow.api.routes.sampling import submit_sample
 from tinkerflow.api.sse import left
-from tinkerflow.backend.commands import Candidates, NewTokens, SampledSequence, SampleResult
+from tinkerflow.backend.commands import Candidates, NewTokens, Priority, SampledSequence, SampleResult
 from tinkerflow.backend.errors import ServerError, UserError
 from tinkerflow.backend.journal import Result
 from tinkerflow.backend.journal.notify import Waiter
@@ -211,6 +211,7 @@ async def generate(
     top_prompt_logprobs: int = 0,
     messages: Sequence[Mapping[str, Any]] = (),
     images: Sequence[Placed] = (),
+    priority: Priority = "interactive",
 ) -> Generation:
     """Submit a sample, and return while it waits for its turn.
 
@@ -220,6 +221,7 @@ async def generate(
     done. top_logprobs: how many of the most likely tokens to list for each sampled token. prompt_logprobs,
     top_prompt_logprobs: the same of the prompt, in the result. messages: the conversation behind the prompt, which is
     kept with the request for those who rate the answer. images: among the tokens, which have their placeholders.
+    priority: interactive samples go before the project's samples of programs that wait.
     UserError: names the field, its value and the rule. TooManyError: the project has as many waiting as it may.
     """
     values: dict[str, Any] = {
@@ -230,6 +232,7 @@ async def generate(
         "prompt_logprobs": prompt_logprobs,
         "topk_prompt_logprobs": top_prompt_logprobs,
         "stream": stream,
+        "priority": priority,
     }
     if messages:
         values["messages"] = [{"role": one["role"], "content": str(one.get("content") or "")} for one in messages]

@@ -19,7 +19,7 @@ from tinkerflow.api.generation import Generation, SamplePiece, generate, until_g
 from tinkerflow.api.models import Target
 from tinkerflow.api.sse import EventStream
 from tinkerflow.api.text import Detokenizer
-from tinkerflow.backend.commands import SampleResult
+from tinkerflow.backend.commands import Priority, SampleResult
 
 Finish = Literal["stop", "length", "calls"]
 _ID = string.ascii_letters + string.digits
@@ -39,11 +39,12 @@ async def sampled(
     *,
     stream: bool = False,
     top_logprobs: int = 0,
+    priority: Priority = "interactive",
 ) -> Generation:
     """Sample answers to a prompt, held to its schema. Errors as of `generate`.
 
-    call, target, num_samples, stream, top_logprobs: as of `generate`. prompt: of `prompt_of`. params: sampling_params
-    without a constraint.
+    call, target, num_samples, stream, top_logprobs, priority: as of `generate`. prompt: of `prompt_of`. params:
+    sampling_params without a constraint.
     """
     wanted = dict(params)
     if prompt.schema is not None:
@@ -59,6 +60,7 @@ async def sampled(
             top_logprobs=top_logprobs,
             messages=prompt.messages,
             images=prompt.images,
+            priority=priority,
         )
 
 

@@ -121,8 +121,9 @@ class AnswerFields(SamplingFields):
     """A request without its messages. max_completion_tokens: as max_tokens; absent: all that the context has left.
 
     top_logprobs: needs logprobs. chat_template_kwargs: variables of the model's chat template. reasoning_effort:
-    another such variable; `none` and `minimal` also set enable_thinking to false. metadata, store, service_tier,
-    safety_identifier, prompt_cache_key and modalities are accepted where they ask for what is done anyway.
+    another such variable; `none` and `minimal` also set enable_thinking to false. service_tier: `flex` waits behind
+    requests of people, as samples of programs do. metadata, store, safety_identifier, prompt_cache_key and modalities
+    are accepted where they ask for what is done anyway.
     """
 
     model: str
@@ -138,7 +139,7 @@ class AnswerFields(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     modalities: list[Literal["text"]] | None = None
@@ -183,7 +184,14 @@ async def begun(
     if not body.ignore_eos:
         params["stop_token_ids"] += prompt.ends
     generation = await sampled(
-        call, target, prompt, params, body.n, stream=body.stream, top_logprobs=body.top_logprobs or 0
+        call,
+        target,
+        prompt,
+        params,
+        body.n,
+        stream=body.stream,
+        top_logprobs=body.top_logprobs or 0,
+        priority="batch" if body.service_tier == "flex" else "interactive",
     )
 
     def reader() -> AnswerReader:

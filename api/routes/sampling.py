@@ -90,6 +90,7 @@ def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
         sampler_id=address.sampling_session_id,
         seq_id=address.seq_id,
         error=error or judged(NumSamples.read, values)[1],
+        interactive=values.get("priority") == "interactive",
     )
     return call.journal.requests.submit(request, call.services.limits)
 

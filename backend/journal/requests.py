@@ -65,7 +65,7 @@ class NewRequest:
     error: set when the request is already known to be wrong. The request is stored, its seq_id is used up, and it
     answers with this error: content is refused without an HTTP error, which would hang the client.
     tokens: of training data, counted while the request waits when there is a limit.
-    stores: whether the request saves a checkpoint.
+    stores: whether the request saves a checkpoint. interactive: somebody waits for this sample (`pending_samples`).
     """
 
     kind: Kind
@@ -79,6 +79,7 @@ class NewRequest:
     category: Category = "user"
     tokens: int = 0
     stores: bool = False
+    interactive: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,7 @@ _PENDING_SAMPLES = (
     .order_by(col(Request.created_at), col(Request.seq_id), col(Request.id))
     .limit(sa.bindparam("at_most"))
 )
+_PENDING_INTERACTIVE = _PENDING_SAMPLES.where(col(Request.interactive))
 _PAYLOAD = sa.select(col(Request.payload)).where(col(Request.id) == sa.bindparam("row_id"), IS_PENDING)
 _TO_CANCEL = sa.select(col(Request.kind), col(Request.state), col(Request.sampler_id), col(Request.seq_id)).where(
     is_owned(Request)
@@ -269,12 +271,16 @@ class Requests(Aggregate):
     ) -> list[Pending]:
         """Samples that wait, oldest first, at most `limit`, each with its sampler, and without a long payload.
 
-        base_model, owner: of the samples; None: any. exclude: ids of requests that were taken up already.
+        Half of `limit`, at least one, is for interactive samples, which come before all others: who waits for one does
+        not wait for a batch that was sent before, and the batch goes on. base_model, owner: of the samples; None: any.
+        exclude: ids of requests that were taken up already.
         """
-        values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner, "at_most": limit}
+        values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner, "at_most": (limit + 1) // 2}
         with self._read() as connection:
-            rows = connection.execute(_PENDING_SAMPLES, values)
-            return [Pending.of(row, as_view(SamplerView, row, prefix="its_"), row.left) for row in rows]
+            rows = list(connection.execute(_PENDING_INTERACTIVE, values))
+            values |= {"exclude": [*exclude, *(row.id for row in rows)], "at_most": limit - len(rows)}
+            rows += connection.execute(_PENDING_SAMPLES, values)
+        return [Pending.of(row, as_view(SamplerView, row, prefix="its_"), row.left) for row in rows]
 
     def payload(self, request_id: str) -> bytes | None:
         """What a request that waits was submitted with; None when it has its answer."""
@@ -386,6 +392,7 @@ def store(
         "completion": completion,
         "waiting_tokens": request.tokens,
         "trace": tracing.current.get(),
+        "interactive": request.interactive,
     }
     return request_id if insert_if_absent(connection, Request, row) else _replayed(connection, request)
 

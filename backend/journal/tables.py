@@ -5,6 +5,7 @@ Only the aggregates read and write rows; their callers get frozen dataclasses.
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from enum import StrEnum
 from typing import Literal
@@ -105,7 +106,7 @@ def sampler_ended(sampler_id: str, detail: str | None) -> tuple[str, Category]:
 # ------------------------------------------------------------------ tables
 def _partial(name: str, columns: str, where: str) -> sa.Index:
     """An index of the rows `where` alone."""
-    on_sqlite = "replays = 1" if where == "replays" else where
+    on_sqlite = re.sub(r"\b(replays|interactive)\b", r"\1 = 1", where)  # SQLite has no booleans
     return sa.Index(name, *columns.split(), sqlite_where=sa.text(on_sqlite), postgresql_where=sa.text(where))
 
 
@@ -269,6 +270,7 @@ class Request(Table, table=True):
             "ix_request_pending_of_model", "model_id seq_id created_at", "state = 'pending' AND model_id IS NOT NULL"
         ),
         _partial("ix_request_pending_samples", "created_at sampler_id", "state = 'pending' AND sampler_id IS NOT NULL"),
+        _partial("ix_request_pending_interactive", "created_at sampler_id", "state = 'pending' AND interactive"),
         # `state` for SQLite: it looks at the row for what the index's condition says already
         _partial("ix_request_pending_of_owner", "owner kind waiting_tokens state", "state = 'pending'"),
         _partial("ix_request_completions", "sampler_id completion seq_id", "completion IS NOT NULL"),
@@ -297,6 +299,7 @@ class Request(Table, table=True):
     completion: int | None = Field(default=None, sa_type=sa.BigInteger)
     waiting_tokens: int = Field(sa_type=sa.BigInteger)
     trace: str | None = None  # the span in which it was submitted
+    interactive: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})  # a sample somebody reads
     # Last, so that SQLite reads the columns before them without walking overflow pages.
     payload: bytes
     result: bytes | None = None

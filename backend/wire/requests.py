@@ -485,7 +485,7 @@ class SampleBody(NumSamples):
     prompt_alt_tokens_k: Annotated[int, whole(0, MAX_LISTED)] = 0
     target_prompt_logprobs: TargetTensor | None = None
     record_stability_info: Flag = False
-    priority: Annotated[Priority, Rule(_priority, schemas.literal_schema(["interactive", "batch"]))] = "interactive"
+    priority: Annotated[Priority, Rule(_priority, schemas.literal_schema(["interactive", "batch"]))] = "batch"
     stream: Flag = False
 
 

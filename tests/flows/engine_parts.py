@@ -207,7 +207,15 @@ class Client:
         }
         seq = self.seqs.setdefault(sampler, 0)
         self.seqs[sampler] += 1
-        new = NewRequest(Kind.SAMPLE, self.owner, orjson.dumps(body), f"{sampler}{seq}", sampler_id=sampler, seq_id=seq)
+        new = NewRequest(
+            Kind.SAMPLE,
+            self.owner,
+            orjson.dumps(body),
+            f"{sampler}{seq}",
+            sampler_id=sampler,
+            seq_id=seq,
+            interactive=body.get("priority") == "interactive",
+        )
         return self.journal.requests.submit(new)
 
     def request(self, kind: Kind, body: dict[str, object] | bytes, *, model: str) -> NewRequest:

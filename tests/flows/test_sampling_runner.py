@@ -221,6 +221,20 @@ async def test_who_asks_for_little_does_not_wait_for_all_that_another_asked(
     assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
 
 
+async def test_a_person_does_not_wait_for_the_batch_that_a_program_of_the_same_project_sent(
+    sampling: Any, client: Any, pool: Any
+) -> None:
+    sampler = client.sampler(0)
+    many = [client.sample(sampler, max_tokens=12) for _ in range(200)]
+    await client.result(many[0])
+    pool.hold = asyncio.Event()
+    asked = client.sample(sampler, {"priority": "interactive"}, max_tokens=12)
+    pool.hold.set()
+    assert len(tokens(await client.result(asked))[0]) == 12
+    assert len(client.journal.results.finished(many)) <= 100
+    assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
+
+
 @pytest.mark.parametrize(
     ("places", "taken", "waiting", "expected"),
     [

@@ -133,9 +133,10 @@ class Scene:
         name = sampler_id(session_id, n)
         return self.journal.samplers.open(NewSampler(name, session_id, self.owner, "tiny", model_path, snapshot_id))
 
-    def sample(self, sampler: str, seq: int, content: str = "") -> str:
+    def sample(self, sampler: str, seq: int, content: str = "", *, interactive: bool = False) -> str:
         content = content or f"sample {seq}"
-        request = NewRequest(Kind.SAMPLE, self.owner, b"{}", content, sampler_id=sampler, seq_id=seq)
+        address = {"sampler_id": sampler, "seq_id": seq}
+        request = NewRequest(Kind.SAMPLE, self.owner, b"{}", content, **address, interactive=interactive)
         return self.journal.requests.submit(request)
 
     def ready(self, model: str, limit: int = 64) -> list[int | None]:

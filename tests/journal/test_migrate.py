@@ -141,4 +141,5 @@ def test_indexes_are_the_same_as_the_models(empty_url):
         "ix_request_replays",
         "ix_request_completions",
         "ix_request_pending_of_owner",
+        "ix_request_pending_interactive",
     }

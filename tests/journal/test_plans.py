@@ -6,6 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 WAITING_OF_MODEL, WAITING_SAMPLES = "ix_request_pending_of_model", "ix_request_pending_samples"
+WAITING_INTERACTIVE = "ix_request_pending_interactive"
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
@@ -16,11 +17,12 @@ WAITING_OF_MODEL, WAITING_SAMPLES = "ix_request_pending_of_model", "ix_request_p
         (lambda journal, model: journal.requests.ready(model), WAITING_OF_MODEL),
         (lambda journal, model: journal.queue.gaps(1), WAITING_OF_MODEL),
         (lambda journal, model: journal.requests.pending_samples(10), WAITING_SAMPLES),
+        (lambda journal, model: journal.requests.pending_samples(10), WAITING_INTERACTIVE),
         (lambda journal, model: journal.results.expire(10), "ix_request_finished_with_bytes"),
         (lambda journal, model: journal.upkeep.unnoted(), "ix_checkpoint_to_note"),
         (lambda journal, model: journal.upkeep.unpurged(), "ix_checkpoint_to_purge"),
     ],
-    ids=["pending_models", "ready", "gaps", "pending_samples", "expire_results", "unnoted", "unpurged"],
+    ids=["pending_models", "ready", "gaps", "pending_samples", "interactive", "expire_results", "unnoted", "unpurged"],
 )
 def test_the_partial_index_is_used(scene, url, statements, call, index):
     model = scene.model()
@@ -28,8 +30,12 @@ def test_the_partial_index_is_used(scene, url, statements, call, index):
         call(scene.journal, model)
     engine = sa.create_engine(url)
     with engine.connect() as connection:
-        values = ("2026-01-01",) * made[0].count("?")
-        plan = [row.detail for row in connection.exec_driver_sql("EXPLAIN QUERY PLAN " + made[0], values)]
+        plan = [
+            row.detail
+            for one in made
+            for row in connection.exec_driver_sql("EXPLAIN QUERY PLAN " + one, ("2026-01-01",) * one.count("?"))
+        ]
     engine.dispose()
     assert any(index in line for line in plan), plan
-    assert not [line for line in plan if line.startswith("SCAN request") and index not in line], plan
+    scans = [line for line in plan if line.startswith("SCAN request")]
+    assert all(line.endswith((index, WAITING_SAMPLES, WAITING_INTERACTIVE)) for line in scans), plan

@@ -176,6 +176,23 @@ def test_samples_come_oldest_first_across_samplers_with_their_sampler(scene, clo
     assert scene.journal.queue.pending_models() == []
 
 
+def test_half_of_the_places_are_for_those_whom_somebody_waits_for(scene, clock):
+    sampler = scene.sampler(scene.session())
+    batch, people = [], []
+    for seq in range(12):
+        found, interactive = (batch, False) if seq < 6 else (people, True)
+        found.append(scene.sample(sampler, seq, interactive=interactive))
+        clock.advance(1)
+
+    def taken(limit, exclude=()):
+        return [one.id for one in scene.journal.requests.pending_samples(limit, exclude=exclude)]
+
+    assert taken(1) == people[:1]
+    assert taken(4) == [*people[:2], *batch[:2]]
+    assert taken(9, exclude=batch[:3]) == [*people[:5], *batch[3:], people[5]]
+    assert taken(100) == people + batch
+
+
 def test_a_long_payload_of_a_sample_stays_until_it_is_asked_for(scene):
     sampler = scene.sampler(scene.session())
     for seq, payload in enumerate([b"x" * MOST_ALONG, b"y" * (MOST_ALONG + 1)]):
@@ -212,7 +229,7 @@ def test_statement_counts_do_not_grow(scene, statements):
         assert scene.journal.queue.pending_models() == [model]
         assert scene.journal.queue.gaps(1) == []
         assert scene.journal.requests.pending_samples(10) == []
-    assert len(made) == 4
+    assert len(made) == 5
 
 
 SEQ_IDS = st.permutations(range(1, 9))

@@ -131,7 +131,7 @@ def test_what_is_asked_beyond_the_sdk() -> None:
     asked = {"presence_penalty": 1, "frequency_penalty": -2, "repetition_penalty": 1.5, "logit_bias": {"9": 1, "3": -4}}
     request = decode(body({"min_p": 0.25, **asked}))
     assert request.min_p == 0.25
-    assert (plain.priority, decode(body(priority="batch")).priority) == ("interactive", "batch")
+    assert (plain.priority, decode(body(priority="interactive")).priority) == ("batch", "interactive")
     assert request.adjustments == Adjustments(1.0, -2.0, 1.5, ((3, -4.0), (9, 1.0)))
 
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import openai
 import pytest
+import sqlalchemy as sa
+from sqlmodel import col
 from tests.api.chat.conftest import END, Speaker
 from tests.api.conftest import BASE, KEY, Running
 
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.journal import Journal, Outcome, Pending
+from tinkerflow.backend.journal.tables import Request
 from tinkerflow.backend.model_card import ModelCard
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -276,6 +279,22 @@ def test_an_answers_id_is_what_the_client_shows_as_the_requests(gpt: openai.Open
     speaker.says("Hello")
     stream = gpt.chat.completions.create(model=BASE, messages=HI, stream=True)
     assert {chunk.id for chunk in stream} == {stream.response.headers["x-request-id"]}
+
+
+def test_a_request_of_a_person_goes_before_those_of_programs(
+    gpt: openai.OpenAI, speaker: Speaker, journal: Journal
+) -> None:
+    for tier, expected in ((None, "interactive"), ("default", "interactive"), ("flex", "batch")):
+        for ask in (
+            lambda **more: gpt.chat.completions.create(model=BASE, messages=HI, **more),
+            lambda **more: gpt.responses.create(model=BASE, input="Hi", **more),
+        ):
+            speaker.says("Hello")
+            done: Any = ask(service_tier=tier)
+            assert speaker.asked[-1].priority == expected
+            with journal.requests._read() as connection:
+                kept = sa.select(col(Request.interactive)).where(col(Request.id) == done.id)
+                assert connection.execute(kept).scalar_one() is (expected == "interactive")
 
 
 def test_unknown_models_and_keys_raise_the_clients_own_errors(gpt: openai.OpenAI, speaker: Speaker) -> None:

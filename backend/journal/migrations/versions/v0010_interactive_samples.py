@@ -1,0 +1,23 @@
+"""Samples for which somebody waits are found before the others. None of those that wait is known to be one."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "v0010"
+down_revision = "v0009"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Bring the schema here, in place. No row changes."""
+    op.add_column("request", sa.Column("interactive", sa.Boolean(), nullable=False, server_default=sa.false()))
+    op.create_index(
+        "ix_request_pending_interactive",
+        "request",
+        ["created_at", "sampler_id"],
+        sqlite_where=sa.text("state = 'pending' AND interactive = 1"),
+        postgresql_where=sa.text("state = 'pending' AND interactive"),
+    )
