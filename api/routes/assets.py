@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
 
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, Call, Router, Wire
+from tinkerflow.api.call import Authorised, Call, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.openapi import takes_bytes
 from tinkerflow.backend.errors import BodyTooLargeError, NotFoundError, UserError
 from tinkerflow.backend.ids import new_id
@@ -28,10 +30,29 @@ class AssetStored(Wire):
     size_bytes: int
 
 
+class Asset(AssetStored):
+    """An image in a list."""
+
+    created_at: datetime
+
+
+class AssetList(Wire):
+    """A list of images, newest first."""
+
+    assets: list[Asset]
+
+
 @router.post("/assets", openapi_extra=takes_bytes())
 async def upload_asset(call: Authorised) -> AssetStored:
     """Keep an image, a PNG or JPEG file. The same file again has the same location."""
     return await asyncio.to_thread(_keep, call, await call.body())
+
+
+@router.get("/assets")
+async def assets(call: Authorised, limit: PageLimit = 100, offset: PageOffset = 0) -> AssetList:
+    """The images of the key's project, newest first."""
+    found = await asyncio.to_thread(call.journal.assets.page, call.owner, limit=limit, offset=offset)
+    return AssetList(assets=[Asset(created_at=one.created_at, **_named(one.id, one.size_bytes)) for one in found])
 
 
 @router.delete("/assets/{asset_id}", status_code=204)
@@ -53,18 +74,22 @@ def _keep(call: Call, file: bytes) -> AssetStored:
         name = new_id("put")
         store.write_piece(asset_id, name, 0, file)
         try:
-            first = assets.arrived(asset_id, call.owner, name)
+            first = assets.arrived(asset_id, call.owner, name, call.key_id)
         except NotFoundError:
             store.remove_pieces(asset_id, name)  # the image was deleted meanwhile
             raise
         if first != name:
             store.remove_pieces(asset_id, name)
-    return AssetStored(asset_id=asset_id, location=f"{LOCATIONS}{asset_id}", size_bytes=len(file))
+    return AssetStored(**_named(asset_id, len(file)))
+
+
+def _named(asset_id: str, size: int) -> dict[str, Any]:
+    return {"asset_id": asset_id, "location": f"{LOCATIONS}{asset_id}", "size_bytes": size}
 
 
 def _delete(call: Call, asset_id: str) -> None:
     assets, store = call.journal.assets, call.services.store
-    assets.withdraw(asset_id, call.owner)
+    assets.withdraw(asset_id, call.owner, call.key_id)
     store.remove_pieces(asset_id)  # while the row is there, so that no file is forgotten
     if late := assets.forget(asset_id, call.owner):
         store.remove_pieces(asset_id, late)

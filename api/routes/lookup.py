@@ -283,7 +283,7 @@ async def audit(
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all",
     day: date | None = None,
 ) -> AuditPage:
-    """What was done to keys, sessions and checkpoints on a UTC day (default: today).
+    """What was done to keys, sessions, checkpoints and uploaded images on a UTC day (default: today).
 
     An ordinary key sees its own project, an admin key all. Events of keys and of session labels are of the type
     `projects`. This server has no teams and organizations.

@@ -6,12 +6,15 @@ An asset's id follows from its project and its bytes, so sending a file again ch
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned
 from tinkerflow.backend.journal.requests import Limits, stored_bytes, take_owners_turn
 from tinkerflow.backend.journal.tables import AssetRow
@@ -25,6 +28,7 @@ class AssetView:
     owner: str
     size_bytes: int
     piece: str
+    created_at: datetime
 
 
 class Assets(Aggregate):
@@ -32,7 +36,7 @@ class Assets(Aggregate):
 
     def begin(self, asset_id: str, owner: str, size: int, limits: Limits) -> AssetView:
         """The row of an image of so many bytes, made if there is none; UserError when the project has no room."""
-        row = {"id": asset_id, "owner": owner, "size_bytes": size, "piece": "", "created_at": self._now()}
+        new = AssetView(id=asset_id, owner=owner, size_bytes=size, piece="", created_at=self._now())
         with self._write() as connection:
             take_owners_turn(connection, owner)
             found = connection.execute(sa.select(AssetRow).where(col(AssetRow.id) == asset_id)).one_or_none()
@@ -44,15 +48,27 @@ class Assets(Aggregate):
                     f"the image has {size} bytes, this project's checkpoints and images {stored}: together they must "
                     f"be at most {limits.stored_bytes} (max_stored_bytes)"
                 )
-            connection.execute(sa.insert(AssetRow).values(**row))
-        return AssetView(id=asset_id, owner=owner, size_bytes=size, piece="")
+            connection.execute(sa.insert(AssetRow).values(**asdict(new)))
+        return new
 
-    def arrived(self, asset_id: str, owner: str, piece: str) -> str:
-        """Note which pieces hold the image; those that do, maybe of somebody who was faster."""
+    def arrived(self, asset_id: str, owner: str, piece: str, key_id: str = "") -> str:
+        """Note which pieces hold the image; those that do, maybe of somebody who was faster.
+
+        key_id: who sent it, for the audit log.
+        """
         first = sa.and_(col(AssetRow.id) == asset_id, col(AssetRow.piece) == "")
         with self._write() as connection:
             connection.execute(sa.update(AssetRow).where(first).values(piece=piece))
-            return str(get_owned(connection, AssetRow, asset_id, owner).piece)
+            row = get_owned(connection, AssetRow, asset_id, owner)
+            if row.piece == piece:
+                self._note(connection, audit.Event.ASSET_UPLOADED, row, key_id)
+        return str(row.piece)
+
+    def page(self, owner: str, *, limit: int, offset: int) -> list[AssetView]:
+        """The owner's images that have arrived, newest first."""
+        there = sa.select(AssetRow).where(col(AssetRow.owner) == owner, col(AssetRow.piece) != "")
+        newest = (col(AssetRow.created_at).desc(), col(AssetRow.id))
+        return self._views(AssetView, there.order_by(*newest).limit(limit).offset(offset))
 
     def found(self, asset_ids: Collection[str], owner: str) -> dict[str, AssetView]:
         """Those of these images that are the owner's and have arrived, by id."""
@@ -61,10 +77,15 @@ class Assets(Aggregate):
         )
         return {asset.id: asset for asset in self._views(AssetView, wanted)}
 
-    def withdraw(self, asset_id: str, owner: str) -> None:
-        """Have no request find an image of the owner's any more. Sent again, it is written again."""
+    def withdraw(self, asset_id: str, owner: str, key_id: str = "") -> None:
+        """Have no request find an image of the owner's any more. Sent again, it is written again.
+
+        key_id: who deletes it, for the audit log.
+        """
         with self._write() as connection:
-            get_owned(connection, AssetRow, asset_id, owner)
+            row = get_owned(connection, AssetRow, asset_id, owner, lock=True)
+            if row.piece:  # else a deletion that was cut off has told it
+                self._note(connection, audit.Event.ASSET_DELETED, row, key_id)
             connection.execute(sa.update(AssetRow).where(col(AssetRow.id) == asset_id).values(piece=""))
 
     def forget(self, asset_id: str, owner: str) -> str:
@@ -72,3 +93,7 @@ class Assets(Aggregate):
         its = sa.delete(AssetRow).where(col(AssetRow.id) == asset_id, col(AssetRow.owner) == owner)
         with self._write() as connection:
             return connection.execute(its.returning(col(AssetRow.piece))).scalar_one_or_none() or ""
+
+    def _note(self, connection: sa.Connection, event: audit.Event, row: sa.Row[Any], key_id: str) -> None:
+        details = {"asset_id": row.id, "size_bytes": row.size_bytes, "key_id": key_id}
+        audit.note(connection, self._now(), owner=row.owner, event=event, details=details)

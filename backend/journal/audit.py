@@ -1,4 +1,7 @@
-"""Who did what to a project's keys, sessions and checkpoints: written in the transaction that does it, read by day."""
+"""Who did what to a project's keys, sessions, checkpoints and images: written in the transaction that does it.
+
+The entries are read by day.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,8 @@ class Event(StrEnum):
     CHECKPOINT_UNSHARED = "checkpoint_unshared"
     CHECKPOINT_READ = "checkpoint_read"
     FEEDBACK_GIVEN = "feedback_given"
+    ASSET_UPLOADED = "asset_uploaded"
+    ASSET_DELETED = "asset_deleted"
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,33 @@ def test_a_request_is_stored_with_the_bytes_of_its_projects_images(server: Runni
     assert sent(server, key=mine).json() == kept
 
 
+def test_a_project_sees_its_images_and_who_sent_and_deleted_them(server: Running, journal: Journal) -> None:
+    key, mine = journal.keys.create("us", "local")
+    server.clock.advance(60.0)  # keys are looked up again
+    headers = {"X-API-Key": mine}
+    older = sent(server, key=mine).json()
+    server.clock.advance(1.0)
+    newer = sent(server, FILE + b"!", key=mine).json()
+    assert sent(server, key=mine).json() == older
+
+    def get(path: str) -> Any:
+        return server.http.get(f"{server.url}/api/v1/{path}", headers=headers).json()
+
+    listed = get("assets")["assets"]
+    assert [{**one, "created_at": None} for one in listed] == [{**one, "created_at": None} for one in (newer, older)]
+    assert listed[0]["created_at"] > listed[1]["created_at"]
+    assert get("assets?limit=1&offset=1")["assets"] == listed[1:]
+    server.http.delete(f"{server.url}/api/v1/assets/{older['asset_id']}", headers=headers)
+    assert get("assets")["assets"] == listed[:1]
+    told = [entry for entry in get("audit")["entries"] if entry["event"].startswith("asset_")]
+    assert [(entry["event"], entry["event_details"]["asset_id"]) for entry in told] == [
+        ("asset_uploaded", older["asset_id"]),
+        ("asset_uploaded", newer["asset_id"]),
+        ("asset_deleted", older["asset_id"]),
+    ]
+    assert all(entry["event_details"]["key_id"] == key.id for entry in told)
+
+
 def test_training_stores_the_bytes_and_names_a_location_that_is_none(server: Running) -> None:
     location, model = sent(server).json()["location"], server.model()
 

@@ -394,6 +394,8 @@ def test_lists_hold_nothing_of_others(people: tuple[Person, Person]) -> None:
         assert mine.text != yours.text
         assert ann.ids["session"] not in mine.text and "team-ann" not in mine.text, path
         assert "team-ann" in yours.text or ann.ids["session"] in yours.text, path
+    for one in people:
+        assert [each["asset_id"] for each in one.send("GET", "assets").json()["assets"]] == [one.ids["asset"]]
     assert ann.send("POST", "/v1/feedback", {"id": ann.ids["sample"], "label": "good"}).status_code == 200
     assert len(ann.send("GET", "/v1/feedback").json()["data"]) == 1
     assert bob.send("GET", "/v1/feedback").json()["data"] == []
