@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
-from tinkerflow.backend.compute import full
 from tinkerflow.backend.compute.config import ModelConfig, read_object
 from tinkerflow.backend.compute.families import parse_config
 from tinkerflow.backend.compute.lora import check_spec
@@ -111,10 +110,6 @@ def _on_devices(config: GroupConfig, target: Topology) -> GroupConfig:
 
 def _full(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> str:
     """Whether all parameters can be trained, and how much memory that takes."""
-    try:
-        full.check(cfg, DEFAULT_OPTIMIZER)
-    except UserError:
-        return "not for models of this family"
     needed = adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER)
     does = "fits" if needed <= plan.full else "does not fit"
     sampled = "cannot be sampled" if plan.whole is None else f"sampled in {plan.whole.size / GB:.1f} GB more"

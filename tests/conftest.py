@@ -37,7 +37,10 @@ NOT_FAST = (
 # what looks at services. Whether batches, rows and pieces change bits is tested with programs as users run them.
 QUICKLY_COMPILED = (
     *("compat", "deployments", "e2e", "flows", "pool"),
-    *(f"compute/test_{name}.py" for name in ("deltanet", "executor", "experts", "flash", "latent", "logprobs")),
+    *(
+        f"compute/test_{name}.py"
+        for name in ("deltanet", "executor", "experts", "flash", "full_kinds", "latent", "logprobs")
+    ),
     *(f"compute/test_{name}.py" for name in ("losses", "mesh", "parity", "quantized", "sequence_losses", "warming")),
     *(f"compute/sampler/test_{name}.py" for name in ("drift", "images", "parity", "spmd")),
 )

@@ -60,7 +60,8 @@ class LayerTensor:
     """A tensor that each layer has and that LoRA does not adapt: a norm, a bias, a router.
 
     tensor: Hugging Face's name, with a `{}` for the layer. split: the mesh's tensor axis splits its first dimension.
-    layers: the numbers of the layers that have it; None = all. wide: it is kept in float32.
+    layers: the numbers of the layers that have it; None = all. wide: it is kept in float32. frozen: it stays as
+    published when all parameters are trained; transformers has it as a buffer.
     """
 
     tensor: str
@@ -68,6 +69,7 @@ class LayerTensor:
     split: bool = False
     layers: tuple[int, ...] | None = None
     wide: bool = False
+    frozen: bool = False
 
 
 def decoder_config(

@@ -332,7 +332,7 @@ class Executor:
         What was there at the same time fits again in any order, as a restored group makes it: only sums are bounded.
         """
         if check_spec(spec).full:
-            full.check(self._cfg, optimizer)
+            full.check(optimizer)
         needed = adapter_bytes(self._cfg, self._config, spec, optimizer)
         others = [taken for name, taken in self._adapter_bytes.items() if name != adapter_id]
         every = math.inf if self.plan.uses is None else self.plan.uses.adapters

@@ -2,7 +2,8 @@
 
 They are kept as a `Params` in float32 ("master weights", Micikevicius and others, arXiv 1710.03740), and a step
 computes with them in the dtype of the base weights. Gradients and the optimizer's state are float32. All lie on the
-mesh as the base weights do. The tower of a model that sees images is frozen, and no part of them.
+mesh as the base weights do. The tower of a model that sees images is frozen, and so are tensors that transformers
+has as buffers (`LayerTensor.frozen`): they are no part of what is trained, and a step takes those of the base model.
 
 Adapters and whole models go the same ways: the functions here that take `Trained` are given either.
 """
@@ -35,21 +36,11 @@ Trained: TypeAlias = Lora | Params
 Tree = TypeVar("Tree")
 Floats = npt.NDArray[np.float32]
 _EMBED, _FINAL_NORM, _UNEMBED = "embed", "final_norm", "unembed"  # beside the names of `Params.layers`
+_INPUTS = "inputs."  # what those of `Params.inputs` begin with
 
 
-def untrainable(cfg: ModelConfig) -> str | None:
-    """What a model has that cannot be trained with all its parameters; None: nothing."""
-    parts = {"experts": cfg.experts, "linear attention": cfg.delta, "heads of two widths": cfg.global_heads}
-    return next((name for name, there in parts.items() if there), None)
-
-
-def check(cfg: ModelConfig, optimizer: Optimizer) -> None:
-    """UserError when the parameters of such a model cannot all be trained, or not with that optimizer."""
-    if wrong := untrainable(cfg):
-        raise UserError(
-            f"lora_config.rank 0 trains all parameters, which is not supported for {family_of(cfg).title} models: they "
-            f"have {wrong}. It must be 1 or more"
-        )
+def check(optimizer: Optimizer) -> None:
+    """UserError when all parameters cannot be trained with that optimizer."""
     if OPTIMIZERS[optimizer].of_adapters:
         raise UserError(
             f"lora_config.rank 0 trains all parameters, but {optimizer} steps the matrices of adapters alone: "
@@ -59,13 +50,13 @@ def check(cfg: ModelConfig, optimizer: Optimizer) -> None:
 
 def load(cfg: ModelConfig, folder: str | Path, mesh: Mesh) -> Params:
     """The base model's weights as they are trained, from the files in `folder`; errors are as of `load_params`."""
-    return replace(load_params(cfg, folder, mesh, "float32"), tower=None)
+    return _without_frozen(cfg, load_params(cfg, folder, mesh, "float32"))
 
 
 @functools.cache
 def like(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> Params:
     """The weights that `load` makes, without values: shapes and shardings."""
-    return replace(params_like(cfg, cast(Mesh, mesh), "float32"), tower=None)
+    return _without_frozen(cfg, params_like(cfg, cast(Mesh, mesh), "float32"))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -75,11 +66,27 @@ def zeros(cfg: ModelConfig, mesh: Mesh) -> Params:
 
 
 def computed(cfg: ModelConfig, base: Params, weights: Params) -> Params:
-    """The weights in the dtype that the base model computes in, with its tower."""
+    """The weights in the dtype that the base model computes in, with what is frozen of it."""
+    return with_frozen(base, narrowed(cfg, base.embed_VD.dtype, weights))
+
+
+def narrowed(cfg: ModelConfig, dtype: Any, weights: Params) -> Params:
+    """The weights in that dtype, but for tensors that are always kept in float32."""
     wide = {name for name, tensor in family_of(cfg).tensors(cfg).items() if tensor.wide}
     kept = {name: array for name, array in by_name(weights).items() if name in wide}
-    cast_down: Params = jax.tree.map(lambda array: array.astype(base.embed_VD.dtype), weights)
-    return replace(cast_down, layers={**cast(Any, cast_down.layers), **kept}, tower=base.tower)
+    cast_down: Params = jax.tree.map(lambda array: array.astype(dtype), weights)
+    return replace(cast_down, layers={**cast(Any, cast_down.layers), **kept})
+
+
+def with_frozen(base: Params, weights: Params) -> Params:
+    """Trained weights with what the base model, whose layers are stacked, has beside them."""
+    return replace(weights, layers={**cast(Any, base.layers), **cast(Any, weights.layers)}, tower=base.tower)
+
+
+def _without_frozen(cfg: ModelConfig, params: Params) -> Params:
+    frozen = {name for name, tensor in family_of(cfg).tensors(cfg).items() if tensor.frozen}
+    layers = {name: array for name, array in cast(Any, params.layers).items() if name not in frozen}
+    return replace(params, layers=layers, tower=None)
 
 
 def with_head_gradient(grads: Params, by_head_VD: jax.Array) -> Params:
@@ -118,42 +125,62 @@ def by_name(trained: Trained) -> dict[str, Any]:
     if isinstance(trained, Lora):
         return lora.by_name(trained)
     ends = {_EMBED: trained.embed_VD, _FINAL_NORM: trained.final_norm_D, _UNEMBED: trained.unembed_VD}
+    ends |= {f"{_INPUTS}{name}": array for name, array in (trained.inputs or {}).items()}
     return {**cast(Any, trained.layers), **{name: array for name, array in ends.items() if array is not None}}
 
 
-def from_names(arrays: Mapping[str, Any]) -> Trained:
+def from_names(cfg: ModelConfig, arrays: Mapping[str, Any]) -> Trained:
     """The inverse of `by_name`."""
     if _EMBED not in arrays:
         return lora.from_names(arrays)
     layers = dict(arrays)
-    embed, final_norm, unembed = layers.pop(_EMBED), layers.pop(_FINAL_NORM), layers.pop(_UNEMBED, None)
-    return Params(embed_VD=embed, layers=layers, final_norm_D=final_norm, unembed_VD=unembed)
+    inputs = {name: layers.pop(f"{_INPUTS}{name}") for name in family_of(cfg).inputs(cfg)}
+    return Params(
+        embed_VD=layers.pop(_EMBED),
+        final_norm_D=layers.pop(_FINAL_NORM),
+        unembed_VD=layers.pop(_UNEMBED, None),
+        inputs=inputs or None,
+        softcap=cfg.softcap,
+        layers=layers,
+    )
 
 
 # ------------------------------------------------------------------ by Hugging Face's names
 def to_files(cfg: ModelConfig, weights: Params) -> dict[str, Floats]:
     """Weights on the host by Hugging Face's names, contiguous: one tensor for each layer."""
     arrays = by_name(weights)
-    return {file: np.array(arrays[name][place], np.float32) for file, name, place in _names(cfg)}
+    return {file: np.array(_lying(arrays[name][place], turned), np.float32, order="C")
+            for file, name, place, turned in _names(cfg)}  # fmt: skip
 
 
 def from_files(cfg: ModelConfig, mesh: Mesh, read: Callable[[str, tuple[int, ...]], Floats]) -> Params:
     """The inverse of `to_files`: `read(name, shape)` gives each tensor, and raises when it has none of that shape."""
     arrays = {name: np.empty(leaf.shape, np.float32) for name, leaf in by_name(like(cfg, mesh)).items()}
-    for file, name, place in _names(cfg):
-        arrays[name][place] = read(file, arrays[name][place].shape)
-    made = from_names(arrays)
+    for file, name, place, turned in _names(cfg):
+        part = _lying(arrays[name][place], turned)
+        part[...] = read(file, part.shape)
+    made = from_names(cfg, arrays)
     assert isinstance(made, Params)
     return made
 
 
-def _names(cfg: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Each tensor of the files: Hugging Face's name, ours, and its place in the stack of all layers."""
+def _lying(array: Floats, turned: bool) -> Floats:
+    return array.T if turned else array
+
+
+def _names(cfg: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...], bool]]:
+    """Each tensor of the files: Hugging Face's name, ours, its place in the stack, and whether it is transposed there.
+
+    The stack is that of all layers. Experts' matrices lie as `params` says.
+    """
     family, homes = family_of(cfg), layers_with(cfg)
-    yield family.embed, _EMBED, ()
+    yield family.embed, _EMBED, (), False
     for name, matrix in family.projections(cfg).items():
         if name != _UNEMBED or not cfg.tied:
-            yield from ((f"{matrix.name(place)}.weight", name, place) for place in np.ndindex(matrix.stack))
+            for place in np.ndindex(matrix.stack):
+                yield f"{matrix.name(place)}.weight", name, place, matrix.of_experts
     for name, tensor in family.tensors(cfg).items():
-        yield from ((tensor.tensor.format(number), name, (place,)) for place, number in enumerate(homes[name]))
-    yield family.final_norm, _FINAL_NORM, ()
+        for row, number in enumerate(() if tensor.frozen else homes[name]):
+            yield tensor.tensor.format(number), name, (row,), False
+    yield from ((file, f"{_INPUTS}{name}", (), False) for name, (file, _) in family.inputs(cfg).items())
+    yield family.final_norm, _FINAL_NORM, (), False

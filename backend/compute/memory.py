@@ -262,14 +262,12 @@ def _with_whole(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> Memo
 
     Taken from the room of models in training: so it is there in any order in which models and samplers come.
     """
-    if full.untrainable(cfg):
-        return plan
     least_pages = 2 * pages_for(plan.context), _WHOLE_SEQUENCES * pages_for(min(plan.context, _POSITIONS_A_SLOT))
     pages = 1 + min(plan.pages - 1, max(least_pages))
     trained = full.like(cfg, _mesh(config))
     largest = max(held_bytes(leaf) for leaf in jax.tree.leaves(trained))  # copied to the host in both dtypes
     size = 2 * largest + held_bytes(params_like(cfg, _mesh(config), config.dtype))
-    size += pages * _page_bytes(cfg, config) + _logit_bytes(cfg, config)
+    size += pages * _page_bytes(cfg, config) + _state_bytes(cfg, config) + _logit_bytes(cfg, config)
     if plan.full < size + adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER):
         return plan
     plan = replace(plan, full=plan.full - size, whole=WholeRoom(size, pages))

@@ -97,7 +97,7 @@ def assembled(
 
         return from_callback(shape, places[name], read)
 
-    return {part: from_names({name: made(part, name) for name in arrays}) for part in parts}
+    return {part: from_names(cfg, {name: made(part, name) for name in arrays}) for part in parts}
 
 
 def _parsed(piece: str) -> tuple[str, tuple[int, ...]]:

@@ -77,7 +77,8 @@ def routed_tensors(cfg: ModelConfig) -> dict[str, LayerTensor]:
     """Norms, biases and routers by the name that `transformer` uses."""
     sparse, _ = _numbers(cfg)
     tensors = decoder_tensors(cfg)
-    correction = LayerTensor(f"{TEXT}mlp.gate.e_score_correction_bias", (cfg.experts,), layers=sparse, wide=True)
+    name = f"{TEXT}mlp.gate.e_score_correction_bias"
+    correction = LayerTensor(name, (cfg.experts,), layers=sparse, wide=True, frozen=True)
     return {**tensors, "router": replace(tensors["router"], layers=sparse), "router_correction": correction}
 
 

@@ -40,8 +40,8 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
     ("model", "runs", "devices", "axes"),
     [
         ("qwen3", TRAINED, 4, (0, 1, 2)),
-        ("moe", "adamw,dimuon", 8, (2, 2, 2)),
-        ("moe", "adamw,dimuon", 8, (1, 8, 1)),
+        ("moe", TRAINED, 8, (2, 2, 2)),
+        ("moe", TRAINED, 8, (1, 8, 1)),
         ("gemma4_text", "adamw,sampled", 4, (2, 1, 2)),
         ("glm4_moe_lite", "adamw,sampled", 8, (2, 2, 2)),
         ("qwen3_5", "adamw,sampled", 4, (2, 1, 2)),
@@ -60,6 +60,8 @@ def test_a_mesh_gives_the_numbers_of_one_device(model, runs, devices, axes, requ
         for one, other in zip(found[f"{name} logprobs"], alone[f"{name} logprobs"], strict=True):
             close_logprobs(one, other, ulps=2048)
         assert found[f"{name} compiled for a restored state"] == 0
+        if name == "full" and axes[1] > 1:
+            continue  # along the expert axis only experts are split
         # Norms are whole on each device, as the base model's are; so is a matrix of a size that devices do not divide.
         assert alone[f"{name} held"] <= found[f"{name} held"] * devices < 1.1 * alone[f"{name} held"]
     if "sampled" in runs:

@@ -177,7 +177,8 @@ def gemma4_tensors(cfg: ModelConfig, layer: str = TEXT) -> dict[str, LayerTensor
             for name, layers in homes.items()
             if layers
         }
-    sizes: dict[str, tuple[str, tuple[int, ...]]] = {"layer_scalar": ("layer_scalar", (1,))}
+    tensors["layer_scalar"] = LayerTensor(f"{layer}layer_scalar", (1,), frozen=True)
+    sizes: dict[str, tuple[str, tuple[int, ...]]] = {}
     if cfg.layer_input:
         sizes |= {
             "input_gate": ("per_layer_input_gate.weight", (cfg.layer_input, cfg.hidden)),

@@ -49,7 +49,7 @@ def _tensors(cfg: ModelConfig) -> dict[str, LayerTensor]:
     return {
         **tensors,
         "router": replace(tensors["router"], tensor=router),
-        "router_correction": LayerTensor(correction, (cfg.experts,), wide=True),
+        "router_correction": LayerTensor(correction, (cfg.experts,), wide=True, frozen=True),
     }
 
 

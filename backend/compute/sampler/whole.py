@@ -108,8 +108,8 @@ class WholeSampler:
     def __init__(self, cfg: ModelConfig, mesh: Mesh, base: Params, make: Callable[[Params], Sampler] | None) -> None:
         """No snapshots.
 
-        cfg, mesh: the model's shape and its devices. base: the base model's weights, of which it has the dtype and the
-        tower. make: a sampler of a model with other weights; None: there is no room for one.
+        cfg, mesh: the model's shape and its devices. base: the base model's weights, of which it has the dtype and
+        what is frozen. make: a sampler of a model with other weights; None: there is no room for one.
         """
         self._cfg, self._mesh, self._base, self._make = cfg, mesh, base, make
         self._held: dict[str, _Weights] = {}
@@ -129,8 +129,8 @@ class WholeSampler:
         if snapshot_id in self._held:
             raise ConflictError(f"snapshot {snapshot_id!r} exists already; a snapshot never changes")
         copies: list[_Pieces] = []
-        trained, base = full.like(self._cfg, self._mesh), replace(self._base, tower=None)
-        computed = jax.eval_shape(lambda own: full.computed(self._cfg, base, own), trained)
+        trained, dtype = full.like(self._cfg, self._mesh), self._base.embed_VD.dtype
+        computed = jax.eval_shape(lambda own: full.narrowed(self._cfg, dtype, own), trained)
         each = (jax.tree.leaves(tree) for tree in (weights, trained, computed))
         for array, place, kept in zip(*each, strict=True):
             own = array if isinstance(array, jax.Array) else put(array, place.sharding)
@@ -212,7 +212,7 @@ class WholeSampler:
                 )
                 for leaf, own in zip(leaves, weights.arrays, strict=True)
             ]
-            return replace(jax.tree.unflatten(tree, arrays), tower=self._base.tower)
+            return full.with_frozen(self._base, jax.tree.unflatten(tree, arrays))
 
         try:
             if self._sampler is None:
