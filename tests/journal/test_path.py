@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tinkerflow.backend.journal import Limits, UsageKind, Used
+from tinkerflow.backend.journal import Limits, LossMeasured, UsageKind, Used
 
 
 def test_an_operation_is_submitted_executed_answered_and_read_in_four_files(scene):
@@ -25,7 +25,7 @@ def test_an_operation_is_submitted_executed_answered_and_read_in_four_files(scen
         request = scene.journal.requests.submit(replace(scene.operation(model, 1), tokens=3), Limits(queued_tokens=5))
         (pending,) = scene.journal.requests.ready(model)
         used = Used(session, "tiny", UsageKind.TRAINING, 10)
-        scene.journal.results.finish([pending.done(b"result", "proto", used)])
+        scene.journal.results.finish([pending.done(b"result", "proto", used, LossMeasured(model, 10, 10.0, 2.5))])
         result = scene.journal.results.get(request, "local")
     finally:
         sys.setprofile(None)
