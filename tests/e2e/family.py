@@ -20,7 +20,8 @@ def make_family(folder: Path, architecture: str) -> Path:
     """The folder, with a model of that family."""
     make_tiny(folder)
     torch.manual_seed(7)
-    shape = {**SHAPE, "tie_word_embeddings": True, **FAMILY_SHAPE.get(architecture, {}), "vocab_size": VOCAB}
+    shape = {**SHAPE, "tie_word_embeddings": True, **FAMILY_SHAPE.get(architecture, {})}
+    shape |= {name: VOCAB for name in shape if name.startswith("vocab_size")}
     model = random_model(architecture, shape)
     if architecture in TOWER:
         model.config.image_token_id = IMAGE_TOKEN
