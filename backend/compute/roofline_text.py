@@ -6,7 +6,7 @@ for both, and every turn of a loop. What it takes for granted:
   has none.
 - an operation outside of a fusion reads its operands from device memory and writes its result to it, once. Of an
   operand that it only slices, it reads the slice; an update in place writes the update.
-- attention over pages reads every page of its tables, with every query.
+- attention over pages reads every page of its tables, or as many as its window touches (not on TPUs), with every query.
 - on TPUs, arrays in on-chip memory (`S(1)` and above in their layout) cost nothing.
 """
 
@@ -375,7 +375,7 @@ class _Counter:
         if kind == "custom-call" and op.target in _NO_WORK:
             return 0
         if kind == "custom-call" and (read := _known(_READ, op)):
-            return read([operand.shapes[0] for operand in operands]) + sum(map(self._moved, op.own_results))
+            return read([each.shapes[0] for each in operands], op.label) + sum(map(self._moved, op.own_results))
         return self._all(op) + sum(map(self._all, operands))
 
     def _fusion_bytes(self, operands: list[_Op], op: _Op) -> int:
@@ -475,24 +475,26 @@ def _attention(products: int, keys: int) -> Callable[[list[Shape], Shape], int]:
     return lambda operands, result: products * operands[0].size * operands[1].dims[keys]
 
 
-def _pages(operands: list[Shape]) -> int:
-    """Of GPUs' [L, N, ...], keys and values, and of the queries."""
+def _pages(operands: list[Shape], label: str) -> int:
+    """Of GPUs' [L, N, ...], keys and values, and of the queries. label: names the positions of a window."""
     _, tables, _, q, *pages = operands  # the second are missing where values are a part of keys
-    return tables.size * sum(part.nbytes for part in pages) // (pages[0].dims[0] * pages[0].dims[1]) + q.nbytes
+    (rows, wide), window = tables.dims, re.search(r"paged_attention_of_(\d+)", label)
+    seen = wide if window is None else min(wide, 1 + -(-(int(window[1]) - 1) // pages[0].dims[4]))
+    return rows * seen * sum(part.nbytes for part in pages) // (pages[0].dims[0] * pages[0].dims[1]) + q.nbytes
 
 
-def _one_layer(operands: list[Shape]) -> int:
+def _one_layer(operands: list[Shape], _: str) -> int:
     """Of rows, and of what one layer has of a stack [L, ...]."""
     return operands[0].nbytes + operands[1].nbytes // operands[1].dims[0]
 
 
-def _ragged_pages(operands: list[Shape]) -> int:
+def _ragged_pages(operands: list[Shape], _label: str) -> int:
     """Of TPUs' [L N, P, 2 G, d]."""
     _, tables, _, _, _, q, pages = operands
     return tables.size * pages.nbytes // pages.dims[0] + q.nbytes
 
 
-def _states(operands: list[Shape]) -> int:
+def _states(operands: list[Shape], _: str) -> int:
     """Of those of linear attention [L, N, H, k, v], read and written, and of what the rows' tokens have [B, H, ...]."""
     pool = next(one for one in operands if len(one.dims) == len("LNHkv"))
     tokens = [one for one in operands if one.dtype == "f32" and one is not pool]
@@ -501,7 +503,7 @@ def _states(operands: list[Shape]) -> int:
 
 
 # Bytes that kernels read which are given all layers, and read of one; and what they write there.
-_READ: dict[str, Callable[[list[Shape]], int]] = {
+_READ: dict[str, Callable[[list[Shape], str], int]] = {
     "delta_step": _states,
     "ragged_paged_attention": _ragged_pages,
     "paged_attention": _pages,

@@ -72,12 +72,15 @@ def _step(counts: Counts, steps: int) -> float:
 def _needed(programs: Programs, case: Case) -> float:
     """Bytes that a decode step cannot do without, on each device.
 
-    These are the weights, keys and values of all positions, and states, which are read and written.
+    These are the weights, the keys and values that each layer sees, and states, which are read and written.
     """
-    cfg, (slots, positions) = programs.cfg, case.sizes
-    cell = cfg.cached_cell * programs.params.embed_VD.dtype.itemsize
-    rows = slots * (positions * cell + 2 * state_bytes(cfg, programs.params.embed_VD.dtype))
-    return read_bytes(programs.params, slots) + rows / programs.mesh.size
+    cfg, (slots, positions), dtype = programs.cfg, case.sizes, programs.params.embed_VD.dtype
+    row = 2 * state_bytes(cfg, dtype)
+    for kind in cfg.layer_kinds:
+        if kind.attends:  # a layer that shares keys and values reads them again
+            heads, key, value = cfg.cached(kind.mixer)
+            row += min(positions, kind.window or positions) * heads * (key + value) * dtype.itemsize
+    return read_bytes(programs.params, slots) + slots * row / programs.mesh.size
 
 
 def _parts(counts: Counts, device: Device, rank: int) -> dict[str, float]:

@@ -193,6 +193,13 @@ def test_an_update_in_place_within_a_fusion_writes_the_update() -> None:
             "bf16[4,32,128]{2,1,0}",
             64 * 2 * 8 * 128 * 128 * 2 + 2 * (4 * 32 * 128 * 2),
         ),
+        (  # a window of 300 positions touches 4 of 16 pages
+            "paged_attention_of_300",
+            "s32[1]{0} s32[4,16]{1,0} s32[4]{0} bf16[4,8,4,128]{3,2,1,0} bf16[36,65,8,128,128]{4,3,2,1,0} "
+            "bf16[36,65,8,128,128]{4,3,2,1,0}",
+            "bf16[4,8,4,128]{3,2,1,0}",
+            4 * 4 * 2 * 8 * 128 * 128 * 2 + 2 * (4 * 32 * 128 * 2),
+        ),
         (  # keys [L, N, G, d, P] whose first dimensions are their values
             "paged_attention",
             "s32[1]{0} s32[4,16]{1,0} s32[4]{0} bf16[4,1,20,576]{3,2,1,0} bf16[47,65,1,576,128]{4,3,2,1,0}",
