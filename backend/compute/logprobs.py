@@ -4,24 +4,29 @@ A token's loss depends on no logprob but its own, so each chunk finishes its los
 at hand: nothing of size V is kept for a backward pass, and the matmul with the unembedding is not done again for one.
 
 Every chunk reads the whole unembedding. Off CPUs that is what a chunk costs, so a chunk has as many rows as memory
-allows of each device, an adapter of the unembedding is columns of the same matmul, and what devices sum over their rows
-is summed once, after the last chunk. On CPUs a chunk's logits stay in the caches.
+allows of each device, and kernels keep the logits on the chip. On CPUs a chunk's logits stay in the caches.
 
-Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabulary, R rank, W = D + R.
+Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabulary, R rank; M rows and N parts of the
+vocabulary, as kernels know them.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
+from tinkerflow.backend.compute import softmax_gpu, softmax_tpu
 from tinkerflow.backend.compute.lora import LoraPair, apply_one, low_rank
 from tinkerflow.backend.compute.losses import LossChoice, TokenInputs, losses_and_slopes, token_losses
-from tinkerflow.backend.compute.platforms import on_cpu, platform
+from tinkerflow.backend.compute.mesh import ROWS, TENSOR
+from tinkerflow.backend.compute.platforms import CUDA, SCORED_ROWS, on_cpu, platform
+from tinkerflow.backend.compute.softmax import Product, Slopes
 from tinkerflow.backend.compute.transformer import Params, capped, capped_pullback, unembed, unembed_pullback
 
 Tree = TypeVar("Tree")
@@ -44,16 +49,21 @@ def score(
     targets_BTK: jax.Array,
     choice: LossChoice,
     inputs: TokenInputs,
+    mesh: Mesh | None = None,
     *,
-    devices: int = 1,
     most_logits: int | None = None,
+    interpret: bool = False,
 ) -> Scored:
     """Logprobs of the targets and the loss, without gradients.
 
     params: the base model. pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power
-    of two. targets_BTK int32. choice: the loss, of `inputs` by name, each [B, T, K]. devices: how many B is split over;
-    it divides B. most_logits: how many exist at a time (off CPUs: on each device); None = `most_at_once`.
+    of two. targets_BTK int32. choice: the loss, of `inputs` by name, each [B, T, K]. mesh: B is split over it, evenly;
+    CPUs need none. most_logits: how many are computed at a time (off CPUs: on each device); None = as many as the
+    platform does best with. interpret: run the kernels of other platforms on a CPU, for tests.
     """
+    whole = (hidden_BTD, targets_BTK, inputs)
+    if not on_cpu():
+        return _by_device(params, pair, whole, choice, mesh, most_logits, interpret, keep=False)[0]
 
     def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[jax.Array, jax.Array]:
         x_BcD, targets_BcK, here = part
@@ -61,15 +71,10 @@ def score(
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - _log_total(logits_BcV)
         return loss + jnp.sum(token_losses(choice, logprobs_BcK, here)), logprobs_BcK
 
-    whole = (hidden_BTD, targets_BTK, inputs)
-    if not on_cpu():
-        wide_BTW = _widened(pair, hidden_BTD)
-        params = _with_adapter(params, pair)
-        pair, whole = None, by_device((wide_BTW, targets_BTK, inputs), devices)
-    most = most_logits or most_at_once(params)
-    parts = split_chunks(whole, chunk_size(hidden_BTD.shape[0] if on_cpu() else 1, whole[0].shape[1], params, most))
+    B, T, _ = hidden_BTD.shape
+    parts = split_chunks(whole, chunk_size(B, T, params, most_logits or MOST_LOGITS))
     loss, logprobs = jax.lax.scan(chunk, jnp.float32(0), parts)
-    return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs).reshape(targets_BTK.shape))
+    return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
 
 
 def score_and_grads(
@@ -79,20 +84,21 @@ def score_and_grads(
     targets_BTK: jax.Array,
     choice: LossChoice,
     inputs: TokenInputs,
+    mesh: Mesh | None = None,
     *,
-    devices: int = 1,
     most_logits: int | None = None,
     by_head: bool = False,
+    interpret: bool = False,
 ) -> tuple[Scored, jax.Array, Any]:
     """As `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (None when that is).
 
-    params, pair, hidden_BTD, targets_BTK, choice, inputs, devices, most_logits: as of `score`. by_head: the last
-    gradient is that by the unembedding, float32 [V, D]; there must be no pair then.
+    The other arguments are those of `score`. by_head: the last gradient is that by the unembedding, float32 [V, D];
+    there must be no pair then.
     """
     assert not (by_head and pair is not None)
-    most = most_logits or most_at_once(params)
+    whole = (hidden_BTD, targets_BTK, inputs)
     if not on_cpu():
-        return _score_and_grads_by_device(params, pair, hidden_BTD, targets_BTK, choice, inputs, devices, most, by_head)
+        return _by_device(params, pair, whole, choice, mesh, most_logits, interpret, by_head=by_head)
 
     def chunk(carry: tuple[jax.Array, Any, Any], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
         loss, d_pair, d_head = carry
@@ -111,74 +117,106 @@ def score_and_grads(
             d_head += jnp.einsum("bcv,bcd->vd", d_logits, x_BcD, preferred_element_type=jnp.float32)
         return (loss + value, jax.tree.map(jnp.add, d_pair, more), d_head), (logprobs_BcK, d_x)
 
-    parts = split_chunks(
-        (hidden_BTD, targets_BTK, inputs), chunk_size(hidden_BTD.shape[0], hidden_BTD.shape[1], params, most)
-    )
+    B, T, _ = hidden_BTD.shape
+    parts = split_chunks(whole, chunk_size(B, T, params, most_logits or MOST_LOGITS))
     zeros = jax.tree.map(jnp.zeros_like, pair), jnp.zeros(params.head.shape) if by_head else None
     (loss, d_pair, d_head), (logprobs, d_hidden) = jax.lax.scan(chunk, (jnp.float32(0), *zeros), parts)
     scored = Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
     return scored, join_chunks(d_hidden), d_head if by_head else d_pair
 
 
-def _score_and_grads_by_device(
+def _by_device(
     params: Params,
     pair: LoraPair | None,
-    hidden_BTD: jax.Array,
-    targets_BTK: jax.Array,
+    whole: tuple[jax.Array, jax.Array, TokenInputs],
     choice: LossChoice,
-    inputs: TokenInputs,
-    devices: int,
-    most: int,
-    by_head: bool,
+    mesh: Mesh | None,
+    most_logits: int | None,
+    interpret: bool,
+    *,
+    keep: bool = True,
+    by_head: bool = False,
 ) -> tuple[Scored, jax.Array, Any]:
-    """`score_and_grads` off CPUs, its arguments in that order. In the chunks B is the devices, T the rows of each."""
-    D, V = hidden_BTD.shape[-1], params.head.shape[0]
-    wide_BTW, pull = jax.vjp(_widened, pair, hidden_BTD)
-    joined = _with_adapter(params, pair)
+    """`score_and_grads` off CPUs; the gradients are None unless `keep`.
 
-    def chunk(
-        carry: tuple[jax.Array, jax.Array, Any], part: tuple[jax.Array, jax.Array, TokenInputs]
-    ) -> tuple[Any, Any]:
-        loss_B, d_B_BRV, d_head_BVD = carry
-        x_BcW, targets_BcK, here = part
-        whole_BcV = _logits(joined, x_BcW, None)
-        logits_BcV = _from_largest(whole_BcV)
-        log_total = _log_total(logits_BcV)
-        logprobs_BcK = _pick(logits_BcV, targets_BcK) - log_total
-        losses_BcK, slope_BcK = losses_and_slopes(choice, logprobs_BcK, here)
-        d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK)
-        d_logits = capped_pullback(params, whole_BcV, d_logits).astype(x_BcW.dtype)
-        if pair is not None:
-            low_BcR = x_BcW[..., D:]
-            d_B_BRV += jnp.einsum("bcr,bcv->brv", low_BcR, d_logits, preferred_element_type=jnp.float32)
-        if by_head:
-            d_head_BVD += jnp.einsum("bcv,bcd->bvd", d_logits, x_BcW, preferred_element_type=jnp.float32)
-        loss_B += jnp.sum(losses_BcK, axis=(1, 2))
-        return (loss_B, d_B_BRV, d_head_BVD), (logprobs_BcK, unembed_pullback(joined, d_logits))
+    Every device scores its own rows. On the tensor axis each has a part of the vocabulary, where the axis divides it.
+    What devices sum over their rows is summed once, after the last chunk.
 
-    whole = by_device((wide_BTW, targets_BTK, inputs), devices)
-    d_heads = jnp.zeros((devices, V, D)) if by_head else None
-    zeros = jnp.zeros(devices), jnp.zeros((devices, wide_BTW.shape[-1] - D, V)), d_heads
-    parts = split_chunks(whole, chunk_size(1, whole[0].shape[1], params, most))
-    (loss_B, d_B_BRV, d_head_BVD), (logprobs, d_wide) = jax.lax.scan(chunk, zeros, parts)
-    d_pair, d_hidden_BTD = pull(join_chunks(d_wide).reshape(wide_BTW.shape))
-    if d_pair is not None:
-        d_pair = d_pair.replace(B=jnp.sum(d_B_BRV, axis=0))
-    scored = Scored(jnp.sum(loss_B), join_chunks(logprobs).reshape(targets_BTK.shape))
-    return scored, d_hidden_BTD, d_pair if d_head_BVD is None else jnp.sum(d_head_BVD, axis=0)
+    params, pair, choice, mesh, most_logits, interpret, by_head: as of `score_and_grads`. whole: hidden_BTD, targets_BTK
+    and inputs.
+    """
+    assert mesh is not None
+    hidden_BTD, targets_BTK, inputs = whole
+    low_BTR, pull = (None, None) if pair is None else jax.vjp(low_rank, hidden_BTD, pair)
+    axis = TENSOR if params.head.shape[0] % mesh.shape[TENSOR] == 0 else None
+    kernels = softmax_gpu if platform() is CUDA else softmax_tpu
+
+    def over_vocabulary(summed: Callable[[jax.Array, str], jax.Array], x: jax.Array) -> jax.Array:
+        return x if axis is None else summed(x, axis)
+
+    def of_device(head_VD: jax.Array, B_RV: jax.Array | None, choice: LossChoice, *rows: Any) -> tuple[Any, ...]:
+        V, (b, T, _) = head_VD.shape[0], rows[0].shape
+        first = 0 if axis is None else jax.lax.axis_index(axis) * V
+
+        def chunk(sums: tuple[jax.Array, Any, Any], part: tuple[Any, ...]) -> tuple[Any, Any]:
+            loss, d_B_RV, d_head_VD = sums
+            x_MD, low_MR, targets_MK, here = part
+            targets_MK -= first
+            given = Product(x_MD, head_VD, low_MR, B_RV, targets_MK, params.softcap, interpret)
+            found = kernels.totals(given, keep=keep)
+            largest_M = over_vocabulary(jax.lax.pmax, jnp.max(found.largest_NM, axis=0))
+            total_M = jnp.sum(found.total_NM * jnp.exp(found.largest_NM - largest_M), axis=0)
+            log_total_M = jnp.log(over_vocabulary(jax.lax.psum, total_M))
+            picked_MK = jnp.where((targets_MK >= 0) & (targets_MK < V), found.picked_MK, 0)
+            picked_MK = over_vocabulary(jax.lax.psum, picked_MK)
+            # A logprob near 0 would otherwise have the rounding error of logits that may be near 100.
+            logprobs_MK = picked_MK - largest_M[:, None] - log_total_M[:, None]
+            losses_MK, slope_MK = losses_and_slopes(choice, logprobs_MK, here)
+            loss += jnp.sum(losses_MK)
+            if not keep:
+                return (loss, None, None), (logprobs_MK, None, None)
+            slopes = kernels.slopes(given, found, largest_M, log_total_M, slope_MK)
+            if by_head:
+                d_head_VD += jnp.einsum("mv,md->vd", slopes.d_MV, x_MD, preferred_element_type=jnp.float32)
+            d_x_MD = over_vocabulary(jax.lax.psum, jnp.einsum("mv,vd->md", slopes.d_MV, head_VD))
+            if low_MR is None:
+                return (loss, None, d_head_VD), (logprobs_MK, d_x_MD, None)
+            d_low_MR, more_RV = _by_adapter(given, slopes)
+            d_low_MR = over_vocabulary(jax.lax.psum, d_low_MR).astype(low_MR.dtype)
+            return (loss, d_B_RV + more_RV, d_head_VD), (logprobs_MK, d_x_MD, d_low_MR)
+
+        size = chunk_size(1, b * T, params, most_logits or SCORED_ROWS * params.embed_VD.shape[0])
+        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), rows)
+        zeros = jnp.zeros_like(B_RV) if keep and B_RV is not None else None
+        d_head = jnp.zeros(head_VD.shape, jnp.float32) if by_head else None
+        sums, of_rows = jax.lax.scan(chunk, (jnp.float32(0), zeros, d_head), parts)
+        return *jax.tree.map(lambda x: x[None], sums), *jax.tree.map(lambda x: x.reshape(b, T, -1), of_rows)
+
+    each, B_RV = PartitionSpec(ROWS), None if pair is None else jnp.asarray(pair.B)
+    local = jax.shard_map(
+        of_device,
+        mesh=mesh,
+        in_specs=(PartitionSpec(axis), PartitionSpec(None, axis), PartitionSpec(), each, each, each, each),
+        out_specs=(each, PartitionSpec(ROWS, None, axis), PartitionSpec(ROWS, axis), each, each, each),
+        check_vma=False,
+    )
+    found = local(params.head, B_RV, choice, hidden_BTD, low_BTR, targets_BTK, inputs)
+    loss, d_B_RV, d_head_VD, logprobs_BTK, d_hidden_BTD, d_low_BTR = found
+    scored = Scored(jnp.sum(loss), logprobs_BTK)
+    if not keep or pull is None:
+        return scored, d_hidden_BTD, jnp.sum(d_head_VD, axis=0) if by_head else None
+    d_more_BTD, d_pair = pull(d_low_BTR)
+    return scored, d_hidden_BTD + d_more_BTD, d_pair.replace(B=jnp.sum(d_B_RV, axis=0))
 
 
-def _with_adapter(params: Params, pair: LoraPair | None) -> Params:
-    """The unembedding with its adapter's B beside it, as one matrix [V, W] for what `_widened` gives."""
-    if pair is None:
-        return params
-    head = params.head
-    return replace(params, unembed_VD=jnp.concatenate([head, jnp.asarray(pair.B).T.astype(head.dtype)], axis=1))
-
-
-def _widened(pair: LoraPair | None, x_BTD: jax.Array) -> jax.Array:
-    """[B, T, W]: x, and beside it x @ A.T of the unembedding's adapter."""
-    return x_BTD if pair is None else jnp.concatenate([x_BTD, low_rank(x_BTD, pair)], axis=-1)
+def _by_adapter(given: Product, slopes: Slopes) -> tuple[jax.Array, jax.Array]:
+    """The gradients by low [M, R] and by B [R, V], float32."""
+    if slopes.d_low_MR is not None and slopes.d_B_RV is not None:
+        return slopes.d_low_MR, slopes.d_B_RV
+    assert given.low_MR is not None and given.B_RV is not None
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    by_low = product("mv,rv->mr", slopes.d_MV, given.B_RV.astype(slopes.d_MV.dtype))
+    return by_low, product("mr,mv->rv", given.low_MR, slopes.d_MV)
 
 
 def _update(x: jax.Array, pair: LoraPair | None) -> jax.Array | None:
@@ -200,38 +238,15 @@ def _log_total(logits_BcV: jax.Array) -> jax.Array:
 
 
 def _pick(logits_BcV: jax.Array, targets_BcK: jax.Array) -> jax.Array:
-    if on_cpu() or targets_BcK.shape[-1] > 1:
-        return jnp.take_along_axis(logits_BcV, targets_BcK, axis=-1)
-    return jnp.sum(jnp.where(_named(logits_BcV, targets_BcK, 0), logits_BcV, 0), axis=-1, keepdims=True)
+    return jnp.take_along_axis(logits_BcV, targets_BcK, axis=-1)
 
 
 def _d_logits(logits_BcV: jax.Array, log_total: jax.Array, targets_BcK: jax.Array, slope_BcK: jax.Array) -> jax.Array:
     """The gradient by the logits: d logprob[t] / d logits = onehot(t) - softmax. A target named twice counts twice."""
     d_logits = jnp.exp(logits_BcV - log_total) * -jnp.sum(slope_BcK, axis=-1, keepdims=True)
-    if on_cpu():
-        B, c, _ = targets_BcK.shape
-        rows, columns = jnp.arange(B)[:, None, None], jnp.arange(c)[None, :, None]
-        return d_logits.at[rows, columns, targets_BcK].add(slope_BcK)
-    # Not a scatter: that would be a pass of its own over the logits, and NVIDIA GPUs add its cells in no fixed order.
-    for k in range(targets_BcK.shape[-1]):
-        d_logits += jnp.where(_named(logits_BcV, targets_BcK, k), slope_BcK[..., k, None], 0)
-    return d_logits
-
-
-def _named(logits_BcV: jax.Array, targets_BcK: jax.Array, k: int) -> jax.Array:
-    """Which of the logits is that of target k: bool [B, c, V]."""
-    return jax.lax.broadcasted_iota(jnp.int32, logits_BcV.shape, 2) == targets_BcK[..., k, None]
-
-
-def by_device(tree: Tree, devices: int) -> Tree:
-    """Every leaf [B, T, ...] -> [devices, B * T / devices, ...]: the tokens of each device in one row."""
-    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[2:]), tree)
-
-
-def most_at_once(params: Params) -> int:
-    """How many logits may exist at a time: of the batch on CPUs, of each device elsewhere."""
-    rows = platform().scored_rows
-    return MOST_LOGITS if rows is None else rows * params.embed_VD.shape[0]
+    B, c, _ = targets_BcK.shape
+    rows, columns = jnp.arange(B)[:, None, None], jnp.arange(c)[None, :, None]
+    return d_logits.at[rows, columns, targets_BcK].add(slope_BcK)
 
 
 def chunk_size(rows: int, tokens: int, params: Params, most_logits: int) -> int:

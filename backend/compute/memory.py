@@ -55,7 +55,7 @@ _WHOLE_SEQUENCES = 8  # a model of which all parameters were trained has room fo
 
 # Shares of what the weights leave free.
 _TRAINING = 0.35  # the most that a training step takes by choice
-_SHORT_OF_MEMORY = 0.6  # the most that the smallest step takes, which a group without another choice makes
+_SHORT_OF_MEMORY = 0.6  # the most that it takes where sequences of `_MOST_TOKENS` would not fit otherwise
 _KEPT = 0.3  # of these, the most that is kept for the backward pass
 _ADAPTERS = 0.5  # the most that is set aside for `_RESIDENT` adapters before the sampler gets its part
 # Shares of the sampler's part.
@@ -69,7 +69,7 @@ _FULL_ON_CPUS = 0.5  # of the host's memory: such models and the base model's we
 _RESERVE = 0.04  # of the limit: what the allocator cannot use, and what libraries take
 _IN_FLIGHT = 2  # commands that the devices compute and that are read, at the same time
 _LOGITS_AND_TABLES = 20  # bytes a cell: logits as they are and changed, biases, what was seen before a chunk and now
-_LOGIT_BYTES = 6  # of one logit: float32, and once in the dtype of the activations
+_BESIDE_LOGIT = 1  # byte of each logit, beside its gradient: parts of its softmax and of the gradient of an adapter
 GB = 10**9
 
 Words = npt.NDArray[np.int32]
@@ -211,7 +211,8 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     contexts = [pages_for(longest) * PAGE]
     while (half := contexts[-1] // 2 // PAGE * PAGE) >= PAGE:
         contexts.append(half)
-    for share, context in product((_TRAINING, _SHORT_OF_MEMORY), contexts):
+    by_choice = [context for context in contexts if context >= min(contexts[0], _MOST_TOKENS)]
+    for share, context in (*product([_TRAINING], by_choice), *product([_SHORT_OF_MEMORY], contexts)):
         step = _largest_step(cfg, config, budget, context)
         set_aside = min(_RESIDENT * reference, int(_ADAPTERS * max(0, free)))
         sampling = min(free - sum(step) - set_aside, limit // 2) - logits
@@ -459,8 +460,7 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
         before = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
         ends += tokens * cfg.vision.vectors * cfg.hidden * item
     vocab = _share(cfg.vocab, config.tensor)
-    logits = min(tokens, SCORED_ROWS) * vocab * _LOGIT_BYTES
-    logits += vocab * (cfg.hidden + RANK_COLUMNS) * item  # the unembedding and its adapter as one matrix
+    logits = min(tokens, SCORED_ROWS) * vocab * (item + _BESIDE_LOGIT)
     gathered = 0
     if config.fsdp > 1:  # the unembedding, and the next layer's weights while the last one's are in use
         whole = replace(config, fsdp=1)

@@ -19,7 +19,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 MEMORY_SHARE = 0.92  # of a GPU, for all groups on it; CUDA itself, NCCL and the libraries take the rest
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
-SCORED_ROWS = 1024  # off CPUs; with a quarter as many, reading the unembedding takes as long as multiplying by it
+SCORED_ROWS = 4096  # of each device, off CPUs; how many are multiplied by the unembedding at a time
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,9 @@ class Platform:
     dtype: of base weights and activations where the settings say auto. precision: of matmuls in float32, where the
     platform would round their inputs to less; None: it does not. flags_variable: the environment variable that its
     compiler reads `flags` from. compilers: the shared libraries that read it, as "package/file"; one that does not know
-    a flag ends the process. shares_memory: whether a process takes only a part of a device's memory. scored_rows: how
-    many tokens of each device are multiplied by the unembedding at a time; None: as many as have logits that the caches
-    hold. attention_tokens: of a row in which attention costs as much as everything else; with the kernels of `flash`
-    and 4B parameters 7,000 by the number of operations, those of attention at half the speed of others.
+    a flag ends the process. shares_memory: whether a process takes only a part of a device's memory.
+    attention_tokens: of a row in which attention costs as much as everything else; with the kernels of `flash` and 4B
+    parameters 7,000 by the number of operations, those of attention at half the speed of others.
     prefill_tokens: how many tokens of a prompt the sampler computes at once, ascending: on CPUs few are filled up in
     vain, and others read all weights for each piece. The largest size comes only after enough smaller ones.
     """
@@ -44,7 +43,6 @@ class Platform:
     flags: tuple[str, ...] = ()
     compilers: tuple[str, ...] = ()
     shares_memory: bool = False
-    scored_rows: int | None = SCORED_ROWS
     attention_tokens: int = 8192
     prefill_tokens: tuple[int, ...] = (128, 512, 2048)
 
@@ -53,7 +51,6 @@ CPU = Platform(
     "cpu",
     dtype="float32",
     precision=None,
-    scored_rows=None,
     attention_tokens=ATTENTION_TOKENS,
     prefill_tokens=(32, 64, 128, 512),
 )

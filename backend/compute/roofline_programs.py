@@ -129,7 +129,7 @@ class Programs:
                 head = jax.lax.with_sharding_constraint(params.head, sharding(self.mesh, params.head.shape, TENSOR))
                 params = replace(params, unembed_VD=head)
                 pair, rows = gathered(self.mesh, lora).unembed, (batch.targets, batch.choice, batch.inputs)
-                return score_and_grads(params, pair, hidden, *rows, devices=self.mesh.shape[FSDP])
+                return score_and_grads(params, pair, hidden, *rows, self.mesh)
 
             return compile_for(self.target, jax.jit(scored), self.params, self.lora, hidden, batch, **more)
 

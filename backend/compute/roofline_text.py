@@ -15,14 +15,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+from tinkerflow.backend.compute.roofline_kernels import KERNELS, LOGITS, READ, Shape
+
 Known = TypeVar("Known")
 
-_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-~]+) \(.*\) -> .* \{")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-~]+) = ")
@@ -38,29 +39,6 @@ _NO_WORK = frozenset(
 )
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # with the place of their updates among the operands
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One array of the text. space: of memory, 0 = the device's main memory."""
-
-    dtype: str
-    dims: tuple[int, ...]
-    space: int = 0
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return math.prod(self.dims)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes without padding."""
-        bits = _BITS.get(self.dtype) or int((re.search(r"\d+", self.dtype) or [8])[0])
-        return self.size * bits // 8
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
 @dataclass(frozen=True)
@@ -169,6 +147,11 @@ class _Op:
         except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
+
+    @property
+    def cost(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.backend.get("custom_call_config", {}).get("cost_estimate") or {}
+        return found
 
     @property
     def target(self) -> str:
@@ -374,7 +357,9 @@ class _Counter:
             return sum(map(self._moved, op.shapes))
         if kind == "custom-call" and op.target in _NO_WORK:
             return 0
-        if kind == "custom-call" and (read := _known(_READ, op)):
+        if kind == "custom-call" and _known(LOGITS, op) and (cost := op.cost):
+            return int(cost["bytes_accessed"])
+        if kind == "custom-call" and (read := _known(READ, op)):
             return read([each.shapes[0] for each in operands], op.label) + sum(map(self._moved, op.own_results))
         return self._all(op) + sum(map(self._all, operands))
 
@@ -390,6 +375,8 @@ class _Counter:
     def _read(self, inner: _Computation, value: _Op) -> int:
         """Bytes of `value` that the fused computation reads; never more than all of them."""
         whole, total = sum(shape.nbytes for shape in value.shapes), 0
+        if value.root:
+            return whole
         for user in inner.values():
             if value.name not in user.operands:
                 continue
@@ -404,7 +391,8 @@ class _Counter:
                 parameters = {int(one.inner): one for one in nested.values() if one.opcode == "parameter"}
                 for place, name in enumerate(user.operands):
                     if name == value.name:
-                        total += self._read(nested, parameters[place])
+                        handed_on = _source(nested) is parameters[place]
+                        total += self._read(inner, user) if handed_on else self._read(nested, parameters[place])
             else:
                 return whole
         return min(whole, total)
@@ -451,6 +439,9 @@ class _Counter:
         elif op.opcode == "custom-call" and "gemm_backend_config" in op.backend:
             numbers = op.backend["gemm_backend_config"]["dot_dimension_numbers"]
             contracted = tuple(int(dim) for dim in numbers["lhs_contracting_dimensions"])
+        elif op.opcode == "custom-call" and _known(LOGITS, op):
+            yield _named(left, right, Shape("f32", (left.dims[0], right.dims[0]))), 2 * left.size * right.dims[0]
+            return
         else:
             return
         yield _named(left, right, op.shapes[0]), 2 * op.shapes[0].size * math.prod(left.dims[dim] for dim in contracted)
@@ -459,79 +450,27 @@ class _Counter:
         """The flops that a kernel states as its cost, or that it is known to have; any other kernel is listed."""
         if op.opcode != "custom-call":
             return 0
-        if op.target in _NO_WORK or "gemm_backend_config" in op.backend:
+        if op.target in _NO_WORK or "gemm_backend_config" in op.backend or _known(LOGITS, op):
             return 0
-        cost = op.backend.get("custom_call_config", {}).get("cost_estimate")
-        if cost:
-            return int(cost.get("flops", 0))
-        if known := _known(_KERNELS, op):
+        if op.cost:
+            return int(op.cost.get("flops", 0))
+        if known := _known(KERNELS, op):
             return known([computation[name].shapes[0] for name in op.operands], op.shapes[0])
         self._counts.kernels[op.target] = self._counts.kernels.get(op.target, 0) + times
         return 0
 
 
-def _attention(products: int, keys: int) -> Callable[[list[Shape], Shape], int]:
-    """Flops of causal attention with so many products of the size of its scores; `keys` is the axis of k's tokens."""
-    return lambda operands, result: products * operands[0].size * operands[1].dims[keys]
-
-
-def _pages(operands: list[Shape], label: str) -> int:
-    """Of GPUs' [L, N, ...], keys and values, and of the queries. label: names the positions of a window."""
-    _, tables, _, q, *pages = operands  # the second are missing where values are a part of keys
-    (rows, wide), window = tables.dims, re.search(r"paged_attention_of_(\d+)", label)
-    seen = wide if window is None else min(wide, 1 + -(-(int(window[1]) - 1) // pages[0].dims[4]))
-    return rows * seen * sum(part.nbytes for part in pages) // (pages[0].dims[0] * pages[0].dims[1]) + q.nbytes
-
-
-def _one_layer(operands: list[Shape], _: str) -> int:
-    """Of rows, and of what one layer has of a stack [L, ...]."""
-    return operands[0].nbytes + operands[1].nbytes // operands[1].dims[0]
-
-
-def _ragged_pages(operands: list[Shape], _label: str) -> int:
-    """Of TPUs' [L N, P, 2 G, d]."""
-    _, tables, _, _, _, q, pages = operands
-    return tables.size * pages.nbytes // pages.dims[0] + q.nbytes
-
-
-def _states(operands: list[Shape], _: str) -> int:
-    """Of those of linear attention [L, N, H, k, v], read and written, and of what the rows' tokens have [B, H, ...]."""
-    pool = next(one for one in operands if len(one.dims) == len("LNHkv"))
-    tokens = [one for one in operands if one.dtype == "f32" and one is not pool]
-    rows = tokens[0].dims[0]
-    return 2 * rows * pool.nbytes // (pool.dims[0] * pool.dims[1]) + sum(one.nbytes for one in tokens)
-
-
-# Bytes that kernels read which are given all layers, and read of one; and what they write there.
-_READ: dict[str, Callable[[list[Shape], str], int]] = {
-    "delta_step": _states,
-    "ragged_paged_attention": _ragged_pages,
-    "paged_attention": _pages,
-    **dict.fromkeys(("layer_product", "grouped_product", "adapter_low", "adapter_update"), _one_layer),
-}
-
-# Kernels that state no cost: Triton's cannot, and JAX's splash attention does not. GPUs' attention has [B, T, H, d],
-# TPUs' [B, H, T, d]. Backward they compute the scores again; both of the GPU's loops do.
-_KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
-    "delta_step": lambda operands, result: 8 * result.size * operands[0].dims[3],
-    "attention_forward": _attention(2, 1),
-    "attention_backward": _attention(7, 1),
-    "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],
-    "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[4].dims[4],
-    "layer_product": lambda operands, result: 2 * operands[0].size * result.dims[-1],
-    "adapter_low": lambda operands, result: 2 * operands[0].size * result.dims[-1],
-    "adapter_update": lambda operands, result: 2 * operands[0].size * result.dims[-1],
-    "splash_mha_fwd": _attention(2, -2),
-    "splash_mha_dkv": _attention(4, -2),
-    "splash_mha_dq": _attention(3, -2),
-    "grouped_product": lambda operands, result: 2 * operands[0].size * result.dims[-1],
-    "grouped_outer": lambda operands, result: 2 * operands[0].size * operands[1].dims[-1],
-}
-
-
 def _known(kernels: dict[str, Known], op: _Op) -> Known | None:
     """What is known of the kernel that `op` calls, by the first name that its own has a part of."""
     return next((known for name, known in kernels.items() if name in f"{op.label} {op.name}"), None)
+
+
+def _source(computation: _Computation) -> _Op:
+    """What a computation's result is a bitcast of."""
+    op = next(one for one in computation.values() if one.root)
+    while op.opcode == "bitcast":
+        op = computation[op.operands[0]]
+    return op
 
 
 def _required(op: _Op, name: str) -> str:

@@ -26,7 +26,7 @@ from tinkerflow.backend.compute.full import Trained, computed, pinned, with_head
 from tinkerflow.backend.compute.logprobs import Scored, score, score_and_grads
 from tinkerflow.backend.compute.lora import Lora, apply_one, gathered
 from tinkerflow.backend.compute.losses import LossChoice, TokenInputs
-from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, row_parts, sharding
+from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, sharding
 from tinkerflow.backend.compute.optimizer import Leaf, OptimizerState, Stepped, step
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.transformer import Mixers, Params, Seen, forward
@@ -124,8 +124,8 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         batch: DeviceBatch,
         **more: bool,
     ) -> Result:
-        inputs, devices = (batch.targets, batch.choice, batch.inputs), row_parts(mesh)
-        return scoring(with_head(params), lora.unembed, hidden_BTD, *inputs, devices=devices, **more)
+        rows = batch.targets, batch.choice, batch.inputs
+        return scoring(with_head(params), lora.unembed, hidden_BTD, *rows, mesh, **more)
 
     def recomputes(lora: Lora, params: Params, batch: DeviceBatch) -> bool:
         tokens = batch.tokens.size // mesh.shape[FSDP]

@@ -1,7 +1,10 @@
-"""Logprobs and gradients by chunk: the same whatever the chunk, and never an array of [tokens, V]."""
+"""Logprobs and gradients by chunk: the same whatever the chunk or the kernel, and never an array of [tokens, V]."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,6 +19,7 @@ from tests.compute.closeness import close
 from tinkerflow.backend.compute import logprobs
 from tinkerflow.backend.compute.lora import LoraPair
 from tinkerflow.backend.compute.losses import choose, token_losses
+from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.transformer import Params
 
@@ -59,13 +63,15 @@ EXPECTED = jax.value_and_grad(plain, argnums=(2, 1), has_aux=True)
 
 @pytest.mark.parametrize("adapted", [True, False])
 @pytest.mark.parametrize(
-    ("most", "target"), [(1, CPU), (B * V * 8, CPU), (2**24, CPU), (V * 8, CUDA)], ids=lambda x: getattr(x, "name", x)
+    ("most", "target"),
+    [(1, CPU), (B * V * 8, CPU), (2**24, CPU), (V * 16, CUDA), (V * 16, TPU)],
+    ids=lambda x: getattr(x, "name", x),
 )
 def test_chunks_change_nothing(data, most, adapted, target):
     params, pair, *rest = data
     pair = pair if adapted else None
     (loss, expected), slopes = compiled(EXPECTED, params, pair, *rest)
-    how = {"devices": B, "most_logits": most}
+    how = {"mesh": make_mesh(1, 1), "most_logits": most, "interpret": True}
     with compiling_for(target):
         without = compiled(partial(logprobs.score, **how), params, pair, *rest)
         with_grads, d_hidden, d_pair = compiled(partial(logprobs.score_and_grads, **how), params, pair, *rest)
@@ -76,7 +82,9 @@ def test_chunks_change_nothing(data, most, adapted, target):
         assert np.abs(found - slope).max() < 1e-4 * max(1.0, np.abs(slope).max())
 
 
-@pytest.mark.parametrize(("most", "target"), [(B * V * 8, CPU), (V * 8, CUDA)], ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize(
+    ("most", "target"), [(B * V * 8, CPU), (V * 16, CUDA), (V * 16, TPU)], ids=lambda x: getattr(x, "name", x)
+)
 def test_the_gradient_by_the_unembedding_is_that_of_the_plain_formula(data, most, target):
     params, _, *rest = data
 
@@ -84,7 +92,7 @@ def test_the_gradient_by_the_unembedding_is_that_of_the_plain_formula(data, most
         return plain(replace(params, unembed_VD=head), None, *rest)[0]
 
     with compiling_for(target):
-        how = partial(logprobs.score_and_grads, devices=B, most_logits=most, by_head=True)
+        how = partial(logprobs.score_and_grads, mesh=make_mesh(1, 1), most_logits=most, by_head=True, interpret=True)
         _, _, found = compiled(how, params, None, *rest)
     slope = compiled(jax.grad(loss), params.head)
     assert np.abs(found - slope).max() < 1e-4 * np.abs(slope).max()
@@ -92,33 +100,99 @@ def test_the_gradient_by_the_unembedding_is_that_of_the_plain_formula(data, most
 
 def test_logits_never_exist_whole(data):
     for function in (logprobs.score, logprobs.score_and_grads):
-        sizes = [shape for shape in shapes(made(function, data)) if shape and shape[-1] == V]
+        program = jax.make_jaxpr(partial(function, most_logits=B * V * 8))(*data).jaxpr
+        sizes = [shape for shape in shapes(program) if shape and shape[-1] == V]
         assert (B, 8, V) in sizes
         assert max(np.prod(shape) for shape in sizes) == B * 8 * V
 
 
+WIDE = 300  # a vocabulary of several tiles of a GPU's kernels, and a rest
+
+
+def drawn(rank: int, cap: float, dtype: Any = jnp.float32) -> tuple[Any, ...]:
+    """Arguments with a vocabulary of WIDE tokens, two of whose targets are the same."""
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    targets = rng.integers(0, WIDE, (4, T, K)).astype(np.int32)
+    targets[..., 1] = targets[..., 0]
+    params = Params(draw(WIDE, D).astype(dtype), {}, draw(D), None, softcap=cap)
+    pair = LoraPair(draw(rank, D) / 4, draw(rank, WIDE) / 4) if rank else None
+    inputs = {"weights": draw(4, T, K)}
+    for name in ("logprobs", "advantages", "clip_low_threshold", "clip_high_threshold"):
+        inputs[name] = draw(4, T, K)
+    return params, pair, draw(4, T, D).astype(dtype), targets, choose("cross_entropy", {}), inputs
+
+
+def difference(found: Any, expected: Any) -> float:
+    """The largest, relative to the largest value of the same array."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    wide = [(np.asarray(one, np.float32), np.asarray(other, np.float32)) for one, other in pairs]
+    return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in wide)
+
+
+@pytest.mark.parametrize("target", [CUDA, TPU], ids=lambda target: target.name)
+@pytest.mark.parametrize(("rank", "cap"), [(4, 0.0), (80, 5.0), (0, 5.0)])
+def test_kernels_give_what_whole_logits_give(target, rank, cap):
+    """Tiles that neither rows, ranks nor the vocabulary fill; ranks within a kernel and beyond it; capped logits."""
+    data = drawn(rank, cap)
+    expected = compiled(logprobs.score_and_grads, *data)
+    with compiling_for(target):
+        found = compiled(partial(logprobs.score_and_grads, mesh=make_mesh(1, 1), interpret=True), *data)
+    assert difference(found, expected) < 2e-5
+
+
+def test_a_kernel_for_gpus_rounds_gradients_and_not_logprobs():
+    data = drawn(0, 0.0, jnp.bfloat16)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, data)
+    scored, slope, _ = compiled(logprobs.score_and_grads, *wide)
+    with compiling_for(CUDA):
+        found, rounded, _ = compiled(partial(logprobs.score_and_grads, mesh=make_mesh(1, 1), interpret=True), *data)
+    assert rounded.dtype == jnp.bfloat16
+    assert difference(found, scored) < 1e-5
+    assert difference(rounded, slope) < 2e-2
+
+
 @pytest.mark.parametrize("target", [CUDA, TPU], ids=lambda target: target.name)
 @pytest.mark.parametrize("function", [logprobs.score, logprobs.score_and_grads])
-def test_a_chunk_has_many_rows_of_each_device_and_neither_a_branch_nor_a_scatter(data, function, target):
+def test_off_cpus_no_float32_logits_are_written_and_nothing_branches_or_scatters(function, target):
     with compiling_for(target):
-        program = made(function, data, devices=B)
-    assert (B, 8, V) in shapes(program), "8 rows of each of B devices, whatever rows the batch had"
-    names = {equation.primitive.name for equation in equations(program)}
-    assert "scan" in names and not {"cond", "scatter-add", "scatter"} & names
+        program = jax.make_jaxpr(partial(function, mesh=make_mesh(1, 1)))(*drawn(4, 0.0, jnp.bfloat16)).jaxpr
+    outside = list(equations(program, kernels=False))
+    written = {variable.aval for equation in outside for variable in equation.outvars}
+    assert not [one for one in written if one.dtype == jnp.float32 and {4 * T, WIDE} <= set(one.shape)]
+    assert (function is logprobs.score) == (not [one for one in written if {4 * T, WIDE} == set(one.shape)])
+    names = {equation.primitive.name for equation in outside}
+    assert "pallas_call" in names and not {"cond", "scatter-add", "scatter"} & names
 
 
-def made(function: Any, data: Any, devices: int = 1) -> Any:
-    whole = B if devices == 1 else 1  # on CPUs the limit is of all rows
-    return jax.make_jaxpr(partial(function, devices=devices, most_logits=whole * V * 8))(*data).jaxpr
+SHARDED = """
+from tests.compute.test_logprobs import *
+from tinkerflow.backend.compute.mesh import over
+data, found = drawn(4, 0.0), []
+for fsdp, tensor in ((1, 1), (2, 2)):
+    mesh = over(jax.devices()[: fsdp * tensor], fsdp, tensor, 1)
+    for target in (CUDA, TPU):
+        with compiling_for(target):
+            found.append(compiled(partial(logprobs.score_and_grads, mesh=mesh, interpret=True), *data))
+assert len(jax.devices()) == 4 and max(difference(one, found[0]) for one in found) < 2e-5
+"""
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def test_rows_and_the_vocabulary_are_split_over_devices():
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    subprocess.run([sys.executable, "-c", SHARDED], env=env, check=True)
+
+
+def equations(jaxpr: Any, *, kernels: bool = True) -> Iterator[Any]:
+    """Of a program and all that is inside of it. kernels: those inside of kernels, too."""
     for equation in jaxpr.eqns:
         yield equation
+        if equation.primitive.name == "pallas_call" and not kernels:
+            continue
         for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from equations(inner)
+                yield from equations(inner, kernels=kernels)
 
 
 def shapes(jaxpr: Any) -> list[tuple[int, ...]]:

@@ -162,6 +162,49 @@ def test_bytes(operation: str, shapes: str, nbytes: int) -> None:
     assert one(operation, shapes).bytes == nbytes
 
 
+def test_a_fusion_that_only_hands_its_argument_on_does_not_make_it_free() -> None:
+    """XLA:TPU writes the operands of a matmul so."""
+    inner = """%handed (p: bf16[512,256]) -> bf16[512,256] {
+  %p = bf16[512,256]{1,0} parameter(0)
+  ROOT %q = bf16[512,256]{1,0} bitcast(%p)
+}
+
+%matmul (x: bf16[128,256], w: bf16[512,256]) -> bf16[128,512] {
+  %x = bf16[128,256]{1,0} parameter(0)
+  %w = bf16[512,256]{1,0} parameter(1)
+  %same = bf16[512,256]{1,0} fusion(%w), kind=kLoop, calls=%handed
+  ROOT %product = bf16[128,512]{1,0} convolution(%x, %same), dim_labels=bf_oi->bf
+}
+"""
+    shapes = "bf16[128,256]{1,0} bf16[512,256]{1,0}"
+    counts = one("bf16[128,512]{1,0} fusion(%a, %b), kind=kOutput, calls=%matmul", shapes, before=inner, tpu=True)
+    assert counts.bytes == 2 * (128 * 256 + 512 * 256 + 128 * 512)
+
+
+@pytest.mark.parametrize("stated", ["", ',"cost_estimate":{"flops":"1","bytes_accessed":"777"}'])
+def test_the_kernels_of_the_loss_multiply_by_the_unembedding_and_read_it_as_often_as_they_say(stated: str) -> None:
+    shapes = "bf16[128,256]{1,0} bf16[3000,256]{1,0} s32[128,1]{1,0}"
+    counts = one(
+        '(f32[24,128]{1,0}, f32[128,1]{1,0}) custom-call(%a, %b, %c), custom_call_target="any", '
+        'metadata={op_name="jit(f)/softmax_totals/pallas_call"}, backend_config={"custom_call_config":{"body":"x"'
+        f"{stated}}}}}",
+        shapes,
+    )
+    assert counts.matmuls() == {"bf16[128,256] x bf16[3000,256] -> f32[128,3000]": 2 * 128 * 256 * 3000}
+    assert counts.flops == 2 * 128 * 256 * 3000 and not counts.kernels
+    assert counts.bytes == (777 if stated else 2 * 256 * 3128 + 4 * 128 * (1 + 24 + 1))
+
+
+def test_the_kernel_that_multiplies_gradients_by_an_adapter_has_both_products() -> None:
+    given = "bf16[128,3000]{1,0} f32[24,128]{1,0} s32[128,1]{1,0} f32[128,1]{1,0}"
+    call = '(bf16[128,3000]{1,0}, f32[2,128,8]{2,1,0}) custom-call(%a, %b, %c, %d, %e, %f), custom_call_target="any", '
+    named = 'metadata={op_name="jit(f)/softmax_slopes_by_adapter/pallas_call"}'
+    counts = one(call + named, f"{given} bf16[128,8]{{1,0}} f32[8,3000]{{1,0}}")
+    assert counts.flops == 2 * 2 * 128 * 3000 * 8 and not counts.kernels
+    without = one(call.replace(", %e, %f", "") + named.replace("_by_adapter", ""), given)
+    assert without.flops == 0 and not without.kernels
+
+
 def test_an_update_in_place_within_a_fusion_writes_the_update() -> None:
     fused = """%fused (p: f32[64,128], u: f32[1,128], i: s32[]) -> f32[64,128] {
   %p = f32[64,128]{1,0} parameter(0)

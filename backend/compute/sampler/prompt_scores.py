@@ -27,9 +27,10 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleResult,
 )
-from tinkerflow.backend.compute.logprobs import chunk_size, join_chunks, most_at_once, split_chunks
+from tinkerflow.backend.compute.logprobs import MOST_LOGITS, chunk_size, join_chunks, split_chunks
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import Array, by_rows
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.sampler.decode import unembedded
 from tinkerflow.backend.compute.sampler.sampling import (
     ALTERNATIVES,
@@ -41,7 +42,8 @@ from tinkerflow.backend.compute.sampler.sampling import (
 )
 from tinkerflow.backend.compute.transformer import Params
 
-_OF_TRAINING = 4  # a quarter of its logits exist at a time: the KV cache takes the memory, and CPUs' caches are small
+_OF_TRAINING = 4  # on CPUs a quarter of its logits exist at a time: their caches are small
+_ROWS = 256  # elsewhere, whose logits exist at a time: the KV cache takes the memory
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def score(
 
     asked = (x_BQD, wanted.next_BQ, wanted.targets_BQK, wanted.uniform_BQA)
     rows, tokens, _ = x_BQD.shape
-    parts = split_chunks(asked, chunk_size(rows, tokens, params, most_at_once(params) // _OF_TRAINING))
+    most = MOST_LOGITS // _OF_TRAINING if on_cpu() else _ROWS * params.embed_VD.shape[0]
+    parts = split_chunks(asked, chunk_size(rows, tokens, params, most))
     whole: PieceScores = jax.tree.map(join_chunks, jax.lax.map(chunk, parts))
     return whole
 

@@ -1,0 +1,96 @@
+"""What `roofline_text` knows of kernels, by parts of their names: a program's text says only what they are given."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One array of the text. space: of memory, 0 = the device's main memory."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding."""
+        bits = _BITS.get(self.dtype) or int((re.search(r"\d+", self.dtype) or [8])[0])
+        return self.size * bits // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def _attention(products: int, keys: int) -> Callable[[list[Shape], Shape], int]:
+    """Flops of causal attention with so many products of the size of its scores; `keys` is the axis of k's tokens."""
+    return lambda operands, result: products * operands[0].size * operands[1].dims[keys]
+
+
+def _pages(operands: list[Shape], label: str) -> int:
+    """Of GPUs' [L, N, ...], keys and values, and of the queries. label: names the positions of a window."""
+    _, tables, _, q, *pages = operands  # the second are missing where values are a part of keys
+    (rows, wide), window = tables.dims, re.search(r"paged_attention_of_(\d+)", label)
+    seen = wide if window is None else min(wide, 1 + -(-(int(window[1]) - 1) // pages[0].dims[4]))
+    return rows * seen * sum(part.nbytes for part in pages) // (pages[0].dims[0] * pages[0].dims[1]) + q.nbytes
+
+
+def _one_layer(operands: list[Shape], _: str) -> int:
+    """Of rows, and of what one layer has of a stack [L, ...]."""
+    return operands[0].nbytes + operands[1].nbytes // operands[1].dims[0]
+
+
+def _ragged_pages(operands: list[Shape], _label: str) -> int:
+    """Of TPUs' [L N, P, 2 G, d]."""
+    _, tables, _, _, _, q, pages = operands
+    return tables.size * pages.nbytes // pages.dims[0] + q.nbytes
+
+
+def _states(operands: list[Shape], _: str) -> int:
+    """Of those of linear attention [L, N, H, k, v], read and written, and of what the rows' tokens have [B, H, ...]."""
+    pool = next(one for one in operands if len(one.dims) == len("LNHkv"))
+    tokens = [one for one in operands if one.dtype == "f32" and one is not pool]
+    rows = tokens[0].dims[0]
+    return 2 * rows * pool.nbytes // (pool.dims[0] * pool.dims[1]) + sum(one.nbytes for one in tokens)
+
+
+# Bytes that kernels read which are given all layers, and read of one; and what they write there.
+READ: dict[str, Callable[[list[Shape], str], int]] = {
+    "delta_step": _states,
+    "ragged_paged_attention": _ragged_pages,
+    "paged_attention": _pages,
+    **dict.fromkeys(("layer_product", "grouped_product", "adapter_low", "adapter_update"), _one_layer),
+}
+
+LOGITS = {"softmax_totals": True, "softmax_again": True}  # kernels that multiply rows by the unembedding
+
+# Kernels that state no cost: Triton's cannot, and JAX's splash attention does not. GPUs' attention has [B, T, H, d],
+# TPUs' [B, H, T, d]. Backward they compute the scores again; both of the GPU's loops do.
+KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
+    "delta_step": lambda operands, result: 8 * result.size * operands[0].dims[3],
+    "attention_forward": _attention(2, 1),
+    "attention_backward": _attention(7, 1),
+    "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],
+    "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[4].dims[4],
+    "layer_product": lambda operands, result: 2 * operands[0].size * result.dims[-1],
+    "adapter_low": lambda operands, result: 2 * operands[0].size * result.dims[-1],
+    "adapter_update": lambda operands, result: 2 * operands[0].size * result.dims[-1],
+    "splash_mha_fwd": _attention(2, -2),
+    "splash_mha_dkv": _attention(4, -2),
+    "splash_mha_dq": _attention(3, -2),
+    "grouped_product": lambda operands, result: 2 * operands[0].size * result.dims[-1],
+    "softmax_slopes_by_adapter": lambda operands, result: 4 * result.size * operands[-1].dims[0],
+    "softmax_slopes": lambda operands, result: 0,
+    "grouped_outer": lambda operands, result: 2 * operands[0].size * operands[1].dims[-1],
+}

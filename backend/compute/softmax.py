@@ -1,0 +1,50 @@
+"""What the kernels of a softmax over the vocabulary take and give: `softmax_gpu` for GPUs, `softmax_tpu` for TPUs.
+
+Letters: M rows, D hidden, V vocabulary, K targets, R rank, N parts of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+
+
+@flax.struct.dataclass
+class Product:
+    """Logits as a product: x times the transpose of the unembedding, and low times B added. They are never written.
+
+    x_MD, head_VD and low_MR have one dtype; B_RV float32. low_MR and B_RV: None without an adapter. targets_MK int32:
+    the tokens whose logits are wanted; one outside of the vocabulary has none. cap: as `ModelConfig.softcap`.
+    interpret: run the kernels on a CPU, for tests.
+    """
+
+    x_MD: jax.Array
+    head_VD: jax.Array
+    low_MR: jax.Array | None
+    B_RV: jax.Array | None
+    targets_MK: jax.Array
+    cap: float = flax.struct.field(pytree_node=False, default=0.0)  # type: ignore[no-untyped-call]
+    interpret: bool = flax.struct.field(pytree_node=False, default=False)  # type: ignore[no-untyped-call]
+
+
+@flax.struct.dataclass
+class Totals:
+    """Of each row and each part of the vocabulary the largest logit, and the sum of exp(logit - largest); float32.
+
+    picked_MK float32: the targets' logits; anything for one outside of the vocabulary. weights_MV: exp(logit - largest
+    of its part), in the dtype of x, where the kernel for gradients goes by them.
+    """
+
+    largest_NM: jax.Array
+    total_NM: jax.Array
+    picked_MK: jax.Array
+    weights_MV: jax.Array | None = None
+
+
+@flax.struct.dataclass
+class Slopes:
+    """Gradients: by the logits, in the dtype of x, and float32 by low and B where the kernel has multiplied by them."""
+
+    d_MV: jax.Array
+    d_low_MR: jax.Array | None = None
+    d_B_RV: jax.Array | None = None
