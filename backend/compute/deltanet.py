@@ -4,10 +4,10 @@ A token changes the matrix S of its head by the gated delta rule (Yang, Kautz an
 equation 10): S decays by exp(g), forgets what it held for the token's key by the share beta, and holds the token's
 value for it; the token reads S by its query. Queries, keys and values come out of a short causal convolution.
 
-Training and prefill compute chunks of CHUNK tokens at once (section 3.3 there): within a chunk the tokens' changes are
-the solution of one triangular system, and only S goes from chunk to chunk. Chunks begin at multiples of CHUNK, as the
-pieces of a prompt do, so how a prompt was cut changes only the last bits. Examples that share a row share nothing else:
-a chunk's decays are 0 between segments, and so are the convolution's terms.
+Training and prefill compute chunks of some tokens at once (section 3.3 there): within a chunk the tokens' changes are
+the solution of one triangular system, and only S goes from chunk to chunk. Chunks begin at multiples of their size, as
+the pieces of a prompt do, so how a prompt was cut changes only the last bits. Examples that share a row share nothing
+else: a chunk's decays are 0 between segments, and so are the convolution's terms.
 
 Letters: B rows, T tokens, C channels of the convolution, W its taps, h key heads, r value heads of each, H = h * r
 value heads, k and v the dimensions of a key and a value head, n chunks, c and s tokens of a chunk, L layers, N states.
@@ -30,9 +30,8 @@ from jax.sharding import Mesh, PartitionSpec
 from tinkerflow.backend.compute import delta_gpu, delta_tpu
 from tinkerflow.backend.compute.config import DeltaNet
 from tinkerflow.backend.compute.mesh import ROWS, TENSOR, Array, sharding
-from tinkerflow.backend.compute.platforms import TPU, platform
+from tinkerflow.backend.compute.platforms import TPU, on_cpu, platform
 
-CHUNK = 32  # the smallest piece of a prompt
 _EPS = 1e-6  # of the norms of queries and keys
 
 # recur(weights, qkv_BTC, decay_BTH, beta_BTH) -> o_BTHv: what comes out of `in_*`, mixed over the tokens; the state is
@@ -63,6 +62,14 @@ class DeltaState:
 
     conv: jax.Array
     S: jax.Array | Pooled
+
+
+def chunk_tokens() -> int:
+    """How many tokens are computed at once: they divide the smallest piece of a prompt.
+
+    Off CPUs a state that is read and written by twice as many tokens costs more than a larger triangular system.
+    """
+    return 32 if on_cpu() else 64
 
 
 def empty_state(shape: DeltaNet, rows: int, dtype: Any) -> DeltaState:
@@ -232,23 +239,23 @@ def _chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """All tokens, chunk by chunk, in float32."""
     B, T, h, k = k_BThk.shape
-    H, v = v_BTHv.shape[2:]
-    r, n = H // h, -(-T // CHUNK)
-    fill = n * CHUNK - T
+    (H, v), c = v_BTHv.shape[2:], chunk_tokens()
+    r, n = H // h, -(-T // c)
+    fill = n * c - T
 
     def by_chunk(x: jax.Array, *heads: int) -> jax.Array:
         """[B, T, heads, ...] -> [n, B, *heads, c, ...]; zeros fill the last chunk."""
         x = jnp.pad(x, ((0, 0), (0, fill), *((0, 0) for _ in x.shape[2:])))
-        x = x.reshape(B, n, CHUNK, *heads, *x.shape[3:])
+        x = x.reshape(B, n, c, *heads, *x.shape[3:])
         return jnp.moveaxis(x, (1, 2), (0, 2 + len(heads)))
 
     q, k_, v_ = by_chunk(q_BThk, h), by_chunk(k_BThk, h), by_chunk(v_BTHv, h, r)
     g, beta = by_chunk(g_BTH, h, r), by_chunk(beta_BTH, h, r)
     # What fills up is of the last segment, so that the state comes through.
-    segments = jnp.pad(segments_BT, ((0, 0), (0, fill)), mode="edge").reshape(B, n, CHUNK).swapaxes(0, 1)
+    segments = jnp.pad(segments_BT, ((0, 0), (0, fill)), mode="edge").reshape(B, n, c).swapaxes(0, 1)
     before = jnp.concatenate([segments_BT[None, :, 0], segments[:-1, :, -1]])  # the segment that S comes from
 
-    earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    earlier = jnp.tril(jnp.ones((c, c), bool))
     seen = (earlier & (segments[..., :, None] == segments[..., None, :]))[:, :, None, None]
     log = jnp.sum(jnp.where(seen, g[..., None, :], 0), axis=-1)  # since the segment, or the chunk, began
     decay = jnp.exp(jnp.where(seen, log[..., :, None] - log[..., None, :], -jnp.inf))  # [n, B, h, r, c, s]
@@ -270,8 +277,8 @@ def _chunks(
 
     S = S_BHkv.reshape(B, h, r, k, v)
     parts = (q, k_, solved, reads, decay[..., -1, :], kept)
-    S, o = jax.lax.scan(jax.checkpoint(chunk), S, parts)
-    o_BTHv = jnp.moveaxis(o, (0, 4), (1, 2)).reshape(B, n * CHUNK, H, v)[:, :T]
+    S, o = jax.lax.scan(jax.checkpoint(chunk) if on_cpu() else chunk, S, parts)
+    o_BTHv = jnp.moveaxis(o, (0, 4), (1, 2)).reshape(B, n * c, H, v)[:, :T]
     return o_BTHv, S.reshape(B, H, k, v)
 
 

@@ -28,7 +28,7 @@ from tinkerflow.backend.compute import full
 from tinkerflow.backend.compute.attention import score_bytes
 from tinkerflow.backend.compute.config import ATTENTION, GLOBAL, DeltaNet, ModelConfig
 from tinkerflow.backend.compute.decoder import plain_name
-from tinkerflow.backend.compute.deltanet import CHUNK
+from tinkerflow.backend.compute.deltanet import chunk_tokens
 from tinkerflow.backend.compute.families import layers_with, projections
 from tinkerflow.backend.compute.flash import on_gpus
 from tinkerflow.backend.compute.lora import shardings
@@ -449,10 +449,11 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
         kept = cfg.layers * tokens * cfg.hidden * item
     inside = _share((_attended(cfg) + _results(cfg)) // cfg.layers, config.tensor)
     layer = tokens * (3 * inside * item + 16 * cfg.hidden * max(1, cfg.experts_per_token))
+    chunks = 0
     if cfg.delta is not None:  # float32: what chunks solve for, forward and back, and the state before each of them
-        heads, wide = _state_heads(cfg.delta, config), cfg.delta.key_dim + cfg.delta.value_dim
-        state = cfg.delta.key_dim * cfg.delta.value_dim // CHUNK
-        layer += 4 * tokens * heads * (6 * wide + 4 * CHUNK + 2 * state)
+        heads, wide, chunk = _state_heads(cfg.delta, config), cfg.delta.key_dim + cfg.delta.value_dim, chunk_tokens()
+        state = cfg.delta.key_dim * cfg.delta.value_dim // chunk
+        chunks = 4 * tokens * heads * (6 * wide + 4 * chunk + 2 * state)
     layer += _scores(cfg, config, tokens)
     ends = 3 * tokens * (cfg.hidden + cfg.layers * cfg.layer_input) * item
     before = 0
@@ -470,7 +471,8 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
     shapes = _adapter_shapes(cfg, usual_spec(cfg, config.expert_rank))
     adapter, devices = sum(shape.size for shape in shapes), config.fsdp * config.expert * config.tensor
     gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, shapes)
-    return kept, max(before, layer + ends + logits + gathered + gradients)
+    # The logits are gone before a chunk is differentiated.
+    return kept, max(before, layer + ends + max(chunks, logits) + gathered + gradients)
 
 
 def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:

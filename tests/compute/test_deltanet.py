@@ -20,8 +20,16 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from tinkerflow.backend.compute.config import DeltaNet
-from tinkerflow.backend.compute.deltanet import CHUNK, DeltaState, empty_state, gated_norm, mix, recur_segments
+from tinkerflow.backend.compute.deltanet import (
+    DeltaState,
+    chunk_tokens,
+    empty_state,
+    gated_norm,
+    mix,
+    recur_segments,
+)
 from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
 
 SHAPE = DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4, fused=False)
 Arrays = dict[str, np.ndarray]
@@ -148,7 +156,7 @@ def _packed(parts: Any, segments: jax.Array, mine: jax.Array) -> Any:
 
 
 def test_a_prompt_is_the_same_in_pieces_of_any_size_and_its_bits_are_those_of_the_same_pieces():
-    """Pieces begin at multiples of CHUNK; the last one is filled up with what does not count."""
+    """Pieces begin at multiples of a chunk; the last one is filled up with what does not count."""
     T, parts = 150, inputs(1, 256)
 
     def through(*sizes: int) -> tuple[np.ndarray, DeltaState]:
@@ -168,7 +176,19 @@ def test_a_prompt_is_the_same_in_pieces_of_any_size_and_its_bits_are_those_of_th
         again, same = through(*sizes)
         np.testing.assert_array_equal(again, found)
         jax.tree.map(np.testing.assert_array_equal, same, state)
-    assert CHUNK == 32
+    for platform in (CPU, CUDA, TPU):
+        with compiling_for(platform):
+            assert platform.prefill_tokens[0] % chunk_tokens() == 0
+
+
+def test_chunks_of_another_size_read_the_same_and_have_the_same_gradients():
+    """GPUs and TPUs have larger ones, and keep more of them for the backward pass."""
+    parts, segments = inputs(1, 256), np.repeat([[1, 2, 3]], [100, 90, 66], axis=1).astype(np.int32)
+    expected = _packed(parts, segments, segments == 2)
+    with compiling_for(CUDA):
+        assert chunk_tokens() == 64
+        found = _packed(parts, segments, segments == 2)
+    jax.tree.map(lambda one, other: close(one, other, ulps=4096), found, expected)
 
 
 def test_one_token_after_the_other_goes_on_from_a_prompt():
