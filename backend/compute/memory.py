@@ -69,7 +69,7 @@ _FULL_ON_CPUS = 0.5  # of the host's memory: such models and the base model's we
 _RESERVE = 0.04  # of the limit: what the allocator cannot use, and what libraries take
 _IN_FLIGHT = 2  # commands that the devices compute and that are read, at the same time
 _LOGITS_AND_TABLES = 20  # bytes a cell: logits as they are and changed, biases, what was seen before a chunk and now
-_BESIDE_LOGIT = 1  # byte of each logit, beside its gradient: parts of its softmax and of the gradient of an adapter
+_BESIDE_LOGIT = 1.25  # bytes of each logit, beside its gradient: of its softmax, and of an adapter's gradient, by parts
 GB = 10**9
 
 Words = npt.NDArray[np.int32]
@@ -461,7 +461,7 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
         before = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
         ends += tokens * cfg.vision.vectors * cfg.hidden * item
     vocab = _share(cfg.vocab, config.tensor)
-    logits = min(tokens, SCORED_ROWS) * vocab * (item + _BESIDE_LOGIT)
+    logits = int(min(tokens, SCORED_ROWS) * vocab * (item + _BESIDE_LOGIT))
     gathered = 0
     if config.fsdp > 1:  # the unembedding, and the next layer's weights while the last one's are in use
         whole = replace(config, fsdp=1)

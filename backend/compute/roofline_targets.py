@@ -28,17 +28,17 @@ from tinkerflow.backend.compute.roofline_text import Counts, count
 from tinkerflow.backend.errors import UserError
 
 # What XLA:GPU asks about a GPU, a GpuTargetConfigProto; figures of openxla/xla, xla/backends/gpu/target_config/specs.
-_HOPPER = """
+_GPU = """
 gpu_device_info {{
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  cuda_compute_capability {{ {capability} }}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
+  core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared_memory} shared_memory_per_core: {core_memory}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: 52428800
-  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a" name: "{name}"
+  memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: {cache}
+  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability {version}" name: "{name}"
   device_address_bits: 64 ecc_enabled: true
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
 }}
@@ -46,7 +46,31 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{name}"
 """
-_GPUS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200 141GB HBM3e"}  # that there is a description of
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """A GPU's multiprocessors. shared_memory: bytes that one block may take. units: of one core, for float32."""
+
+    name: str
+    version: str
+    capability: str
+    cores: int
+    threads: int
+    units: int
+    clock: float
+    shared_memory: int
+    cache: int
+
+
+_HOPPER = ("9.0a", "major: 9 feature_extension: ACCELERATED_FEATURES", 132, 2048, 128, 1.98, 232448, 52428800)
+_GPUS = {  # that there is a description of
+    "a100": _Gpu("NVIDIA A100-SXM4-80GB", "8.0", "major: 8", 108, 2048, 64, 1.41, 166912, 41943040),
+    "h100": _Gpu("NVIDIA H100 80GB HBM3", *_HOPPER),
+    "h200": _Gpu("NVIDIA H200 141GB HBM3e", *_HOPPER),
+    "l4": _Gpu("NVIDIA L4", "8.9", "major: 8 minor: 9", 58, 1536, 128, 2.04, 101376, 50331648),
+}
+_CORE_ONLY = 1024  # bytes of shared memory that a multiprocessor has beside those of one block
 _TPU_TYPES = {"v5e": "v5litepod-{}", "v6e": "v6e-{}", "v5p": "v5p-{}"}  # by chips; a v5p's number is of its two cores
 
 
@@ -122,7 +146,9 @@ def devices(target: str) -> tuple[jax.Device, ...]:
         if name not in _GPUS:
             raise UserError(f"topology {target!r}: device {name!r} cannot be compiled for; GPUs: {', '.join(_GPUS)}")
         hosts, each = (1, *topology.shape)[-2:]
-        text = _HOPPER.format(name=_GPUS[name], memory=topology.device.memory, bandwidth=int(topology.device.bandwidth))
+        own, bandwidth = _GPUS[name], int(topology.device.bandwidth)
+        core_memory = own.shared_memory + _CORE_ONLY
+        text = _GPU.format(**vars(own), core_memory=core_memory, memory=topology.device.memory, bandwidth=bandwidth)
         found = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x{hosts}x{each}")
         return tuple(found.devices)
     except (RuntimeError, NotImplementedError) as error:

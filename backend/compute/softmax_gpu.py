@@ -24,7 +24,9 @@ from tinkerflow.backend.compute.softmax import Product, Slopes, Totals
 
 _ROWS, _COLUMNS, _BYTES_IN = 256, 128, 128  # of a tile; _BYTES_IN: of one row of it; half the rows in float32
 _GROUP = 16  # tiles of the vocabulary that a program of `slopes` goes over
-_MOST_RANK = 64  # that `slopes` multiplies by: the sums of more would not stay in registers
+_MOST_RANK = (
+    64  # that `slopes` multiplies by, half in float32: the tiles of more would not fit in an L4's shared memory
+)
 
 
 def totals(given: Product, *, keep: bool) -> Totals:
@@ -34,6 +36,7 @@ def totals(given: Product, *, keep: bool) -> Totals:
     r, n, k = _rows(x_MD), _COLUMNS, side(D, _BYTES_IN // x_MD.dtype.itemsize)
     N = pl.cdiv(V, n)
     adapter = () if given.low_MR is None else (given.low_MR, given.B_RV)
+    in_turns = given.low_MR is not None and given.low_MR.shape[1] > _MOST_RANK
 
     def kernel(x_ref: Any, head_ref: Any, target_ref: Any, *refs: Any) -> None:
         adapter_refs, (largest_ref, total_ref, picked_ref, *kept) = refs[: len(adapter)], refs[len(adapter) :]
@@ -84,7 +87,8 @@ def totals(given: Product, *, keep: bool) -> Totals:
             *([jax.ShapeDtypeStruct((M, V), x_MD.dtype)] if keep else []),
         ],
         grid=(pl.cdiv(M, r), N),  # programs side by side multiply by the same rows of the unembedding
-        compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
+        # With ranks that are a loop of their own, a third stage would not fit in an L4's shared memory.
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=2 if in_turns else 3),
         interpret=given.interpret,
         name="softmax_totals",
     )(x_MD, head_VD, targets_MK, *adapter)
@@ -102,7 +106,8 @@ def slopes(given: Product, totals: Totals, largest_M: jax.Array, log_total_M: ja
     (M, V), K, n = weights_MV.shape, targets_MK.shape[1], _COLUMNS
     N, r = pl.cdiv(V, n), _rows(weights_MV)
     P, G = pl.cdiv(M, r), pl.cdiv(N, _GROUP)
-    R = 0 if given.low_MR is None or given.low_MR.shape[1] > _MOST_RANK else given.low_MR.shape[1]
+    most = 2 * _MOST_RANK // weights_MV.dtype.itemsize
+    R = 0 if given.low_MR is None or given.low_MR.shape[1] > most else given.low_MR.shape[1]
     j = side(R, _MOST_RANK)
 
     def kernel(weights_ref: Any, factor_ref: Any, target_ref: Any, slope_ref: Any, *refs: Any) -> None:
@@ -151,7 +156,8 @@ def slopes(given: Product, totals: Totals, largest_M: jax.Array, log_total_M: ja
         ],
         grid=(P, G),
         input_output_aliases={0: 0},
-        compiler_params=triton.CompilerParams(num_warps=8, num_stages=2),
+        # A second stage of an adapter's tiles would not fit: rank 64 on an H100, rank 32 on an A100, rank 8 on an L4.
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=1 if R else 2),
         interpret=given.interpret,
         name="softmax_slopes_by_adapter" if R else "softmax_slopes",
     )(

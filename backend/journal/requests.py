@@ -275,11 +275,15 @@ class Requests(Aggregate):
         not wait for a batch that was sent before, and the batch goes on. base_model, owner: of the samples; None: any.
         exclude: ids of requests that were taken up already.
         """
-        values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner, "at_most": (limit + 1) // 2}
+        most = (limit + 1) // 2
+        values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner}
         with self._read() as connection:
-            rows = list(connection.execute(_PENDING_INTERACTIVE, values))
-            values |= {"exclude": [*exclude, *(row.id for row in rows)], "at_most": limit - len(rows)}
-            rows += connection.execute(_PENDING_SAMPLES, values)
+            oldest = list(connection.execute(_PENDING_SAMPLES, {**values, "at_most": limit}))
+            first = [row for row in oldest if row.interactive][:most]
+            if len(oldest) == limit and len(first) < most:  # there may be more of them behind
+                first = list(connection.execute(_PENDING_INTERACTIVE, {**values, "at_most": most}))
+        taken = {row.id for row in first}
+        rows = [*first, *(row for row in oldest if row.id not in taken)][:limit]
         return [Pending.of(row, as_view(SamplerView, row, prefix="its_"), row.left) for row in rows]
 
     def payload(self, request_id: str) -> bytes | None:

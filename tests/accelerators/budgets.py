@@ -88,6 +88,11 @@ BUDGETS = (
     Budget(_case("4B h100:1 loss 4x1024"), ACCESSED, 8),
     Budget(_case("4B v6e:1x1 loss 4x1024"), ACCESSED, 8),
     Budget(_case("4B h100:8 loss 32x1024"), LOSS_ROWS, 1024),
+    *(  # the loss's kernels take the more shared memory the larger the rank, and these GPUs have less than an H100
+        Budget(_case(f"4B {target} loss 4x1024", rank=rank), TEMPORARIES, 4, quick=rank == 64)
+        for target in ("h100:1", "a100:1", "l4:1")
+        for rank in (32, 64, 128)
+    ),
     Budget(_case("4B h100:1 forward_backward 4x1024"), MFU, 45),
     Budget(_case("4B v6e:1x1 forward_backward 4x1024"), MFU, 45, met=False, quick=False),
     Budget(_case("4B v6e:1x1 forward_backward 4x1024"), MEMORY, 100, quick=False),

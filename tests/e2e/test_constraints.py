@@ -123,7 +123,7 @@ def test_what_is_wrong_fails_alone_and_by_name(client):
     for params, told in (
         ({"constraint": {"type": "regex", "value": "a("}}, "sampling_params.constraint.value is no regex"),
         ({"constraint": {"type": "xml", "value": "a"}}, "sampling_params.constraint.type is 'xml'"),
-        ({"logit_bias": {"999999": 1}}, "a key of sampling_params.logit_bias is '999999'"),
+        ({"logit_bias": {"999999": 1}}, "sampling_params.logit_bias has the key '999999'"),
         ({"presence_penalty": 3}, "sampling_params.presence_penalty is 3"),
         ({"constraint": {"type": "regex", "value": r"[^\s\S]"}}, "sampling_params.constraint cannot be obeyed"),
     ):

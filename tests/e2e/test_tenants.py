@@ -195,7 +195,7 @@ def test_a_sequence_or_an_adapter_that_does_not_fit_the_devices_is_refused_by_na
     with start_server(tmp_path, prefect="off") as server, server.client() as service:
         (served,) = server.rest().get_server_capabilities().result().supported_models
         fits = served.max_context_length
-        assert fits == 2048, "of the 8192 of the model"
+        assert fits == 4096, "of the 8192 of the model"
         good = lora(server, service)
         rule = rf"data\[1\].model_input has {fits + 1} tokens: must be 1 to {fits}, what fits this group's devices with"
         with pytest.raises(tinker.RequestFailedError, match=rule):

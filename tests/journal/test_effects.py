@@ -213,6 +213,6 @@ def test_finish_is_three_statements_and_its_effects(scene, statements):
     assert len(made) == 4
     with statements() as made:
         scene.journal.results.finish(
-            [pending.done(b"", "proto") for pending in scene.journal.requests.pending_samples(30)]
+            [pending.done(b"", "proto") for pending in scene.journal.requests.pending_samples(31)]
         )
     assert len(made) == 4  # the reading, the sampler's number, and two to finish

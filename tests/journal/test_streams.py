@@ -126,17 +126,18 @@ def test_what_does_not_join_on_is_left_to_the_result_and_a_slow_listener_is_boun
 
 
 def test_two_processes_hear_the_same(journal: Journal, url: str) -> None:
+    other = Journal.open(url)
+
     async def scene() -> None:
-        other = Journal.open(url)
         async with journal.result_subscriptions() as one, other.result_subscriptions() as two:
             listeners = [await each.tokens.listen("s") for each in (one, two)]
             journal.streams.write([StreamedTokens("s", new(0, 4))])
             for listener in listeners:
                 assert await listener.wait(20)
                 assert [got.tokens_T.tolist() for got in listener.take()] == [[0, 1, 2, 3]]
-        other.close()
 
     asyncio.run(scene())
+    other.close()  # when no thread asks the database any more: a connection in use would stay open
 
 
 def test_a_database_that_is_away_is_asked_again() -> None:

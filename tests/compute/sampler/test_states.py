@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -197,8 +198,10 @@ def test_states_that_kernels_change_in_their_pool_are_those_that_are_taken_out(
 
     tokens, *expected = decoded()
     monkeypatch.setattr(decode_module, "_pooled", lambda: True)
-    monkeypatch.setattr(delta_gpu, "step", partial(kernel.step, interpret=True))
+    step = Mock(wraps=partial(kernel.step, interpret=True))
+    monkeypatch.setattr(delta_gpu, "step", step)
     same, *found = decoded()
+    assert step.called
     np.testing.assert_array_equal(same, tokens)
     for one, other in zip(found, expected, strict=True):
         close(one, other, ulps=4096)
