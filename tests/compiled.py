@@ -8,7 +8,6 @@ import sys
 
 def forget_programs() -> None:
     """Give back the memory maps of all compiled programs: where none is left, the compiler ends the process."""
-    gc.collect()
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
     gc.collect()

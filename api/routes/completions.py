@@ -70,8 +70,8 @@ async def completions(call: Authorised) -> Response:
         answer = _Answer(call, target, body, made)
         if not body.stream:
             results = await until_gone(call.request, together(made))
-            body_of = orjson.dumps(answer.whole(results))
-            return Response(body_of, media_type="application/json", headers=made[0].headers)
+            content = orjson.dumps(answer.whole(results))
+            return Response(content, media_type="application/json", headers=made[0].headers)
         await until_gone(call.request, made[0].begin())
         return EventStream(call.request, answer.events(stack.pop_all(), wants_usage), headers=made[0].headers)
 
