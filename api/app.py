@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from importlib import import_module
 from typing import Literal
 
@@ -55,13 +56,7 @@ def create_app(
         clock=clock,
         link_secret=journal.keys.service_secret(links.SECRET),
         metrics=metrics,
-        limits=Limits(
-            sampling_requests=settings.max_sampling_requests,
-            queued_tokens=settings.max_queued_tokens,
-            live_models=settings.max_live_models,
-            stored_bytes=settings.max_stored_bytes,
-            feedback_per_day=settings.max_feedback_per_day,
-        ),
+        limits=Limits(**{limit.name: getattr(settings, f"max_{limit.name}") for limit in fields(Limits)}),
         samplers=EndpointSamplers(journal, clock, settings.session_timeout),
         tokenizers=Tokenizers(),
         imports=FairThreads("imports", 1),

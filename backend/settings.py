@@ -109,7 +109,8 @@ class Settings(BaseSettings):
     command_deadline: float = Field(600.0, gt=0)
     """seconds that one command to a worker group may take before the group is restarted"""
     start_deadline: float = Field(600.0, gt=0)
-    """seconds for a worker group to start, and where base models take turns, until failing starts fail what waits"""
+    """seconds that a worker group may take to start; with `max_groups` also the seconds of failing starts after which
+    waiting requests fail"""
 
     heartbeat_timeout: float = Field(30.0, gt=0)
     """seconds without a heartbeat after which a worker process is treated as stopped"""

@@ -112,9 +112,9 @@ def tree(pid: int) -> list[int]:
 
 
 _PARTS = {
-    "tinkerflow.backend.pool.worker": "tinkerflow.backend.pool.worker",
-    "cli engine": "cli engine",
-    "cli api": "cli api",
+    "worker": "tinkerflow.backend.pool.worker",
+    "engine": "tinkerflow engine",
+    "api": "tinkerflow api",
     "prefect": "prefect.server",
 }
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tinkerflow.backend.commands import GroupConfig
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.memory import GB, adapter_bytes, plan_memory, weight_bytes
+from tinkerflow.backend.compute.memory import GB, MemoryPlan, adapter_bytes, plan_memory, weight_bytes
 from tinkerflow.backend.compute.roofline import DEVICES, Device
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.errors import UserError
@@ -68,13 +68,12 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
-def trained(device: Device, shape: Shape, base_weights: BaseWeights) -> int:
-    """How many models of rank 32 the device can train at the same time; 0: the base model does not fit."""
+def planned(device: Device, shape: Shape, base_weights: BaseWeights) -> MemoryPlan | None:
+    """The plan of a group of one such device, in bfloat16; None: the base model does not fit."""
     try:
-        plan = plan_memory(shape.cfg, shape.group("bfloat16", base_weights), device.limit)
+        return plan_memory(shape.cfg, shape.group("bfloat16", base_weights), device.limit)
     except UserError:
-        return 0
-    return plan.resident_adapters or 0
+        return None
 
 
 MODELS = (
@@ -107,14 +106,17 @@ def needs() -> str:
 
 
 def fits(*, int8: bool) -> str:
-    """How many models of rank 32 one device trains at the same time, in bfloat16, as a table."""
+    """How many models of rank 32 one device trains at the same time, and its longest context, as a table."""
     rows = [
         "| model | " + " | ".join(f"{one.name}, {one.memory / GB:.1f} GB" for one in SHOWN) + " |",
         "|---" * (1 + len(SHOWN)) + "|",
     ]
     for shape in MODELS:
-        counts = [trained(device, shape, "int8" if int8 else "full") for device in SHOWN]
-        rows.append(f"| {shape.name} | " + " | ".join(str(n) if n > 0 else "no" for n in counts) + " |")
+        plans = [planned(device, shape, "int8" if int8 else "full") for device in SHOWN]
+        cells = (
+            f"{plan.resident_adapters}, {plan.context:,}" if plan and plan.resident_adapters else "no" for plan in plans
+        )
+        rows.append(f"| {shape.name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
