@@ -92,7 +92,7 @@ def mixture(
     cfg: how many experts a token goes to. mesh: experts are split over its `expert` axis. layer_params: `router`
     [E, D] and what `route` takes, gate and up [E, D, F], down [E, F, D], and biases of any, as gate_bias [E, F].
     layer_lora: pairs [E, R, ...] for some or all of gate, up and down. Of the matrices of these three and of the pairs
-    there may be OfLayer, on one device. y_BTD: normalised hidden states. lora_apply: computes the adapters' updates.
+    there may be OfLayer. y_BTD: normalised hidden states. lora_apply: computes the adapters' updates.
     routed_BTD: what the router is given; None = y_BTD.
     """
     chosen_BTk, shares_BTk = route(cfg, y_BTD if routed_BTD is None else routed_BTD, layer_params)
@@ -121,9 +121,9 @@ def mixture(
 
 
 def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any:
-    """The experts split, and F over the tensor axis where that divides it; gathered over fsdp. OfLayer: one device."""
+    """The experts split, and F over the tensor axis where that divides it; gathered over fsdp."""
     if isinstance(weight, OfLayer):
-        return PartitionSpec()
+        return _of_layer(_weight_specs(name, weight.stack, inner))
     whole: Any = PartitionSpec(EXPERT, inner, None) if name == "down" else PartitionSpec(EXPERT, None, inner)
     if isinstance(weight, Int8):
         scale: Any = PartitionSpec(EXPERT, whole[2])
@@ -131,9 +131,14 @@ def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any
     return whole
 
 
+def _of_layer(specs: Any) -> OfLayer:
+    """For a stack of all layers, of what a layer has."""
+    return OfLayer(jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs), PartitionSpec())
+
+
 def _pair_specs(name: str, pair: LoraPair | OfLayer, inner: str | None) -> Any:
     if isinstance(pair, OfLayer):
-        return PartitionSpec()
+        return _of_layer(_pair_specs(name, pair.stack, inner))
     whole: Any = PartitionSpec(EXPERT)
     split: Any = PartitionSpec(EXPERT, None, inner)
     return LoraPair(A=split, B=whole) if name == "down" else LoraPair(A=whole, B=split)

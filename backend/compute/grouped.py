@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tinkerflow.backend.compute import grouped_gpu
+from tinkerflow.backend.compute import grouped_gpu, grouped_tpu
 from tinkerflow.backend.compute.matmul import OfLayer
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
@@ -49,19 +49,18 @@ class Groups:
         return self.dot(x_Mi, weight_Eoi.swapaxes(-1, -2))
 
     def _in_place(self, x_Mi: jax.Array, weight: OfLayer, *, transposed: bool) -> jax.Array:
-        stack = weight.stack
+        stack, kernels = weight.stack, grouped_gpu if platform() is CUDA else grouped_tpu
         values = stack.values if isinstance(stack, Int8) else stack
-        y_Mo = grouped_gpu.product(x_Mi, values, self.sizes_E, weight.layer, transposed=transposed)
+        y_Mo = kernels.product(x_Mi, values, self.sizes_E, weight.layer, transposed=transposed)
         return y_Mo * weight.own.scale[self.expert_M] if isinstance(stack, Int8) else y_Mo
 
 
 def _dot(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:
-    # XLA knows `ragged_dot` on CPUs and GPUs only as a product of every row with every expert's matrix.
+    # XLA knows `jax.lax.ragged_dot` only as a product of every row with every expert's matrix.
     if on_cpu():
         return by_blocks(x_Mi, weight_Eio, sizes_E)
-    if platform() is CUDA:
-        return by_kernel(x_Mi, weight_Eio, sizes_E)
-    return jax.lax.ragged_dot(x_Mi, jnp.asarray(weight_Eio).astype(x_Mi.dtype), sizes_E)
+    by_kernel = by_kernel_of_gpus if platform() is CUDA else by_kernel_of_tpus
+    return by_kernel(x_Mi, weight_Eio, sizes_E)
 
 
 def differentiable(product: Callable[..., jax.Array], outer: Callable[..., jax.Array]) -> GroupedDot:
@@ -143,4 +142,5 @@ def _over_blocks(
 
 # As `jax.lax.ragged_dot`, with zeros in the rows of no expert: a loop over blocks of rows of one expert each.
 by_blocks = differentiable(_product, _outer)
-by_kernel = differentiable(grouped_gpu.product, grouped_gpu.outer)
+by_kernel_of_gpus = differentiable(grouped_gpu.product, grouped_gpu.outer)
+by_kernel_of_tpus = differentiable(grouped_tpu.product, grouped_tpu.outer)

@@ -22,7 +22,7 @@ IN_PLACE = 256  # rows; with more, a GPU multiplies for longer than it copies a 
 
 @flax.struct.dataclass
 class OfLayer:
-    """What one layer has of a stack of all layers, for a GPU that reads it there.
+    """What one layer has of a stack of all layers, for a kernel that reads it there.
 
     stack: a Weight [L, out, in], that of experts [L, E, ...], or a pair of an adapter's. layer: int32.
     """

@@ -51,6 +51,12 @@ def _one_layer(operands: list[Shape], _: str) -> int:
     return operands[0].nbytes + operands[1].nbytes // operands[1].dims[0]
 
 
+def _one_matrix_each(operands: list[Shape], _: str) -> int:
+    """Of rows, and of the matrices [L E, ...] of so many experts as there are ends of rows, less the first start."""
+    _, ends, _, _, _, rows, matrices = operands
+    return rows.nbytes + matrices.nbytes * (ends.size - 1) // matrices.dims[0]
+
+
 def _ragged_pages(operands: list[Shape], _label: str) -> int:
     """Of TPUs' [L N, P, 2 G, d]."""
     _, tables, _, _, _, q, pages = operands
@@ -68,6 +74,8 @@ def _states(operands: list[Shape], _: str) -> int:
 # Bytes that kernels read which are given all layers, and read of one; and what they write there.
 READ: dict[str, Callable[[list[Shape], str], int]] = {
     "delta_step": _states,
+    "tgmm": lambda operands, _: sum(one.nbytes for one in operands),
+    "gmm": _one_matrix_each,
     "ragged_paged_attention": _ragged_pages,
     "paged_attention": _pages,
     **dict.fromkeys(("layer_product", "grouped_product", "adapter_low", "adapter_update"), _one_layer),

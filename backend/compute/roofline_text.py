@@ -28,6 +28,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-~]+) \(.*\) -> .* \{")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-~]+) = ")
 _NAME = re.compile(r"%([\w.\-~]+)")
+_LINES_OF_A_KERNEL = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")  # the only text of an operation with lines in it
 _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain", "opt-barrier")
 _NUMBERS = ("partition-id", "replica-id", "add-dependency")
 _COUNTED_AT_START = ("async-done", "async-update", "copy-done", "slice-done", "dynamic-slice-done", "all-gather-done")
@@ -183,7 +184,7 @@ class _Program:
 def _parse(text: str) -> _Program:
     computations: dict[str, _Computation] = {}
     entry, current = "", None
-    for line in text.splitlines():
+    for line in _LINES_OF_A_KERNEL.sub(r"\1\2\3", text).splitlines():
         if current is None:
             head = _HEAD.match(line)
             if head:

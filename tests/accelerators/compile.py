@@ -95,7 +95,7 @@ def _parts(counts: Counts, device: Device, rank: int) -> dict[str, float]:
         elif not work.flops:
             part = "elementwise work and copies"
         else:
-            part = "adapters" if min(sizes, default=rank) <= 3 * rank else "matmuls of the base model"
+            part = "adapters" if {rank, 2 * rank, 3 * rank} & {*sizes} else "matmuls of the base model"
         parts[part] = parts.get(part, 0) + seconds([work], device)
     return parts
 

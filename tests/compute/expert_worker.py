@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -18,11 +19,14 @@ def main() -> None:
     from jax.sharding import AxisType
 
     from tinkerflow.backend.commands import LoraSpec
+    from tinkerflow.backend.compute import grouped_tpu
     from tinkerflow.backend.compute.experts import MLP, mixture
     from tinkerflow.backend.compute.families import load_config, projections
     from tinkerflow.backend.compute.lora import LoraPair, apply_one
+    from tinkerflow.backend.compute.matmul import OfLayer
     from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
     from tinkerflow.backend.compute.params import load_params, params_like
+    from tinkerflow.backend.compute.platforms import TPU, compiling_for
     from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
     from tinkerflow.backend.compute.train import make_steps
     from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
@@ -58,6 +62,18 @@ def main() -> None:
         name = "x".join(map(str, sizes))
         found[name] = [np.asarray(leaf).tolist() for leaf in leaves]
         found[f"{name} holds"] = list(params.layers["gate"].values.addressable_shards[0].data.shape)
+    params = load_params(cfg, folder, mesh, "float32")  # over all devices; as TPUs decode, and as it is elsewhere
+    stacks = {name: LoraPair(A=np.stack([pair.A] * 2), B=np.stack([-pair.B, pair.B])) for name, pair in pairs.items()}
+    rest = {name: stacked[1] for name, stacked in params.layers.items() if name not in MLP}
+    whole = {name: OfLayer(params.layers[name], jnp.int32(1)) for name in MLP}, {
+        name: OfLayer(stack, jnp.int32(1)) for name, stack in stacks.items()
+    }
+    own = {name: params.layers[name][1] for name in MLP}, pairs
+    apply = stack_apply(columns_B2)
+    found["own"] = np.asarray(mixture(cfg, mesh, {**rest, **own[0]}, own[1], y_BTD, apply)).tolist()
+    grouped_tpu.product = functools.partial(grouped_tpu.product, interpret=True)
+    with compiling_for(TPU):
+        found["in place"] = np.asarray(mixture(cfg, mesh, {**rest, **whole[0]}, whole[1], y_BTD, apply)).tolist()
     for sizes in ((1, 1, 1), (1, 8, 1)):
         devices = jax.devices()[: int(np.prod(sizes))]
         mesh = jax.make_mesh(sizes, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=devices)

@@ -158,6 +158,7 @@ def test_a_mesh_of_eight_devices_gives_the_numbers_of_one(moe, tmp_path):
     for one, other in zip(found["2x2x2"], found["1x1x1"], strict=True):
         assert np.abs(other).max() > 0.01
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-3)
+    np.testing.assert_allclose(found["in place"], found["own"], rtol=1e-4, atol=1e-5)
 
 
 def test_weights_and_names(moe, executor):

@@ -10,20 +10,23 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute import grouped_gpu
+from tinkerflow.backend.compute import grouped_gpu, grouped_tpu
 from tinkerflow.backend.compute.grouped import Groups, by_blocks, differentiable
 from tinkerflow.backend.compute.matmul import OfLayer
+from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.quantized import Int8
 
 ROWS, INS, OUTS = 150, 12, 20
 
 
-kernel = differentiable(
-    functools.partial(grouped_gpu.product, interpret=True), functools.partial(grouped_gpu.outer, interpret=True)
+KERNELS = (grouped_gpu, grouped_tpu)
+for_gpus, for_tpus = (
+    differentiable(functools.partial(of.product, interpret=True), functools.partial(of.outer, interpret=True))
+    for of in KERNELS
 )
 
 
-@pytest.mark.parametrize("dot", [by_blocks, kernel], ids=["by blocks", "kernel for GPUs"])
+@pytest.mark.parametrize("dot", [by_blocks, for_gpus, for_tpus], ids=["by blocks", "for GPUs", "for TPUs"])
 @pytest.mark.parametrize(
     "sizes", [(0, 90, 3, 0, 41, 0), (0, 0, 0, 0, 0, 0), (150, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 145)]
 )
@@ -46,9 +49,10 @@ def test_products_and_gradients_are_those_of_ragged_dot(sizes, dot):
         assert not np.asarray(dot(x, weight, sizes_E))[sum(sizes) :].any()
 
 
+@pytest.mark.parametrize("kernels", KERNELS, ids=["for GPUs", "for TPUs"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize(("ins", "outs"), [(130, 200), (200, 4), (4, 130)])
-def test_the_kernel_for_gpus_takes_shapes_that_tiles_do_not_divide(ins, outs, dtype):
+@pytest.mark.parametrize(("ins", "outs"), [(130, 200), (200, 4), (4, 130), (130, 640), (700, 130)])
+def test_the_kernels_take_shapes_that_tiles_do_not_divide(ins, outs, dtype, kernels):
     """Several tiles a side with a rest, an adapter's rank, two experts in a block of rows; weights of int8."""
     rng = np.random.default_rng(2)
     x_dtype = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16
@@ -58,31 +62,38 @@ def test_the_kernel_for_gpus_takes_shapes_that_tiles_do_not_divide(ins, outs, dt
     expert_M = np.repeat([0, 2], [33, 30])
     wide = np.asarray(weight, np.float32)[expert_M]
     products = (
-        (grouped_gpu.product(x, weight, sizes_E, transposed=False, interpret=True), x, wide),
-        (grouped_gpu.product(y, weight, sizes_E, transposed=True, interpret=True), y, wide.swapaxes(1, 2)),
+        (kernels.product(x, weight, sizes_E, transposed=False, interpret=True), x, wide),
+        (kernels.product(y, weight, sizes_E, transposed=True, interpret=True), y, wide.swapaxes(1, 2)),
     )
     for found, rows, matrices in products:
         wanted = np.einsum("mi,mio->mo", np.asarray(rows[:63], np.float32), matrices)
         assert found.dtype == x_dtype
         close(np.asarray(found[:63], np.float32), np.asarray(jnp.asarray(wanted, x_dtype), np.float32), dtype=x_dtype)
-    found = np.asarray(grouped_gpu.outer(x, y, sizes_E, interpret=True))
+    found = np.asarray(kernels.outer(x, y, sizes_E, interpret=True))
     for expert, (start, end) in enumerate([(0, 33), (33, 33), (33, 63)]):
         close(found[expert], np.asarray(x, np.float32)[start:end].T @ np.asarray(y, np.float32)[start:end])
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_experts_of_a_layer_are_read_in_the_stack_of_all_layers(kind, monkeypatch):
-    monkeypatch.setattr(grouped_gpu, "product", functools.partial(grouped_gpu.product, interpret=True))
+@pytest.mark.parametrize(
+    ("kind", "kernels", "target"),
+    [("float32", grouped_gpu, CUDA), ("int8", grouped_gpu, CUDA), ("float32", grouped_tpu, TPU)],
+)
+def test_experts_of_a_layer_are_read_in_the_stack_of_all_layers(kind, kernels, target, monkeypatch):
+    monkeypatch.setattr(kernels, "product", functools.partial(kernels.product, interpret=True))
     rng = np.random.default_rng(3)
     x, y = (jnp.asarray(rng.normal(size=(30, size)), jnp.float32) for size in (INS, OUTS))
     stack = jnp.asarray(rng.integers(-9, 9, (4, 3, INS, OUTS)), kind)
     expert_M = jnp.asarray([0] * 10 + [2] * 20)
     groups, layer = Groups(jnp.asarray([10, 0, 20], jnp.int32), expert_M, expert_M), jnp.int32(2)
     weight = Int8(stack, jnp.asarray(rng.uniform(0.5, 1, (4, 3, OUTS)), jnp.float32)) if kind == "int8" else stack
-    found = groups.dot(x, OfLayer(weight, layer))
-    close(found, groups.dot(x, jax.tree.map(lambda part: part[2], weight)))
+    wanted = groups.dot(x, jax.tree.map(lambda part: part[2], weight))
+    with compiling_for(target):
+        found = groups.dot(x, OfLayer(weight, layer))
+    close(found, wanted)
     if kind == "float32":
-        close(groups.dot_transposed(y, OfLayer(stack, layer)), groups.dot_transposed(y, stack[2]))
+        with compiling_for(target):
+            found = groups.dot_transposed(y, OfLayer(stack, layer))
+        close(found, groups.dot_transposed(y, stack[2]))
 
 
 def test_int8_matrices_have_their_own_scales_and_no_gradient():

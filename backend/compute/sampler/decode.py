@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import LayerKind, ModelConfig
 from tinkerflow.backend.compute.deltanet import mix
+from tinkerflow.backend.compute.experts import MLP
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.layers import LayerParams, over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraPair
@@ -30,6 +31,7 @@ from tinkerflow.backend.compute.mesh import (
     sharding,
 )
 from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
+from tinkerflow.backend.compute.quantized import Int8
 from tinkerflow.backend.compute.sampler.absorbed import absorbed
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, by_mixer
@@ -233,11 +235,18 @@ def layers(
 
 
 def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
-    """The matrices that are multiplied by without a copy of each layer's: those of a GPU that has all of them."""
-    if platform() is not CUDA or mesh.size > 1:
+    """The matrices that are multiplied by without a copy of each layer's.
+
+    Those of a GPU that has all of them; on TPUs those of experts, which XLA would copy for the kernel. Int8 is widened
+    there, a layer at a time.
+    """
+    if on_cpu():
         return frozenset()
-    matrices = projections(cfg)
-    return frozenset(name for name in params.layers if name in matrices) - {"kv_b"}  # `absorbed` multiplies by head
+    names = frozenset(params.layers) & frozenset(projections(cfg))
+    if platform() is CUDA:
+        return names - {"kv_b"} if mesh.size == 1 else frozenset()  # `absorbed` multiplies by head
+    stacks = {name: params.layers[name] for name in names & {*MLP}}
+    return frozenset(name for name, stack in stacks.items() if cfg.experts and not isinstance(stack, Int8))
 
 
 def _pooled() -> bool:

@@ -1,0 +1,70 @@
+"""Grouped matmuls on TPUs: JAX's megablox kernels, for any shapes.
+
+XLA:TPU knows `jax.lax.ragged_dot` only as a product of every row with every expert's matrix. A row of no expert is not
+written: it may hold anything.
+
+Letters: M rows, E experts, i in, o out.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+_ROWS, _LEAST_ROWS = 128, 16  # of a tile
+_LANES = 128  # a tile's side is a multiple of them, or the array's own
+_MOST_OUT = 512  # of a tile
+_TILE_BYTES = 4 * 2**20  # of tiles of rows and of a matrix: where they have all inputs, a matrix is read once
+
+
+def product(
+    x_Mi: jax.Array,
+    weight: jax.Array,
+    sizes_E: jax.Array,
+    layer: jax.Array | None = None,
+    *,
+    transposed: bool,
+    interpret: bool = False,
+) -> jax.Array:
+    """What `grouped_gpu.product` gives of the same arguments. A weight of int8 is copied as the dtype of x."""
+    M, rows = x_Mi.shape[0], _rows(x_Mi.shape[0])
+    before = None
+    if layer is not None:  # the kernel subtracts what comes before its groups, and here they come behind others
+        before, weight = -layer * len(sizes_E), weight.reshape(-1, *weight.shape[2:])
+    weight = weight.astype(x_Mi.dtype)
+    if weight.shape[1] > weight.shape[2]:  # the longer side fills lanes, and is the one that devices do not split
+        weight, transposed = weight.swapaxes(1, 2), not transposed
+    outs, ins = weight.shape[1:] if transposed else weight.shape[:0:-1]
+    out = _side(outs, _MOST_OUT)
+    tile = rows, _side(ins, _TILE_BYTES // ((rows + max(out, _LANES)) * weight.dtype.itemsize)), out
+    y_Mo: jax.Array = gmm(
+        _padded(x_Mi, rows), weight, sizes_E, x_Mi.dtype, tile, before, transpose_rhs=transposed, interpret=interpret
+    )
+    return y_Mo[:M]
+
+
+def outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """[E, i, o] float32: the sum over an expert's rows of their outer products; zeros for an expert without rows."""
+    rows = _rows(x_Mi.shape[0])
+    tile = rows, _side(x_Mi.shape[1], _MOST_OUT), _side(y_Mo.shape[1], _MOST_OUT)
+    x_Mi, y_Mo = _padded(x_Mi, rows), _padded(y_Mo, rows)
+    sums: jax.Array = tgmm(x_Mi.T, y_Mo, sizes_E, jnp.float32, tile, interpret=interpret)
+    return sums
+
+
+def _rows(M: int) -> int:
+    return max(_LEAST_ROWS, min(_ROWS, 1 << (M - 1).bit_length()))
+
+
+def _padded(x: jax.Array, rows: int) -> jax.Array:
+    """With as many rows as tiles have."""
+    return jnp.pad(x, ((0, -len(x) % rows), (0, 0)))
+
+
+def _side(size: int, most: int) -> int:
+    """Of a tile, of what has `size` of something: all of it, or the largest part up to `most` that divides it."""
+    if size <= most:
+        return size
+    parts = (part for part in range(most // _LANES * _LANES, 0, -_LANES) if size % part == 0)
+    return next(parts, most // _LANES * _LANES)
