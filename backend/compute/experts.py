@@ -131,9 +131,10 @@ def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any
     return whole
 
 
-def _of_layer(specs: Any) -> OfLayer:
+def _of_layer(specs: Any) -> Any:
     """For a stack of all layers, of what a layer has."""
-    return OfLayer(jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs), PartitionSpec())
+    whole: Any = PartitionSpec()
+    return OfLayer(jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs), whole)
 
 
 def _pair_specs(name: str, pair: LoraPair | OfLayer, inner: str | None) -> Any:

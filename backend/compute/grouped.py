@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tinkerflow.backend.compute import grouped_gpu, grouped_tpu
 from tinkerflow.backend.compute.matmul import OfLayer
 from tinkerflow.backend.compute.mesh import Array
-from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
+from tinkerflow.backend.compute.platforms import TPU, on_cpu, platform
 from tinkerflow.backend.compute.quantized import Int8
 
 _MOST_ROWS = 64  # of a block
@@ -49,7 +49,7 @@ class Groups:
         return self.dot(x_Mi, weight_Eoi.swapaxes(-1, -2))
 
     def _in_place(self, x_Mi: jax.Array, weight: OfLayer, *, transposed: bool) -> jax.Array:
-        stack, kernels = weight.stack, grouped_gpu if platform() is CUDA else grouped_tpu
+        stack, kernels = weight.stack, grouped_tpu if platform() is TPU else grouped_gpu
         values = stack.values if isinstance(stack, Int8) else stack
         y_Mo = kernels.product(x_Mi, values, self.sizes_E, weight.layer, transposed=transposed)
         return y_Mo * weight.own.scale[self.expert_M] if isinstance(stack, Int8) else y_Mo
@@ -59,7 +59,7 @@ def _dot(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:
     # XLA knows `jax.lax.ragged_dot` only as a product of every row with every expert's matrix.
     if on_cpu():
         return by_blocks(x_Mi, weight_Eio, sizes_E)
-    by_kernel = by_kernel_of_gpus if platform() is CUDA else by_kernel_of_tpus
+    by_kernel = by_kernel_of_tpus if platform() is TPU else by_kernel_of_gpus
     return by_kernel(x_Mi, weight_Eio, sizes_E)
 
 

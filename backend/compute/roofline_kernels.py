@@ -53,7 +53,7 @@ def _one_layer(operands: list[Shape], _: str) -> int:
 
 def _one_matrix_each(operands: list[Shape], _: str) -> int:
     """Of rows, and of the matrices [L E, ...] of so many experts as there are ends of rows, less the first start."""
-    _, ends, _, _, _, rows, matrices = operands
+    ends, rows, matrices = operands[1], *operands[-2:]
     return rows.nbytes + matrices.nbytes * (ends.size - 1) // matrices.dims[0]
 
 

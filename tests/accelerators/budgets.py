@@ -129,6 +129,15 @@ BUDGETS = (
     Budget(_case("32B v6e:2x4 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, quick=False),
     Budget(_case("Gemma-3-12B h100:1 forward_backward 4x1024"), MEMORY, 100, quick=False),
     Budget(_case("gpt-oss-20b h100:1 forward_backward 4x1024"), MEMORY, 100, quick=False),
+    *(
+        Budget(_case(f"{model} v6e:2x2 forward_backward 8x1024"), MEMORY, 100, quick=False)
+        for model in ("Gemma-3-12B", "gpt-oss-20b")
+    ),
+    Budget(_case("gpt-oss-20b v6e:2x2 forward_backward 8x1024"), DENSE, 2, quick=False),
+    *(
+        Budget(_case(f"{model} v6e:2x2 decode 64x2048", unknown_trips=CHUNK), STEP, 1.25, quick=False)
+        for model in ("Gemma-3-12B", "gpt-oss-20b")
+    ),
     Budget(_case("Gemma-4-E4B h100:1 decode 64x2048", unknown_trips=CHUNK), STEP, 1.25, quick=False),
     Budget(_case("gpt-oss-20b h100:1 decode 64x2048", unknown_trips=CHUNK), STEP, 1.25, quick=False),
     Budget(_case("gpt-oss-20b h100:1 decode 64x2048", unknown_trips=CHUNK), TEMPORARIES, 1, quick=False),

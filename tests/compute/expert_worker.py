@@ -65,9 +65,10 @@ def main() -> None:
     params = load_params(cfg, folder, mesh, "float32")  # over all devices; as TPUs decode, and as it is elsewhere
     stacks = {name: LoraPair(A=np.stack([pair.A] * 2), B=np.stack([-pair.B, pair.B])) for name, pair in pairs.items()}
     rest = {name: stacked[1] for name, stacked in params.layers.items() if name not in MLP}
-    whole = {name: OfLayer(params.layers[name], jnp.int32(1)) for name in MLP}, {
-        name: OfLayer(stack, jnp.int32(1)) for name, stack in stacks.items()
-    }
+    whole = (
+        {name: OfLayer(params.layers[name], jnp.int32(1)) for name in MLP},
+        {name: OfLayer(stack, jnp.int32(1)) for name, stack in stacks.items()},
+    )
     own = {name: params.layers[name][1] for name in MLP}, pairs
     apply = stack_apply(columns_B2)
     found["own"] = np.asarray(mixture(cfg, mesh, {**rest, **own[0]}, own[1], y_BTD, apply)).tolist()

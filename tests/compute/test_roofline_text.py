@@ -90,8 +90,8 @@ def test_a_gpu_knows_the_turns_of_a_loop_only_where_its_compiler_wrote_them_down
 
 
 def test_an_operation_whose_text_has_several_lines_ends_no_computation() -> None:
-    kernel = "%kernel = bf16[4096,2560]{1,0} custom-call(%x), custom_call_target=\"tpu_custom_call\", OF"
-    of = 'frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q\\": 512}"\n}}, metadata={op_name="kernel"}'
+    kernel = '%kernel = bf16[4096,2560]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", OF'
+    of = 'frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"q\\": 512}"\n}}, metadata={op_name="kernel"}'
     text = LOOP.replace("SPACE", "").replace("KNOWN", "").replace("  %fusion.1 =", f"  {kernel}\n  %fusion.1 =")
     counts = count(text.replace("OF", of), True)
     assert counts.flops == 36 * 2 * 4096 * 2560 * 2560

@@ -242,11 +242,13 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
     """
     if on_cpu():
         return frozenset()
-    names = frozenset(params.layers) & frozenset(projections(cfg))
+    stacks = params.layers
+    assert not isinstance(stacks, tuple)  # only CPUs have weights by layer
     if platform() is CUDA:
-        return names - {"kv_b"} if mesh.size == 1 else frozenset()  # `absorbed` multiplies by head
-    stacks = {name: params.layers[name] for name in names & {*MLP}}
-    return frozenset(name for name, stack in stacks.items() if cfg.experts and not isinstance(stack, Int8))
+        names = stacks.keys() & projections(cfg).keys() if mesh.size == 1 else set()
+        return frozenset(names - {"kv_b"})  # `absorbed` multiplies by head
+    experts = MLP if cfg.experts else ()
+    return frozenset(name for name in experts if not isinstance(stacks[name], Int8))
 
 
 def _pooled() -> bool:
