@@ -20,6 +20,7 @@ LOOK_SECONDS = 1.0
 
 async def keep_while_needed(
     keep: Callable[[], Coroutine[None, None, None]],
+    rest: Callable[[], Coroutine[None, None, None]],
     needed: Callable[[], Awaitable[bool]],
     seconds: float,
     report: Callable[[str], None],
@@ -28,7 +29,8 @@ async def keep_while_needed(
 ) -> None:
     """Run `keep` until nothing was needed for some time, and again when something is, for ever; raise what it raises.
 
-    keep: keeps worker processes until it is cancelled. needed: whether there is anything for them to do.
+    keep: keeps worker processes until it is cancelled. rest: runs in its place while nothing is needed.
+    needed: whether there is anything for them to do.
     seconds: how long nothing must have been needed. report: gets lines for people.
     look_seconds: between two questions to `needed`.
     """
@@ -39,20 +41,34 @@ async def keep_while_needed(
             await asyncio.sleep(look_seconds)
             quiet = 0.0 if await needed() else quiet + look_seconds
 
-    while True:
-        tasks = asyncio.create_task(keep()), asyncio.create_task(until_idle())
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            report(f"no request for {seconds:g} s: worker processes are released until the next one")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def until_needed() -> None:
         while not await needed():  # noqa: ASYNC110  the requests are another process's
             await asyncio.sleep(look_seconds)
+
+    while True:
+        await _until_either_ends(keep(), until_idle())
+        report(f"no request for {seconds:g} s: worker processes are released until the next one")
+        await _until_either_ends(rest(), until_needed())
         report("a request waits: worker processes are started again")
+
+
+async def _until_either_ends(*works: Coroutine[None, None, None]) -> None:
+    """Cancel the others when one of them ends; raise what it raises. They end in peace, also when we are cancelled."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError:
+            await asyncio.wait(tasks)  # a second cancellation would cut a release short
+            raise
+        finally:
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ A group has its size for a generation, so a launcher is stopped and begun anew f
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -75,6 +76,10 @@ class Plan:
         )
 
 
+async def _nothing(plan: Plan, say: Say) -> None:
+    await asyncio.Event().wait()
+
+
 @dataclass(frozen=True)
 class Launcher:
     """One way to start worker processes.
@@ -83,11 +88,13 @@ class Launcher:
     keep: has the plan's processes join the group, and replaces those that end, until it is cancelled; then it ends them
     all. It tells people by the function that it is given. UserError when the plan cannot be.
     address: the address of this host that those processes reach, for a group that was given none.
+    rest: runs in place of `keep` while no request needs the processes, until it is cancelled.
     """
 
     name: str
     keep: Callable[[Plan, Say], Coroutine[None, None, None]]
     address: Callable[[Settings], str]
+    rest: Callable[[Plan, Say], Coroutine[None, None, None]] = _nothing
 
 
 def own_address(peer: str = "") -> str:

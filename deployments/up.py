@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -174,9 +175,8 @@ class Stack:
             return needed is None or await needed()  # they are, until the engine serves
 
         async with contextlib.AsyncExitStack() as stack:
-            keeping = keep_while_needed(
-                lambda: launcher.keep(plan, self._report), is_needed, self.settings.idle_release, self._report
-            )
+            keep, rest = (partial(work, plan, self._report) for work in (launcher.keep, launcher.rest))
+            keeping = keep_while_needed(keep, rest, is_needed, self.settings.idle_release, self._report)
             working = asyncio.create_task(keeping)
             stack.push_async_callback(_end, working)
             while not self._ready.done() and not working.done():  # noqa: ASYNC110  two kinds of futures

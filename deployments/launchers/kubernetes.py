@@ -110,8 +110,8 @@ def waited_for(pods: Sequence[Json], count: int, warnings: Sequence[Json]) -> li
             found.setdefault(why, []).append(pod["metadata"]["name"])
     lines = [f"waiting for {', '.join(names)}: {why}" for why, names in found.items()]
     if len(pods) < count:
-        last = max(warnings, key=lambda event: str(event.get("lastTimestamp")), default={})
-        why = f": {last['reason']}: {last['message']}" if last else ""
+        last = max(warnings, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default={})
+        why = f": {last.get('reason')}: {last.get('message')}" if last else ""
         lines.append(f"Kubernetes has made {len(pods)} of {count} pods{why}")
     return lines
 
@@ -135,18 +135,39 @@ def _lacks(pod: Json) -> str:
 
 
 async def keep(plan: Plan, say: Say, cluster: Cluster, look_seconds: float = _LOOK_SECONDS) -> None:
-    """Keep the plan's pods until cancelled; then there are none any more."""
+    """Keep the plan's pods until cancelled; then there are none any more.
+
+    UserError when the API refuses the first request. What fails later is told, and tried again.
+    """
+    accepted = False
     try:
         while True:
-            selector = await cluster.scale(plan, plan.processes)
-            await asyncio.sleep(look_seconds)
-            pods = await cluster.pods(selector)
-            warnings = await cluster.warnings() if len(pods) < plan.processes else []
-            for line in waited_for(pods, plan.processes, warnings):
-                say(line)
+            try:
+                selector = await cluster.scale(plan, plan.processes)
+                accepted = True
+                await asyncio.sleep(look_seconds)
+                pods = await cluster.pods(selector)
+                warnings = await cluster.warnings() if len(pods) < plan.processes else []
+                for line in waited_for(pods, plan.processes, warnings):
+                    say(line)
+            except TinkerflowError as error:
+                if isinstance(error, UserError) and not accepted:
+                    raise
+                say(str(error))
+                await asyncio.sleep(look_seconds)
     except asyncio.CancelledError:
         await _release(plan, say, cluster)
         raise
+
+
+async def stay_released(plan: Plan, say: Say, cluster: Cluster, look_seconds: float = _LOOK_SECONDS) -> None:
+    """Have no pods until cancelled, whatever failed when they were released."""
+    while True:
+        try:
+            await cluster.scale(plan, 0)
+        except TinkerflowError as error:
+            say(f"worker pods may be there still: {error}")
+        await asyncio.sleep(look_seconds)
 
 
 async def _release(plan: Plan, say: Say, cluster: Cluster) -> None:
@@ -183,4 +204,9 @@ async def _keep(plan: Plan, report: Say) -> None:
         await keep(plan, lambda line: report(f"kubernetes: {line}"), cluster)
 
 
-LAUNCHER = Launcher("kubernetes", _keep, lambda settings: own_address())
+async def _rest(plan: Plan, report: Say) -> None:
+    async with this_cluster() as cluster:
+        await stay_released(plan, lambda line: report(f"kubernetes: {line}"), cluster)
+
+
+LAUNCHER = Launcher("kubernetes", _keep, lambda settings: own_address(), _rest)

@@ -16,7 +16,7 @@ class Kept:
     """Processes that are kept or not, and a demand for them."""
 
     def __init__(self) -> None:
-        self.demand, self.running, self.starts = True, False, 0
+        self.demand, self.running, self.resting, self.starts = True, False, False, 0
         self.error: Exception | None = None
 
     async def keep(self) -> None:
@@ -28,6 +28,13 @@ class Kept:
             raise self.error
         finally:
             self.running = False
+
+    async def rest(self) -> None:
+        self.resting = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.resting = False
 
     async def needed(self) -> bool:
         return self.demand
@@ -41,17 +48,23 @@ async def until(kept: Kept, running: bool) -> None:
 
 async def test_they_are_released_when_idle_and_come_back_when_needed() -> None:
     kept, said = Kept(), list[str]()
-    task = asyncio.create_task(keep_while_needed(kept.keep, kept.needed, 0.02, said.append, look_seconds=0.002))
+    task = asyncio.create_task(
+        keep_while_needed(kept.keep, kept.rest, kept.needed, 0.02, said.append, look_seconds=0.002)
+    )
     await until(kept, True)
     await asyncio.sleep(0.1)
     assert kept.running and kept.starts == 1 and not said
     kept.demand = False
     await until(kept, False)
     await asyncio.sleep(0.1)
-    assert kept.starts == 1 and said == ["no request for 0.02 s: worker processes are released until the next one"]
+    assert (
+        kept.resting
+        and kept.starts == 1
+        and said == ["no request for 0.02 s: worker processes are released until the next one"]
+    )
     kept.demand = True
     await until(kept, True)
-    assert kept.starts == 2 and said[1:] == ["a request waits: worker processes are started again"]
+    assert not kept.resting and kept.starts == 2 and said[1:] == ["a request waits: worker processes are started again"]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert not kept.running
@@ -61,7 +74,7 @@ async def test_what_fails_is_raised() -> None:
     kept = Kept()
     kept.error = ValueError("no room")
     with pytest.raises(ValueError, match="no room"):
-        await keep_while_needed(kept.keep, kept.needed, 60.0, print, look_seconds=0.01)
+        await keep_while_needed(kept.keep, kept.rest, kept.needed, 60.0, print, look_seconds=0.01)
 
 
 async def test_a_journal_that_is_away_ends_no_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

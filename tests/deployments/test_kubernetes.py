@@ -339,8 +339,7 @@ def test_images_are_targets_of_the_dockerfile(overlay: str) -> None:
             name, _, tag = container["image"].partition(":")
             assert name == "postgres" or (name == "tinkerflow" and tag in targets)
             if name == "tinkerflow" and container["name"] != "models":
-                launched = {"nvidia.com/gpu"} if (overlay, one.name) == ("launcher", "worker") else set()
-                assert set(container["resources"].get("limits", {})) - {"memory"} == devices[tag] - launched
+                assert set(container["resources"].get("limits", {})) - {"memory"} == devices[tag]
 
 
 def test_what_the_launcher_decides_is_in_its_settings_and_not_in_its_manifest() -> None:

@@ -119,19 +119,37 @@ async def test_a_refusal_is_told_in_the_words_of_the_api(
         await keep(plan(tmp_path), print, cluster)
 
 
-async def test_an_api_that_is_away_ends_no_pod(
+def away(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("no route to host")
+
+
+async def test_an_api_that_is_away_ends_no_pod_and_pods_are_released_when_it_is_back(
     fake: FakeKubernetes, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = asyncio.create_task(keep(plan(tmp_path, processes=2), print, cluster, 0.01))
+    said: list[str] = []
+    task = asyncio.create_task(keep(plan(tmp_path, processes=2), said.append, cluster, 0.01))
     await until(lambda: fake.applied)
+    with monkeypatch.context() as patches:
+        patches.setattr(fake, "answer", away)
+        await until(lambda: said and "cannot be reached" in said[-1])
+        assert said[-1] == "Kubernetes at https://10.0.0.1 cannot be reached: ConnectError('no route to host')"
+        assert fake.replicas == 2 and not task.done()
+    await end(task)
+    assert fake.replicas == 0
 
-    def away(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("no route to host")
 
-    monkeypatch.setattr(fake, "answer", away)
-    await asyncio.wait((task,))
-    assert "Kubernetes at https://10.0.0.1 cannot be reached: ConnectError('no route to host')" in str(task.exception())
-    assert fake.replicas == 2
+async def test_pods_that_an_idle_release_could_not_reach_are_released_later(
+    fake: FakeKubernetes, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    with monkeypatch.context() as patches:
+        patches.setattr(fake, "answer", away)
+        task = asyncio.create_task(kubernetes.stay_released(plan(tmp_path), said.append, cluster, 0.01))
+        await until(lambda: said)
+        assert said[0].startswith("worker pods may be there still: Kubernetes at https://10.0.0.1 cannot be reached")
+    await until(lambda: fake.applied)
+    assert fake.replicas == 0
+    await end(task)
 
 
 async def test_pods_that_cannot_be_released_are_told(
@@ -209,6 +227,7 @@ def test_what_pods_wait_for_is_told(pods: list[dict[str, Any]], count: int, line
             "reason": "FailedCreate",
             "message": 'pods "worker-0" is forbidden: exceeded quota',
         },
+        {"lastTimestamp": None, "eventTime": "2026-11-25T01:30:00Z"},
         {"lastTimestamp": "2026-11-25T01:00:00Z", "reason": "FailedCreate", "message": "earlier"},
     ]
     assert waited_for(pods, count, warnings) == lines
