@@ -44,6 +44,7 @@ class SamplingRunner:
         self._stopping = False
         self._full = False  # more may wait in the journal than was taken
         self._batch: SampleBatch | None = None
+        self._odd_interactive: dict[str | None, bool] = {}  # by owner, of the next odd number of places
 
     def wake(self) -> None:
         """There may be samples, or a sampler may have ended."""
@@ -117,9 +118,16 @@ class SamplingRunner:
                 shown.sampled(Operation(row, answered))
 
     async def _pending(self, batch: SampleBatch, limit: int, owner: str | None = None) -> list[Pending]:
-        journal, base = self._context.journal, self._context.card.name
+        odd_interactive = self._odd_interactive.get(owner, True)
+        if limit % 2:  # else an owner with one place would get it for one kind of sample alone
+            self._odd_interactive[owner] = not odd_interactive
         return await self._context.read(
-            journal.requests.pending_samples, limit, base_model=base, exclude=batch.requests, owner=owner
+            self._context.journal.requests.pending_samples,
+            limit,
+            base_model=self._context.card.name,
+            exclude=batch.requests,
+            owner=owner,
+            odd_interactive=odd_interactive,
         )
 
     def _freed(self) -> None:

@@ -121,9 +121,11 @@ class AnswerReader:
         self._one_call = one_call
         self.said = Said()
         self._reason: str | None = None
+        self._tokens = 0  # that were sampled
 
     def feed(self, piece: SamplePiece) -> list[Event]:
         """Take new tokens: the events that they decide."""
+        self._tokens += len(piece.tokens)
         shown = [token for token in piece.tokens if token not in self._hidden]
         events = self._parser.feed(self._text.feed(shown))
         if piece.stop_reason is not None:
@@ -144,8 +146,13 @@ class AnswerReader:
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens the reasoning so far has, as the tokenizer writes it."""
-        return len(self._tokenizer.encode(self.said.reasoning, special=False)) if self.said.reasoning else 0
+        """How many tokens the reasoning so far has, as the tokenizer writes it: no more than were sampled.
+
+        It would be more where an answer ends inside a character, which the text shows as another one.
+        """
+        if not self.said.reasoning:
+            return 0
+        return min(self._tokens, len(self._tokenizer.encode(self.said.reasoning, special=False)))
 
     @property
     def finish(self) -> Finish:

@@ -267,15 +267,21 @@ class Requests(Aggregate):
         return run if cut and run else run + unloads
 
     def pending_samples(
-        self, limit: int, *, base_model: str | None = None, exclude: Collection[str] = (), owner: str | None = None
+        self,
+        limit: int,
+        *,
+        base_model: str | None = None,
+        exclude: Collection[str] = (),
+        owner: str | None = None,
+        odd_interactive: bool = True,
     ) -> list[Pending]:
         """Samples that wait, oldest first, at most `limit`, each with its sampler, and without a long payload.
 
-        Half of `limit`, at least one, is for interactive samples, which come before all others: who waits for one does
-        not wait for a batch that was sent before, and the batch goes on. base_model, owner: of the samples; None: any.
-        exclude: ids of requests that were taken up already.
+        Half of `limit` is for interactive samples, and they come first. So whoever waits for one does not wait for a
+        batch that was sent before, and the batch goes on. base_model, owner: of the samples; None: any. exclude: ids of
+        requests that were taken up already. odd_interactive: whether the odd place of such a limit is for them, too.
         """
-        most = (limit + 1) // 2
+        most = (limit + odd_interactive) // 2
         values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner}
         with self._read() as connection:
             oldest = list(connection.execute(_PENDING_SAMPLES, {**values, "at_most": limit}))

@@ -47,7 +47,7 @@ from tinkerflow.backend.journal.tables import (
 
 PAGE = 1000
 DROPPED, EXPIRED = "the result was dropped", "the result expired"  # how errors of answers begin whose bytes are gone
-FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # samples of a client's copy that an acknowledgement leaves; bytes of one
+FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # samples of a sampler that an acknowledgement leaves; bytes of one, in all
 _ACKNOWLEDGED = f"{DROPPED}: its client acknowledged that it has it"
 _BYTES = sa.func.length(col(Request.payload)) + sa.func.coalesce(sa.func.length(col(Request.result)), 0)
 _AFTER = (
@@ -363,7 +363,7 @@ class Results(Aggregate):
     def acknowledge(self, sampler_id: str, owner: str | None, request_ids: Collection[str], *, clone: int) -> int:
         """Drop the bytes of results that were read and that their client says it has; how many.
 
-        The first FIRST_SHOWN of a copy stay until they expire, where they are small: the console shows them.
+        A sampler's first FIRST_SHOWN stay until they expire, where they are small: the console shows them.
         A client acknowledges what it has downloaded and read, and only that. A result that nobody ever read stays, and
         ids that are not the clone's are passed over. Only the clone that asked for a sample knows its id, so there is
         no other reader to wait for. NotFoundError: unknown or foreign sampler.
@@ -379,7 +379,7 @@ class Results(Aggregate):
                     col(Request.seq_id) < (clone + 1) * CLONE_BLOCK,
                     col(Request.read_at).is_not(None),
                     col(Request.dropped_at).is_(None),
-                    sa.or_(col(Request.seq_id) >= clone * CLONE_BLOCK + FIRST_SHOWN, _BYTES > LARGEST_SHOWN),
+                    sa.or_(col(Request.seq_id) >= FIRST_SHOWN, _BYTES > LARGEST_SHOWN),
                 )
                 values = _dropped(_ACKNOWLEDGED, payload=b"", dropped_at=self._now())
                 dropped += connection.execute(statement.values(**values)).rowcount

@@ -68,11 +68,13 @@ class WholeSample(SampleView):
 class Samples(Aggregate):
     """Sample requests, newest first."""
 
-    def recent(self, owner: str | None, *, run_id: str | None = None, limit: int = 20) -> list[SampleView]:
+    def recent(
+        self, owner: str | None, *, run_id: str | None = None, limit: int = 20, texts_first: bool = True
+    ) -> list[SampleView]:
         """The newest samples of the newest samplers; with run_id, of samplers of that run's weights.
 
-        Samples whose bytes are there come before those whose bytes were dropped. One statement for each sampler, and
-        one or two more. NotFoundError: unknown or foreign run.
+        texts_first: samples whose bytes are there come before those whose bytes were dropped. One statement for each
+        sampler, and one or two more. NotFoundError: unknown or foreign run.
         """
         newest = (col(SamplerRow.created_at).desc(), col(SamplerRow.id))
         with self._read() as connection:
@@ -98,7 +100,7 @@ class Samples(Aggregate):
                 some = connection.execute(_SAMPLES.where(of, seq.in_(looked_at)))
                 found += [as_view(SampleView, row) for row in some]
         newest_first = sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)
-        return sorted(newest_first, key=lambda one: one.size == 0)[:limit]
+        return sorted(newest_first, key=lambda one: texts_first and one.size == 0)[:limit]
 
     def get(self, request_id: str, owner: str | None) -> SampleView:
         """One sample request; NotFoundError when it is unknown, foreign, or no sample."""

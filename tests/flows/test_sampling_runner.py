@@ -360,9 +360,10 @@ class Shown:
 
     def __init__(self) -> None:
         self.ends: list[str] = []
+        self.samples: list[str] = []
 
     def sampled(self, operation: Operation) -> None:
-        pass
+        self.samples.append(operation.request.id)
 
     def ended(self, state: str, text: str, *, over: bool) -> None:
         assert not over  # another engine may go on with the run
@@ -381,6 +382,19 @@ async def test_a_runner_that_is_cancelled_while_samples_are_decoded_says_that_it
         runner.stop()
         await asyncio.sleep(0)
     assert shown.ends == ["Cancelled"]
+
+
+async def test_a_program_and_those_who_wait_take_turns_where_there_is_one_place(
+    context: Any, client: Any, running: Any
+) -> None:
+    shown, sampler = Shown(), client.sampler(0)
+    batch = [client.sample(sampler) for _ in range(3)]
+    people = [client.sample(sampler, {"priority": "interactive"}) for _ in range(3)]
+    runner = SamplingRunner(context, [cast(RunMirror, shown)], most_waiting=1)
+    async with running(runner.serve()):
+        await client.results(*batch, *people)
+    assert sorted(shown.samples[:2]) == sorted([people[0], batch[0]])
+    assert sorted(shown.samples[2:4]) == sorted([people[1], batch[1]])
 
 
 async def test_a_runner_that_is_cancelled_before_a_worker_group_serves_says_that_it_ended(

@@ -184,10 +184,12 @@ def test_half_of_the_places_are_for_those_whom_somebody_waits_for(scene, clock):
         found.append(scene.sample(sampler, seq, interactive=interactive))
         clock.advance(1)
 
-    def taken(limit, exclude=()):
-        return [one.id for one in scene.journal.requests.pending_samples(limit, exclude=exclude)]
+    def taken(limit, **given):
+        return [one.id for one in scene.journal.requests.pending_samples(limit, **given)]
 
     assert taken(1) == people[:1]
+    assert taken(1, odd_interactive=False) == batch[:1]
+    assert taken(3, odd_interactive=False) == [people[0], *batch[:2]]
     assert taken(4) == [*people[:2], *batch[:2]]
     assert taken(9, exclude=batch[:3]) == [*people[:5], *batch[3:], people[5]]
     assert taken(100) == people + batch

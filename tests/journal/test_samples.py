@@ -57,6 +57,8 @@ def test_what_a_sample_came_to_is_known_when_its_bytes_are_dropped(scene, clock)
     few = scene.journal.samples.recent("local", limit=FIRST_SHOWN + 4)
     assert [one.id for one in few] == [waits, given_up, failed, *done[:FIRST_SHOWN][::-1], dropped[-1]]
     assert [one.size == 0 for one in few] == [False] * (FIRST_SHOWN + 3) + [True]
+    newest = scene.journal.samples.recent("local", limit=6, texts_first=False)
+    assert [one.id for one in newest] == asked[:-7:-1]
     scene.journal.results.expire(-1)
     assert states() == known + [("done", None)] * len(dropped)
 

@@ -59,7 +59,7 @@ async def front_page(request: Request) -> Response:
         journal = visit.journal
         return {
             "runs": journal.models.runs(visit.owner, limit=_RECENT, offset=0),
-            "samples": journal.samples.recent(visit.owner, limit=_RECENT),
+            "samples": journal.samples.recent(visit.owner, limit=_RECENT, texts_first=False),
             "base_models": journal.base_models.all(),
         }
 
