@@ -32,7 +32,7 @@ from tinkerflow.flows.prefect.report import Drawing
 
 log = logging.getLogger(__name__)
 
-LOG_SECONDS = 10.0  # lines of so long go out in one request, which takes 1 to 2.5 ms of CPU
+LOG_SECONDS = 15.0  # lines of so long go out in one request, which takes 1 to 2.5 ms of CPU
 MOST_FAILURES = 30  # answers such as 500 to one request, from a server that is healthy; about a minute of them
 MOST_LINES = 500  # of logs that wait for the server
 

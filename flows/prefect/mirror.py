@@ -235,6 +235,7 @@ class RunMirror:
         )
         if self._model_id and over:
             self._tell("tinkerflow.run.finished", state=state, why=text, operations=self._operations)
+        self._draw()
         self._finish(_FINAL_STATES[state](message=text))
 
     # ------------------------------------------------------------------ lines, events and artifacts
@@ -304,7 +305,6 @@ class RunMirror:
         if self._window is not None:
             self._window.close()
         if self._flow_run is not None:
-            self._draw()
             self._flow_run.finish(state)
         self._window = self._flow_run = self._task_run = None
 

@@ -1,15 +1,16 @@
 """Prefect beside a long training run: whether its server keeps up, and how long the run's page takes to open.
 
-    .venv/bin/python tests/benchmarks/prefect_page.py [--steps 20000] [--rate 3] [--turns 0] [--pause 0]
+    .venv/bin/python tests/benchmarks/prefect_page.py [--steps 20000] [--rate 3] [--cost] [--pause 0]
 
 A real engine (journal, pool, flow and task runs, the embedded Prefect server) makes so many steps with the unigram
 model of tests/flows instead of JAX; each step is a forward_backward and an optim_step. --rate is the setting
 TINKERFLOW_TRACKED_RUNS_PER_SECOND, whose default is the one here: above it, steps share task runs. Then the
 pages of its fullest and of its last flow run are opened in a headless Chromium. RESULTS.md keeps the output.
 
-With --turns, it measures what the page's lines, curves and checkpoints cost the engine instead: the steps are made in
-so many turns, by turns with them and without them, and the CPU time of the process is counted, less what this program
-takes to ask. --pause: seconds between two steps, for a run as slow as a real one.
+With --cost, it measures what the page's lines, curves and checkpoints cost the engine instead: the CPU time of the
+threads that make and send them, while they do, beside that of the whole process, less what this program takes to ask.
+What asyncio spends on the bytes of their sockets is not among it. --pause: seconds between two steps, for a run as
+slow as a real one.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import statistics
 import sys
 import tempfile
 import time
+import types
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -42,7 +47,8 @@ from tinkerflow.backend.settings import Settings  # noqa: E402
 from tinkerflow.backend.wire import tinker_pb2 as pb  # noqa: E402
 from tinkerflow.deployments.tiny_model import make_tiny  # noqa: E402
 from tinkerflow.flows import run_engine  # noqa: E402
-from tinkerflow.flows.prefect.report import RunReport  # noqa: E402
+from tinkerflow.flows.prefect.flow_run import FlowRunRecord  # noqa: E402
+from tinkerflow.flows.prefect.report import Drawing, RunReport  # noqa: E402
 
 AHEAD = 64  # steps that wait in the journal
 
@@ -92,20 +98,67 @@ def train(journal: Journal, model: str, steps: int, *, pause: float = 0.0) -> No
     print(f"{steps} steps in {time.monotonic() - began:.0f} s", flush=True)
 
 
-def cost(journal: Journal, model: str, steps: int, turns: int, pause: float) -> None:
-    """Print the engine's CPU time for a step with what the page tells of steps, and without it, by turns."""
-    told = RunReport.answered
-    spent: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(turns):
-        whole = turn % 2 == 0
-        RunReport.answered = told if whole else lambda report, outcome: False  # type: ignore[method-assign]
+@contextmanager
+def of_the_page() -> Iterator[Counter[str]]:
+    """CPU-seconds that a page's lines and drawings take, by what they are for; states of flow runs are not among it."""
+    spent: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[name] += time.thread_time() - before
+
+        return call
+
+    @types.coroutine
+    def stepped(work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """The coroutine, of which every step is counted."""
+        send, throw = counted("requests", work.send), counted("requests", work.throw)
+        step, value = send, None
+        while True:
+            try:
+                waits_for = step(value)
+            except StopIteration as end:
+                return end.value
+            try:
+                step, value = send, (yield waits_for)
+            except BaseException as error:  # noqa: BLE001  the coroutine's own, as if nobody stood between
+                step, value = throw, error
+
+    sent = FlowRunRecord._send_all
+
+    async def send_all(flow_run: FlowRunRecord) -> None:
+        first = flow_run._requests[0].__name__
+        await (stepped(sent(flow_run)) if first in ("_send_lines", "put") else sent(flow_run))
+
+    with ExitStack() as patches:
+        for owner, name, own in (
+            (RunReport, "answered", counted("reading answers", RunReport.answered)),
+            (FlowRunRecord, "log", counted("lines", FlowRunRecord.log)),
+            (Drawing, "draw", counted("drawing", Drawing.draw)),  # in a thread of its own
+            (FlowRunRecord, "_send_all", send_all),
+        ):
+            patches.enter_context(patch.object(owner, name, own))
+        yield spent
+
+
+def cost(journal: Journal, model: str, steps: int, pause: float) -> None:
+    """Print the engine's CPU time for a step, and which part of it goes into the page."""
+    with of_the_page() as spent:
         before = time.process_time() - time.thread_time()
-        train(journal, model, steps // turns, pause=pause)
-        spent[whole].append(1000 * (time.process_time() - time.thread_time() - before) / (steps // turns))
-    for whole, name in ((True, "with what the page tells"), (False, "without")):
-        print(f"CPU-ms of the engine for a step {name}: {' '.join(f'{one:.2f}' for one in spent[whole])}")
-    growth = statistics.median(spent[True]) / statistics.median(spent[False]) - 1
-    print(f"medians: {100 * growth:+.1f} %; load {os.getloadavg()[0]:.1f}", flush=True)
+        train(journal, model, steps, pause=pause)
+        whole = 1000 * (time.process_time() - time.thread_time() - before) / steps
+    parts = {name: 1000 * seconds / steps for name, seconds in spent.items()}
+    page = sum(parts.values())
+    print(
+        f"CPU-ms of the engine for a step: {whole:.2f}, of which the page's lines and drawings {page:.2f}: they add "
+        f"{100 * page / (whole - page):.1f} % ({', '.join(f'{name} {spent:.2f}' for name, spent in parts.items())}); "
+        f"load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
 
 
 def task_runs(http: httpx.Client, run: str, **more: object) -> int:
@@ -169,7 +222,7 @@ def open_pages(http: httpx.Client, url: str, runs: list[tuple[str, int]], folder
             )
 
 
-async def main(steps: int, rate: float, turns: int, pause: float) -> None:
+async def main(steps: int, rate: float, with_cost: bool, pause: float) -> None:
     """Engine, steps, pages; or the cost of what pages tell."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -188,18 +241,18 @@ async def main(steps: int, rate: float, turns: int, pause: float) -> None:
         journal = Journal.open(settings.journal_url)
         before = cpu_seconds(os.getpid())
         model = create(journal, base_model)
-        if turns:
-            await asyncio.to_thread(train, journal, model, steps // turns)  # a curve to draw
-            await asyncio.to_thread(cost, journal, model, steps, turns, pause)
-            steps = 0
-        await asyncio.to_thread(train, journal, model, steps)
+        if with_cost:
+            await asyncio.to_thread(train, journal, model, 1000)  # a curve to draw
+            await asyncio.to_thread(cost, journal, model, steps, pause)
+        else:
+            await asyncio.to_thread(train, journal, model, steps)
         url = f"http://127.0.0.1:{settings.prefect_port}"
         with httpx.Client(base_url=f"{url}/api", timeout=60) as http:
             runs = await asyncio.to_thread(recorded, http, model)
             spent = cpu_seconds(os.getpid())
             used = {part: round(seconds - before.get(part, 0)) for part, seconds in spent.items()}
             print("CPU-seconds (other: the engine and this program):", used)
-            if not turns:
+            if not with_cost:
                 await asyncio.to_thread(open_pages, http, url, runs, folder)
         journal.close()
         engine.cancel()
@@ -210,7 +263,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--rate", type=float, default=3.0)
-    parser.add_argument("--turns", type=int, default=0)
+    parser.add_argument("--cost", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0)
     arguments: Any = parser.parse_args()
-    asyncio.run(main(arguments.steps, arguments.rate, arguments.turns, arguments.pause))
+    asyncio.run(main(arguments.steps, arguments.rate, arguments.cost, arguments.pause))
