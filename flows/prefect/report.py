@@ -31,7 +31,7 @@ from tinkerflow.tasks.pipelines.curves import data_url, picture
 LINE_SECONDS = 1.0  # between two lines about steps
 DRAW_SECONDS = 60.0  # between two drawings
 DRAW_SHARE = 200  # a drawing that took long is followed by a pause of so many times that
-MOST_POINTS = 200  # of a curve in the picture, where it is about 350 pixels wide
+MOST_POINTS = 150  # of a curve in the picture, where it is about 350 pixels wide
 MOST_CHECKPOINTS = 50  # of the page, the newest
 _CURVES = ("loss", "grad_norm", "learning_rate", "kl", "tokens_per_second")
 
