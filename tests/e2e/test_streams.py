@@ -62,7 +62,7 @@ def test_a_stream_is_the_sdks_sample_of_base_model_and_adapter(server, client, t
     assert base[:2] == tuple(map(list, sampled(server, 40, 3, base_model=server.base_model)))
     assert adapter[:2] == tuple(map(list, sampled(server, 40, 3, model_path=trained)))
     assert adapter[:2] == of_run[:2] != base[:2]
-    assert len(adapter[2]) > 2, "it came in parts"
+    assert len(streamed(client, trained, 300, 3)[2]) > 2, "it comes in parts; a short one may be whole when it is read"
 
 
 def test_a_worker_that_is_killed_amid_64_streams_makes_no_token_come_twice_or_not(server, client, trained):
