@@ -74,8 +74,7 @@ def _states(operands: list[Shape], _: str) -> int:
 # Bytes that kernels read which are given all layers, and read of one; and what they write there.
 READ: dict[str, Callable[[list[Shape], str], int]] = {
     "delta_step": _states,
-    "tgmm": lambda operands, _: sum(one.nbytes for one in operands),
-    "gmm": _one_matrix_each,
+    "(gmm)": _one_matrix_each,  # `tgmm` is given no stack
     "ragged_paged_attention": _ragged_pages,
     "paged_attention": _pages,
     **dict.fromkeys(("layer_product", "grouped_product", "adapter_low", "adapter_update"), _one_layer),

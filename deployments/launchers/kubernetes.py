@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +200,9 @@ async def this_cluster() -> AsyncIterator[Cluster]:
         yield Cluster(http, namespace, token)
 
 
-async def _keep(plan: Plan, report: Say) -> None:
+async def _here(work: Callable[[Plan, Say, Cluster], Awaitable[None]], plan: Plan, report: Say) -> None:
     async with this_cluster() as cluster:
-        await keep(plan, lambda line: report(f"kubernetes: {line}"), cluster)
+        await work(plan, lambda line: report(f"kubernetes: {line}"), cluster)
 
 
-async def _rest(plan: Plan, report: Say) -> None:
-    async with this_cluster() as cluster:
-        await stay_released(plan, lambda line: report(f"kubernetes: {line}"), cluster)
-
-
-LAUNCHER = Launcher("kubernetes", _keep, lambda settings: own_address(), _rest)
+LAUNCHER = Launcher("kubernetes", partial(_here, keep), lambda settings: own_address(), partial(_here, stay_released))

@@ -265,7 +265,7 @@ def test_an_update_in_place_within_a_fusion_writes_the_update() -> None:
             2 * (256 * 2880 + 32 * 2880 * 2880 + 256 * 2880),
         ),
         (  # of two experts of one of 3 layers, on a TPU
-            "gmm",
+            "jit(gmm)",
             "s32[] s32[3]{0} s32[4]{0} s32[4]{0} s32[1]{0} bf16[16,256]{1,0} bf16[6,256,128]{2,1,0}",
             "bf16[16,128]{1,0}",
             2 * (16 * 256 + 2 * 256 * 128 + 16 * 128),

@@ -345,7 +345,10 @@ def test_images_are_targets_of_the_dockerfile(overlay: str) -> None:
 def test_what_the_launcher_decides_is_in_its_settings_and_not_in_its_manifest() -> None:
     (settings,) = objects("launcher", "ConfigMap").values()
     assert {"TINKERFLOW_MAX_GROUPS", "TINKERFLOW_PROCESS_DEVICES", "TINKERFLOW_IDLE_RELEASE"} <= settings["data"].keys()
-    assert "replicas" not in objects("launcher", "StatefulSet")["worker"]["spec"]  # kubectl apply would set it back
+    worker = objects("launcher", "StatefulSet")["worker"]["spec"]
+    assert "replicas" not in worker  # kubectl apply would set it back
+    limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert str(limits["nvidia.com/gpu"]) == settings["data"]["TINKERFLOW_PROCESS_DEVICES"]  # of the first pod, too
     binding = objects("launcher", "RoleBinding")["launcher"]
     assert binding["roleRef"]["name"] in objects("launcher", "Role")
     (engine,) = (one for one in pods("launcher") if one.name == "engine")

@@ -210,10 +210,9 @@ async def test_the_last_word_of_a_rank_is_heard_also_when_nothing_can_be_sent_to
         time.sleep(0.01)  # noqa: ASYNC251  (our loop is to read nothing before it has ended)
     with pytest.raises(SuspectError, match="RESOURCE_EXHAUSTED"):
         await guilty
-    for ended in await asyncio.gather(
-        *innocent, return_exceptions=True
-    ):  # what was not sent yet, the next group answers
+    for ended in await asyncio.gather(*innocent, return_exceptions=True):
         assert not isinstance(ended, SuspectError)
+        assert isinstance(ended, GroupFailedError) or ended == Done(), "the next group answers what was not sent before"
 
 
 async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
