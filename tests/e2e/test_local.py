@@ -51,7 +51,8 @@ async def test_it_serves_inside_a_running_loop_and_ends_with_an_exception(tmp_pa
     below, urls = set[int](), list[str]()
     with pytest.raises(KeyError, match="mine"):
         await asyncio.to_thread(asyncio.run, cell())
-    assert below and not [pid for pid in below if cmdline(pid)]
+    left = {pid: cmdline(pid) for pid in below if cmdline(pid)}
+    assert below and not left
     assert not list(tmp_path.iterdir())
     assert "TINKER_BASE_URL" not in os.environ
     assert f"ready: {urls[0]}  prefect: off" in said
