@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -13,8 +14,8 @@ def cmdline(pid: int) -> str:
         return ""
 
 
-def descendants(pid: int) -> list[int]:
-    """Pids of all that the process started, and of what those started."""
+def descendants(pid: int, *, beside: Collection[int] = ()) -> list[int]:
+    """Pids of all that the process started, and of what those started; without those `beside` and what they started."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -25,7 +26,7 @@ def descendants(pid: int) -> list[int]:
             children.setdefault(int(stat.rsplit(")", 1)[1].split()[1]), []).append(int(entry.name))
     found, todo = [], [pid]
     while todo:
-        below = children.get(todo.pop(), [])
+        below = [child for child in children.get(todo.pop(), []) if child not in beside]
         found += below
         todo += below
     return found

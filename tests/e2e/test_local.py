@@ -36,11 +36,11 @@ async def test_it_serves_inside_a_running_loop_and_ends_with_an_exception(tmp_pa
     said: list[str] = []
 
     async def cell() -> None:
-        before = set(descendants(os.getpid()))
+        before = set(descendants(os.getpid()))  # a browser and a server of other tests, which start more
         with tinkerflow.local(progress=said.append, processes=2) as service:
             (scratch,) = tmp_path.iterdir()
             (base_model,) = (scratch / "models" / "tinkerflow").iterdir()
-            started = set(descendants(os.getpid())) - before
+            started = descendants(os.getpid(), beside=before)
             commands = [cmdline(pid) for pid in started]
             assert sum("tinkerflow.backend.pool.worker" in command for command in commands) == 2
             learn(service, str(base_model))
