@@ -1,4 +1,4 @@
-"""Who is woken when: notifications of the journal go to the runners, and sweeps do what nobody is notified of."""
+"""Who is woken when: the journal's notifications go to models' runners, and sweeps do what nobody is notified of."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Dispatcher:
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until `stop`; returns when what was in flight is answered. `on_ready` is called when it begins."""
-        heard = self._journal.notifier.subscribe("model:", "sample", "session:", "cancel:")
+        heard = self._journal.notifier.subscribe("model:", "session:")
         async with heard as topics, asyncio.TaskGroup() as around:
             watches = [
                 around.create_task(self._sweep_often(), name="sweeps"),
@@ -134,12 +134,6 @@ class Dispatcher:
             kind, _, name = topic.partition(":")
             if kind == "model":
                 self.wake(name)
-            elif kind == "cancel":
-                for model in self._served.values():
-                    model.sampling.cancel(name)
-            elif kind == "sample":
-                for model in self._served.values():
-                    model.sampling.wake()
             else:
                 self._sweep.set()
 

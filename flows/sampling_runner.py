@@ -14,7 +14,7 @@ import asyncio
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from tinkerflow.backend.journal import Outcome, Pending
 from tinkerflow.flows.prefect.mirror import RunMirror
@@ -47,7 +47,7 @@ class SamplingRunner:
         self._odd_interactive: dict[str | None, bool] = {}  # by owner, of the next odd number of places
 
     def wake(self) -> None:
-        """There may be samples, or a sampler may have ended."""
+        """There may be samples, or a worker group serves now."""
         self._woken.set()
 
     def stop(self) -> None:
@@ -57,24 +57,38 @@ class SamplingRunner:
 
     async def serve(self) -> End:
         """Answer samples as they come, until stopped."""
-        while not self._context.pool.ready:
-            await self._woken.wait()  # also when a group serves
-            if self._stopping:
-                return STOPPED
-            self._woken.clear()
-        self._woken.set()
-        context = self._context.bound_to(await self._context.pool.serving())
-        async with asyncio.TaskGroup() as group:
-            batch = self._batch = SampleBatch(context, group, self._freed)
-            decoding = group.create_task(batch.decode(), name="decode")
+        heard = self._context.journal.notifier.subscribe("sample", "cancel:")
+        async with heard as topics, asyncio.TaskGroup() as group:
+            listening = group.create_task(self._listen(topics), name="samples")
             try:
-                while await self._woken.wait() and not self._stopping:
+                while not (self._context.pool.ready or self._stopping):
+                    await self._woken.wait()  # also when a group serves
                     self._woken.clear()
-                    await self._take(batch)
+                if not self._stopping:
+                    await self._serve(group)
             finally:
-                await batch.drain()
-                decoding.cancel()
+                listening.cancel()
         return STOPPED
+
+    async def _listen(self, topics: AsyncIterator[str]) -> None:
+        async for topic in topics:
+            if topic == "sample":
+                self.wake()
+            else:
+                self.cancel(topic.removeprefix("cancel:"))
+
+    async def _serve(self, group: asyncio.TaskGroup) -> None:
+        context = self._context.bound_to(await self._context.pool.serving())
+        batch = self._batch = SampleBatch(context, group, self._freed)
+        decoding = group.create_task(batch.decode(), name="decode")
+        self._woken.set()
+        try:
+            while await self._woken.wait() and not self._stopping:
+                self._woken.clear()
+                await self._take(batch)
+        finally:
+            await batch.drain()
+            decoding.cancel()
 
     def cancel(self, request_id: str) -> None:
         """The request was cancelled: its place in the decode batch is free after the chunk that runs now."""

@@ -124,7 +124,9 @@ class Notifier:
                 self._subscriptions.discard(subscription)
 
     def close(self) -> None:
-        """Stop listening to other processes."""
+        """Stop listening to other processes. Whoever subscribes from now on hears of this process alone."""
+        with self._lock:  # a thread may be starting the transport, whose subscriber was cancelled
+            self._started = True
         self._transport.close()
 
     def _add(self, subscription: Subscription) -> None:

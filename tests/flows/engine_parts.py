@@ -36,7 +36,6 @@ from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy
-from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.operation import AnswerWriter, ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
@@ -146,7 +145,7 @@ class Client:
     seqs: dict[str, int] = field(default_factory=dict)
     owner: str = "local"
 
-    async def ring(self, topic: str, runner: ModelRunner | SamplingRunner) -> None:
+    async def ring(self, topic: str, runner: ModelRunner) -> None:
         """Wake the runner whenever the journal's bell rings, as the dispatcher does; until cancelled."""
         async with self.journal.notifier.subscribe(topic) as topics:
             runner.wake()  # for what came before we listened

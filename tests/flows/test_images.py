@@ -107,7 +107,7 @@ async def test_an_image_of_a_prompt_reaches_the_group_as_pixels(
     def ask(expected: int) -> Any:
         return client.result(client.sample(sampler, shown(expected)))
 
-    async with running(client.ring("sample", runner)), running(runner.serve()):
+    async with running(runner.serve()):
         sampler = client.sampler(1)
         done, refused = await ask(6), await ask(5)
     assert done.error is None
@@ -132,11 +132,7 @@ async def test_images_that_wait_for_room_cost_other_projects_no_place_and_are_no
 
     monkeypatch.setattr(ImageProcessor, "read", reading)
     pool.hold = asyncio.Event()
-    async with (
-        running(client.ring("sample", runner)),
-        running(other.ring("sample", runner)),
-        running(runner.serve()),
-    ):
+    async with running(runner.serve()):
         await until(lambda: runner._batch is not None)
         batch = runner._batch
         assert batch is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import time
 from datetime import UTC, datetime, timedelta
@@ -28,7 +27,7 @@ from tinkerflow.tasks.execution.operation import ExecutionContext, Operation
 @pytest.fixture
 async def sampling(context: Any, mirror: Mirror, client: Any, running: Any) -> Any:
     runner = SamplingRunner(context, mirror.sampling(context.card.name), most_waiting=8)
-    async with running(client.ring("sample", runner)), running(runner.serve()) as task:
+    async with running(runner.serve()) as task:
         yield runner, task
 
 
@@ -480,10 +479,7 @@ async def test_long_samples_of_some_projects_leave_the_line_to_the_others(
     first, second, third = [await connect(journal, owner=owner) for owner in ("one", "two", "three")]
     runner, pool.hold = SamplingRunner(context, (), most_waiting=4), asyncio.Event()
     long = {"pad": "x" * 70_000}
-    async with contextlib.AsyncExitStack() as running_now:
-        for client in (first, second, third):
-            await running_now.enter_async_context(running(client.ring("sample", runner)))
-        await running_now.enter_async_context(running(runner.serve()))
+    async with running(runner.serve()):
         asked = [(client, client.sample(client.sampler(1), long)) for client in [first] * 4 + [second] * 4]
         await until(lambda: runner._batch is not None and sum(s.waits for s in runner._batch._samples.values()) == 8)
         asked.append((third, third.sample(third.sampler(1))))
