@@ -27,7 +27,12 @@ def product(
     transposed: bool,
     interpret: bool = False,
 ) -> jax.Array:
-    """What `grouped_gpu.product` gives of the same arguments. A weight of int8 is copied as the dtype of x."""
+    """Each row times its expert's matrix, as `grouped_gpu.product`: [M, o] in the dtype of x.
+
+    x_Mi: rows sorted by expert. weight: [E, i, o], transposed [E, o, i], of any dtype; one of int8 is copied as the
+    dtype of x. sizes_E: int32, rows of each expert. layer: int32 scalar; then `weight` has the matrices of all layers,
+    [L, E, ...]; None: of one. transposed: whether the matrices are. interpret: run the kernel on a CPU, for tests.
+    """
     M, rows = x_Mi.shape[0], _rows(x_Mi.shape[0])
     before = None
     if layer is not None:  # the kernel subtracts what comes before its groups, and here they come behind others

@@ -92,8 +92,8 @@ def score_and_grads(
 ) -> tuple[Scored, jax.Array, Any]:
     """As `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (None when that is).
 
-    The other arguments are those of `score`. by_head: the last gradient is that by the unembedding, float32 [V, D];
-    there must be no pair then.
+    params, targets_BTK, choice, inputs, mesh, most_logits, interpret: as of `score`. by_head: the last gradient is that
+    by the unembedding, float32 [V, D]; there must be no pair then.
     """
     assert not (by_head and pair is not None)
     whole = (hidden_BTD, targets_BTK, inputs)

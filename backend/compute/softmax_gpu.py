@@ -98,8 +98,8 @@ def totals(given: Product, *, keep: bool) -> Totals:
 def slopes(given: Product, totals: Totals, largest_M: jax.Array, log_total_M: jax.Array, slope_MK: jax.Array) -> Slopes:
     """The gradient by the logits. A target named twice counts twice.
 
-    All float32. totals: with weights. largest_M: of all of a row's logits. log_total_M: of the sum of exp(logit -
-    largest). slope_MK: the gradient by each target's logprob.
+    All float32. given: the product. totals: with weights. largest_M: of all of a row's logits. log_total_M: of the sum
+    of exp(logit - largest). slope_MK: the gradient by each target's logprob.
     """
     weights_MV, targets_MK, cap = totals.weights_MV, given.targets_MK, given.cap
     assert weights_MV is not None

@@ -74,8 +74,8 @@ def totals(given: Product, *, keep: bool) -> Totals:
 def slopes(given: Product, totals: Totals, largest_M: jax.Array, log_total_M: jax.Array, slope_MK: jax.Array) -> Slopes:
     """The gradient by the logits. A target named twice counts twice.
 
-    All float32. totals: not read. largest_M: of all of a row's logits. log_total_M: of the sum of exp(logit - largest).
-    slope_MK: the gradient by each target's logprob.
+    All float32. given: the product. totals: not read. largest_M: of all of a row's logits. log_total_M: of the sum of
+    exp(logit - largest). slope_MK: the gradient by each target's logprob.
     """
     del totals
     (M, K), cut = given.targets_MK.shape, _Tiling.of(given)
