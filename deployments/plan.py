@@ -10,19 +10,18 @@ from dataclasses import replace
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig, read_object
+from tinkerflow.backend.compute.device_bytes import step_weights, weight_bytes
 from tinkerflow.backend.compute.families import parse_config
 from tinkerflow.backend.compute.lora import check_spec
 from tinkerflow.backend.compute.memory import (
     GB,
     MemoryPlan,
-    adapter_bytes,
     plan_memory,
     sampling_config,
-    step_weights,
-    weight_bytes,
 )
 from tinkerflow.backend.compute.platforms import compiling_for
 from tinkerflow.backend.compute.roofline import Estimate, Topology, decode_bound, parse_topology, training_bound
+from tinkerflow.backend.compute.training_memory import adapter_bytes
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_card import context_of
 from tinkerflow.backend.model_source import find_model

@@ -18,6 +18,9 @@ TEXT, VISION_TEXT = "model.layers.{}.", "model.language_model.layers.{}."  # wha
 PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 POST_NORMS = {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 
+# Matrices whose inputs the tensor axis splits: their outputs are summed over it. Of the others it splits the outputs.
+ROW_PARALLEL = ("o", "down", "out", "shared_down", "dense_down")
+
 
 def plain_name(name: str) -> str:
     """What `transformer` calls a matrix or tensor inside of a layer: `q` of `q@global`.

@@ -81,10 +81,10 @@ def empty_state(shape: DeltaNet, rows: int, dtype: Any) -> DeltaState:
 def delta_net(
     shape: DeltaNet, eps: float, weights: Mapping[str, Any], y_BTD: jax.Array, project: Project, recur: Recur
 ) -> jax.Array:
-    """What the layer adds to its input, [B, T, D].
+    """What the layer gives for its input, [B, T, H * v]: what its matrix `out` [D, H * v] multiplies.
 
     shape, eps: of the layer, and of its norm. weights: conv [C, 1, W], A_log and dt_bias [H], out_norm [v], and what
-    `project` multiplies by: in_qkv [C, D], in_z [H * v, D], in_b and in_a [H, D], out [D, H * v]. If they are fused,
+    `project` multiplies by: in_qkv [C, D], in_z [H * v, D], in_b and in_a [H, D]. If they are fused,
     in_qkvz and in_ba: of each key head its q, k, v and z, and its b and a. y_BTD: normalised. project: multiplies by
     these matrices. recur: mixes the tokens.
     """
@@ -100,8 +100,7 @@ def delta_net(
         qkv, z, b, a = project(y_BTD, "in_qkv", "in_z", "in_b", "in_a")
     o_BTHv = recur(weights, qkv, a, b)
     normed = gated_norm(o_BTHv, z.reshape(o_BTHv.shape), weights["out_norm"], eps)
-    (out_BTD,) = project(normed.reshape(B, T, -1), "out")
-    return out_BTD
+    return normed.reshape(B, T, -1)
 
 
 def recur_segments(shape: DeltaNet, segments_BT: jax.Array, mesh: Mesh) -> Recur:

@@ -56,7 +56,7 @@ from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.forward_backward import ForwardRun, Training
 from tinkerflow.backend.compute.lora import Lora, check_spec
-from tinkerflow.backend.compute.memory import GB, adapter_bytes, plan_group
+from tinkerflow.backend.compute.memory import GB, plan_group
 from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, row_parts, to_host
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
@@ -66,6 +66,7 @@ from tinkerflow.backend.compute.sampler import GroupSampler, Sampler, WholeSampl
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import StepsByShape, adapter_like, training_programs
+from tinkerflow.backend.compute.training_memory import adapter_bytes
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.vision import open_eyes
 from tinkerflow.backend.compute.warming import WarmUp
@@ -104,7 +105,7 @@ class Executor:
         self._params = load_params(
             self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
         )
-        make = partial(make_steps, self._cfg, self._mesh, self.plan.budget.kept_bytes)
+        make = partial(make_steps, self._cfg, self._mesh, self.plan.budget)
         self._steps = StepsByShape(make, memory_maps_used, self._forgotten)
         self._adapters = AdapterStore(self._cfg, self._mesh, config.model_path)
         # What those that are there take of each device, and whether it is for training all parameters.

@@ -37,6 +37,7 @@ def over_layers(
     lora: LayerPairs,
     in_place: frozenset[str] = frozenset(),
     kept: Callable[[Step[Carry]], Step[Carry]] = lambda step: step,
+    grouped: bool = False,
 ) -> Carry:
     """The carry after `layer` of every layer.
 
@@ -46,7 +47,8 @@ def over_layers(
     layer are computed one after the other. lora: stacked or by layer, as `params` are. in_place: the stacked matrices
     of which, and of whose pairs, `layer` is given `OfLayer`. kept: `jax.checkpoint` of a step, with what a backward
     pass keeps of it. A step takes a layer's weights out of their stack itself: as its arguments, copies of them all
-    would be kept, too.
+    would be kept, too. grouped: a backward pass keeps what `kept` keeps of one group of layers at a time (`groups`),
+    and of the other groups only the carry before them, so it computes each group again; stacked weights only.
     """
     kinds = cfg.layer_kinds
     if isinstance(params, tuple):
@@ -55,6 +57,11 @@ def over_layers(
             places = {name: homes[name].index(number) for name in lora if number in homes[name]}
             pairs = {name: LoraPair(A=lora[name].A[place], B=lora[name].B[place]) for name, place in places.items()}
             carry = kept(partial(layer, kind))(carry, (cfg.place(number), weights, pairs))
+        return carry
+    if grouped:
+        for start, period, repeats, size in groups(kinds):
+            run = partial(_run, start=start, period=period, repeats=repeats, group=size)
+            carry = run(cfg, layer, carry, params, lora, in_place, kept)
         return carry
     for start, period, repeats in runs(kinds):
         if period == 1 and repeats == cfg.layers:
@@ -94,6 +101,26 @@ def runs(kinds: tuple[LayerKind, ...]) -> Iterator[tuple[int, int, int]]:
         start += period * repeats
 
 
+def groups(kinds: tuple[LayerKind, ...]) -> Iterator[tuple[int, int, int, int]]:
+    """(start, period, repeats, size), as of `runs`, in order: `size` repeats, which divide `repeats`, are a group.
+
+    The sizes are those that keep the fewest carries: one before each group, and one before each layer of a group. What
+    a size leaves of a run is a group of its own.
+    """
+    for start, period, repeats in runs(kinds):
+        size = min(range(1, repeats + 1), key=lambda size: (-(-repeats // size) + size * period, repeats % size))
+        rest = repeats % size
+        yield start, period, repeats - rest, size
+        if rest:
+            yield start + (repeats - rest) * period, period, rest, rest
+
+
+def kept_carries(kinds: tuple[LayerKind, ...]) -> int:
+    """How many layers' carries a backward pass by `groups` keeps at the same time, at most."""
+    found = list(groups(kinds))
+    return sum(repeats // size for _, _, repeats, size in found) + max(size * period for _, period, _, size in found)
+
+
 def _run(
     cfg: ModelConfig,
     layer: Layer[Carry],
@@ -106,8 +133,9 @@ def _run(
     start: int,
     period: int,
     repeats: int,
+    group: int = 0,
 ) -> Carry:
-    """The carry after one of `runs`."""
+    """The carry after one of `runs`, or of `groups`."""
     homes, kinds = layers_with(cfg), cfg.layer_kinds
     numbers = range(start, start + period)
 
@@ -152,12 +180,15 @@ def _run(
 
     names = [name for name in lora if each(homes[name]) and name not in in_place]
     pairs = {name: LoraPair(A=split(name, lora[name].A), B=split(name, lora[name].B)) for name in names}
-    return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), pairs))
+    return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), pairs), group)
 
 
 def _at(stack: jax.Array, *, place: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
 
 
-def _scanned(once: Callable[[Carry, Any], Carry], carry: Carry, stacked: Any) -> Carry:
+def _scanned(once: Callable[[Carry, Any], Carry], carry: Carry, stacked: Any, group: int = 0) -> Carry:
+    if group:
+        stacked = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), stacked)
+        return _scanned(jax.checkpoint(partial(_scanned, once)), carry, stacked)
     return jax.lax.scan(lambda carry, one: (once(carry, one), None), carry, stacked)[0]

@@ -3,13 +3,10 @@
 A plan depends on sizes alone (the model, the mesh, the settings, the memory of a device), never on what is free at the
 moment: commands that are replayed after a crash must be computed in the same micro-batches, and `tinkerflow plan` makes
 the same plan without a device.
-
-Letters: L layers, T tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,42 +18,37 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh
 
-from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
+from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute import full
-from tinkerflow.backend.compute.attention import score_bytes
-from tinkerflow.backend.compute.config import ATTENTION, GLOBAL, DeltaNet, ModelConfig
-from tinkerflow.backend.compute.decoder import plain_name
-from tinkerflow.backend.compute.deltanet import chunk_tokens
-from tinkerflow.backend.compute.families import layers_with, projections
-from tinkerflow.backend.compute.flash import on_gpus
-from tinkerflow.backend.compute.lora import shardings
-from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, heads_split
+from tinkerflow.backend.compute.config import ATTENTION, GLOBAL, ModelConfig
+from tinkerflow.backend.compute.device_bytes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
+from tinkerflow.backend.compute.mesh import heads_split
 from tinkerflow.backend.compute.params import params_like
-from tinkerflow.backend.compute.peft_names import matrix_rank, targets
-from tinkerflow.backend.compute.platforms import SCORED_ROWS, TPU, on_cpu, platform
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.shapes import PREFILL_ROWS, RANK_COLUMNS, make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
-from tinkerflow.backend.compute.transformer import KEPT, Params
-from tinkerflow.backend.compute.vision import tower_bytes
+from tinkerflow.backend.compute.training_memory import (
+    MOST_TOKENS,
+    TRAINING,
+    Budget,
+    adapter_bytes,
+    budget_for,
+    budget_within,
+    largest_step,
+    step_sizes,
+)
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import MODEL_CONTEXT
-from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
-from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 
-_LEAST_TOKENS = 1024  # per device of the fsdp axis: fewer leave it idle
-_MOST_TOKENS = 4096  # more make sample requests wait
-_KEPT_ON_CPUS = 2**30  # bytes: writing out more costs more than computing it again
 _CACHE_ON_CPUS = 0.2  # of the host's memory
 _POSITIONS_A_SLOT = 1024  # on CPUs, where the host's memory is everybody's, and beside the batch
 _WHOLE_SEQUENCES = 8  # a model of which all parameters were trained has room for so many sequences
 
 # Shares of what the weights leave free.
-_TRAINING = 0.35  # the most that a training step takes by choice
-_SHORT_OF_MEMORY = 0.6  # the most that it takes where sequences of `_MOST_TOKENS` would not fit otherwise
-_KEPT = 0.3  # of these, the most that is kept for the backward pass
+_SHORT_OF_MEMORY = 0.6  # the most that a training step takes where sequences of `MOST_TOKENS` would not fit otherwise
 _ADAPTERS = 0.5  # the most that is set aside for `_RESIDENT` adapters before the sampler gets its part
 # Shares of the sampler's part.
 _CACHE = 0.85  # the pages of the KV cache; the rest is for resident snapshots
@@ -67,25 +59,11 @@ _RESIDENT = 16  # adapters of the usual rank that room is set aside for
 _BESIDE_FULL = 4  # adapters of the usual rank that find room beside models of which all parameters are trained
 _FULL_ON_CPUS = 0.5  # of the host's memory: such models and the base model's weights
 _RESERVE = 0.04  # of the limit: what the allocator cannot use, and what libraries take
-_IN_FLIGHT = 2  # commands that the devices compute and that are read, at the same time
 _LOGITS_AND_TABLES = 20  # bytes a cell: logits as they are and changed, biases, what was seen before a chunk and now
-_BESIDE_LOGIT = 1.25  # bytes of each logit, beside its gradient: of its softmax, and of an adapter's gradient, by parts
 GB = 10**9
 
 Words = npt.NDArray[np.int32]
 Gather = Callable[[Words], Words]  # from the array of this process to those of all, [processes, ...]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """microbatch_tokens: padded tokens that are trained on together.
-
-    kept_bytes: what a device may keep of them for a backward pass. Where the layers would keep more, each layer is
-    computed again instead.
-    """
-
-    microbatch_tokens: int
-    kept_bytes: int
 
 
 @dataclass(frozen=True)
@@ -137,8 +115,8 @@ class MemoryPlan:
     (`sampling_config`), the one of zeros included. cells: positions of all pages that sequences may have, over the
     whole mesh. uses: None on CPUs. resident_adapters: how many adapters of rank 32 fit at the same time; None on CPUs.
     states: of sequences in layers with linear attention, of each shard; 0 in models without them.
-    full: bytes of each device that models may take of which all parameters are trained. whole: room to sample such
-    models; None: there is none beside the training of one.
+    full: bytes of each device that models may take of which all parameters are trained, beside what their step takes.
+    whole: room to sample such models; None: there is none beside the training of one.
     """
 
     limit: int | None
@@ -186,8 +164,8 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
         longest = min(config.max_context, cfg.max_positions)
         shards = sampling_config(cfg, config).fsdp
         slots = -(-config.sample_slots // shards) * pages_for(min(longest, _POSITIONS_A_SLOT))
-        share, in_states = int(_host_bytes() * _CACHE_ON_CPUS), _state_bytes(cfg, config)
-        fit = least(max(share - in_states, share // 2) // _page_bytes(cfg, config))
+        shared, in_states = int(_host_bytes() * _CACHE_ON_CPUS), _state_bytes(cfg, config)
+        fit = least(max(shared - in_states, shared // 2) // _page_bytes(cfg, config))
         pages = min(fit, max(slots, pages_for(longest)))
         budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
         states = state_count(cfg, config)
@@ -204,31 +182,31 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     """
     weights, reserve = weight_bytes(cfg, config), int(_RESERVE * limit)
     free = limit - weights - reserve
-    budget = _budget_within(cfg, config, max(0, free))
+    budget = budget_within(cfg, config, max(0, free))
     reference = adapter_bytes(cfg, config, usual_spec(cfg, config.expert_rank), DEFAULT_OPTIMIZER)
     page, longest = _page_bytes(cfg, config), min(config.max_context, cfg.max_positions)
     states, logits = _state_bytes(cfg, config), _logit_bytes(cfg, config)
     contexts = [pages_for(longest) * PAGE]
     while (half := contexts[-1] // 2 // PAGE * PAGE) >= PAGE:
         contexts.append(half)
-    by_choice = [context for context in contexts if context >= min(contexts[0], _MOST_TOKENS)]
-    for share, context in (*product([_TRAINING], by_choice), *product([_SHORT_OF_MEMORY], contexts)):
-        step = _largest_step(cfg, config, budget, context)
+    by_choice = [context for context in contexts if context >= min(contexts[0], MOST_TOKENS)]
+    for most, context in (*product([TRAINING], by_choice), *product([_SHORT_OF_MEMORY], contexts)):
+        step = largest_step(cfg, config, budget, context)
         set_aside = min(_RESIDENT * reference, int(_ADAPTERS * max(0, free)))
         sampling = min(free - sum(step) - set_aside, limit // 2) - logits
         cache = int(_CACHE * sampling)
         # The pages of a sequence lie on one device of fsdp, beside one of zeros; a second sequence makes it a batch.
-        if sum(step) <= share * free and (2 * context // PAGE + 1) * page + states <= cache:
+        if sum(step) <= most * free and (2 * context // PAGE + 1) * page + states <= cache:
             break
     else:
-        tokens = _step_sizes(config, budget, PAGE)[0]
+        tokens = step_sizes(config, budget, PAGE)[0]
         less = "a smaller TINKERFLOW_MICROBATCH_TOKENS, " if config.microbatch_tokens else ""
         if states:
             less += f"fewer TINKERFLOW_SAMPLE_SLOTS ({config.sample_slots} have states of {states / GB:.1f} GB), "
         raise UserError(
             f"base model {config.model_path!r}: its weights take {weights / GB:.1f} GB of the {limit / GB:.1f} GB of "
             f"each device. Too little is left to train and sample: a training step of {tokens} tokens takes "
-            f"{sum(step) / GB:.1f} GB and may take {share * max(0, free) / GB:.1f}. Use {less}more devices, "
+            f"{sum(step) / GB:.1f} GB and may take {most * max(0, free) / GB:.1f}. Use {less}more devices, "
             "TINKERFLOW_TENSOR_PARALLEL, TINKERFLOW_BASE_WEIGHTS=int8, or devices with more memory"
         )
     pages = (cache - states) // page
@@ -244,6 +222,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     )
     cells = (pages - 1) * PAGE * sampling_config(cfg, config).fsdp
     resident = uses.adapters // reference
+    beside = max(0, sum(largest_step(cfg, config, budget, context, whole=True)) - sum(step))
     plan = MemoryPlan(
         limit,
         budget,
@@ -253,7 +232,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         uses,
         resident,
         states=state_count(cfg, config),
-        full=max(0, uses.adapters - _BESIDE_FULL * reference),
+        full=max(0, uses.adapters - _BESIDE_FULL * reference - beside),
     )
     return _with_whole(cfg, config, plan)
 
@@ -265,9 +244,9 @@ def _with_whole(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> Memo
     """
     least_pages = 2 * pages_for(plan.context), _WHOLE_SEQUENCES * pages_for(min(plan.context, _POSITIONS_A_SLOT))
     pages = 1 + min(plan.pages - 1, max(least_pages))
-    trained = full.like(cfg, _mesh(config))
+    trained = full.like(cfg, abstract_mesh(config))
     largest = max(held_bytes(leaf) for leaf in jax.tree.leaves(trained))  # copied to the host in both dtypes
-    size = 2 * largest + held_bytes(params_like(cfg, _mesh(config), config.dtype))
+    size = 2 * largest + held_bytes(params_like(cfg, abstract_mesh(config), config.dtype))
     size += pages * _page_bytes(cfg, config) + _state_bytes(cfg, config) + _logit_bytes(cfg, config)
     if plan.full < size + adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER):
         return plan
@@ -277,53 +256,6 @@ def _with_whole(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> Memo
     uses = replace(plan.uses, adapters=plan.uses.adapters - size, whole_models=size)
     reference = adapter_bytes(cfg, config, usual_spec(cfg, config.expert_rank), DEFAULT_OPTIMIZER)
     return replace(plan, uses=uses, resident_adapters=uses.adapters // reference)
-
-
-def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, microbatch_tokens: int = 0) -> Budget:
-    """The budget of training on devices of this size.
-
-    cfg: the model. dtype: of its activations. fsdp: devices that rows are split over. free_bytes: what the weights
-    leave of each device's memory; None on CPUs, where the budget does not depend on the machine. microbatch_tokens: the
-    size to use, 0 = choose.
-    """
-    if free_bytes is None:
-        return Budget(microbatch_tokens or _LEAST_TOKENS, _KEPT_ON_CPUS)
-    kept, tokens = int(_KEPT * free_bytes), _LEAST_TOKENS
-    while tokens < _MOST_TOKENS and kept_bytes(cfg, _ranks(cfg), 2 * tokens, dtype) <= kept:
-        tokens *= 2
-    return Budget(microbatch_tokens or tokens * fsdp, kept)
-
-
-def _budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
-    """The largest micro-batches whose step takes no more than training's share, and what a step of any size may keep.
-
-    Where a step would take more, each layer is computed again.
-    """
-    budget = budget_for(cfg, config.dtype, config.fsdp, free, config.microbatch_tokens)
-
-    def fits(tokens: int) -> bool:
-        return sum(_step(cfg, config, budget, tokens)) <= _TRAINING * free
-
-    sizes = _step_sizes(config, budget, min(config.max_context, cfg.max_positions))
-    while not config.microbatch_tokens and sizes[0] > _LEAST_TOKENS and not fits(sizes[0]):
-        sizes = [sizes[0] // 2, *sizes]
-    too_large = next((tokens for tokens in sizes if not fits(tokens)), None)
-    kept = budget.kept_bytes
-    if too_large is not None:
-        kept = min(kept, kept_bytes(cfg, _ranks(cfg), too_large, config.dtype) - 1)
-    return Budget(config.microbatch_tokens or sizes[0] * config.fsdp, kept)
-
-
-def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:
-    """What all layers keep of `tokens` tokens for a backward pass: their inputs and `transformer.KEPT`, in bytes.
-
-    ranks: the sum over the matrices that a token goes through in one layer. dtype: of the activations.
-    """
-    # A layer's input, `attended`, results, `low`; and of attention `log_totals`, float32.
-    numbers = cfg.layers * (cfg.hidden + ranks) + _attended(cfg) + _results(cfg)
-    return int(
-        tokens * (numbers * jnp.dtype(dtype).itemsize + 4 * cfg.heads * sum(kind.attends for kind in cfg.layer_kinds))
-    )
 
 
 def state_count(cfg: ModelConfig, config: GroupConfig) -> int:
@@ -336,48 +268,8 @@ def state_count(cfg: ModelConfig, config: GroupConfig) -> int:
 
 def sampling_config(cfg: ModelConfig, config: GroupConfig) -> GroupConfig:
     """The configuration with the axes that the KV cache has: those of `mesh.cache_mesh`."""
-    heads = heads_split(_mesh(config), cfg.split_heads)
+    heads = heads_split(abstract_mesh(config), cfg.split_heads)
     return replace(config, fsdp=config.fsdp * config.tensor // heads, tensor=heads)
-
-
-def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
-    """What the base model takes of each device."""
-    return held_bytes(params_like(cfg, _mesh(config), config.dtype, base_weights=config.base_weights))
-
-
-def step_weights(cfg: ModelConfig, config: GroupConfig, tokens: int) -> float:
-    """What a step for so many tokens reads of the base model on each device."""
-    return read_bytes(params_like(cfg, _mesh(config), config.dtype, base_weights=config.base_weights), tokens)
-
-
-def read_bytes(params: Params, tokens: int) -> float:
-    """What a step for so many tokens reads of the base weights on each device: of tables of embeddings only rows.
-
-    params: the arrays, or shapes with shardings. An embedding that is the unembedding, too, is read whole.
-    """
-    tables = [] if params.unembed_VD is None else [params.embed_VD]
-    tables += [] if params.inputs is None else [params.inputs["embed"]]
-    return held_bytes(params) - sum(held_bytes(table) * max(0, 1 - tokens / table.shape[0]) for table in tables)
-
-
-def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimizer: Optimizer) -> int:
-    """What an adapter in training takes of each device: weights, gradients and the optimizer's state, float32."""
-    if spec.full:
-        return _full_bytes(cfg, config, optimizer)
-    return _shards_bytes(config, _adapter_shapes(cfg, spec)) * (2 + len(OPTIMIZERS[optimizer].state))
-
-
-def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> int:
-    """What training all parameters takes of each device, with what a step takes beside that of an adapter's step.
-
-    Float32: weights, gradients and the optimizer's state, and another of each while a state is loaded in their place.
-    A step may take more than that: what the gradients were before, of commands in flight, the gradients that are added
-    to them, and those of the unembedding before they are summed. And the weights in the dtype they compute in.
-    """
-    size, item = held_bytes(full.like(cfg, _mesh(config))), jnp.dtype(config.dtype).itemsize
-    step = 4 * _share(cfg.vocab, config.tensor) * cfg.hidden + (size * item // 4 if item < 4 else 0)
-    held = size * (2 + len(OPTIMIZERS[optimizer].state))
-    return held + max(held, (_IN_FLIGHT + 1) * size + step)
 
 
 def device_limit(config: GroupConfig) -> int | None:
@@ -399,12 +291,6 @@ def device_limit(config: GroupConfig) -> int | None:
     return int(stats["bytes_limit"])
 
 
-def held_bytes(arrays: Any) -> int:
-    """Bytes that a pytree of arrays takes on one device."""
-    leaves = jax.tree.leaves(arrays)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-
 def least(value: int, gather: Gather | None = None) -> int:
     """The smallest value that any process calls it with. gather: None = over all processes of the group."""
     if gather is None:
@@ -415,117 +301,11 @@ def least(value: int, gather: Gather | None = None) -> int:
     return min(int(high) * 2**31 + int(low) for high, low in words)
 
 
-def _mesh(config: GroupConfig) -> Any:
-    """The group's mesh without devices."""
-    return AbstractMesh((config.fsdp, config.expert, config.tensor), (FSDP, EXPERT, TENSOR))
-
-
-def _share(size: int, parts: int) -> int:
-    """How much of a dimension a device holds; one that the mesh's axis does not divide stays whole."""
-    return size // parts if size % parts == 0 else size
-
-
-def _largest_step(cfg: ModelConfig, config: GroupConfig, budget: Budget, context: int) -> tuple[int, int]:
-    """Activations and temporaries of the training step that takes the most, of sequences of up to `context` tokens."""
-    return max((_step(cfg, config, budget, tokens) for tokens in _step_sizes(config, budget, context)), key=sum)
-
-
-def _step_sizes(config: GroupConfig, budget: Budget, context: int) -> list[int]:
-    """Tokens a device, ascending: of a full micro-batch, and of longer sequences, which go alone."""
-    sizes = [max(1, budget.microbatch_tokens // config.fsdp)]
-    while sizes[-1] < bucket(context, SHORTEST_ROW):
-        sizes.append(2 * sizes[-1])
-    return sizes
-
-
-def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) -> tuple[int, int]:
-    """Activations and temporaries of a step of `tokens` tokens a device.
-
-    An upper estimate of what the compilers report (tests/accelerators): at most one layer is differentiated at a time.
-    """
-    item = jnp.dtype(config.dtype).itemsize
-    kept = kept_bytes(cfg, _ranks(cfg), tokens, config.dtype)
-    if kept > budget.kept_bytes:
-        kept = cfg.layers * tokens * cfg.hidden * item
-    inside = _share((_attended(cfg) + _results(cfg)) // cfg.layers, config.tensor)
-    layer = tokens * (3 * inside * item + 16 * cfg.hidden * max(1, cfg.experts_per_token))
-    chunks = 0
-    if cfg.delta is not None:  # float32: what chunks solve for, forward and back, and the state before each of them
-        heads, wide, chunk = _state_heads(cfg.delta, config), cfg.delta.key_dim + cfg.delta.value_dim, chunk_tokens()
-        state = cfg.delta.key_dim * cfg.delta.value_dim // chunk
-        chunks = 4 * tokens * heads * (6 * wide + 4 * chunk + 2 * state)
-    layer += _scores(cfg, config, tokens)
-    ends = 3 * tokens * (cfg.hidden + cfg.layers * cfg.layer_input) * item
-    before = 0
-    if cfg.vision is not None:  # what stands in place of images; what sees them is done when the step begins
-        before = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
-        ends += tokens * cfg.vision.vectors * cfg.hidden * item
-    vocab = _share(cfg.vocab, config.tensor)
-    logits = int(min(tokens, SCORED_ROWS) * vocab * (item + _BESIDE_LOGIT))
-    gathered = 0
-    if config.fsdp > 1:  # the unembedding, and the next layer's weights while the last one's are in use
-        whole = replace(config, fsdp=1)
-        gathered = vocab * cfg.hidden * item + 2 * weight_bytes(cfg, whole) // cfg.layers
-    # The adapter in the dtype of the activations, its gradient, and what the gradient is added to; all of them whole.
-    # And what the gradients were before, of a command that is computed and one that is read at the same time.
-    shapes = _adapter_shapes(cfg, usual_spec(cfg, config.expert_rank))
-    adapter, devices = sum(shape.size for shape in shapes), config.fsdp * config.expert * config.tensor
-    gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, shapes)
-    # The logits are gone before a chunk is differentiated.
-    return kept, max(before, layer + ends + max(chunks, logits) + gathered + gradients)
-
-
-def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:
-    """What the scores of a layer take, of one sequence of `tokens` tokens, where no kernel of GPUs takes the layer.
-
-    TPUs have a kernel for all of them.
-    """
-    if platform() is TPU:
-        return 0
-    kinds = [kind for kind in cfg.layer_kinds if kind.attends]
-    heads = _share(cfg.heads, config.tensor)
-    left = [kind.window for kind in kinds if not on_gpus(tokens, kind.window, max(cfg.widths(kind)))]
-    return max((score_bytes(tokens, window, heads) for window in left), default=0)
-
-
-def _results(cfg: ModelConfig) -> int:
-    """What the matmuls of all layers give that is kept, in numbers of one token."""
-    matrices, homes = projections(cfg), layers_with(cfg)
-    kept = [name for name in matrices if plain_name(name) in KEPT]
-    return sum(matrices[name].outputs * matrices[name].per_token * len(homes[name]) for name in kept)
-
-
-def _attended(cfg: ModelConfig) -> int:
-    """What the mixers of all layers give, in numbers of one token."""
-    delta = 0 if cfg.delta is None else cfg.delta.values * len(cfg.numbers("delta"))
-    return cfg.attended + delta
-
-
-def _ranks(cfg: ModelConfig) -> int:
-    """The ranks that a token goes through in a layer with an adapter of rank 32, on average."""
-    homes = layers_with(cfg)
-    matrices = [(matrix.per_token, name) for name, matrix in projections(cfg).items() if name != "unembed"]
-    return RANK_COLUMNS * sum(per_token * len(homes[name]) for per_token, name in matrices) // cfg.layers
-
-
-def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of an adapter."""
-    matrices = [projections(cfg)[name] for name in targets(cfg, spec)]
-    sizes = [(one, size) for one in matrices for size in (one.inputs, one.outputs)]
-    return [jax.ShapeDtypeStruct((*one.stack, matrix_rank(spec, one), size), np.float32) for one, size in sizes]
-
-
-def _shards_bytes(config: GroupConfig, shapes: list[jax.ShapeDtypeStruct]) -> int:
-    """What the arrays of an adapter take of each device."""
-    places: Any = shardings(_mesh(config), shapes)
-    return 4 * sum(math.prod(where.shard_shape(one.shape)) for one, where in zip(shapes, places, strict=True))
-
-
 def _logit_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What the logits of all sequences take of a device while tokens are drawn, with `AdjustedRows` for each."""
     shapes = make_shapes(max_slots=config.sample_slots, fsdp=sampling_config(cfg, config).fsdp)
     # `mesh.by_rows` leaves all rows on each device where these do not divide them.
-    rows = max(_share(slots, config.fsdp * config.tensor) for slots in shapes.slots)
+    rows = max(share(slots, config.fsdp * config.tensor) for slots in shapes.slots)
     return rows * cfg.vocab * _LOGITS_AND_TABLES
 
 
@@ -545,7 +325,7 @@ def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     if cfg.delta is None:
         return 0
     config = sampling_config(cfg, config)
-    one = state_bytes(cfg, config.dtype, _state_heads(cfg.delta, config))
+    one = state_bytes(cfg, config.dtype, state_heads(cfg.delta, config))
     prompts = PREFILL_ROWS[-1]
     taken = max(prompts, -(-config.sample_slots // config.fsdp)) if on_cpu() else 2 * prompts
     return one * (state_count(cfg, config) + taken)
@@ -558,11 +338,6 @@ def state_bytes(cfg: ModelConfig, dtype: Any, heads: int | None = None) -> int:
     heads = cfg.delta.value_heads if heads is None else heads
     conv = (cfg.delta.taps - 1) * cfg.delta.channels * jnp.dtype(dtype).itemsize
     return len(cfg.numbers("delta")) * (4 * heads * cfg.delta.key_dim * cfg.delta.value_dim + conv)
-
-
-def _state_heads(delta: DeltaNet, config: GroupConfig) -> int:
-    """How many value heads' states a device holds: they go with the key heads."""
-    return _share(delta.key_heads, config.tensor) * (delta.value_heads // delta.key_heads)
 
 
 def _host_bytes() -> int:

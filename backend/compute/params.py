@@ -23,7 +23,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.decoder import LayerTensor, Projection, plain_name
+from tinkerflow.backend.compute.decoder import ROW_PARALLEL, LayerTensor, Projection, plain_name
 from tinkerflow.backend.compute.families import family_of, layers_with
 from tinkerflow.backend.compute.layers import LayerParams
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, WEIGHTS, from_callback, sharding
@@ -35,8 +35,6 @@ from tinkerflow.backend.compute.weight_files import DTYPES, StoredTensor, Tensor
 from tinkerflow.backend.errors import UserError
 
 _UNUSED = (".rotary_emb.inv_freq", ".masked_bias")  # buffers that old releases of transformers saved
-# The tensor axis splits their inputs, and their outputs are summed over it.
-_ROW_PARALLEL = ("o", "down", "out", "shared_down", "dense_down")
 Loaded = TypeVar("Loaded", bound=Weight)
 Array = npt.NDArray[Any]
 Axis = str | tuple[str, ...] | None  # of the mesh: what splits a dimension
@@ -92,7 +90,7 @@ def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
         progress(f"loading weights {next(numbers)}/{total}")
         return weight
 
-    layers = {name: told(load.matrices(matrix, plain_name(name) in _ROW_PARALLEL)) for name, matrix in matrices.items()}
+    layers = {name: told(load.matrices(matrix, plain_name(name) in ROW_PARALLEL)) for name, matrix in matrices.items()}
     layers |= {name: told(load.layer_tensors(tensor)) for name, tensor in tensors.items()}
     unembed = family.projections(cfg)["unembed"]
     return Params(

@@ -176,8 +176,8 @@ def decode_bound(
     """The bound of one decode step, a token for each slot.
 
     cfg: the model. config: the mesh. device: of the mesh. weights: bytes that a step reads of all base weights
-    (`memory.read_bytes`). slots: sequences. positions: of each in the KV cache. cell: bytes of one position on each
-    device.
+    (`device_bytes.read_bytes`). slots: sequences. positions: of each in the KV cache. cell: bytes of one position on
+    each device.
     """
     own, parts = weights / _devices(config), config.fsdp * config.tensor
     flops = useful_flops(cfg, None, 0) / 2 * slots / _devices(config)

@@ -85,7 +85,7 @@ class Programs:
         config = GroupConfig(name, "bfloat16", *sizes, compile_cache_dir="", expert=self.expert)
         with self.compiling():
             plan = plan_memory(self.cfg, config, parse_topology(self.target).device.limit)
-            return make_steps(self.cfg, self.mesh, plan.budget.kept_bytes)
+            return make_steps(self.cfg, self.mesh, plan.budget)
 
     @property
     def _plain(self) -> tuple[str, bool]:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute import memory
 from tinkerflow.backend.compute.attention import attend_segments
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.deltanet import recur_segments
@@ -29,7 +28,8 @@ from tinkerflow.backend.compute.losses import LossChoice, TokenInputs
 from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, sharding
 from tinkerflow.backend.compute.optimizer import Leaf, OptimizerState, Stepped, step
 from tinkerflow.backend.compute.packing import MicroBatch
-from tinkerflow.backend.compute.transformer import Mixers, Params, Seen, forward
+from tinkerflow.backend.compute.training_memory import Budget, at_once, what_is_kept
+from tinkerflow.backend.compute.transformer import Keep, Mixers, Params, Seen, forward
 from tinkerflow.backend.spec.losses import packed_inputs
 
 Result = TypeVar("Result")
@@ -94,22 +94,21 @@ class Steps:
     optimize: Callable[[Trained, Trained, OptimizerState, Leaf], Stepped]
 
 
-def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
+def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
     """The steps of the model `cfg` on `mesh`. Adapters, gradients and moments lie as `lora.shardings` says.
 
-    kept_bytes: how many bytes of activations a device may keep for a backward pass. Where the layers would keep more,
-    the backward pass computes each layer again.
+    budget: says what a backward pass may keep. Where all parameters are trained, it keeps at least every layer's input.
     """
 
     def constrain(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, ROWS))
 
-    def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, remat: bool) -> jax.Array:
+    def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, keep: Keep, some: int = 0) -> jax.Array:
         recur = None if cfg.delta is None else recur_segments(cfg.delta, batch.segments, mesh)
         mixers = Mixers(attend_segments(batch.segments, mesh), recur)
         tokens, positions = batch.tokens, batch.positions
         given = (cfg, mesh, params, lora, tokens, positions, mixers, apply_one)
-        return forward(*given, constrain=constrain, remat=remat, seen=batch.seen)
+        return forward(*given, constrain=constrain, keep=keep, at_once=some, seen=batch.seen)
 
     def with_head(params: Params) -> Params:
         # The unembedding gathered over fsdp once, not again for every chunk of logits.
@@ -127,21 +126,23 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         rows = batch.targets, batch.choice, batch.inputs
         return scoring(with_head(params), lora.unembed, hidden_BTD, *rows, mesh, **more)
 
-    def recomputes(lora: Lora, params: Params, batch: DeviceBatch) -> bool:
-        tokens = batch.tokens.size // mesh.shape[FSDP]
-        return memory.kept_bytes(cfg, _ranks(cfg, lora), tokens, params.embed_VD.dtype) > kept_bytes
+    def kept(lora: Lora, params: Params, batch: DeviceBatch, budget: Budget = budget) -> Keep:
+        tokens, dtype = batch.tokens.size // mesh.shape[FSDP], params.embed_VD.dtype
+        return what_is_kept(cfg, _ranks(cfg, lora), tokens, dtype, budget)
 
     def forward_step(params: Params, lora: Trained, batch: DeviceBatch) -> Scored:
         if isinstance(lora, Params):
             params, lora = computed(cfg, params, lora), _NO_ADAPTER
         lora = gathered(mesh, lora)
-        return at_head(score, params, lora, hidden(params, lora, batch, remat=False), batch)
+        return at_head(score, params, lora, hidden(params, lora, batch, keep=Keep.RESULTS), batch)
 
     def full_backward(base: Params, weights: Params, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
-        params, remat = computed(cfg, base, weights), recomputes(_NO_ADAPTER, base, batch)
+        params = computed(cfg, base, weights)
+        # Not groups: each would add gradients of all stacked weights.
+        keep = kept(_NO_ADAPTER, base, batch, replace(budget, input_bytes=None))
 
         def of(weights: Params) -> jax.Array:
-            return hidden(computed(cfg, base, weights), _NO_ADAPTER, batch, remat=remat)
+            return hidden(computed(cfg, base, weights), _NO_ADAPTER, batch, keep=keep)
 
         hidden_BTD, pull = jax.vjp(of, weights)
         scored, d_hidden_BTD, by_head = at_head(score_and_grads, params, _NO_ADAPTER, hidden_BTD, batch, by_head=True)
@@ -154,8 +155,9 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         if isinstance(lora, Params):
             return full_backward(params, lora, grads, batch)
         lora = gathered(mesh, lora)
-        remat = recomputes(lora, params, batch)
-        hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, remat=remat), lora)
+        keep = kept(lora, params, batch)
+        some = at_once(keep)
+        hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, keep=keep, some=some), lora)
         scored, d_hidden_BTD, d_unembed = at_head(score_and_grads, params, lora, hidden_BTD, batch)
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)

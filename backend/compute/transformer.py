@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,10 +30,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import LayerKind, ModelConfig
-from tinkerflow.backend.compute.decoder import plain_name
+from tinkerflow.backend.compute.decoder import ROW_PARALLEL, plain_name
 from tinkerflow.backend.compute.deltanet import Project, Recur, delta_net
 from tinkerflow.backend.compute.experts import activated, mixture
 from tinkerflow.backend.compute.layers import LayerParams, over_layers
+from tinkerflow.backend.compute.long_rows import gathered, in_chunks
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair
 from tinkerflow.backend.compute.matmul import matmul, product
 from tinkerflow.backend.compute.mesh import Array
@@ -42,6 +44,7 @@ from tinkerflow.backend.compute.rope import Rope, YarnRope, rope_frequencies
 Turns = tuple[jax.Array, jax.Array]  # cos and sin
 RopeTables = Mapping[Rope, tuple[Turns, Turns]]  # of queries, and of keys
 Shared = Mapping[str, tuple[jax.Array, jax.Array]]  # keys and values of a layer with each mixer
+Each = Callable[..., Any]  # each(part, *arrays) -> part(*arrays), of all tokens at once or of a few at a time
 Carry = tuple[jax.Array, Shared, jax.Array]  # from layer to layer: hidden states, what is shared, and the number
 
 
@@ -120,6 +123,20 @@ KEPT = (
     *_SHARED,
     *_LATENT,
 )
+# Of these what the part of a layer behind its mixer computes, each token by itself.
+TOKENWISE = ("o", "gate", "up", "gate_up", "out", *_SHARED)
+
+
+class Keep(Enum):
+    """What a backward pass has of the forward pass, from the most memory to the least; it computes the rest again.
+
+    RESULTS: `KEPT` of every layer, and its input. INPUTS: every layer's input. GROUPS: the inputs of the layers of one
+    group, and of every other group that of the first layer (`layers.groups`): one more forward pass.
+    """
+
+    RESULTS = 0
+    INPUTS = 1
+    GROUPS = 2
 
 
 @flax.struct.dataclass
@@ -282,6 +299,7 @@ def block(
     mixers: Mixers,
     lora_apply: LoraApply,
     input_BTP: jax.Array | None = None,
+    at_once: int = 0,
 ) -> jax.Array:
     """One layer: hidden states in, hidden states out, [B, T, D] in the dtype of the weights.
 
@@ -289,10 +307,17 @@ def block(
     layer has of its own. layer_params: its weights, as in `Params.layers` without L. layer_lora: the adapter pairs of
     this layer by projection; it may lack some or all. x_BTD: hidden states. rope: from `rope_tables`. mixers: what
     mixes tokens; they keep their caches themselves. lora_apply: computes the adapters' updates. input_BTP: the layer's
-    of `layer_inputs`.
+    of `layer_inputs`. at_once: how many tokens of each device go through what computes each token by itself, as the
+    MLP; 0 = all.
     """
     layer_params = {plain_name(name): weight for name, weight in layer_params.items()}
     layer_lora = {plain_name(name): pair for name, pair in layer_lora.items()}
+    if at_once:
+        matrices = {name: weight for name, weight in layer_params.items() if name in (*KEPT, *ROW_PARALLEL)}
+        layer_params |= gathered(mesh, matrices)
+
+    def each(part: Callable[..., Any], *arrays: Any) -> Any:
+        return in_chunks(mesh, at_once, part, *arrays) if at_once else part(*arrays)
 
     def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
         adapted = tuple(name for name in names if name in layer_lora)
@@ -307,15 +332,15 @@ def block(
     def norm(x: jax.Array, name: str) -> jax.Array:
         return rms_norm(cfg, x, layer_params[name]) if name in layer_params else x
 
-    y_BTD = norm(x_BTD, "attn_norm")
     if kind.mixer == "delta":
         assert cfg.delta is not None and mixers.recur is not None
-        o_BTD = delta_net(cfg.delta, cfg.norm_eps, layer_params, y_BTD, project, mixers.recur)
+        y_BTD = norm(x_BTD, "attn_norm")
+        mixed_BTi = delta_net(cfg.delta, cfg.norm_eps, layer_params, y_BTD, project, mixers.recur)
     elif cfg.latent is not None:
-        o_BTD = _latent_attention(cfg, kind, layer_params, layer_lora, y_BTD, rope, project, mixers)
+        y_BTD = norm(x_BTD, "attn_norm")
+        mixed_BTi = _latent_attention(cfg, kind, layer_params, layer_lora, y_BTD, rope, project, mixers)
     else:
-        o_BTD = _attention(cfg, kind, layer_params, y_BTD, rope, project, norm, mixers.attend)
-    x_BTD = x_BTD + norm(o_BTD, "attn_out_norm")
+        mixed_BTi = _attention(cfg, kind, layer_params, x_BTD, rope, project, norm, mixers.attend, each)
 
     def mlp(y_BTD: jax.Array, prefix: str = "") -> jax.Array:
         """What the matrices give whose names begin so."""
@@ -325,8 +350,10 @@ def block(
             gate_BTF, up_BTF = project(y_BTD, f"{prefix}gate", f"{prefix}up")
         return project(activated(cfg, gate_BTF) * up_BTF, f"{prefix}down")[0]
 
-    def fed(x_BTD: jax.Array) -> jax.Array:
-        """With what the MLP or the experts give."""
+    def fed(x_BTD: jax.Array, mixed_BTi: jax.Array) -> jax.Array:
+        """x_BTD with what the mixer gives, and then with what the MLP or the experts give."""
+        (o_BTD,) = project(mixed_BTi, "out" if kind.mixer == "delta" else "o")
+        x_BTD = x_BTD + norm(o_BTD, "attn_out_norm")
         y_BTD = norm(x_BTD, "mlp_norm")
         if kind.dense or not cfg.experts:
             return x_BTD + norm(mlp(y_BTD, "dense_" if kind.dense else ""), "mlp_out_norm")
@@ -344,7 +371,7 @@ def block(
             return x_BTD + shared_BTD
         return x_BTD + jax.nn.sigmoid(matmul(y_BTD, layer_params["shared_router"])) * shared_BTD
 
-    x_BTD = fed(x_BTD)
+    x_BTD = each(fed, x_BTD, mixed_BTi)
     if input_BTP is not None:
         gated_BTP = activated(cfg, matmul(x_BTD, layer_params["input_gate"])) * input_BTP
         x_BTD = x_BTD + norm(matmul(gated_BTP, layer_params["input_projection"]), "input_norm")
@@ -355,46 +382,54 @@ def _attention(
     cfg: ModelConfig,
     kind: LayerKind,
     layer_params: LayerParams,
-    y_BTD: jax.Array,
+    x_BTD: jax.Array,
     rope: RopeTables,
     project: Project,
     norm: Callable[[jax.Array, str], jax.Array],
     attend: Attend,
+    each: Each,
 ) -> jax.Array:
-    """What attention adds to the layer's input, before a norm behind it."""
-    (B, T, _), own = y_BTD.shape, cfg.heads_of(kind.mixer)
+    """What attention gives for the layer's input, [B, T, i]: what `o` multiplies."""
+    own = cfg.heads_of(kind.mixer)
     queries, keys = cfg.heads * own.head_dim, own.kv_heads * own.head_dim
-    k: jax.Array | None
-    if cfg.fused:
-        q, k, v = jnp.split(project(y_BTD, "qkv")[0], (queries, queries + keys), axis=-1)
-    elif kind.shares is not None:
-        (q,), k, v = project(y_BTD, "q"), None, None
-    elif "v" in layer_params:
-        q, k, v = project(y_BTD, "q", "k", "v")
-    else:
-        q, k = project(y_BTD, "q", "k")
-        v = k
-    if cfg.qk_norm_whole:
-        q, k = norm(q, "q_norm"), None if k is None else norm(k, "k_norm")
-    q_BTHd, gate_BTHd = q.reshape(B, T, cfg.heads, -1), None
-    if cfg.gated:
-        q_BTHd, gate_BTHd = jnp.split(q_BTHd, 2, axis=-1)
-    k_BTGd, v_BTGd = (None if x is None else x.reshape(B, T, own.kv_heads, own.head_dim) for x in (k, v))
-    if cfg.qk_norm:
-        q_BTHd, k_BTGd = norm(q_BTHd, "q_norm"), None if k_BTGd is None else norm(k_BTGd, "k_norm")
-    if cfg.v_norm and v_BTGd is not None:
-        v_BTGd = rms_norm(cfg, v_BTGd, jnp.ones((), v_BTGd.dtype))
-    if kind.rope:
-        of_queries, of_keys = rope[kind.rope]
-        q_BTHd, k_BTGd = rotate(q_BTHd, of_queries), None if k_BTGd is None else rotate(k_BTGd, of_keys)
-    scale = own.head_dim**0.5 if cfg.unscaled else cfg.query_scale
-    if scale != 1:
-        q_BTHd = q_BTHd * jnp.asarray(scale, q_BTHd.dtype)
+
+    def heads(x_BTD: jax.Array, turns: tuple[Turns, Turns] | None) -> tuple[jax.Array | None, ...]:
+        """Queries, keys and values as they are attended, and what gates the result."""
+        y_BTD = norm(x_BTD, "attn_norm")
+        B, T, _ = y_BTD.shape
+        k: jax.Array | None
+        if cfg.fused:
+            q, k, v = jnp.split(project(y_BTD, "qkv")[0], (queries, queries + keys), axis=-1)
+        elif kind.shares is not None:
+            (q,), k, v = project(y_BTD, "q"), None, None
+        elif "v" in layer_params:
+            q, k, v = project(y_BTD, "q", "k", "v")
+        else:
+            q, k = project(y_BTD, "q", "k")
+            v = k
+        if cfg.qk_norm_whole:
+            q, k = norm(q, "q_norm"), None if k is None else norm(k, "k_norm")
+        q_BTHd, gate_BTHd = q.reshape(B, T, cfg.heads, -1), None
+        if cfg.gated:
+            q_BTHd, gate_BTHd = jnp.split(q_BTHd, 2, axis=-1)
+        k_BTGd, v_BTGd = (None if x is None else x.reshape(B, T, own.kv_heads, own.head_dim) for x in (k, v))
+        if cfg.qk_norm:
+            q_BTHd, k_BTGd = norm(q_BTHd, "q_norm"), None if k_BTGd is None else norm(k_BTGd, "k_norm")
+        if cfg.v_norm and v_BTGd is not None:
+            v_BTGd = rms_norm(cfg, v_BTGd, jnp.ones((), v_BTGd.dtype))
+        if turns is not None:
+            of_queries, of_keys = turns
+            q_BTHd, k_BTGd = rotate(q_BTHd, of_queries), None if k_BTGd is None else rotate(k_BTGd, of_keys)
+        scale = own.head_dim**0.5 if cfg.unscaled else cfg.query_scale
+        if scale != 1:
+            q_BTHd = q_BTHd * jnp.asarray(scale, q_BTHd.dtype)
+        return q_BTHd, k_BTGd, v_BTGd, gate_BTHd
+
+    q_BTHd, k_BTGd, v_BTGd, gate_BTHd = each(heads, x_BTD, rope[kind.rope] if kind.rope else None)
     o_BTHd = attend(q_BTHd, k_BTGd, v_BTGd, window=kind.window, sinks_H=layer_params.get("sinks"))
     if gate_BTHd is not None:
         o_BTHd = o_BTHd * jax.nn.sigmoid(gate_BTHd)
-    (o_BTD,) = project(o_BTHd.reshape(B, T, queries), "o")
-    return o_BTD
+    return o_BTHd.reshape(*x_BTD.shape[:2], queries)
 
 
 def _latent_attention(
@@ -407,7 +442,7 @@ def _latent_attention(
     project: Project,
     mixers: Mixers,
 ) -> jax.Array:
-    """What latent attention adds to the layer's input (DeepSeek V2, arXiv 2405.04434, section 2.1).
+    """What latent attention gives, [B, T, i]: what `o` multiplies (DeepSeek V2, arXiv 2405.04434, section 2.1).
 
     Letters, beside those above: c a latent's width; p and r the dimensions of a head that stay and that turn, which
     together are d; v those of its values.
@@ -444,8 +479,7 @@ def _latent_attention(
         k_BTHd = jnp.concatenate([k_BTHp, jnp.broadcast_to(k_BT1r, q_BTHr.shape)], axis=-1)
         q_BTHd = jnp.concatenate([q_BTHp, q_BTHr], axis=-1)
         o_BTHv = mixers.attend(q_BTHd, k_BTHd, v_BTHv, window=kind.window, sinks_H=None)
-    (o_BTD,) = project(o_BTHv.reshape(B, T, -1), "o")
-    return o_BTD
+    return o_BTHv.reshape(B, T, -1)
 
 
 def forward(
@@ -459,7 +493,8 @@ def forward(
     lora_apply: LoraApply,
     *,
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
-    remat: bool = False,
+    keep: Keep = Keep.RESULTS,
+    at_once: int = 0,
     seen: Seen | None = None,
 ) -> jax.Array:
     """Final hidden states [B, T, D] for training, in the dtype of the weights: a loop over the layers.
@@ -467,8 +502,8 @@ def forward(
     cfg, mesh, params: the base model and its devices. lora: one adapter, float32 A and B. tokens_BT int32: token ids.
     positions_BT int32: each token's place in its own sequence, from 0. mixers: what mixes tokens.
     lora_apply: computes the adapter's updates. constrain: pins the sharding of [B, T, D] activations between layers.
-    remat: for a backward pass keep only each layer's input, not `KEPT`, and compute the rest again. seen: the images
-    among the tokens, None = there are none; its positions are taken in place of positions_BT.
+    keep: what there is for a backward pass. at_once: as of `block`; a backward pass computes these parts again. seen:
+    the images among the tokens, None = there are none; its positions are taken in place of positions_BT.
     """
     rope = rope_tables(cfg, positions_BT if seen is None else jnp.asarray(seen.positions_BT3))
 
@@ -486,16 +521,16 @@ def forward(
             return mixers.attend(q, k, v, window=window, sinks_H=sinks_H)
 
         own, input_BTP = replace(mixers, attend=attend), of_layer(inputs_LBTP, number)
-        x_BTD = block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, own, lora_apply, input_BTP)
+        x_BTD = block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, own, lora_apply, input_BTP, at_once)
         x_BTD = constrain(x_BTD)
         return x_BTD if seen is None else deepened(seen, place, x_BTD), shared, number + 1
 
-    policy = jax.checkpoint_policies.save_only_these_names(*(() if remat else KEPT))
+    policy = jax.checkpoint_policies.save_only_these_names(*(KEPT if keep is Keep.RESULTS else ()))
     kept = partial(jax.checkpoint, policy=policy)
     x_BTD = embed(cfg, params, tokens_BT, seen)
     inputs_LBTP = layer_inputs(cfg, params, tokens_BT, x_BTD)
     carry = (constrain(x_BTD), _nothing_shared(cfg, x_BTD), jnp.int32(0))
-    x_BTD, _, _ = over_layers(cfg, layer, carry, params.layers, lora.layers, kept=kept)
+    x_BTD, _, _ = over_layers(cfg, layer, carry, params.layers, lora.layers, kept=kept, grouped=keep is Keep.GROUPS)
     return final_hidden(cfg, params, x_BTD)
 
 

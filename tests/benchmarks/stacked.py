@@ -27,6 +27,7 @@ from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.optimizer import fresh_state, step
 from tinkerflow.backend.compute.params import load_params
 from tinkerflow.backend.compute.train import Batch, make_steps
+from tinkerflow.backend.compute.training_memory import Budget
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.deployments.tiny_model import make_tiny
@@ -47,7 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or str(make_tiny(Path(scratch) / "tiny"))
         cfg, mesh = load_config(model), make_mesh(1, 1)
-        params, steps = load_params(cfg, model, mesh, "float32"), make_steps(cfg, mesh, kept_bytes=2**30)
+        params, steps = load_params(cfg, model, mesh, "float32"), make_steps(cfg, mesh, Budget(1024, 2**30))
     rng = np.random.default_rng(0)
 
     def batch() -> Batch:

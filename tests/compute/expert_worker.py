@@ -30,6 +30,7 @@ def main() -> None:
     from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
     from tinkerflow.backend.compute.train import make_steps
     from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
+    from tinkerflow.backend.compute.training_memory import Budget
 
     folder, file = sys.argv[1:]
     cfg = load_config(folder)
@@ -80,7 +81,7 @@ def main() -> None:
         mesh = jax.make_mesh(sizes, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=devices)
         lora = adapter_like(cfg, mesh, LoraSpec(4))
         args = params_like(cfg, mesh, "float32"), lora, lora, batch_like(mesh, 8, 256)
-        compiled = make_steps(cfg, mesh, kept_bytes=2**30).backward.lower(*args).compile()
+        compiled = make_steps(cfg, mesh, Budget(1024, 2**30)).backward.lower(*args).compile()
         found[f"{'x'.join(map(str, sizes))} flops"] = compiled.cost_analysis()["flops"]
     Path(file).write_text(json.dumps(found))
 

@@ -31,7 +31,7 @@ from tinkerflow.backend.commands import (
     SampleStep,
     SnapshotHeld,
 )
-from tinkerflow.backend.compute import adapters, forward_backward, memory, train
+from tinkerflow.backend.compute import adapters, forward_backward, train, training_memory
 from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.compute.sampler import snapshot_cache
 from tinkerflow.backend.errors import AllocationError, DevicesError, NotFoundError, ServerError, UserError
@@ -160,7 +160,7 @@ def test_without_memory_nothing_new_is_made(qwen3, command, monkeypatch):
 def test_adapters_that_do_not_fit_are_refused_by_name(qwen3):
     executor = qwen3.executor(device_memory=0.05)
     room = executor.plan.uses.adapters
-    one = memory.adapter_bytes(executor._cfg, executor._config, LoraSpec(8), "adamw")
+    one = training_memory.adapter_bytes(executor._cfg, executor._config, LoraSpec(8), "adamw")
     many = room // one
     assert many > 1
     for number in range(many):
@@ -349,7 +349,7 @@ def test_nothing_to_do_is_done(shared_executor):
 def test_layers_computed_again_give_the_same_gradients(qwen3, examples, adapter, forward, gradients, monkeypatch):
     found = []
     for kept in (2**30, 0):
-        monkeypatch.setattr(memory, "_KEPT_ON_CPUS", kept)
+        monkeypatch.setattr(training_memory, "_KEPT_ON_CPUS", kept)
         executor = qwen3.executor()
         adapter(executor, "a")
         forward(executor, "a", examples((40, 9)), backward=True)

@@ -25,7 +25,7 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.compute import memory
+from tinkerflow.backend.compute import training_memory
 from tinkerflow.backend.errors import AllocationError, UserError
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_trained_whole_is_refused_by_name(shared_executor):
 
 def test_memory_is_counted_and_leaves_room_for_adapters(qwen3):
     executor = qwen3.executor(device_memory=0.05)
-    many = executor.plan.full // memory.adapter_bytes(executor._cfg, executor._config, ALL, "adamw")
+    many = executor.plan.full // training_memory.adapter_bytes(executor._cfg, executor._config, ALL, "adamw")
     assert many > 0
     for number in range(many):
         executor.execute(CreateAdapter(str(number), ALL, 0))
@@ -173,7 +173,7 @@ def test_loading_a_state_takes_no_more_than_is_counted(shared_executor, monkeypa
     store, keep = shared_executor._adapters, shared_executor._adapters.set
     monkeypatch.setattr(store, "set", lambda *given: (found.append(count()), keep(*given)))
     shared_executor.execute(ImportAdapter("l", state))
-    counted = memory.adapter_bytes(shared_executor._cfg, shared_executor._config, ALL, "adamw")
+    counted = training_memory.adapter_bytes(shared_executor._cfg, shared_executor._config, ALL, "adamw")
     counts = 2 * 4  # of steps, int32
     assert counted / 2 < found[0] <= counted + counts
     shared_executor.execute(DropAdapter("l"))
@@ -181,11 +181,12 @@ def test_loading_a_state_takes_no_more_than_is_counted(shared_executor, monkeypa
 
 def test_models_find_room_again_in_any_order(qwen3):
     made, again = qwen3.executor(device_memory=0.05), qwen3.executor(device_memory=0.05)
-    each = memory.adapter_bytes(made._cfg, made._config, ALL, "adamw")
+    each = training_memory.adapter_bytes(made._cfg, made._config, ALL, "adamw")
     plan = replace(made.plan, full=each)  # room for one, and for adapters beside it
     made.plan = again.plan = plan
     made.execute(CreateAdapter("all", ALL, 0))
-    beside = (plan.uses.adapters - each) // memory.adapter_bytes(made._cfg, made._config, LoraSpec(32), "adamw")
+    adapter = training_memory.adapter_bytes(made._cfg, made._config, LoraSpec(32), "adamw")
+    beside = (plan.uses.adapters - each) // adapter
     adapters = [f"adapter {number}" for number in range(beside)]
     for name in adapters:
         made.execute(CreateAdapter(name, LoraSpec(32), 0))

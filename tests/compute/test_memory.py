@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.compute.conftest import Reference
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
-from tinkerflow.backend.compute import memory
+from tinkerflow.backend.compute import device_bytes, memory, training_memory
 from tinkerflow.backend.compute.adapters import AdapterStore
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import load_config
@@ -38,8 +38,8 @@ def qwen3_4b(qwen3: Reference) -> ModelConfig:
 def budget_of(qwen3_4b: ModelConfig) -> Any:
     """budget_of(limit, weights, tokens): in GB, on a GPU."""
 
-    def budget(limit: float, weights: float, tokens: int = 0) -> memory.Budget:
-        return memory.budget_for(qwen3_4b, jnp.bfloat16, 1, int(limit * GB) - int(weights * GB), tokens)
+    def budget(limit: float, weights: float, tokens: int = 0) -> training_memory.Budget:
+        return training_memory.budget_for(qwen3_4b, jnp.bfloat16, 1, int(limit * GB) - int(weights * GB), tokens)
 
     return budget
 
@@ -58,7 +58,7 @@ def test_micro_batches_grow_with_memory_and_layers_are_computed_again_with_littl
 ) -> None:
     budget = budget_of(limit, weights)
     assert budget.microbatch_tokens == tokens
-    assert (memory.kept_bytes(qwen3_4b, 7 * 32, tokens, "bfloat16") > budget.kept_bytes) == again
+    assert (training_memory.kept_bytes(qwen3_4b, 7 * 32, tokens, "bfloat16") > budget.kept_bytes) == again
 
 
 def test_a_size_that_is_set_is_kept(budget_of: Any) -> None:
@@ -73,7 +73,7 @@ def config_of(name: str = "m", **changes: Any) -> GroupConfig:
 
 def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
     plan = memory.plan_group(load_config(qwen3.folder), config_of(max_context=300))
-    assert plan.budget == memory.Budget(1024, 2**30)
+    assert plan.budget == training_memory.Budget(1024, 2**30)
     assert (plan.limit, plan.uses, plan.context, plan.rule) == (None, None, 300, "the model's context")
     by_use = plan.by_use(load_config(qwen3.folder), config_of(max_context=300))
     assert by_use.keys() == {"weights", "kv_cache"} and min(by_use.values()) > 0
@@ -176,12 +176,12 @@ def test_weights_and_adapters_take_what_the_plan_says(reference: Reference, weig
     cfg, mesh = load_config(folder), make_mesh(1, 1)
     config = config_of(str(folder), dtype="float32", base_weights=weights)
     params = load_params(cfg, str(folder), mesh, "float32", base_weights=weights)
-    assert memory.held_bytes(params) == memory.weight_bytes(cfg, config)
+    assert device_bytes.held_bytes(params) == device_bytes.weight_bytes(cfg, config)
     adapters, spec = AdapterStore(cfg, mesh, str(folder)), LoraSpec(4, train_mlp=False)
     adapters.create("a", spec, 0, "adamw")
     made = adapters.get("a")
-    took = memory.held_bytes((made.lora, made.grads, made.state.parts))
-    assert took == memory.adapter_bytes(cfg, config, spec, "adamw")
+    took = device_bytes.held_bytes((made.lora, made.grads, made.state.parts))
+    assert took == training_memory.adapter_bytes(cfg, config, spec, "adamw")
 
 
 def test_a_device_holds_its_part_of_what_is_split(qwen3: Reference) -> None:
@@ -191,9 +191,9 @@ def test_a_device_holds_its_part_of_what_is_split(qwen3: Reference) -> None:
         jax.ShapeDtypeStruct((8, 6), np.float32, sharding=NamedSharding(split, PartitionSpec("fsdp", None))),
         jax.ShapeDtypeStruct((3,), np.int8, sharding=whole),
     ]
-    assert memory.held_bytes(arrays) == 2 * 6 * 4 + 3
+    assert device_bytes.held_bytes(arrays) == 2 * 6 * 4 + 3
     params = load_params(load_config(qwen3.folder), str(qwen3.folder), mesh, "float32", lambda line: None)
-    assert memory.held_bytes(params) == 4 * count(params)
+    assert device_bytes.held_bytes(params) == 4 * count(params)
 
 
 def test_processes_agree_on_the_least() -> None:
@@ -231,8 +231,8 @@ def test_logits_of_slots_that_devices_do_not_divide_are_whole_on_each(qwen3_4b: 
 
 def test_a_step_reads_rows_of_an_embedding_that_is_not_the_unembedding(qwen3_4b: ModelConfig) -> None:
     table, cfg = qwen3_4b.vocab * qwen3_4b.hidden * 2, replace(qwen3_4b, tied=False)
-    assert memory.step_weights(replace(cfg, tied=True), config_of(), 64) == memory.weight_bytes(
+    assert device_bytes.step_weights(replace(cfg, tied=True), config_of(), 64) == device_bytes.weight_bytes(
         replace(cfg, tied=True), config_of()
     )
-    read = memory.step_weights(cfg, config_of(), 64)
-    assert read == pytest.approx(memory.weight_bytes(cfg, config_of()) - table + 64 * qwen3_4b.hidden * 2)
+    read = device_bytes.step_weights(cfg, config_of(), 64)
+    assert read == pytest.approx(device_bytes.weight_bytes(cfg, config_of()) - table + 64 * qwen3_4b.hidden * 2)

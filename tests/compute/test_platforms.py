@@ -31,6 +31,7 @@ from tinkerflow.backend.compute.sampler.sampling import greedy_choice
 from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
 from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
+from tinkerflow.backend.compute.training_memory import Budget
 from tinkerflow.backend.compute.warming import like
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
@@ -70,7 +71,7 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
     params = load_params(cfg, str(model.folder), mesh, "bfloat16", lambda line: None, base_weights=base_weights)
     assert by_layer(cfg, params) is params, "views of a stack are for XLA:CPU"
     lora, batch, whole = adapter_like(cfg, mesh, LoraSpec(32)), batch_like(mesh, 4, LENGTH), replicated(mesh)
-    training = make_steps(cfg, mesh, kept_bytes=2**30)
+    training = make_steps(cfg, mesh, Budget(1024, 2**30))
     yield "forward_backward", (training.backward, (params, lora, lora, batch))
     yield "forward", (training.forward, (params, lora, batch))
     for kind, spec in OPTIMIZERS.items():

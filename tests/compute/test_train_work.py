@@ -16,6 +16,7 @@ from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import load_params
 from tinkerflow.backend.compute.train import DeviceBatch, make_steps
+from tinkerflow.backend.compute.training_memory import Budget
 
 ROWS, TOKENS, RANK = 2, 64, 4
 
@@ -47,7 +48,7 @@ def test_no_matmul_is_computed_again_for_the_backward_pass(qwen3):
         floats_BTJK=np.ones((ROWS, TOKENS, 5, 1), np.float32),
         choice=choose("cross_entropy", {}),
     )
-    program = jax.make_jaxpr(make_steps(cfg, mesh, kept_bytes=2**30).backward)(params, lora, lora, batch)
+    program = jax.make_jaxpr(make_steps(cfg, mesh, Budget(1024, 2**30)).backward)(params, lora, lora, batch)
     matrices = [params.layers[name] for name in ("q", "k", "v", "o", "gate", "up", "down")]
     frozen = size(matrices) + size(params.embed_VD)  # tied: the embedding is multiplied as the unembedding
     assert isinstance(lora, Lora) and params.unembed_VD is None

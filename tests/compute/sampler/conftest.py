@@ -23,6 +23,7 @@ from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
+from tinkerflow.backend.compute.training_memory import Budget
 from tinkerflow.backend.compute.transformer import Params
 
 VOCAB = 320
@@ -189,7 +190,7 @@ def training_logprobs() -> Callable[..., np.ndarray[Any, Any]]:
         size = len(whole) - 1
         example = Example(whole[:-1], whole[1:, None], np.ones((size, 1), np.float32))
         (batch,) = pack([example], microbatch_tokens=1024)
-        steps = make_steps(tiny.cfg, tiny.mesh, kept_bytes=2**30)
+        steps = make_steps(tiny.cfg, tiny.mesh, Budget(1024, 2**30))
         arrays = to_devices(batch, choose("cross_entropy", {}), tiny.mesh)
         scored = steps.forward(tiny.params, jax.device_put(lora), arrays)
         (place,) = batch.places

@@ -1,0 +1,252 @@
+"""What training takes of each device's memory: the models in training, and the steps that they make.
+
+Counted from sizes alone, as the plan in `memory.py` needs it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
+from tinkerflow.backend.compute import full
+from tinkerflow.backend.compute.attention import score_bytes
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.decoder import plain_name
+from tinkerflow.backend.compute.deltanet import chunk_tokens
+from tinkerflow.backend.compute.device_bytes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
+from tinkerflow.backend.compute.families import layers_with, projections
+from tinkerflow.backend.compute.flash import on_gpus
+from tinkerflow.backend.compute.layers import kept_carries
+from tinkerflow.backend.compute.lora import shardings
+from tinkerflow.backend.compute.peft_names import matrix_rank, targets
+from tinkerflow.backend.compute.platforms import SCORED_ROWS, TPU, on_cpu, platform
+from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS
+from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
+from tinkerflow.backend.compute.transformer import KEPT, TOKENWISE, Keep
+from tinkerflow.backend.compute.vision import tower_bytes
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket
+
+_LEAST_TOKENS = 1024  # per device of the fsdp axis: fewer leave it idle
+MOST_TOKENS = 4096  # more make sample requests wait
+_AT_ONCE = 4096  # tokens: matmuls of as many rows as those of a micro-batch
+_KEPT_ON_CPUS = 2**30  # bytes: writing out more costs more than computing it again
+
+# Shares of what the weights leave free.
+TRAINING = 0.35  # the most that a training step takes by choice
+_KEPT = 0.3  # of these, the most that is kept for the backward pass
+
+_IN_FLIGHT = 2  # commands that the devices compute and that are read, at the same time
+_BESIDE_LOGIT = 1.25  # bytes of each logit, beside its gradient: of its softmax, and of an adapter's gradient, by parts
+
+
+@dataclass(frozen=True)
+class Budget:
+    """microbatch_tokens: padded tokens that are trained on together.
+
+    kept_bytes: what a device may keep of them for a backward pass. Where the layers would keep more, each layer is
+    computed again instead. input_bytes: what it may keep of the layers' inputs then. Where these are more, groups of
+    layers are computed again (`transformer.Keep`). None: all inputs are kept.
+    """
+
+    microbatch_tokens: int
+    kept_bytes: int
+    input_bytes: int | None = None
+
+
+def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, microbatch_tokens: int = 0) -> Budget:
+    """The budget of training on devices of this size.
+
+    cfg: the model. dtype: of its activations. fsdp: devices that rows are split over. free_bytes: what the weights
+    leave of each device's memory; None on CPUs, where the budget does not depend on the machine. microbatch_tokens: the
+    size to use, 0 = choose.
+    """
+    if free_bytes is None:
+        return Budget(microbatch_tokens or _LEAST_TOKENS, _KEPT_ON_CPUS)
+    kept, tokens = int(_KEPT * free_bytes), _LEAST_TOKENS
+    while tokens < MOST_TOKENS and kept_bytes(cfg, _ranks(cfg), 2 * tokens, dtype) <= kept:
+        tokens *= 2
+    return Budget(microbatch_tokens or tokens * fsdp, kept, kept)
+
+
+def budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
+    """The largest micro-batches whose step takes no more than training's share, and what a step of any size may keep.
+
+    Where a step would take more, each layer is computed again, and where that is too much as well, groups of layers.
+    """
+    budget = budget_for(cfg, config.dtype, config.fsdp, free, config.microbatch_tokens)
+
+    def fits(tokens: int) -> bool:
+        return sum(_step(cfg, config, budget, tokens)) <= TRAINING * free
+
+    sizes = step_sizes(config, budget, min(config.max_context, cfg.max_positions))
+    while not config.microbatch_tokens and sizes[0] > _LEAST_TOKENS and not fits(sizes[0]):
+        sizes = [sizes[0] // 2, *sizes]
+    budget = replace(budget, microbatch_tokens=config.microbatch_tokens or sizes[0] * config.fsdp)
+    # Groups only of long sequences: they would hardly make the smallest step smaller, and all training slower.
+    for keep, limit, some in ((Keep.RESULTS, "kept_bytes", sizes), (Keep.INPUTS, "input_bytes", sizes[1:])):
+        if (too_large := next((tokens for tokens in some if not fits(tokens)), None)) is not None:
+            most = kept_bytes(cfg, _ranks(cfg), too_large, config.dtype, keep) - 1
+            budget = replace(budget, **{limit: min(getattr(budget, limit), most)})
+    return budget
+
+
+def what_is_kept(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, budget: Budget) -> Keep:
+    """What a backward pass of `tokens` tokens a device has of the forward pass: as much as the budget allows.
+
+    cfg, ranks, tokens, dtype: as of `kept_bytes`.
+    """
+    if kept_bytes(cfg, ranks, tokens, dtype) <= budget.kept_bytes:
+        return Keep.RESULTS
+    inputs = kept_bytes(cfg, ranks, tokens, dtype, Keep.INPUTS)
+    return Keep.INPUTS if budget.input_bytes is None or inputs <= budget.input_bytes else Keep.GROUPS
+
+
+def at_once(keep: Keep) -> int:
+    """How many tokens of a device go through the token-wise parts of a layer at a time; 0 = all."""
+    return 0 if keep is Keep.RESULTS or on_cpu() else _AT_ONCE
+
+
+def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, keep: Keep = Keep.RESULTS) -> int:
+    """What all layers keep of `tokens` tokens for a backward pass, in bytes; RESULTS are `transformer.KEPT` and inputs.
+
+    cfg: the model. ranks: the sum over the matrices that a token goes through in one layer. tokens: of a device. dtype:
+    of the activations. keep: what there is for the backward pass.
+    """
+    if keep is not Keep.RESULTS:
+        inputs = cfg.layers if keep is Keep.INPUTS else kept_carries(cfg.layer_kinds)
+        return inputs * tokens * cfg.hidden * jnp.dtype(dtype).itemsize
+    # A layer's input, `attended`, results, `low`; and of attention `log_totals`, float32.
+    numbers = cfg.layers * (cfg.hidden + ranks) + _attended(cfg) + _results(cfg)
+    return int(
+        tokens * (numbers * jnp.dtype(dtype).itemsize + 4 * cfg.heads * sum(kind.attends for kind in cfg.layer_kinds))
+    )
+
+
+def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimizer: Optimizer) -> int:
+    """What an adapter in training takes of each device: weights, gradients and the optimizer's state, float32."""
+    if spec.full:
+        return _full_bytes(cfg, config, optimizer)
+    return _shards_bytes(config, _adapter_shapes(cfg, spec)) * (2 + len(OPTIMIZERS[optimizer].state))
+
+
+def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> int:
+    """What training all parameters takes of each device, with what a step takes beside that of an adapter's step.
+
+    Float32: weights, gradients and the optimizer's state, and another of each while a state is loaded in their place.
+    A step may take more than that: what the gradients were before, of commands in flight, the gradients that are added
+    to them, and those of the unembedding before they are summed. And the weights in the dtype they compute in.
+    """
+    size, item = held_bytes(full.like(cfg, abstract_mesh(config))), jnp.dtype(config.dtype).itemsize
+    step = 4 * share(cfg.vocab, config.tensor) * cfg.hidden + (size * item // 4 if item < 4 else 0)
+    held = size * (2 + len(OPTIMIZERS[optimizer].state))
+    return held + max(held, (_IN_FLIGHT + 1) * size + step)
+
+
+def largest_step(
+    cfg: ModelConfig, config: GroupConfig, budget: Budget, context: int, *, whole: bool = False
+) -> tuple[int, int]:
+    """Activations and temporaries of the training step that takes the most, of sequences of up to `context` tokens."""
+    sizes = step_sizes(config, budget, context)
+    return max((_step(cfg, config, budget, tokens, whole) for tokens in sizes), key=sum)
+
+
+def step_sizes(config: GroupConfig, budget: Budget, context: int) -> list[int]:
+    """Tokens a device, ascending: of a full micro-batch, and of longer sequences, which go alone."""
+    sizes = [max(1, budget.microbatch_tokens // config.fsdp)]
+    while sizes[-1] < bucket(context, SHORTEST_ROW):
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int, whole: bool = False) -> tuple[int, int]:
+    """Activations and temporaries of a step of `tokens` tokens a device.
+
+    An upper estimate of what the compilers report (tests/accelerators): at most one layer is differentiated at a time.
+    whole: a step that trains all parameters, less what `_full_bytes` counts: it takes no groups and no chunks.
+    """
+    item = jnp.dtype(config.dtype).itemsize
+    keep = what_is_kept(cfg, _ranks(cfg), tokens, config.dtype, replace(budget, input_bytes=None) if whole else budget)
+    some = 0 if whole else at_once(keep)
+    kept = kept_bytes(cfg, _ranks(cfg), tokens, config.dtype, keep)
+    inside = share((_attended(cfg) + _results(cfg)) // cfg.layers, config.tensor)
+    layer = min(tokens, some or tokens) * (3 * inside * item + 16 * cfg.hidden * max(1, cfg.experts_per_token))
+    if some:  # what attention has of all tokens, and its gradients, and those of the layer's input and result
+        mixed = share((_attended(cfg) + _results(cfg, mixers=True)) // cfg.layers, config.tensor)
+        layer += tokens * item * (3 * mixed + 5 * cfg.hidden)
+    chunks = 0
+    if cfg.delta is not None:  # float32: what chunks solve for, forward and back, and the state before each of them
+        heads, wide, chunk = state_heads(cfg.delta, config), cfg.delta.key_dim + cfg.delta.value_dim, chunk_tokens()
+        state = cfg.delta.key_dim * cfg.delta.value_dim // chunk
+        chunks = 4 * tokens * heads * (6 * wide + 4 * chunk + 2 * state)
+    layer += _scores(cfg, config, tokens)
+    ends = 3 * tokens * (cfg.hidden + cfg.layers * cfg.layer_input) * item
+    before = 0
+    if cfg.vision is not None:  # what stands in place of images; what sees them is done when the step begins
+        before = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
+        ends += tokens * cfg.vision.vectors * cfg.hidden * item
+    vocab = share(cfg.vocab, config.tensor)
+    logits = int(min(tokens, SCORED_ROWS) * vocab * (item + _BESIDE_LOGIT))
+    gathered = 0
+    if config.fsdp > 1:  # the unembedding, and the next layer's weights while the last one's are in use
+        unsplit = replace(config, fsdp=1)
+        gathered = vocab * cfg.hidden * item + 2 * weight_bytes(cfg, unsplit) // cfg.layers
+    # The adapter in the dtype of the activations, its gradient, and what the gradient is added to; all of them whole.
+    # And what the gradients were before, of a command that is computed and one that is read at the same time.
+    shapes = _adapter_shapes(cfg, usual_spec(cfg, config.expert_rank))
+    adapter, devices = sum(shape.size for shape in shapes), config.fsdp * config.expert * config.tensor
+    gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, shapes)
+    # The logits are gone before a chunk is differentiated.
+    return kept, max(before, layer + ends + max(chunks, logits) + gathered + gradients)
+
+
+def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:
+    """What the scores of a layer take, of one sequence of `tokens` tokens, where no kernel of GPUs takes the layer.
+
+    TPUs have a kernel for all of them.
+    """
+    if platform() is TPU:
+        return 0
+    kinds = [kind for kind in cfg.layer_kinds if kind.attends]
+    heads = share(cfg.heads, config.tensor)
+    left = [kind.window for kind in kinds if not on_gpus(tokens, kind.window, max(cfg.widths(kind)))]
+    return max((score_bytes(tokens, window, heads) for window in left), default=0)
+
+
+def _results(cfg: ModelConfig, *, mixers: bool = False) -> int:
+    """What the matmuls of all layers give that is kept, in numbers of one token. mixers: only those before mixers."""
+    matrices, homes = projections(cfg), layers_with(cfg)
+    kept = [name for name in matrices if plain_name(name) in KEPT and not (mixers and plain_name(name) in TOKENWISE)]
+    return sum(matrices[name].outputs * matrices[name].per_token * len(homes[name]) for name in kept)
+
+
+def _attended(cfg: ModelConfig) -> int:
+    """What the mixers of all layers give, in numbers of one token."""
+    delta = 0 if cfg.delta is None else cfg.delta.values * len(cfg.numbers("delta"))
+    return cfg.attended + delta
+
+
+def _ranks(cfg: ModelConfig) -> int:
+    """The ranks that a token goes through in a layer with an adapter of rank 32, on average."""
+    homes = layers_with(cfg)
+    matrices = [(matrix.per_token, name) for name, matrix in projections(cfg).items() if name != "unembed"]
+    return RANK_COLUMNS * sum(per_token * len(homes[name]) for per_token, name in matrices) // cfg.layers
+
+
+def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of an adapter."""
+    matrices = [projections(cfg)[name] for name in targets(cfg, spec)]
+    sizes = [(one, size) for one in matrices for size in (one.inputs, one.outputs)]
+    return [jax.ShapeDtypeStruct((*one.stack, matrix_rank(spec, one), size), np.float32) for one, size in sizes]
+
+
+def _shards_bytes(config: GroupConfig, shapes: list[jax.ShapeDtypeStruct]) -> int:
+    """What the arrays of an adapter take of each device."""
+    places: Any = shardings(abstract_mesh(config), shapes)
+    return 4 * sum(math.prod(where.shard_shape(one.shape)) for one, where in zip(shapes, places, strict=True))

@@ -1,0 +1,135 @@
+"""What a backward pass keeps changes its memory, not its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tinkerflow.backend.commands import GroupConfig, LoraSpec
+from tinkerflow.backend.compute import memory, train, training_memory
+from tinkerflow.backend.compute.config import LayerKind
+from tinkerflow.backend.compute.families import load_config
+from tinkerflow.backend.compute.layers import groups, kept_carries
+from tinkerflow.backend.compute.long_rows import in_chunks
+from tinkerflow.backend.compute.lora import init_lora
+from tinkerflow.backend.compute.losses import choose
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.params import load_params
+from tinkerflow.backend.compute.platforms import CUDA, compiling_for
+from tinkerflow.backend.compute.train import DeviceBatch, make_steps
+from tinkerflow.backend.compute.training_memory import Budget
+from tinkerflow.backend.compute.transformer import Keep
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("alike", "expected", "kept"),
+    [
+        ("f" * 36, [(0, 1, 36, 6)], 12),
+        ("f" * 28, [(0, 1, 28, 4)], 11),
+        ("f" * 47, [(0, 1, 42, 6), (42, 1, 5, 5)], 14),
+        ("d" + "f" * 8, [(0, 1, 1, 1), (1, 1, 8, 2)], 7),
+        ("sf" * 8, [(0, 2, 8, 2)], 8),
+    ],
+)
+def test_groups_are_those_that_keep_the_fewest_inputs(alike: str, expected: list[Any], kept: int) -> None:
+    kinds = tuple(
+        {"s": LayerKind(None, window=4), "f": LayerKind(None), "d": LayerKind(None, dense=True)}[letter]
+        for letter in alike
+    )
+    assert list(groups(kinds)) == expected
+    assert kept_carries(kinds) == kept
+
+
+@pytest.fixture(scope="module")
+def gradients(qwen3: Any) -> Any:
+    """gradients(keep, chunk): of an adapter's step that keeps this, with so many tokens at a time."""
+    cfg, mesh = load_config(str(qwen3.folder)), make_mesh(1, 1)
+    params = load_params(cfg, str(qwen3.folder), mesh, "float32")
+    rng = np.random.default_rng(0)
+    lora = jax.tree.map(
+        lambda leaf: rng.normal(scale=0.1, size=leaf.shape).astype(np.float32), init_lora(cfg, LoraSpec(4), 0)
+    )
+    ints = rng.integers(0, cfg.vocab, (2, 64, 4), np.int32)
+    ints[..., 1], ints[..., 2] = np.arange(64), 1
+    floats = np.ones((2, 64, 5, 1), np.float32)
+    batch = DeviceBatch(ints_BTI=ints, floats_BTJK=floats, choice=choose("cross_entropy", {}))
+
+    def of(keep: Keep, chunk: int = 0) -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "what_is_kept", lambda *_: keep)
+            patch.setattr(train, "at_once", lambda _: chunk)
+            steps = make_steps(cfg, mesh, Budget(1024, 2**30))
+            grads, scored = steps.backward(params, lora, jax.tree.map(jnp.zeros_like, lora), batch)
+        assert float(scored.loss) > 0
+        return jax.tree.leaves(jax.device_get(grads))
+
+    return of
+
+
+def test_groups_of_layers_give_the_gradients_of_layers_that_are_computed_again(gradients: Any) -> None:
+    inputs, grouped = gradients(Keep.INPUTS), gradients(Keep.GROUPS)
+    assert max(np.abs(grad).max() for grad in inputs) > 0
+    for one, other in zip(inputs, grouped, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(one).max())
+
+
+@pytest.mark.parametrize("keep", [Keep.INPUTS, Keep.GROUPS])
+def test_some_tokens_at_a_time_give_the_same_gradients(gradients: Any, keep: Keep) -> None:
+    # Not the same bits: an adapter's gradients are sums over tokens, which are added chunk by chunk.
+    for one, other in zip(gradients(keep), gradients(keep, 32), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(one).max())
+
+
+def test_a_chunk_has_no_more_tokens_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def part(x: jax.Array, other: Any) -> Any:
+        seen.append(x.shape)
+        return x + 1, other
+
+    mesh, x = make_mesh(1, 1), jnp.arange(2 * 16 * 3.0).reshape(2, 16, 3)
+    made, none = in_chunks(mesh, 8, part, x, None)
+    assert seen == [(2, 4, 3)] and none is None
+    np.testing.assert_array_equal(made, x + 1)
+    in_chunks(mesh, 32, part, x, None)
+    assert seen[1:] == [(2, 16, 3)]
+
+
+def test_the_plan_recomputes_groups_only_where_the_inputs_of_layers_do_not_fit(qwen3: Any) -> None:
+    shape = {"hidden": 2560, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 9728}
+    shape |= {"vocab": 151936, "max_positions": 131072}
+    cfg = replace(load_config(qwen3.folder), **shape)
+    config = GroupConfig("m", "bfloat16", 1, 1, 131072, 0, 64, 8, "")
+    with compiling_for(CUDA):
+        large, small = (memory.plan_memory(cfg, config, limit * GB) for limit in (78, 26))
+        keeps = partial(training_memory.what_is_kept, cfg, 7 * 32)
+        assert [keeps(tokens, "bfloat16", large.budget) for tokens in (4096, 32768)] == [Keep.RESULTS, Keep.INPUTS]
+        assert keeps(131072, "bfloat16", large.budget) is Keep.GROUPS
+        assert keeps(32768, "bfloat16", small.budget) is Keep.GROUPS
+        assert keeps(small.budget.microbatch_tokens, "bfloat16", small.budget) is not Keep.GROUPS
+        assert large.context >= 65536
+        inputs, grouped = (training_memory.kept_bytes(cfg, 7 * 32, 32768, "bfloat16", keep) for keep in list(Keep)[1:])
+        assert inputs == 3 * grouped
+
+
+def test_models_whose_parameters_are_all_trained_leave_room_for_their_step(qwen3: Any) -> None:
+    """It takes neither groups of layers nor some tokens at a time."""
+    shape = {"hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "mlp": 3072}
+    cfg = replace(load_config(qwen3.folder), **shape, vocab=151936, max_positions=131072)
+    config = GroupConfig("m", "bfloat16", 1, 1, 131072, 0, 64, 8, "")
+    with compiling_for(CUDA):
+        plan = memory.plan_memory(cfg, config, 78 * GB)
+        largest = partial(training_memory.largest_step, cfg, config, plan.budget, plan.context)
+        assert plan.uses is not None and sum(largest(whole=True)) > sum(largest())
+        others = plan.uses.weights + plan.uses.reserve + plan.uses.kv_cache + plan.uses.logits + plan.uses.snapshots
+        models = plan.full + (plan.whole.size if plan.whole else 0)
+    assert plan.full > 0
+    assert others + models + sum(largest(whole=True)) <= 78 * GB
