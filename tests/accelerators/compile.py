@@ -19,7 +19,8 @@ from jax.errors import JaxRuntimeError
 from tests.accelerators.budgets import Case, Record
 from tests.accelerators.programs import config
 
-from tinkerflow.backend.compute.memory import held_bytes, read_bytes, state_bytes
+from tinkerflow.backend.compute.device_bytes import held_bytes, read_bytes
+from tinkerflow.backend.compute.memory import state_bytes
 from tinkerflow.backend.compute.roofline import Device, parse_topology, seconds, useful_flops
 from tinkerflow.backend.compute.roofline_programs import Programs
 from tinkerflow.backend.compute.roofline_targets import Figures

@@ -31,8 +31,8 @@ def main() -> None:
         SampleRequest,
         SampleStep,
     )
+    from tinkerflow.backend.compute.device_bytes import held_bytes
     from tinkerflow.backend.compute.executor import Executor
-    from tinkerflow.backend.compute.memory import held_bytes
     from tinkerflow.backend.spec.optimizers.adamw import AdamParams
     from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 
