@@ -23,10 +23,11 @@ import numpy as np
 from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.lora import Lora, init_lora
+from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.optimizer import fresh_state, step
 from tinkerflow.backend.compute.params import load_params
-from tinkerflow.backend.compute.train import Batch, make_steps
+from tinkerflow.backend.compute.train import DeviceBatch, make_steps
 from tinkerflow.backend.compute.training_memory import Budget
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
@@ -51,11 +52,12 @@ def main() -> None:
         params, steps = load_params(cfg, model, mesh, "float32"), make_steps(cfg, mesh, Budget(1024, 2**30))
     rng = np.random.default_rng(0)
 
-    def batch() -> Batch:
+    def batch() -> DeviceBatch:
         shape = (args.rows, args.tokens)
         numbers = [rng.integers(0, cfg.vocab, shape), np.tile(np.arange(args.tokens), (args.rows, 1)), np.ones(shape)]
         ints = np.stack([*numbers, rng.integers(0, cfg.vocab, shape)], axis=-1).astype(np.int32)
-        return Batch(ints_BTI=ints, floats_BTJK=np.ones((*shape, 5, 1), np.float32), choice=np.zeros(8, np.float32))
+        floats = np.ones((*shape, 5, 1), np.float32)
+        return DeviceBatch(ints_BTI=ints, floats_BTJK=floats, choice=choose("cross_entropy", {}))
 
     def adapter(seed: int) -> Lora:
         noise = np.random.default_rng(seed)

@@ -1,0 +1,17 @@
+"""Benchmarks are run by hand, so a name that they import may go without anybody noticing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+IMPORT = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(f'tests.benchmarks.{name}')"
+
+
+def test_what_benchmarks_import_is_there() -> None:
+    names = sorted(file.stem for file in (ROOT / "tests" / "benchmarks").glob("*.py"))
+    assert "speed" in names
+    done = subprocess.run([sys.executable, "-c", IMPORT, *names], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
