@@ -25,6 +25,7 @@ _WAITING = {
     "samples": "Sample requests that have no answer yet.",
     "models": "Models with an operation that can be executed now.",
 }
+_OLDEST = "Seconds since the oldest request without an answer was submitted, by kind: samples, training. 0: none waits."
 _TOKENS = "Tokens of training, of prompts (computed, and found in the cache), and of samples."
 _UNSAVED = "Seconds since the last recovery snapshot of the model whose changes have waited longest for one."
 _GENERATION = "Number of the worker group that serves: one more than the groups before it that ended."
@@ -104,6 +105,10 @@ def _of_journal(known: Known) -> Iterable[Metric]:
     for name, meaning in _WAITING.items():
         yield GaugeMetricFamily(f"tinkerflow_waiting_{name}", meaning, known.waiting[name])
     observed = known.observed
+    oldest = GaugeMetricFamily("tinkerflow_oldest_wait_seconds", _OLDEST, labels=("kind",))
+    for kind, since in observed.waiting_since.items():
+        oldest.add_metric((kind,), 0 if since is None else (known.now - since).total_seconds())
+    yield oldest
     tokens = CounterMetricFamily("tinkerflow_tokens", _TOKENS, labels=("base_model", "kind"))
     saved = CounterMetricFamily("tinkerflow_checkpoints_saved", "Checkpoints that were saved.", labels=("base_model",))
     for (base_model, kind), count in observed.used.items():

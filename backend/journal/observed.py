@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate
-from tinkerflow.backend.journal.tables import Model, ModelState, RecoverySnapshot, UsageBucket
+from tinkerflow.backend.journal.tables import IS_PENDING, Model, ModelState, RecoverySnapshot, Request, UsageBucket
 
 _USED = sa.select(
     col(UsageBucket.base_model), col(UsageBucket.kind), sa.cast(sa.func.sum(col(UsageBucket.quantity)), sa.BigInteger)
@@ -36,6 +36,13 @@ _LIVE = (
     .where(col(Model.state) == ModelState.LIVE)
     .group_by(col(Model.base_model))
 )
+_FIRST = sa.func.min(col(Request.created_at))
+_WAITING = sa.union_all(
+    *(
+        sa.select(sa.literal(kind), _FIRST).where(IS_PENDING, of.is_not(None))
+        for kind, of in {"samples": col(Request.sampler_id), "training": col(Request.model_id)}.items()
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -44,22 +51,25 @@ class Observed:
 
     used: by base model and kind, since the beginning; a kind is one of UsageKind. live: models in training by base
     model. unsaved_since: by base model, when the newest recovery snapshot was taken of the model whose changes have
-    waited longest for one; absent when none has any.
+    waited longest for one; absent when none has any. waiting_since: of `samples` and of `training`, when the oldest
+    request without an answer was submitted; None when there is none.
     """
 
     used: Mapping[tuple[str, str], int]
     live: Mapping[str, int]
     unsaved_since: Mapping[str, datetime]
+    waiting_since: Mapping[str, datetime | None]
 
 
 class Observations(Aggregate):
     """Numbers of the whole service."""
 
     def now(self) -> Observed:
-        """The numbers as they are. Three statements."""
+        """The numbers as they are. Four statements."""
         with self._read() as connection:
             return Observed(
                 {(base, kind): int(sum_) for base, kind, sum_ in connection.execute(_USED)},
                 {base: int(count) for base, count in connection.execute(_LIVE)},
                 {row[0]: row[1] for row in connection.execute(_OLDEST)},
+                {row[0]: row[1] for row in connection.execute(_WAITING)},
             )

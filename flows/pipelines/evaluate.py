@@ -13,20 +13,28 @@ from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.champions import champion
 from tinkerflow.tasks.pipelines.connection import connect
 from tinkerflow.tasks.pipelines.data import DataSource, check_data, load_rows
-from tinkerflow.tasks.pipelines.parameters import NAME, PATH, PipelineParameters, RunParameters
+from tinkerflow.tasks.pipelines.parameters import NAME, PipelineParameters, RunParameters
 from tinkerflow.tasks.pipelines.render import Format, Renderer, load_examples, render
 from tinkerflow.tasks.pipelines.scoring import Scores, score
 from tinkerflow.tasks.pipelines.work import default_work_url
 
 BASE = "base model"
+_WEIGHTS = r"^(tinker://.+|[^/]+)?$"
 
 
 class EvaluateParameters(RunParameters):
     """Scores of weights, compared with others, on rows with answers."""
 
     base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
-    weights: str = Field("", pattern=PATH, description="Sampler weights to evaluate; empty = none.")
-    against: str = Field("", pattern=PATH, description="Sampler weights to compare with; empty = none.")
+    weights: str = Field(
+        "",
+        pattern=_WEIGHTS,
+        description="Sampler weights to evaluate: a tinker:// path, or the id of a training run for its newest ones; "
+        "empty = none.",
+    )
+    against: str = Field(
+        "", pattern=_WEIGHTS, description="Sampler weights to compare with, as `weights`; empty = none."
+    )
     champion: str = Field(
         "", pattern=rf"^$|{NAME}", max_length=40, description="A champion to compare with; empty = none."
     )
@@ -73,7 +81,8 @@ def on_held_out(parameters: PipelineParameters) -> EvaluateParameters:
 async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str]) -> dict[str, Scores]:
     """Score several weights on the same rows; candidate's name -> scores.
 
-    candidates: name -> path of sampler weights, empty: the base model. The weights that `parameters` name are not used.
+    candidates: name -> sampler weights, as `EvaluateParameters.weights` names them; empty: the base model. The weights
+    that `parameters` name are not used.
     Raises DataCheckError when too many rows are wrong, UserError when the rows have no answers.
     """
     work_url = parameters.work or default_work_url()
@@ -87,7 +96,8 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
         rendered = render(report.digest, work_url, renderer, max_tokens=1 << 20)
         rows, examples = load_rows(work_url, report.digest), load_examples(work_url, rendered.key)
         scores = {}
-        for name, path in candidates.items():
+        for name, wanted in candidates.items():
+            path = await server.sampler_weights(wanted) if wanted else ""
             weights = await server.service.create_sampling_client(model_path=path) if path else sampler
             scores[name] = await score(
                 name, weights, renderer, rows, examples, max_tokens=parameters.max_tokens, shown=8

@@ -51,6 +51,20 @@ class ServerClients:
             raise UserError(f"model.base_model {wanted!r}: the server offers {', '.join(offered)}")
         return wanted or offered[0]
 
+    async def sampler_weights(self, wanted: str) -> str:
+        """The path of sampler weights: of a tinker:// path itself, of a training run's id that of its newest ones.
+
+        UserError when the run has saved none yet; the SDK's errors when there is no such run.
+        """
+        if wanted.startswith("tinker://"):
+            return wanted
+        newest = (await self.rest.get_training_run(wanted)).last_sampler_checkpoint
+        if newest is None:
+            raise UserError(
+                f"training run {wanted!r}: it has no weights for samplers: save_weights_for_sampler makes them"
+            )
+        return str(newest.tinker_path)
+
 
 def address(block: str = "") -> tuple[str, str]:
     """URL and key of a server, as `connect` finds them; for callers that do not await."""

@@ -1,6 +1,6 @@
 """What a tenant whose requests cannot fit costs another one: `python -m tests.benchmarks.oversized`.
 
-A service plans with so little device memory that it fits a quarter of the model's context. One tenant trains on short
+A service plans with so little device memory that it fits half of the model's context. One tenant trains on short
 examples; in every second round another tenant asks for the whole context again and again, and is refused. Printed are
 the times of the first one's requests with and without the second one, and how long a refusal takes.
 """
@@ -20,7 +20,7 @@ from tinker import types
 from tinkerflow.deployments.local import API_KEY
 from tinkerflow.deployments.testing import serve_tiny
 
-GB = 0.25  # of device memory: 2,048 tokens fit, of the tiny model's 8,192
+GB = 0.25  # of device memory: 4,096 tokens fit, of the tiny model's 8,192
 TOO_LONG = 8192
 ROUNDS, REQUESTS = 4, 40
 

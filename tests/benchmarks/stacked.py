@@ -29,6 +29,7 @@ from tinkerflow.backend.compute.optimizer import fresh_state, step
 from tinkerflow.backend.compute.params import load_params
 from tinkerflow.backend.compute.train import DeviceBatch, make_steps
 from tinkerflow.backend.compute.training_memory import Budget
+from tinkerflow.backend.spec.losses import packed_inputs
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.deployments.tiny_model import make_tiny
@@ -56,7 +57,7 @@ def main() -> None:
         shape = (args.rows, args.tokens)
         numbers = [rng.integers(0, cfg.vocab, shape), np.tile(np.arange(args.tokens), (args.rows, 1)), np.ones(shape)]
         ints = np.stack([*numbers, rng.integers(0, cfg.vocab, shape)], axis=-1).astype(np.int32)
-        floats = np.ones((*shape, 5, 1), np.float32)
+        floats = np.ones((*shape, len(packed_inputs()), 1), np.float32)
         return DeviceBatch(ints_BTI=ints, floats_BTJK=floats, choice=choose("cross_entropy", {}))
 
     def adapter(seed: int) -> Lora:

@@ -25,6 +25,7 @@ from tinkerflow.backend.compute.platforms import CUDA, compiling_for
 from tinkerflow.backend.compute.train import DeviceBatch, make_steps
 from tinkerflow.backend.compute.training_memory import Budget
 from tinkerflow.backend.compute.transformer import Keep
+from tinkerflow.backend.spec.losses import packed_inputs
 
 GB = 10**9
 
@@ -59,7 +60,7 @@ def gradients(qwen3: Any) -> Any:
     )
     ints = rng.integers(0, cfg.vocab, (2, 64, 4), np.int32)
     ints[..., 1], ints[..., 2] = np.arange(64), 1
-    floats = np.ones((2, 64, 5, 1), np.float32)
+    floats = np.ones((2, 64, len(packed_inputs()), 1), np.float32)
     batch = DeviceBatch(ints_BTI=ints, floats_BTJK=floats, choice=choose("cross_entropy", {}))
 
     def of(keep: Keep, chunk: int = 0) -> list[Any]:

@@ -17,6 +17,7 @@ from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import load_params
 from tinkerflow.backend.compute.train import DeviceBatch, make_steps
 from tinkerflow.backend.compute.training_memory import Budget
+from tinkerflow.backend.spec.losses import packed_inputs
 
 ROWS, TOKENS, RANK = 2, 64, 4
 
@@ -45,7 +46,7 @@ def test_no_matmul_is_computed_again_for_the_backward_pass(qwen3):
     lora = init_lora(cfg, LoraSpec(RANK), 0)
     batch = DeviceBatch(
         ints_BTI=np.ones((ROWS, TOKENS, 4), np.int32),
-        floats_BTJK=np.ones((ROWS, TOKENS, 5, 1), np.float32),
+        floats_BTJK=np.ones((ROWS, TOKENS, len(packed_inputs()), 1), np.float32),
         choice=choose("cross_entropy", {}),
     )
     program = jax.make_jaxpr(make_steps(cfg, mesh, Budget(1024, 2**30)).backward)(params, lora, lora, batch)

@@ -171,8 +171,12 @@ def pipeline_parameters() -> str:
     shared = _flat(PipelineParameters)
     parts = ["### All training pipelines", _parameter_table(shared)]
     for name, one in pipelines().items():
-        own = {key: field for key, field in _flat(one.parameters).items() if not _same(field, shared.get(key))}
+        found = _flat(one.parameters)
+        own = {key: field for key, field in found.items() if not _same(field, shared.get(key))}
         parts += [f"### `{name}`", _parameter_table(own)] if own else []
+        if not issubclass(one.parameters, PipelineParameters):
+            again = ", ".join(f"`{key}`" for key in found if key not in own)
+            parts.append(f"And of those that all training pipelines have: {again}.")
     return "\n\n".join(parts)
 
 

@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 
 import yaml
 from tests.docs.metrics import families
 
 FOLDER = resources.files("tinkerflow.deployments")
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def _known() -> Mapping[str, set[str]]:
@@ -43,3 +45,8 @@ def test_the_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
     for rule in group["rules"]:
         _check(rule["alert"], rule["expr"], rule["annotations"]["summary"])
+
+
+def test_the_page_of_metrics_names_every_alert() -> None:
+    (group,) = yaml.safe_load((FOLDER / "prometheus-rules.yaml").read_text())["groups"]
+    assert {rule["alert"] for rule in group["rules"]} == set(re.findall(r"`(Tinkerflow\w+)`", PAGE.read_text()))

@@ -99,15 +99,17 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
 
     values = {
         "name": "nights", "champion": "colours", "work": pipelines.work, "weights": best.weights, "max_tokens": 8,
+        "against": best.weights.removeprefix("tinker://").split("/")[0],  # the newest weights of that run
         "data": {"url": str(example_file("colours-test.jsonl"))},
     }  # fmt: skip
     scores = (await evaluate(EvaluateParameters.model_validate(values))).scores
     # The same weights: a logprob moves in its last bits with the batch it was computed in.
     assert scores["champion"].loss == pytest.approx(scores["weights"].loss, rel=1e-4)
+    assert scores["against"].loss == pytest.approx(scores["weights"].loss, rel=1e-4)
     assert scores["weights"].loss == pytest.approx(best.scores.loss, rel=1e-4)
     assert scores["weights"].loss < scores["base model"].loss
     table = json.loads((await pipelines.artifacts("evaluate-nights-"))["evaluation"]["data"])
-    assert [row["of"] for row in table] == ["weights", "champion", "base model"]
+    assert [row["of"] for row in table] == ["weights", "against", "champion", "base model"]
 
 
 @pytest.mark.parametrize("approve", [True, False])

@@ -27,3 +27,18 @@ def test_a_model_is_unsaved_from_its_first_change_until_a_snapshot_holds_all(sce
     scene.journal.recovery.snapshot_taken(SnapshotTaken("snap-2", model, 2, 0, 10))
     assert scene.journal.observations.now().unsaved_since == {}
     assert idle
+
+
+def test_what_waits_longest_is_known_by_kind_until_it_is_answered(scene, clock):
+    assert scene.journal.observations.now().waiting_since == {"samples": None, "training": None}
+    model, sampler = scene.model(), scene.sampler(scene.session())
+    first = clock.now()
+    scene.submit(model, 1)
+    clock.advance(30)
+    scene.sample(sampler, 0)
+    scene.submit(model, 2)
+    found = scene.journal.observations.now()
+    assert found.waiting_since == {"samples": clock.now(), "training": first}
+    (pending, *_) = scene.journal.requests.ready(model)
+    scene.journal.results.finish([replace(pending.done(b"r", "proto"), replays=True)])
+    assert scene.journal.observations.now().waiting_since["training"] == clock.now()

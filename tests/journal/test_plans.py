@@ -18,11 +18,22 @@ WAITING_INTERACTIVE = "ix_request_pending_interactive"
         (lambda journal, model: journal.queue.gaps(1), WAITING_OF_MODEL),
         (lambda journal, model: journal.requests.pending_samples(10), WAITING_SAMPLES),
         (lambda journal, model: journal.requests.pending_samples(1), WAITING_INTERACTIVE),
+        (lambda journal, model: journal.observations.now(), WAITING_SAMPLES),
         (lambda journal, model: journal.results.expire(10), "ix_request_finished_with_bytes"),
         (lambda journal, model: journal.upkeep.unnoted(), "ix_checkpoint_to_note"),
         (lambda journal, model: journal.upkeep.unpurged(), "ix_checkpoint_to_purge"),
     ],
-    ids=["pending_models", "ready", "gaps", "pending_samples", "interactive", "expire_results", "unnoted", "unpurged"],
+    ids=[
+        "pending_models",
+        "ready",
+        "gaps",
+        "pending_samples",
+        "interactive",
+        "observed",
+        "expire_results",
+        "unnoted",
+        "unpurged",
+    ],
 )
 def test_the_partial_index_is_used(scene, url, statements, call, index):
     model = scene.model()
