@@ -22,6 +22,7 @@ from tinkerflow.backend.compute.losses import choose, token_losses
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.spec.losses import packed_inputs
 
 B, T, D, K, V, R = 2, 32, 16, 3, 50, 4
 
@@ -32,13 +33,9 @@ def data(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     targets = rng.integers(0, V, (B, T, K)).astype(np.int32)
     targets[..., 1] = targets[..., 0]  # a target named twice counts twice
-    inputs = {
-        "weights": draw(B, T, K),
-        "logprobs": draw(B, T, K) - 4,
-        "advantages": draw(B, T, K),
-        "clip_low_threshold": jnp.full((B, T, K), jnp.nan),
-        "clip_high_threshold": jnp.full((B, T, K), 1.3),
-    }
+    drawn = {"weights": draw(B, T, K), "logprobs": draw(B, T, K) - 4, "advantages": draw(B, T, K)}
+    inputs = {name: jnp.full((B, T, K), fill) for name, fill in packed_inputs().items()} | drawn
+    inputs["clip_high_threshold"] = jnp.full((B, T, K), 1.3)
     params = Params(draw(V, D), {}, draw(D), draw(V, D) if request.param == "untied" else None)
     return params, LoraPair(draw(R, D), draw(R, V)), draw(B, T, D), targets, choose("ppo", {}), inputs
 
@@ -117,9 +114,7 @@ def drawn(rank: int, cap: float, dtype: Any = jnp.float32) -> tuple[Any, ...]:
     targets[..., 1] = targets[..., 0]
     params = Params(draw(WIDE, D).astype(dtype), {}, draw(D), None, softcap=cap)
     pair = LoraPair(draw(rank, D) / 4, draw(rank, WIDE) / 4) if rank else None
-    inputs = {"weights": draw(4, T, K)}
-    for name in ("logprobs", "advantages", "clip_low_threshold", "clip_high_threshold"):
-        inputs[name] = draw(4, T, K)
+    inputs = {name: draw(4, T, K) for name in packed_inputs()}
     return params, pair, draw(4, T, D).astype(dtype), targets, choose("cross_entropy", {}), inputs
 
 
