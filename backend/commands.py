@@ -523,6 +523,9 @@ DeferredReply = Callable[[], Reply]  # waits for the devices, and reads the repl
 
 
 # ------------------------------------------------------------------ how a group is set up
+CacheFormat = Literal["full", "float8"]
+
+
 @dataclass(frozen=True)
 class GroupConfig:
     """The configuration that every process of a group gets at start."""
@@ -545,6 +548,7 @@ class GroupConfig:
     device_memory: float = 0.0  # GB of each device that the group may use, 0 = what the devices say
     store_url: str = ""  # where processes read and write states themselves, if they reach it; "" = nowhere
     store_mark: str = ""  # what `Store.mark` says there: the same URL may be another folder on another host
+    kv_cache: CacheFormat = "full"  # full = as dtype
 
 
 @dataclass(frozen=True)

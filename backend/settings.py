@@ -47,6 +47,8 @@ class Settings(BaseSettings):
     """number format of base weights and activations; auto = float32 on CPUs, bfloat16 on other devices"""
     base_weights: Literal["full", "int8"] = "full"
     """full = base weights in dtype; int8 = layer matrices rounded to 8 bits, which saves device memory"""
+    kv_cache: Literal["full", "float8"] = "full"
+    """full = keys and values of samples in dtype; float8 = in 8 bits, for twice as many positions in the same memory"""
 
     processes: int = Field(1, ge=1, le=1024)
     """JAX processes in the worker group"""

@@ -26,6 +26,7 @@ from tinkerflow.backend.compute.device_bytes import abstract_mesh, held_bytes, s
 from tinkerflow.backend.compute.mesh import heads_split
 from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.shapes import PREFILL_ROWS, RANK_COLUMNS, make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
@@ -314,7 +315,7 @@ def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     split = sampling_config(cfg, config).tensor
     each = ((len(cfg.numbers(mixer)), *cfg.cached(mixer)) for mixer in (ATTENTION, GLOBAL))
     cells = sum(layers * heads // split * (key + value) for layers, heads, key, value in each)
-    return cells * jnp.dtype(config.dtype).itemsize * PAGE
+    return cells * jnp.dtype(cache_dtype(config.kv_cache, config.dtype)).itemsize * PAGE
 
 
 def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import GroupConfig, LoraSpec
+from tinkerflow.backend.commands import CacheFormat, GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.logprobs import score_and_grads
 from tinkerflow.backend.compute.lora import Lora, gathered, shardings
@@ -25,7 +25,7 @@ from tinkerflow.backend.compute.platforms import compiling_for
 from tinkerflow.backend.compute.roofline import parse_topology
 from tinkerflow.backend.compute.roofline_targets import Figures, compile_for, mesh_for
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
-from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
+from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
@@ -46,7 +46,8 @@ _SLOTS, _CHUNK = 64, 8  # of a sampler, where the settings say nothing else
 class Programs:
     """The programs of one model on one target; each method compiles one, `more` is as in `compile_for`.
 
-    cfg: the model. target: a topology by name. rank: of adapters. tensor, expert: axes of the mesh.
+    cfg: the model. target: a topology by name. rank: of adapters. tensor, expert: axes of the mesh. kv_cache: the
+    number format of keys and values in pages.
     """
 
     cfg: ModelConfig
@@ -54,6 +55,7 @@ class Programs:
     rank: int = 32
     tensor: int = 1
     expert: int = 1
+    kv_cache: CacheFormat = "full"
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -173,7 +175,9 @@ class Programs:
         shards, wide = cache_mesh(self.mesh, self.cfg.split_heads).shape[FSDP], pages_for(length)
         pages = (-(-rows // shards) * wide + 1) * shards
         states = 0 if self.cfg.delta is None else (-(-rows // shards) + 1) * shards
-        cache = result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain, states)
+        dtype, apart = self._plain
+        dtype = cache_dtype(self.kv_cache, dtype)
+        cache = result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, dtype, apart, states)
         return cache, np.zeros((rows, wide), np.int32)
 
     def _states(self, rows: int) -> Any:

@@ -392,7 +392,7 @@ class _Counter:
                 parameters = {int(one.inner): one for one in nested.values() if one.opcode == "parameter"}
                 for place, name in enumerate(user.operands):
                     if name == value.name:
-                        handed_on = _source(nested) is parameters[place]
+                        handed_on = not user.own_results or _source(nested) is parameters[place]
                         total += self._read(inner, user) if handed_on else self._read(nested, parameters[place])
             else:
                 return whole

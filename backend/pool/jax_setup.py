@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -142,7 +143,8 @@ def share_of_host(start: Start, rank: int) -> list[int] | None:
 def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None]) -> None:
     """UserError unless the platform that the settings ask for is the one of JAX's devices; CPUs in its place are told.
 
-    Also for a GPU that is too old: XLA compiles Triton's kernels for none before Ampere (jax-ml/jax, issue 26799).
+    Also for a GPU that is too old: XLA compiles Triton's kernels for none before Ampere (jax-ml/jax, issue 26799), and
+    Triton knows float8 from Ada on.
     It opens the devices.
     """
     extra = {"cuda": "; install the extra `gpu`", "tpu": "; install the extra `tpu`"}.get(config.platform, "")
@@ -166,6 +168,11 @@ def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None
                 f"{device.device_kind} has compute capability {capability}; it must be "
                 f"{_LEAST_CAPABILITY}.0 (Ampere) or higher, for attention's kernels; TINKERFLOW_PLATFORM=cpu computes "
                 "on CPUs"
+            )
+        if config.kv_cache == "float8" and re.fullmatch(r"8\.[0-8]", capability):
+            raise UserError(
+                f"kv_cache is 'float8', and {device.device_kind} has compute capability {capability}; it must be 8.9 "
+                "(Ada) or higher, which computes with such numbers"
             )
     if found == "cpu" and config.platform == "auto" and not jax.config.jax_platforms and (unused := devices.seen()):
         text = (

@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 from tests.accelerators.budgets import Case, Record
 from tests.accelerators.programs import config
@@ -25,6 +26,7 @@ from tinkerflow.backend.compute.roofline import Device, parse_topology, seconds,
 from tinkerflow.backend.compute.roofline_programs import Programs
 from tinkerflow.backend.compute.roofline_targets import Figures
 from tinkerflow.backend.compute.roofline_text import Counts
+from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 
@@ -76,11 +78,11 @@ def _needed(programs: Programs, case: Case) -> float:
     These are the weights, the keys and values that each layer sees, and states, which are read and written.
     """
     cfg, (slots, positions), dtype = programs.cfg, case.sizes, programs.params.embed_VD.dtype
-    row = 2 * state_bytes(cfg, dtype)
+    row, cell = 2 * state_bytes(cfg, dtype), jnp.dtype(cache_dtype(programs.kv_cache, dtype.name)).itemsize
     for kind in cfg.layer_kinds:
         if kind.attends:  # a layer that shares keys and values reads them again
             heads, key, value = cfg.cached(kind.mixer)
-            row += min(positions, kind.window or positions) * heads * (key + value) * dtype.itemsize
+            row += min(positions, kind.window or positions) * heads * (key + value) * cell
     return read_bytes(programs.params, slots) + slots * row / programs.mesh.size
 
 

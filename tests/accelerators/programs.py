@@ -7,6 +7,7 @@ It needs the environment that `environment.py` makes. What was compiled before i
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -167,7 +168,8 @@ def main(model: str, target: str, program: str, *rest: str) -> None:
     """Print the figures of one program. rest: its sizes, and named options of it and of `Programs`."""
     sizes = [int(size) for size in rest if "=" not in size]
     options: dict[str, Any] = dict(option.split("=") for option in rest if "=" in option)
-    fields = {name: int(options.pop(name)) for name in ("rank", "tensor", "expert") if name in options}
+    fields = {field.name: options.pop(field.name) for field in dataclasses.fields(Programs) if field.name in options}
+    fields = {name: int(value) if value.isdigit() else value for name, value in fields.items()}
     more = {name: int(value) if value.isdigit() else value for name, value in options.items()}
     programs = Programs(config(model), target, **fields)
     print(getattr(programs, program)(*sizes, **{"cache": str(environment.compiled()), **more}).describe())

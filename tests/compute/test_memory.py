@@ -122,6 +122,13 @@ def test_an_8b_model_trains_at_8k_with_sixteen_adapters_on_one_h100(qwen3_4b: Mo
     assert f"sequences of up to {plan.context} tokens" in text
 
 
+def test_a_cache_in_float8_has_twice_as_many_positions(qwen3_4b: ModelConfig) -> None:
+    limit = parse_topology("h100:1").device.limit
+    plain, small = (memory.plan_memory(qwen3_4b, config_of(kv_cache=kind), limit) for kind in ("full", "float8"))
+    assert plain.uses is not None and plain.uses == small.uses
+    assert small.cells >= 2 * plain.cells
+
+
 def test_what_is_whole_on_each_of_many_small_devices_may_take_more_than_training_takes_by_choice(
     qwen3_4b: ModelConfig,
 ) -> None:

@@ -320,6 +320,25 @@ def test_a_scatter_within_a_fusion_writes_its_updates() -> None:
     assert counts.bytes == 2 * 2 * 512 + 8
 
 
+def test_what_only_tiles_an_array_anew_where_it_lies_reads_what_is_used_of_it() -> None:
+    fused = """%retiled (p: f8e4m3fn[48,256,128]) -> f8e4m3fn[48,256,128] {
+  %p = f8e4m3fn[48,256,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy = f8e4m3fn[48,256,128]{2,1,0:T(8,128)(4,1)} copy(%p)
+}
+
+%fused (q: f8e4m3fn[48,256,128], u: f8e4m3fn[1,256,128], i: s32[]) -> f8e4m3fn[48,256,128] {
+  %q = f8e4m3fn[48,256,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %u = f8e4m3fn[1,256,128]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %t = f8e4m3fn[48,256,128]{2,1,0} fusion(%q), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%retiled
+  ROOT %put = f8e4m3fn[48,256,128]{2,1,0:T(32,128)(4,1)} dynamic-update-slice(%t, %u, %i, %i, %i)
+}
+"""
+    shapes = "f8e4m3fn[48,256,128]{2,1,0} f8e4m3fn[1,256,128]{2,1,0} s32[]"
+    counts = one("f8e4m3fn[48,256,128]{2,1,0} fusion(%a, %b, %c), kind=kLoop, calls=%fused", shapes, before=fused)
+    assert counts.bytes == 2 * 256 * 128 + 4
+
+
 def test_the_dearest_branch_of_a_conditional_counts() -> None:
     branch = """%{name} (x: f32[{size}]) -> f32[{size}] {{
   %x = f32[{size}]{{0}} parameter(0)

@@ -155,6 +155,16 @@ def test_a_gpu_that_has_no_kernels_is_refused_by_name(config: GroupConfig) -> No
         check_platform(Jax("gpu", capability=capability), config, print)
 
 
+def test_a_gpu_without_float8_is_refused_by_name_when_the_cache_has_it(config: GroupConfig) -> None:
+    small = replace(config, kv_cache="float8")
+    with pytest.raises(
+        UserError, match=r"kv_cache is 'float8', and Tesla T4 has compute capability 8\.0; it must be 8\.9"
+    ):
+        check_platform(Jax("gpu", capability="8.0"), small, print)
+    for capability in ("8.9", "9.0", "12.1"):
+        check_platform(Jax("gpu", capability=capability), small, print)
+
+
 def test_a_missing_platform_of_jax_platforms_is_named(config: GroupConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> str:
         raise AssertionError  # as JAX does, with its plugin and without a GPU

@@ -16,9 +16,9 @@ layer against 2.7).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tinkerflow.backend.commands import CacheFormat
 from tinkerflow.backend.compute.config import ATTENTION, GLOBAL, ModelConfig
 from tinkerflow.backend.compute.deltanet import DeltaState
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, Array, cache_mesh
@@ -37,13 +38,14 @@ from tinkerflow.backend.compute.sampler.states import empty_pool, pool_sharding
 
 COPIES = 16  # pages that one dispatch copies, at most
 _MASKED = -1e30
+_MOST_FLOAT8 = 448.0
 _TOGETHER = 8  # rows of a decode step that CPUs attend together, as far as the longest of them
 _RUN = CPU.prefill_tokens[0]  # positions that prefill writes at once: they divide a page and every piece
 
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys (rotated) [L, N, G, d, P], values [L, N, G, P, d], in the dtype of the weights; or L of each with L = 1.
+    """Keys (rotated) [L, N, G, d, P], values [L, N, G, P, d], in the dtype of `cache_dtype`; or L of each with L = 1.
 
     For the kernel of TPUs k holds both, by turns, as [L, N, P, 2 G, d], and v is None. In models with latent attention
     k has the latent and the rotated part of a key as one head, and v, which is a part of the latent, has d = 0.
@@ -65,6 +67,15 @@ class KVCache:
         """The same cache with other pages in the layers with this mixer."""
         changed: KVCache = replace(self, globals=own) if mixer == GLOBAL else replace(self, k=own.k, v=own.v)
         return changed
+
+
+def cache_dtype(kv_cache: CacheFormat, dtype: str) -> str:
+    """The number format of pages, by name. kv_cache: as of the settings. dtype: of activations, by name.
+
+    float8 has four bits of exponent and three of mantissa (E4M3 of arXiv 2209.05433, which ends at 448 and has no
+    infinity), and no scale, as vLLM's `fp8`.
+    """
+    return "float8_e4m3fn" if kv_cache == "float8" else dtype
 
 
 def cache_sharding(cfg: ModelConfig, mesh: Mesh, mixer: str = ATTENTION) -> NamedSharding:
@@ -95,7 +106,7 @@ def _cache_spec(*, together: bool) -> PartitionSpec:
     return PartitionSpec(None, FSDP, *((None, TENSOR, None) if together else (TENSOR, None, None)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))
 def empty_cache(
     cfg: ModelConfig, mesh: Mesh, pages: int, page: int, dtype: str, by_layer: bool, states: int = 0
 ) -> KVCache:
@@ -140,7 +151,7 @@ def copy_pages(
     return cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def copied(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, source_N: jax.Array, into_N: jax.Array, count: jax.Array
 ) -> KVCache:
@@ -152,7 +163,7 @@ def copied(
     return by_mixer(cfg, mesh, cache, lambda part, where: _copied(where, part, source_N, into_N, count))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def copied_states(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, source_N: jax.Array, into_N: jax.Array, count: jax.Array
 ) -> KVCache:
@@ -167,10 +178,11 @@ def copied_states(
 def _copied(
     where: NamedSharding, part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array
 ) -> jax.Array:
-    shards = where.mesh.shape[FSDP]
+    shards, dtype = where.mesh.shape[FSDP], part.dtype
 
     def local(part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array) -> jax.Array:
         mine, held = jax.lax.axis_index(FSDP), part.shape[1]
+        part = _as(jnp.uint8, part) if dtype.itemsize == 1 else part  # no device adds numbers of 8 bits up
 
         def copy(i: jax.Array, part: jax.Array) -> jax.Array:
             page = jax.lax.dynamic_slice_in_dim(part, source_N[i] % held, 1, axis=1)
@@ -181,7 +193,8 @@ def _copied(
             new = jnp.where(into_N[i] // held == mine, page, old)
             return jax.lax.dynamic_update_slice_in_dim(part, new, into_N[i] % held, axis=1)
 
-        return jax.lax.fori_loop(0, count, copy, part)
+        made = jax.lax.fori_loop(0, count, copy, part)
+        return _as(dtype, made)
 
     whole = PartitionSpec()
     made: jax.Array = jax.shard_map(
@@ -238,7 +251,7 @@ def _attend_stacked(
     held = _cache_spec(together=cache.v is None)
     rows, heads = PartitionSpec(FSDP), PartitionSpec(FSDP, None, TENSOR, None)
     local = jax.shard_map(
-        functools.partial(_attend_local, window),
+        partial(_attend_local, window),
         mesh=mesh,
         in_specs=(held, PartitionSpec(), rows, rows, heads, heads, heads, PartitionSpec(TENSOR)),
         out_specs=(held, heads),
@@ -307,9 +320,9 @@ def _attend_by_page(
         def page(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             top, total, out = state
             here_S = jax.lax.dynamic_index_in_dim(tables, i, axis=1, keepdims=False)
-            k_SGdP = cache_k.at[layer, here_S].get(mode="promise_in_bounds")
+            k_SGdP = cache_k.at[layer, here_S].get(mode="promise_in_bounds").astype(q.dtype)
             if cache_v.shape[-1]:
-                v_SGPd = cache_v.at[layer, here_S].get(mode="promise_in_bounds")
+                v_SGPd = cache_v.at[layer, here_S].get(mode="promise_in_bounds").astype(q.dtype)
             else:
                 v_SGPd = jnp.swapaxes(k_SGdP[:, :, :values], 2, 3)
             scores = jnp.einsum("sgqd,sgdp->sgqp", q, k_SGdP, preferred_element_type=jnp.float32)
@@ -358,7 +371,7 @@ def _written(
     v_SQGd: jax.Array,
 ) -> KVCache:
     """The cache with new keys and values at positions start_S.. of each row, but for those that have no page."""
-    k_SQGd, v_SQGd = k_SQGd.astype(cache.k.dtype), v_SQGd.astype(cache.k.dtype)
+    k_SQGd, v_SQGd = _stored(k_SQGd, cache.k.dtype), _stored(v_SQGd, cache.k.dtype)
     S, Q = k_SQGd.shape[:2]
     by_scatter = cache.v is None or platform() is CUDA or (on_cpu() and Q == 1 and S > 1)
     if not by_scatter:
@@ -380,6 +393,18 @@ def _written(
         k=at(cache.k, everything, everything, place_SQ).set(k_SQGd, **once),
         v=at(cache.v, everything, place_SQ).set(v_SQGd, **once),
     )
+
+
+def _as(dtype: Any, x: jax.Array) -> jax.Array:
+    """The same bits as numbers of another format of that size."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _stored(x: jax.Array, dtype: Any) -> jax.Array:
+    """Numbers as the cache holds them; those beyond float8's largest become that one, not nan."""
+    if dtype.itemsize == 1:
+        x = jnp.clip(x, -_MOST_FLOAT8, _MOST_FLOAT8)
+    return x.astype(dtype)
 
 
 def _written_in_runs(

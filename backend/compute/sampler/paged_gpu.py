@@ -51,7 +51,7 @@ def attend(
 
     cache_k [L, N, G, d, P], cache_v [L, N, G, P, d]: the pages, with the keys and values of the queries' own positions.
     layer: int32 scalar. tables_SW int32: each row's pages. start_S int32: where each row's first query stands.
-    q_SQHd: scaled queries, in the dtype of the cache. window: how many of the last positions a query sees; None: all.
+    q_SQHd: scaled queries, whose dtype is computed in. window: how many of the last positions a query sees; None: all.
     sinks_H: a score of each head that takes part in the softmax and has no value. values: how many of a key's
     dimensions are its value, where cache_v has none: keys are then read once. interpret: run the kernel on a CPU, for
     tests.
@@ -72,6 +72,7 @@ def attend(
         parts=((0, d),) if apart or v == d else ((0, v), (v, d - v)),
         window=window,
         precision=jax.lax.Precision.HIGHEST if q_SQHd.dtype == jnp.float32 else None,  # else float32 would be TF32
+        dtype=q_SQHd.dtype,
     )  # fmt: skip
     q = q_SQHd.reshape(S, Q, G, r, d).transpose(0, 2, 1, 3, 4).reshape(S, G, M, d)
     o, log_totals = pl.pallas_call(
@@ -100,7 +101,7 @@ class _Cut:
     """How the work is cut into programs and tiles, by the module's letters.
 
     apart: whether values have an array of their own; else they are the first dimensions of keys. parts: of a key, where
-    they begin and how many dimensions they have. window: as in `attend`. precision: of products.
+    they begin and how many dimensions they have. window: as in `attend`. precision, dtype: of products.
     """
 
     M: int
@@ -116,6 +117,7 @@ class _Cut:
     parts: tuple[tuple[int, int], ...]
     window: int | None
     precision: jax.lax.Precision | None
+    dtype: Any
 
 
 def _kernel(cut: _Cut, layer_ref: Any, table_ref: Any, start_ref: Any, q_ref: Any, k_ref: Any, *refs: Any) -> None:
@@ -166,13 +168,14 @@ def _keys_and_values(
     def keys(begin: int, dims: int) -> jax.Array:
         w = _tile(dims)
         there = jnp.broadcast_to((jnp.arange(w) < dims)[:, None], (w, t))
-        return triton.load(k_ref.at[*place, pl.ds(begin, w), pl.ds(at, t)], mask=there, other=0)
+        return triton.load(k_ref.at[*place, pl.ds(begin, w), pl.ds(at, t)], mask=there, other=0.0).astype(cut.dtype)
 
     k_parts = [keys(*part) for part in cut.parts]
     if not cut.apart:
         return k_parts, k_parts[0].T
     there = jnp.broadcast_to((jnp.arange(u) < cut.v)[None], (t, u))
-    return k_parts, triton.load(v_ref.at[*place, pl.ds(at, t), pl.ds(0, u)], mask=there, other=0)
+    v_tu = triton.load(v_ref.at[*place, pl.ds(at, t), pl.ds(0, u)], mask=there, other=0.0)
+    return k_parts, v_tu.astype(cut.dtype)
 
 
 def _added(

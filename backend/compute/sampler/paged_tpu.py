@@ -47,6 +47,7 @@ def attend(
     window: how many of the last positions a query sees; None: all.
     """
     (L, N, P, K, d), (S, Q, H, _), W = cache_LNPKd.shape, q_SQHd.shape, tables_SW.shape[1]
+    scale = None if cache_LNPKd.dtype == q_SQHd.dtype else 1.0  # the kernel widens what it is given a scale for
     o: jax.Array = ragged_paged_attention(
         q_SQHd.reshape(S * Q, H, d),
         cache_LNPKd.reshape(L * N, P, K, d),
@@ -55,6 +56,8 @@ def attend(
         jnp.arange(S + 1, dtype=jnp.int32) * Q,
         jnp.full(1, S, jnp.int32),
         sliding_window=window,
+        k_scale=scale,
+        v_scale=scale,
         num_kv_pages_per_block=min(_PAGES, W),
         num_queries_per_block=min(_QUERIES, S * Q),
     )

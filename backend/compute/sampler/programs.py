@@ -50,7 +50,8 @@ class SamplerPrograms:
 
     shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
     of a sequence. usual: the shape of most adapters. accelerated: whether chunks are asked for before the last one is
-    read, and the base model alone has programs without adapters. eyes: of models that see images.
+    read, and the base model alone has programs without adapters. cache_dtype: of the pages. eyes: of models that see
+    images.
     """
 
     cfg: ModelConfig
@@ -62,6 +63,7 @@ class SamplerPrograms:
     max_context: int
     usual: LoraSpec
     accelerated: bool
+    cache_dtype: str
     eyes: Eyes | None = None
 
     def all(self) -> Iterator[Program]:
@@ -146,7 +148,7 @@ class SamplerPrograms:
     def _cache(self) -> Any:
         pages = self.pool.pages * self.pool.shards
         states = self.pool.states.pages * self.pool.shards if self.pool.states else 0
-        shape = (pages, self.pool.page, self._dtype, self.params.apart, states)
+        shape = (pages, self.pool.page, self.cache_dtype, self.params.apart, states)
         return result_of(empty_cache, self.cfg, self.mesh, *shape)
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def main() -> None:
-    """argv[1]: JSON with folder, devices (of this process), processes, rank, port, fsdp, tensor, ahead.
+    """argv[1]: JSON with folder, devices (of this process), processes, rank, port, fsdp, tensor, ahead, kv_cache.
 
     ahead: whether the sampler asks for chunks before the last one is read, as it does off CPUs.
     """
@@ -41,7 +41,9 @@ def main() -> None:
 
     if told["ahead"]:
         sampler_module.on_cpu = lambda: False
-    config = GroupConfig(told["folder"], "float32", told["fsdp"], told["tensor"], 600, 1024, 6, 8, "")
+    config = GroupConfig(
+        told["folder"], "float32", told["fsdp"], told["tensor"], 600, 1024, 6, 8, "", kv_cache=told["kv_cache"]
+    )
     cfg, mesh = load_config(told["folder"]), make_mesh(told["fsdp"], told["tensor"])
     params = load_params(cfg, told["folder"], mesh, "float32")
     sampler = Sampler(cfg, params, mesh, config, plan_group(cfg, config))

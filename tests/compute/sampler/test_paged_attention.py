@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,6 +48,23 @@ def test_the_kernel_of_gpus(
     args = cache.k, cache.v, jnp.int32(1), tables_SW, start_S, q, window, sinks_H
     expected = kv_cache._attend_by_page(*args)
     np.testing.assert_allclose(paged_gpu.attend(*args, interpret=True), expected, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("queries", ENDS)
+def test_pages_in_float8_are_attended_as_the_numbers_that_they_hold(
+    queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, tables_SW, start_S, q = stacked(queries, 128)
+    small = jax.tree.map(lambda part: part.astype(jnp.float8_e4m3fn), cache)
+    wide = jax.tree.map(lambda part: part.astype(jnp.float32), small)
+    rest = jnp.int32(1), tables_SW, start_S, q
+    expected = kv_cache._attend_by_page(wide.k, wide.v, *rest)
+    np.testing.assert_array_equal(kv_cache._attend_by_page(small.k, small.v, *rest), expected)
+    np.testing.assert_allclose(
+        paged_gpu.attend(small.k, small.v, *rest, interpret=True), expected, rtol=1e-4, atol=5e-5
+    )
+    monkeypatch.setattr(paged_tpu, "ragged_paged_attention", as_its_authors_define_it)
+    np.testing.assert_allclose(paged_tpu.attend(together(small), *rest), expected, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize("queries", ENDS)

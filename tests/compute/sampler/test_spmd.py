@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
 from tests.compute.sampler.tokenizer import END, save_tokenizer
@@ -19,11 +20,11 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def group(
-    folder: Path, *, processes: int, devices: int, fsdp: int, tensor: int, ahead: bool = False
+    folder: Path, *, processes: int, devices: int, fsdp: int, tensor: int, ahead: bool = False, kv_cache: str = "full"
 ) -> list[dict[str, Any]]:
     """The results that each process printed."""
     told = {"folder": str(folder), "processes": processes, "devices": devices, "fsdp": fsdp, "tensor": tensor}
-    told["ahead"] = ahead
+    told |= {"ahead": ahead, "kv_cache": kv_cache}
     port = free_port()
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
     running = [
@@ -81,3 +82,11 @@ def test_a_mesh_changes_nothing(
             close_logprobs(got, wanted, ulps=128)
         if expected["prompt"] is not None:
             close_logprobs(results[0][name]["prompt"], expected["prompt"], ulps=128)
+
+
+def test_a_cache_in_float8_is_copied_between_shards(qwen: Any, alone: dict[str, Any]) -> None:
+    (result,) = group(qwen.folder, processes=1, devices=2, fsdp=2, tensor=1, kv_cache="float8")
+    assert result["repeated"]["cached"] == 249
+    assert result["repeated"]["logprobs"] == result["first"]["logprobs"]
+    error = np.abs(np.subtract(result["scored"]["prompt"], alone["scored"]["prompt"]))
+    assert 0 < error.mean() < 0.2
