@@ -37,13 +37,21 @@ NOT_FAST = (
 # what looks at services. Whether batches, rows and pieces change bits is tested with programs as users run them.
 QUICKLY_COMPILED = (
     *("compat", "deployments", "e2e", "flows", "pool"),
+    *(f"compute/test_{name}.py" for name in ("attention", "delta_step", "deltanet", "executor", "experts", "flash")),
     *(
         f"compute/test_{name}.py"
-        for name in ("deltanet", "executor", "experts", "flash", "full_kinds", "latent", "logprobs")
+        for name in ("full", "full_kinds", "grouped", "latent", "logprobs", "long_rows", "lora")
     ),
     *(f"compute/test_{name}.py" for name in ("losses", "mesh", "parity", "quantized", "sequence_losses", "warming")),
-    *(f"compute/sampler/test_{name}.py" for name in ("drift", "images", "parity", "spmd")),
+    *(f"compute/sampler/test_{name}.py" for name in ("adapter_gpu", "adapter_runs", "adjustments", "constraints")),
+    *(
+        f"compute/sampler/test_{name}.py"
+        for name in ("decode", "drift", "expert_columns", "images", "kv_cache", "move")
+    ),
+    *(f"compute/sampler/test_{name}.py" for name in ("no_memory", "paged_attention", "parity", "prefix_cache")),
+    *(f"compute/sampler/test_{name}.py" for name in ("prompt_scores", "run_ahead", "snapshot_cache", "spmd", "whole")),
 )
+_QUICK_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 CROWDED = 0.3  # of a process's memory maps: behind a file, all compiled programs are forgotten
 AS_USERS_RUN_IT = tuple(f"e2e/test_{name}.py" for name in ("crash_loop", "learning", "quickstart", "readme", "wheel"))
 
@@ -96,19 +104,23 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _compile_quickly(patch: pytest.MonkeyPatch) -> None:
-    """Without XLA's fusion emitters, which take a third of the time that is left. JAX has no option for that."""
+    """Without XLA's fusion emitters, which take a third of the time that is left, and each program as one piece.
+
+    JAX has no options for these.
+    """
     from jax._src import compiler
 
     usual = compiler.get_compile_options
 
     def options(*args: Any, **kwargs: Any) -> Any:
         made = usual(*args, **kwargs)
-        made.env_option_overrides = [*made.env_option_overrides, ("xla_cpu_use_fusion_emitters", False)]
+        made.env_option_overrides = [*made.env_option_overrides, *_QUICK_OPTIONS.items()]
         return made
 
     usual(1, 1)  # reads XLA_FLAGS, once: what follows is for the processes that tests start
     patch.setattr(compiler, "get_compile_options", options)
-    patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false")
+    flags = [f"--{name}={str(value).lower()}" for name, value in _QUICK_OPTIONS.items()]
+    patch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *flags]))
 
 
 @pytest.hookimpl(tryfirst=True)  # before plugins that import at this moment: an error within a collection ends that
