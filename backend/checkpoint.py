@@ -116,7 +116,8 @@ class CheckpointMeta:
 
     request_id: the request that asked for the save; repeating a save with the same id gives the same checkpoint.
     expires_at: with a time zone, or None for never. generation: of the worker group. run_metadata: the metadata of the
-    training run. `Store.amend` changes public and expires_at after the save.
+    training run. programs: of the worker group that computed it, as in GroupInfo. `Store.amend` changes public and
+    expires_at after the save.
     """
 
     base_model: str
@@ -127,6 +128,7 @@ class CheckpointMeta:
     generation: int = 0
     run_metadata: Mapping[str, str] = field(default_factory=dict)
     public: bool = False
+    programs: str = ""
 
 
 @dataclass(frozen=True)

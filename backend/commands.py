@@ -569,3 +569,4 @@ class GroupInfo:
     generation: int
     reaches_store: bool = False  # every process reads and writes states itself
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes of each device that are set aside, by use
+    programs: str = ""  # a digest of what its programs are compiled from: groups with the same give the same bits

@@ -61,7 +61,7 @@ from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, row_part
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
 from tinkerflow.backend.compute.pieces import GRADIENTS, are_pieces, wanted
-from tinkerflow.backend.compute.platforms import environment, on_cpu, platform, settle_dtype
+from tinkerflow.backend.compute.platforms import compiled_for, environment, on_cpu, platform, settle_dtype
 from tinkerflow.backend.compute.sampler import GroupSampler, Sampler, WholeSampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.train import make_steps
@@ -177,6 +177,12 @@ class Executor:
     def context_rule(self) -> str:
         """What that follows from, as an error says it."""
         return self.plan.rule
+
+    @property
+    def programs(self) -> str:
+        """In words, what its programs follow from, beside the code and the versions of JAX."""
+        config = replace(self._config, model_path="", compile_cache_dir="", store_url="", store_mark="", warm_up=False)
+        return f"{self._cfg}; {config}; {self.plan.budget}; {dict(self._mesh.shape)}; {compiled_for()}"
 
     @property
     def memory(self) -> dict[str, int]:

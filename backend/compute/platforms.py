@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -119,6 +120,21 @@ def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str,
     if profile.shares_memory and not any(environ.get(variable) for variable in _MEMORY_VARIABLES):
         added[_MEMORY_VARIABLES[0]] = f"{MEMORY_SHARE / groups:.3f}"
     return added
+
+
+def compiled_for() -> str:
+    """In words, what compiled programs depend on beside what is compiled: devices, their compiler, and its flags."""
+    device = jax.local_devices()[0]
+    flags = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    kind = _processor() if on_cpu() else device.device_kind
+    return "; ".join([kind, str(device.client.platform_version), *flags])
+
+
+def _processor() -> str:
+    """The host's processor by name; programs for CPUs are compiled for it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else os.uname().machine
 
 
 def _known(flags: list[str], compilers: tuple[str, ...]) -> list[bool]:

@@ -17,6 +17,7 @@ collective for this process.
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import importlib
 import logging
 import os
@@ -52,6 +53,7 @@ from tinkerflow.backend.pool.protocol.messages import (
     Transferred,
     to_failed,
 )
+from tinkerflow.backend.pool.protocol.software import code_version
 from tinkerflow.backend.pool.spans import CommandSpans
 from tinkerflow.backend.pool.transfers import Transfers
 from tinkerflow.backend.processes import die_with_parent, give_back_memory
@@ -105,6 +107,10 @@ class CommandExecutor(Protocol):
     @property
     def memory(self) -> Mapping[str, int]:
         """Bytes of each device that are set aside, by use."""
+
+    @property
+    def programs(self) -> str:
+        """In words, what the programs that it computes with follow from, beside the code and the versions of JAX."""
 
     def execute(self, command: Command) -> Reply | DeferredReply:
         """Execute `command`: its reply. Or begin it: a function that waits for the devices and gives the reply.
@@ -365,6 +371,7 @@ def _begin(
 
 def _ready(executor: CommandExecutor, transfers: Transfers) -> Ready:
     told = {field.name: getattr(executor, field.name) for field in fields(Ready) if field.name != "reaches_store"}
+    told["programs"] = hashlib.sha256(f"{code_version()}; {executor.programs}".encode()).hexdigest()[:16]
     return Ready(**told, reaches_store=transfers.reach_store)
 
 

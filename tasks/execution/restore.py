@@ -124,9 +124,23 @@ async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView 
         if not (bad := [one.path for one in found if one.path in unreadable]):
             if good is not None:
                 await context.send(ImportAdapter(model_id, good[1]), Done)
+                await asyncio.to_thread(_compare_programs, context, model_id, good[0].path)
             return good[0] if good else None, tuple(unreadable.values())
         for path in bad:  # and look again: one that was recorded before this has counted on them
             await context.read(recovery.forget_snapshot, path)
+
+
+def _compare_programs(context: ExecutionContext, model_id: str, path: str) -> None:
+    """Say so in the log where the snapshot was computed by other programs than those of this worker group."""
+    saved, now = context.store.find(path), context.pool.info.programs
+    if saved is not None and saved.meta.programs not in ("", now):
+        log.warning(
+            "model %s: its snapshot was computed by the programs %s, and this worker group has %s (another release, "
+            "device, flag or setting): what it computes from here on may differ in the last bits",
+            model_id,
+            saved.meta.programs,
+            now,
+        )
 
 
 async def _read(context: ExecutionContext, model_id: str, path: str) -> AdapterState | StoredState:

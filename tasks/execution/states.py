@@ -159,7 +159,11 @@ async def commit(
 
 def _meta(context: ExecutionContext, owner: str, request_id: str = "") -> CheckpointMeta:
     return CheckpointMeta(
-        base_model=context.card.name, owner=owner, request_id=request_id, generation=context.pool.generation
+        base_model=context.card.name,
+        owner=owner,
+        request_id=request_id,
+        generation=context.pool.generation,
+        programs=context.pool.info.programs,
     )
 
 

@@ -152,6 +152,7 @@ async def _save(
         request_id=request.id,
         generation=context.pool.generation,
         run_metadata=known.run_metadata,
+        programs=context.pool.info.programs,
     )
     over = overwrite or known.is_gone
     if kind is CheckpointKind.EXTERNAL_WEIGHTS:

@@ -47,7 +47,7 @@ from numpy_executor import VOCAB, Unigram  # noqa: E402
 
 CONFIG = GroupConfig("none", "float32", 1, 1, 64, 64, 4, 4, "")
 CARD = ModelCard("folder/unigram", "/nowhere", "unigram", "Unigram", VOCAB, 64, (2,), VOCAB, tied=False)
-INFO = GroupInfo(("cpu:0",), 1, 64, 1, 64, CARD.max_context, CARD.context_rule, 1)
+INFO = GroupInfo(("cpu:0",), 1, 64, 1, 64, CARD.max_context, CARD.context_rule, 1, programs="fedcba9876543210")
 
 
 @dataclass

@@ -63,6 +63,7 @@ class Unigram:
         self.fsdp = 1
         self.context, self.context_rule = config.max_context, "the model's context"
         self.memory: dict[str, int] = {"weights": 1000, "kv_cache": 500}
+        self.programs = "NumPy"
         self.clear()
 
     def clear(self) -> None:

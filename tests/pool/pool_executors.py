@@ -69,6 +69,7 @@ class Echo:
         self.attention_tokens = 1024
         self.context, self.context_rule = config.max_context, "the model's context"
         self.memory: dict[str, int] = {}
+        self.programs = "NumPy"
         self.rank = rank
         self.progress = progress
         self.steps = 0
@@ -329,6 +330,7 @@ class Collective:
         self.attention_tokens = 1024
         self.context, self.context_rule = config.max_context, "the model's context"
         self.memory: dict[str, int] = {}
+        self.programs = "NumPy"
         self.sharded = NamedSharding(mesh, spec("fsdp"))
         self.total = jax.jit(lambda x_D: x_D.sum(), out_shardings=NamedSharding(mesh, spec()))
 

@@ -56,7 +56,7 @@ class Left:
 class Ready:
     """Worker to driver, once: the executor is made. Its fields are those of GroupInfo.
 
-    reaches_store: it can take part in a Transfer.
+    reaches_store: it can take part in a Transfer. programs: a digest.
     """
 
     devices: tuple[str, ...]
@@ -68,6 +68,7 @@ class Ready:
     context: int
     context_rule: str
     memory: Mapping[str, int]
+    programs: str
 
 
 @dataclass(frozen=True)

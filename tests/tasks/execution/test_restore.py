@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,3 +136,16 @@ async def test_a_model_without_a_snapshot_that_can_be_read_cannot_be_restored(
     pool.die()
     with pytest.raises(ServerError, match="none of its snapshots can be read"):
         await restore(context.bound_to(pool.generation), model)
+
+
+async def test_a_snapshot_that_other_programs_computed_is_named(
+    context: Any, pool: Any, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = await take(context, model, 4, Sequencer(model, context.saves).slot())
+    assert taken is not None and context.store.find(taken.path).meta.programs == pool.info.programs != ""
+    for now, named in ((pool.info.programs, False), ("0123456789abcdef", True)):
+        pool.info = replace(pool.info, programs=now)
+        pool.die()
+        await restore(context.bound_to(pool.generation), model)
+        lines = [line for line in caplog.messages if "its snapshot was computed by the programs" in line]
+        assert [now in line and "may differ in the last bits" in line for line in lines] == [True] * named
