@@ -47,6 +47,8 @@ def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: i
     cfg = parse_config(read_object(find_model(base_model, [CONFIG]) / CONFIG, base_model), name=base_model)
     context = context_of(base_model, cfg, settings.max_context)
     config = _on_devices(group_config(settings, base_model, context), target)
+    if config.kv_cache == "float8" and not target.device.float8:
+        raise UserError(f"kv_cache is 'float8', and {target.device.name} does not compute with such numbers")
     if not rank:
         raise UserError("rank 0: must be 1 or more; the plan of any rank says what training all parameters takes")
     spec = check_spec(LoraSpec(rank, expert_rank=expert_rank(rank, cfg.experts_per_token, settings.expert_rank)))
@@ -125,7 +127,7 @@ def _compiled(cfg: ModelConfig, config: GroupConfig, target: Topology, plan: Mem
     # Imported here: it loads the compilers' plugins.
     from tinkerflow.backend.compute.roofline_programs import Programs
 
-    programs = Programs(cfg, str(target), rank, config.tensor, config.expert)
+    programs = Programs(cfg, str(target), rank, config.tensor, config.expert, config.kv_cache)
     rows = max(config.fsdp, plan.budget.microbatch_tokens // _ROW)
     each = plan.budget.microbatch_tokens // rows
     slots, chunk = _slots(sampling_config(cfg, config), plan, plan.context), config.decode_chunk

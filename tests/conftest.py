@@ -38,18 +38,12 @@ NOT_FAST = (
 QUICKLY_COMPILED = (
     *("compat", "deployments", "e2e", "flows", "pool"),
     *(f"compute/test_{name}.py" for name in ("attention", "delta_step", "deltanet", "executor", "experts", "flash")),
-    *(
-        f"compute/test_{name}.py"
-        for name in ("full", "full_kinds", "grouped", "latent", "logprobs", "long_rows", "lora")
-    ),
+    *(f"compute/test_{name}.py" for name in ("full_kinds", "grouped", "latent", "logprobs", "long_rows", "lora")),
     *(f"compute/test_{name}.py" for name in ("losses", "mesh", "parity", "quantized", "sequence_losses", "warming")),
-    *(f"compute/sampler/test_{name}.py" for name in ("adapter_gpu", "adapter_runs", "adjustments", "constraints")),
-    *(
-        f"compute/sampler/test_{name}.py"
-        for name in ("decode", "drift", "expert_columns", "images", "kv_cache", "move")
-    ),
-    *(f"compute/sampler/test_{name}.py" for name in ("no_memory", "paged_attention", "parity", "prefix_cache")),
-    *(f"compute/sampler/test_{name}.py" for name in ("prompt_scores", "run_ahead", "snapshot_cache", "spmd", "whole")),
+    *(f"compute/sampler/test_{name}.py" for name in ("adapter_gpu", "adapter_runs", "constraints", "drift")),
+    *(f"compute/sampler/test_{name}.py" for name in ("expert_columns", "float8", "images", "move", "no_memory")),
+    *(f"compute/sampler/test_{name}.py" for name in ("paged_attention", "parity", "prompt_scores")),
+    *(f"compute/sampler/test_{name}.py" for name in ("run_ahead", "snapshot_cache", "spmd")),
 )
 _QUICK_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 CROWDED = 0.3  # of a process's memory maps: behind a file, all compiled programs are forgotten

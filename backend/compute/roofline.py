@@ -22,6 +22,7 @@ class Device:
 
     flops: peak of dense bfloat16 matmuls, a second. memory: bytes that programs can have. bandwidth: bytes a second.
     link: bytes a second that a device sends to others of its host or pod, in all. source: where these figures are from.
+    float8: whether it computes with numbers of that kind.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Device:
     bandwidth: float
     link: float
     source: str
+    float8: bool = True
 
     @property
     def limit(self) -> int:
@@ -47,7 +49,7 @@ DEVICES = {
         Device("v5e", TPU, 197e12, int(15.75 * 2**30), 819e9, 200e9, _GCP + "v5e"),
         Device("v5p", TPU, 459e12, int(95.74 * 2**30), 2765e9, 600e9, _GCP + "v5p"),
         Device("v6e", TPU, 918e12, int(31.25 * 2**30), 1640e9, 400e9, _GCP + "v6e"),
-        Device("a100", CUDA, 312e12, 80 * 2**30, 2039e9, 300e9, _NVIDIA + "a100"),
+        Device("a100", CUDA, 312e12, 80 * 2**30, 2039e9, 300e9, _NVIDIA + "a100", float8=False),
         Device("h100", CUDA, 989e12, 84942979072, 3352e9, 450e9, _NVIDIA + "h100"),
         Device("h200", CUDA, 989e12, 151397597184, 4800e9, 450e9, _NVIDIA + "h200"),
         Device("b200", CUDA, 2250e12, 180 * 2**30, 8000e9, 900e9, _NVIDIA + "dgx-b200"),

@@ -25,7 +25,7 @@ from tinkerflow.backend.compute.platforms import compiling_for
 from tinkerflow.backend.compute.roofline import parse_topology
 from tinkerflow.backend.compute.roofline_targets import Figures, compile_for, mesh_for
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
-from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype, empty_cache
+from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
@@ -175,9 +175,7 @@ class Programs:
         shards, wide = cache_mesh(self.mesh, self.cfg.split_heads).shape[FSDP], pages_for(length)
         pages = (-(-rows // shards) * wide + 1) * shards
         states = 0 if self.cfg.delta is None else (-(-rows // shards) + 1) * shards
-        dtype, apart = self._plain
-        dtype = cache_dtype(self.kv_cache, dtype)
-        cache = result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, dtype, apart, states)
+        cache = result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain, states, self.kv_cache)
         return cache, np.zeros((rows, wide), np.int32)
 
     def _states(self, rows: int) -> Any:

@@ -167,6 +167,12 @@ class _Op:
         return [shape for place, shape in enumerate(self.shapes) if str(place) not in places and "" not in places]
 
     @property
+    def lies_in(self) -> int | None:
+        """The operand whose memory the whole result has; None: there is no such operand."""
+        aliased = re.search(r"output_to_operand_aliasing=\{\{\}: \((\d+), \{\}\)\}", self.attributes)
+        return int(aliased[1]) if aliased else None
+
+    @property
     def label(self) -> str:
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else self.name
@@ -392,7 +398,7 @@ class _Counter:
                 parameters = {int(one.inner): one for one in nested.values() if one.opcode == "parameter"}
                 for place, name in enumerate(user.operands):
                     if name == value.name:
-                        handed_on = not user.own_results or _source(nested) is parameters[place]
+                        handed_on = user.lies_in == place or _source(nested) is parameters[place]
                         total += self._read(inner, user) if handed_on else self._read(nested, parameters[place])
             else:
                 return whole

@@ -96,18 +96,20 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
         rendered = render(report.digest, work_url, renderer, max_tokens=1 << 20)
         rows, examples = load_rows(work_url, report.digest), load_examples(work_url, rendered.key)
         scores = {}
-        for name, wanted in candidates.items():
-            path = await server.sampler_weights(wanted) if wanted else ""
+        paths = {name: await server.sampler_weights(one) if one else "" for name, one in candidates.items()}
+        for name, path in paths.items():
             weights = await server.service.create_sampling_client(model_path=path) if path else sampler
-            scores[name] = await score(
-                name, weights, renderer, rows, examples, max_tokens=parameters.max_tokens, shown=8
-            )
+            scored = await score(name, weights, renderer, rows, examples, max_tokens=parameters.max_tokens, shown=8)
+            scores[name] = scored.model_copy(update={"weights": path})
     return scores
 
 
 async def show_scores(artifacts: RunArtifacts, scores: Mapping[str, Scores]) -> None:
     """Make a table of the scores, and one of the first answers of each candidate beside the expected answers."""
-    rows = [{"of": name, "loss": s.loss, "exact match": s.exact_match, "rows": s.rows} for name, s in scores.items()]
+    rows = [
+        {"of": name, "weights": s.weights, "loss": s.loss, "exact match": s.exact_match, "rows": s.rows}
+        for name, s in scores.items()
+    ]
     await artifacts.table("evaluation", rows, "scores")
     first = next(iter(scores.values()))
     answers = [

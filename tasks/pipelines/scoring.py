@@ -49,6 +49,7 @@ class Scores(BaseModel):
     loss: float = Field(description="mean negative log probability of a token of the answers: less is better")
     exact_match: float = Field(description="share of rows whose answer the model says, greedily: more is better")
     samples: list[Sample] = Field(description="the first few answers")
+    weights: str = Field("", description="path of the weights; empty = those of the base model")
 
     def worse(self, metric: Metric) -> float:
         """A number that is smaller for better scores."""

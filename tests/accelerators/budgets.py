@@ -132,6 +132,8 @@ BUDGETS = (
         for measure, limit in ((STEP, 1.25), (MEMORY, 100))
     ),
     Budget(_case("4B v6e:1x1 decode 64x2048", unknown_trips=CHUNK, kv_cache="float8"), STEP, 1.25, quick=False),
+    # One key-value head a device: the kernel of TPUs takes none in float8, and pages are looped over.
+    Budget(_case("32B v6e:2x4 decode 64x2048", unknown_trips=CHUNK, kv_cache="float8"), MEMORY, 100, quick=False),
     Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1),
     Budget(_case("32B v6e:2x4 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, quick=False),
     Budget(_case("Gemma-3-12B h100:1 forward_backward 4x1024"), MEMORY, 100, quick=False),

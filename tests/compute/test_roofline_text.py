@@ -321,22 +321,25 @@ def test_a_scatter_within_a_fusion_writes_its_updates() -> None:
 
 
 def test_what_only_tiles_an_array_anew_where_it_lies_reads_what_is_used_of_it() -> None:
-    fused = """%retiled (p: f8e4m3fn[48,256,128]) -> f8e4m3fn[48,256,128] {
+    fused = """%retiled (p: f8e4m3fn[48,256,128], n: f8e4m3fn[64]) -> f8e4m3fn[48,256,128] {
   %p = f8e4m3fn[48,256,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %n = f8e4m3fn[64]{0} parameter(1)
+  %unused = f8e4m3fn[64]{0} negate(%n)
   ROOT %copy = f8e4m3fn[48,256,128]{2,1,0:T(8,128)(4,1)} copy(%p)
 }
 
-%fused (q: f8e4m3fn[48,256,128], u: f8e4m3fn[1,256,128], i: s32[]) -> f8e4m3fn[48,256,128] {
+%fused (q: f8e4m3fn[48,256,128], u: f8e4m3fn[1,256,128], i: s32[], n: f8e4m3fn[64]) -> f8e4m3fn[48,256,128] {
   %q = f8e4m3fn[48,256,128]{2,1,0:T(32,128)(4,1)} parameter(0)
   %u = f8e4m3fn[1,256,128]{2,1,0} parameter(1)
   %i = s32[] parameter(2)
-  %t = f8e4m3fn[48,256,128]{2,1,0} fusion(%q), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%retiled
+  %n = f8e4m3fn[64]{0} parameter(3)
+  %t = f8e4m3fn[48,256,128]{2,1,0} fusion(%q, %n), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%retiled
   ROOT %put = f8e4m3fn[48,256,128]{2,1,0:T(32,128)(4,1)} dynamic-update-slice(%t, %u, %i, %i, %i)
 }
 """
-    shapes = "f8e4m3fn[48,256,128]{2,1,0} f8e4m3fn[1,256,128]{2,1,0} s32[]"
-    counts = one("f8e4m3fn[48,256,128]{2,1,0} fusion(%a, %b, %c), kind=kLoop, calls=%fused", shapes, before=fused)
-    assert counts.bytes == 2 * 256 * 128 + 4
+    shapes = "f8e4m3fn[48,256,128]{2,1,0} f8e4m3fn[1,256,128]{2,1,0} s32[] f8e4m3fn[64]{0}"
+    counts = one("f8e4m3fn[48,256,128]{2,1,0} fusion(%a, %b, %c, %d), kind=kLoop, calls=%fused", shapes, before=fused)
+    assert counts.bytes == 2 * 256 * 128 + 4 + 64
 
 
 def test_the_dearest_branch_of_a_conditional_counts() -> None:

@@ -52,6 +52,16 @@ def test_the_memory_that_the_settings_name_is_planned_with(tmp_path: Path) -> No
     assert number(said, r"of +([\d.]+) GB a device") == 24
 
 
+def test_a_cache_in_float8_has_more_sequences_where_the_device_has_such_numbers(tmp_path: Path) -> None:
+    plain, small = (
+        number(plan(tmp_path, "4B", "h100:1", kv_cache=kind), r"(\d+) positions to sample in")
+        for kind in ("full", "float8")
+    )
+    assert small >= 2 * plain
+    with pytest.raises(UserError, match="kv_cache is 'float8', and a100 does not compute with such numbers"):
+        plan(tmp_path, "4B", "a100:1", kv_cache="float8")
+
+
 def test_peaks_that_float32_does_not_have_are_told(tmp_path: Path) -> None:
     told = "in float32 expect several times less"
     assert told in plan(tmp_path, "0.6B", "h100:1", dtype="float32")

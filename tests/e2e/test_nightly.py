@@ -110,6 +110,7 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
     assert scores["weights"].loss < scores["base model"].loss
     table = json.loads((await pipelines.artifacts("evaluate-nights-"))["evaluation"]["data"])
     assert [row["of"] for row in table] == ["weights", "against", "champion", "base model"]
+    assert [row["weights"] for row in table] == [best.weights] * 3 + [""]
 
 
 @pytest.mark.parametrize("approve", [True, False])

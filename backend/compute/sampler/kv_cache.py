@@ -78,12 +78,12 @@ def cache_dtype(kv_cache: CacheFormat, dtype: str) -> str:
     return "float8_e4m3fn" if kv_cache == "float8" else dtype
 
 
-def cache_sharding(cfg: ModelConfig, mesh: Mesh, mixer: str = ATTENTION) -> NamedSharding:
+def cache_sharding(cfg: ModelConfig, mesh: Mesh, *, together: bool) -> NamedSharding:
     """Pages over fsdp, heads over tensor, of the `cache_mesh` of these devices; of a single layer as well.
 
-    cfg, mesh: the base model's shape, and the devices. mixer: of the layers.
+    cfg, mesh: the base model's shape, and the devices. together: keys and values are one array.
     """
-    return NamedSharding(cache_mesh(mesh, cfg.split_heads), _cache_spec(together=_together(cfg, mesh, mixer)))
+    return NamedSharding(cache_mesh(mesh, cfg.split_heads), _cache_spec(together=together))
 
 
 def by_mixer(
@@ -92,41 +92,53 @@ def by_mixer(
     """The cache after `change` of each array of pages and its sharding. cfg, mesh: of the model. cache: its pages."""
     made = cache
     for mixer in (ATTENTION,) if cache.globals is None else (ATTENTION, GLOBAL):
-        where = cache_sharding(cfg, mesh, mixer)
-        made = made.with_own(mixer, jax.tree.map(lambda part, where=where: change(part, where), cache.of(mixer)))
+        own = cache.of(mixer)
+        where = cache_sharding(cfg, mesh, together=own.v is None)
+        made = made.with_own(mixer, jax.tree.map(lambda part, where=where: change(part, where), own))
     return made
 
 
-def _together(cfg: ModelConfig, mesh: Mesh, mixer: str) -> bool:
+def _together(cfg: ModelConfig, mesh: Mesh, mixer: str, dtype: str) -> bool:
     """Whether keys and values lie in one array."""
-    return platform() is TPU and paged_tpu.takes(cfg, mixer, cache_mesh(mesh, cfg.split_heads).shape[TENSOR])
+    tensor = cache_mesh(mesh, cfg.split_heads).shape[TENSOR]
+    return platform() is TPU and paged_tpu.takes(cfg, mixer, tensor, jnp.dtype(dtype).itemsize)
 
 
 def _cache_spec(*, together: bool) -> PartitionSpec:
     return PartitionSpec(None, FSDP, *((None, TENSOR, None) if together else (TENSOR, None, None)))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6, 7))
 def empty_cache(
-    cfg: ModelConfig, mesh: Mesh, pages: int, page: int, dtype: str, by_layer: bool, states: int = 0
+    cfg: ModelConfig,
+    mesh: Mesh,
+    pages: int,
+    page: int,
+    dtype: str,
+    by_layer: bool,
+    states: int = 0,
+    kv_cache: CacheFormat = "full",
 ) -> KVCache:
     """A cache of zeros. It must be zeros: a masked value is multiplied by a weight of 0, and 0 * nan is nan.
 
     cfg, mesh: the base model's shape, and the devices. pages: N, a multiple of the fsdp axis. page: P, a multiple of
-    32. dtype: by name. by_layer: one array for each layer. states: of layers with linear attention, like pages.
+    32. dtype: of activations, by name. by_layer: one array for each layer. states: of layers with linear attention,
+    like pages. kv_cache: the format of the pages, not of the states.
     """
+    held = cache_dtype(kv_cache, dtype)
 
     def pages_of(mixer: str) -> KVCache:
-        where, layers = cache_sharding(cfg, mesh, mixer), len(cfg.numbers(mixer))
+        together, layers = _together(cfg, mesh, mixer, held), len(cfg.numbers(mixer))
+        where = cache_sharding(cfg, mesh, together=together)
 
         def zeros(layers: int, inner: tuple[int, ...]) -> jax.Array:
-            return jax.lax.with_sharding_constraint(jnp.zeros((layers, pages, *inner), dtype), where)
+            return jax.lax.with_sharding_constraint(jnp.zeros((layers, pages, *inner), held), where)
 
         def part(*inner: int) -> jax.Array | tuple[jax.Array, ...]:
             return tuple(zeros(1, inner) for _ in range(layers)) if by_layer else zeros(layers, inner)
 
         heads, key, value = cfg.cached(mixer)
-        if _together(cfg, mesh, mixer):
+        if together:
             return KVCache(k=part(page, 2 * heads, key), v=None)
         return KVCache(k=part(heads, key, page), v=part(heads, page, value))
 
@@ -178,23 +190,23 @@ def copied_states(
 def _copied(
     where: NamedSharding, part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array
 ) -> jax.Array:
-    shards, dtype = where.mesh.shape[FSDP], part.dtype
+    shards = where.mesh.shape[FSDP]
 
     def local(part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array) -> jax.Array:
-        mine, held = jax.lax.axis_index(FSDP), part.shape[1]
-        part = _as(jnp.uint8, part) if dtype.itemsize == 1 else part  # no device adds numbers of 8 bits up
+        mine, held, small = jax.lax.axis_index(FSDP), part.shape[1], part.dtype.itemsize == 1
 
         def copy(i: jax.Array, part: jax.Array) -> jax.Array:
             page = jax.lax.dynamic_slice_in_dim(part, source_N[i] % held, 1, axis=1)
             if shards == 1:
                 return jax.lax.dynamic_update_slice_in_dim(part, page, into_N[i], axis=1)
-            page = jax.lax.psum(jnp.where(source_N[i] // held == mine, page, 0), FSDP)  # to every shard
+            bits = jax.lax.bitcast_convert_type(page, jnp.uint8) if small else page  # no device adds float8 up
+            bits = jax.lax.psum(jnp.where(source_N[i] // held == mine, bits, 0), FSDP)  # to every shard
+            page = jax.lax.bitcast_convert_type(bits, page.dtype) if small else bits
             old = jax.lax.dynamic_slice_in_dim(part, into_N[i] % held, 1, axis=1)
             new = jnp.where(into_N[i] // held == mine, page, old)
             return jax.lax.dynamic_update_slice_in_dim(part, new, into_N[i] % held, axis=1)
 
-        made = jax.lax.fori_loop(0, count, copy, part)
-        return _as(dtype, made)
+        return jax.lax.fori_loop(0, count, copy, part)
 
     whole = PartitionSpec()
     made: jax.Array = jax.shard_map(
@@ -393,11 +405,6 @@ def _written(
         k=at(cache.k, everything, everything, place_SQ).set(k_SQGd, **once),
         v=at(cache.v, everything, place_SQ).set(v_SQGd, **once),
     )
-
-
-def _as(dtype: Any, x: jax.Array) -> jax.Array:
-    """The same bits as numbers of another format of that size."""
-    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def _stored(x: jax.Array, dtype: Any) -> jax.Array:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
+from tinkerflow.backend.commands import CacheFormat
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.mesh import put, replicated, to_host
 from tinkerflow.backend.compute.sampler.adjustments import adjusted_rows
@@ -52,22 +53,22 @@ class SamplerModel:
         *,
         chunk: int,
         max_context: int,
-        cache_dtype: str,
+        kv_cache: CacheFormat,
         most_ahead: int | None = None,
         eyes: Eyes | None = None,
     ) -> None:
         """An empty cache.
 
         cfg, mesh: the base model's shape, and the devices. params: the weights, by layer if `snapshots` are. pool: the
-        pages. chunk: the most tokens of one decode dispatch. max_context: the most tokens of a sequence. cache_dtype:
-        of the pages, by name. most_ahead: the most slots of a chunk, when chunks are asked for before the last one is
+        pages. chunk: the most tokens of one decode dispatch. max_context: the most tokens of a sequence. kv_cache: the
+        format of the pages. most_ahead: the most slots of a chunk, when chunks are asked for before the last one is
         read; None: they are not. eyes: of models that see images.
         """
         self.cfg, self.mesh, self.snapshots, self.chunk = cfg, mesh, snapshots, chunk
         self.params, self._pool, self._width = params, pool, pool.pages_for(max_context)
         self._none_M = None if most_ahead is None else put(np.zeros(most_ahead, np.int32), replicated(mesh))
         self._views = None if eyes is None else Views(eyes)
-        self._cache_dtype = cache_dtype
+        self._kv_cache = kv_cache
         self.clear()
 
     def clear(self) -> None:
@@ -75,11 +76,12 @@ class SamplerModel:
         if self._views is not None:
             self._views.clear()
         pool, params = self._pool, self.params
-        pages = pool.pages * pool.shards
+        pages, dtype = pool.pages * pool.shards, params.embed_VD.dtype.name
         states = pool.states.pages * pool.shards if pool.states else 0
         self.cache: KVCache | None = None  # its memory is free before the next one is made
         self.last_piece: PieceScores | None = None  # there when the last piece of prompts is computed
-        self.cache = empty_cache(self.cfg, self.mesh, pages, pool.page, self._cache_dtype, params.apart, states)
+        shape = (pages, pool.page, dtype, params.apart, states, self._kv_cache)
+        self.cache = empty_cache(self.cfg, self.mesh, *shape)
 
     def use(self, load: Callable[[], Params]) -> None:
         """Begin anew with the weights that `load` gives: as those before, and made when these take no memory."""

@@ -20,15 +20,18 @@ _LANES, _SUBLANES = 128, 8
 _PAGES, _QUERIES = 4, 32  # of a block: those that the kernel's authors found for 32 and 8 heads at 512 positions
 
 
-def takes(cfg: ModelConfig, mixer: str, tensor: int) -> bool:
+def takes(cfg: ModelConfig, mixer: str, tensor: int, item: int) -> bool:
     """Whether the kernel computes the attention of layers with this mixer, its heads split over `tensor` devices.
 
-    These divide the number of heads, as of `mesh.cache_mesh`. The TPU's compiler loads every second row of a block,
-    as the kernel does with keys and values, only where a row has 128 numbers.
+    These divide the number of heads, as of `mesh.cache_mesh`. item: bytes of a number in the cache. The TPU's compiler
+    loads every second row of a block, as the kernel does with keys and values, only where a row has 128 numbers. Heads
+    must fill its tiles, which have more rows the smaller the numbers are.
     """
     own = cfg.heads_of(mixer)
     kv_heads = own.kv_heads // tensor
     whole = own.head_dim == _LANES and cfg.latent is None and "sinks" not in layers_with(cfg)
+    if item == 1:
+        return whole and (kv_heads in (2, 4, 8) or kv_heads % (2 * _SUBLANES) == 0)
     return whole and (kv_heads in (1, 2, 4) or kv_heads % _SUBLANES == 0)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.commands import CacheFormat, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import replicated
@@ -50,8 +50,8 @@ class SamplerPrograms:
 
     shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
     of a sequence. usual: the shape of most adapters. accelerated: whether chunks are asked for before the last one is
-    read, and the base model alone has programs without adapters. cache_dtype: of the pages. eyes: of models that see
-    images.
+    read, and the base model alone has programs without adapters. kv_cache: the format of the pages.
+    eyes: of models that see images.
     """
 
     cfg: ModelConfig
@@ -63,7 +63,7 @@ class SamplerPrograms:
     max_context: int
     usual: LoraSpec
     accelerated: bool
-    cache_dtype: str
+    kv_cache: CacheFormat
     eyes: Eyes | None = None
 
     def all(self) -> Iterator[Program]:
@@ -148,7 +148,7 @@ class SamplerPrograms:
     def _cache(self) -> Any:
         pages = self.pool.pages * self.pool.shards
         states = self.pool.states.pages * self.pool.shards if self.pool.states else 0
-        shape = (pages, self.pool.page, self.cache_dtype, self.params.apart, states)
+        shape = (pages, self.pool.page, self._dtype, self.params.apart, states, self.kv_cache)
         return result_of(empty_cache, self.cfg, self.mesh, *shape)
 
     @property

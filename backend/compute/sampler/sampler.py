@@ -44,7 +44,6 @@ from tinkerflow.backend.compute.mesh import FSDP, cache_mesh
 from tinkerflow.backend.compute.params import by_layer
 from tinkerflow.backend.compute.platforms import on_cpu, platform
 from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
-from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE, PagePool
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
@@ -102,7 +101,6 @@ class Sampler:
         sizes = platform().prefill_tokens
         self._prefill_budget = prefill_budget or _BUDGET_PIECES * sizes[-1]
         params, dtype = by_layer(cfg, params), params.embed_VD.dtype
-        cache_format = cache_dtype(config.kv_cache, dtype.name)
         shards = cache_mesh(mesh, cfg.split_heads).shape[FSDP]
         self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, pieces=sizes, rows_are_dear=on_cpu())
         windows = {kind.window for kind in cfg.layer_kinds if kind.attends}
@@ -121,7 +119,7 @@ class Sampler:
             max_context=self._max_context,
             usual=usual,
             accelerated=self._runs_ahead,
-            cache_dtype=cache_format,
+            kv_cache=config.kv_cache,
             eyes=eyes,
         )
         most = None if on_cpu() else config.resident_snapshots
@@ -146,7 +144,7 @@ class Sampler:
             chunk=config.decode_chunk,
             max_context=self._max_context,
             most_ahead=self._shapes.slots[-1] if self._runs_ahead else None,
-            cache_dtype=cache_format,
+            kv_cache=config.kv_cache,
             eyes=eyes,
         )
         self._matcher = lru_cache(_KEPT_MATCHERS)(self._new_matcher)

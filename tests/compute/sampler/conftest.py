@@ -93,6 +93,7 @@ def _save(folder: Path, architecture: str) -> None:
         },
         # As long as its short factors reach: then transformers takes these, too.
         "phi3": {"hidden_size": 32, **FAMILY_SHAPE["phi3"], "max_position_embeddings": 512},
+        "gemma4_text": {**FAMILY_SHAPE["gemma4_text"], "vocab_size_per_layer_input": VOCAB},
         "qwen2": {"tie_word_embeddings": False},
         "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
         "qwen3_moe": {

@@ -68,21 +68,3 @@ def test_a_cache_in_float8_holds_the_nearest_numbers_and_its_largest_for_larger_
     page = int(tables_SW[0, 1])
     for found in (cache.k[0, page, 0, :5, 0], cache.v[0, page, 0, 0, :5]):
         assert found.astype(jnp.float32).tolist() == [0.3125, -16, 0, 448, -448]
-
-
-def test_a_sampler_with_a_cache_in_float8(tiny: Any, ask: Any, run_all: Any, prompt: Any) -> None:
-    """It says almost what the exact one says, also beside others, and from pages that it kept."""
-    plain, small = (tiny.sampler(kv_cache=kind) for kind in ("full", "float8"))
-    assert plain._model.cache.k[0].nbytes == 4 * small._model.cache.k[0].nbytes
-    tokens = prompt(150)
-    wanted, found = (run_all(one, ask("a", tokens, 20, prompt_logprobs=True))["a"] for one in (plain, small))
-    error = np.abs(found.prompt_logprobs_T[1:] - wanted.prompt_logprobs_T[1:])
-    assert 0 < error.mean() < 0.5
-    alone = run_all(small, ask("b", tokens, 20))["b"]
-    assert alone.prompt_cache_hit_tokens > 0
-    beside = run_all(small, ask("c", tokens, 20), *(ask(str(size), prompt(size), 20) for size in (40, 90, 200)))["c"]
-    for again in (alone, beside):
-        np.testing.assert_allclose(again.sequences[0].logprobs_T[0], found.sequences[0].logprobs_T[0], atol=0.05)
-    repeated = run_all(small, ask("d", tokens, 20))["d"]
-    np.testing.assert_array_equal(repeated.sequences[0].tokens_T, alone.sequences[0].tokens_T)
-    np.testing.assert_array_equal(repeated.sequences[0].logprobs_T, alone.sequences[0].logprobs_T)

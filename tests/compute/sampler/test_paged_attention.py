@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import get_min_heads_per_blk
 from tests.compute.sampler.test_kv_cache import PAGE, scattered
 
+from tinkerflow.backend.commands import CacheFormat
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
@@ -114,11 +116,20 @@ def test_a_cache_is_written_alike_on_all_platforms(queries: int) -> None:
     np.testing.assert_array_equal(both.k, together(expected))
 
 
+def taken_in_float8(heads: int) -> bool:
+    """Whether JAX's kernel takes so many key-value heads."""
+    try:
+        get_min_heads_per_blk(heads, 2 * heads, jnp.bfloat16, jnp.float8_e4m3fn)
+    except ValueError:
+        return False
+    return True
+
+
 def test_keys_and_values_lie_together_where_the_kernel_of_tpus_takes_them(qwen: Any) -> None:
     mesh = make_mesh(1, 1)
 
-    def made(cfg: ModelConfig) -> KVCache:
-        return empty_cache(cfg, mesh, 6, PAGE, "float32", False)
+    def made(cfg: ModelConfig, kv_cache: CacheFormat = "full") -> KVCache:
+        return empty_cache(cfg, mesh, 6, PAGE, "float32", False, 0, kv_cache)
 
     wide = replace(qwen.cfg, head_dim=128)
     assert made(wide).v is not None
@@ -126,5 +137,8 @@ def test_keys_and_values_lie_together_where_the_kernel_of_tpus_takes_them(qwen: 
         cache = made(wide)
         assert cache.v is None
         assert cache.k.shape == (wide.layers, 6, PAGE, 2 * wide.kv_heads, 128)
-        assert cache.k.sharding.is_equivalent_to(cache_sharding(wide, mesh), 5)
+        assert cache.k.sharding.is_equivalent_to(cache_sharding(wide, mesh, together=True), 5)
         assert all(made(replace(qwen.cfg, head_dim=size)).v is not None for size in (64, 256))
+        for number in (1, 2, 3, 4, 8, 16, 24, 32):
+            cfg = replace(wide, heads=number, kv_heads=number)
+            assert (made(cfg, "float8").v is None) is taken_in_float8(number)
