@@ -270,6 +270,7 @@ def test_random_traffic(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch)
         decode_chunk=chance.choice([1, 4, 8]),
         expert_rank=0,
         resident_snapshots=1,
+        kv_cache="full",
         model_path="",
     )
     kinds = [LayerKind(rope=None, window=chance.choice([None, 33, 70]))]
