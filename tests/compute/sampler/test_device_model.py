@@ -101,6 +101,7 @@ class Devices:
         *,
         chunk: int,
         max_context: int,
+        kv_cache: str,
         most_ahead: int | None,
         eyes: None,
     ) -> None:
