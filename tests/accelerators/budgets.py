@@ -103,6 +103,7 @@ BUDGETS = (
     Budget(_case("4B h100:1 forward_backward 1x32768"), LARGEST_F32, 1),
     Budget(_case("4B v6e:1x1 forward_backward 1x32768"), TEMPORARIES, 4, met=False, quick=False),
     Budget(_case("4B v6e:1x1 forward_backward 1x32768"), LARGEST_F32, 1, quick=False),
+    Budget(_case("4B h100:1 forward_backward 1x131072"), MEMORY_16, 100, quick=False),
     Budget(_case("8B h100:1 forward_backward 1x8192"), MEMORY_16, 100),
     Budget(_case("32B h100:8 forward_backward 8x1024"), MEMORY_16, 100),
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), DENSE, 2),
