@@ -160,17 +160,17 @@ class _Op:
         return found[1] if found else ""
 
     @property
-    def own_results(self) -> list[Shape]:
-        """Those that do not lie where an operand does."""
-        aliased = re.search(r"output_to_operand_aliasing=\{(.*?)\)\}", self.attributes)
-        places = re.findall(r"\{(\d*)\}: \(", aliased[0]) if aliased else []
-        return [shape for place, shape in enumerate(self.shapes) if str(place) not in places and "" not in places]
+    def aliased(self) -> dict[str, int]:
+        """The operands where results lie, by the result's place; "" = all of it."""
+        found = re.search(r"output_to_operand_aliasing=\{(.*?)\)\}", self.attributes)
+        pairs = re.findall(r"\{(\d*)\}: \((\d+)", found[0]) if found else []
+        return {place: int(operand) for place, operand in pairs}
 
     @property
-    def lies_in(self) -> int | None:
-        """The operand whose memory the whole result has; None: there is no such operand."""
-        aliased = re.search(r"output_to_operand_aliasing=\{\{\}: \((\d+), \{\}\)\}", self.attributes)
-        return int(aliased[1]) if aliased else None
+    def own_results(self) -> list[Shape]:
+        """Those that do not lie where an operand does."""
+        aliased = self.aliased
+        return [shape for place, shape in enumerate(self.shapes) if str(place) not in aliased and "" not in aliased]
 
     @property
     def label(self) -> str:
@@ -398,7 +398,7 @@ class _Counter:
                 parameters = {int(one.inner): one for one in nested.values() if one.opcode == "parameter"}
                 for place, name in enumerate(user.operands):
                     if name == value.name:
-                        handed_on = user.lies_in == place or _source(nested) is parameters[place]
+                        handed_on = user.aliased.get("") == place or _source(nested) is parameters[place]
                         total += self._read(inner, user) if handed_on else self._read(nested, parameters[place])
             else:
                 return whole

@@ -144,8 +144,7 @@ def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None
     """UserError unless the platform that the settings ask for is the one of JAX's devices; CPUs in its place are told.
 
     Also for a GPU that is too old: XLA compiles Triton's kernels for none before Ampere (jax-ml/jax, issue 26799), and
-    Triton knows float8 from Ada on.
-    It opens the devices.
+    Triton knows float8 from Ada on. It opens the devices.
     """
     extra = {"cuda": "; install the extra `gpu`", "tpu": "; install the extra `tpu`"}.get(config.platform, "")
     try:

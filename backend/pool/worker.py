@@ -371,7 +371,7 @@ def _begin(
 
 def _ready(executor: CommandExecutor, transfers: Transfers) -> Ready:
     told = {field.name: getattr(executor, field.name) for field in fields(Ready) if field.name != "reaches_store"}
-    told["programs"] = hashlib.sha256(f"{code_version()}; {executor.programs}".encode()).hexdigest()[:16]
+    told["programs"] = hashlib.sha256(f"{code_version()}; {told['programs']}".encode()).hexdigest()[:16]
     return Ready(**told, reaches_store=transfers.reach_store)
 
 

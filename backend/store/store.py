@@ -171,13 +171,13 @@ class Store:
         moments = _decoded(where, OPTIMIZER, files) if OPTIMIZER in files else {}
         return AdapterState(saved.spec, saved.step, weights, moments, saved.optimizer), saved
 
-    def stored(self, path: str, *, optimizer: bool = True) -> StoredState:
-        """The state saved under `path`, for processes that read it themselves; errors are as in `load`."""
+    def stored(self, path: str, *, optimizer: bool = True) -> tuple[StoredState, Saved]:
+        """The same as `load`, for processes that read the state themselves."""
         where = CheckpointPath.parse(path)
         with self._failures(f"look up {where}"):
             saved = commit.get(self.blobs, where)
         files = {file: digest for file, digest in saved.files.items() if optimizer or file != OPTIMIZER}
-        return StoredState(saved.spec, saved.step, saved.optimizer, where.attempt(saved.attempt), files)
+        return StoredState(saved.spec, saved.step, saved.optimizer, where.attempt(saved.attempt), files), saved
 
     def mark(self) -> str:
         """A text that no other store has: who reads the same text under the same URL reaches the same objects."""

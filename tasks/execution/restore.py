@@ -26,6 +26,7 @@ from tinkerflow.backend.errors import (
 )
 from tinkerflow.backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
 from tinkerflow.backend.retry import retry
+from tinkerflow.backend.store import Saved
 from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Saves, Sequencer
 from tinkerflow.tasks.execution.states import bring, record
@@ -104,18 +105,18 @@ async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView 
     while True:
         found = await context.read(recovery.restorable, model_id)
         floor = max(floor, *(one.seq_id for one in found[1:]), -1)  # up to there requests may be gone
-        good: tuple[SnapshotView, AdapterState | StoredState] | None = None
+        good: tuple[SnapshotView, AdapterState | StoredState, Saved] | None = None
         for snapshot in (one for one in found if one.path not in unreadable and one.seq_id >= floor):
             await _tell(context, model_id, "loading its snapshot")
             try:
-                state = await _read(context, model_id, snapshot.path)
+                state, saved = await _read(context, model_id, snapshot.path)
             except StoreAwayError:
                 raise  # no snapshot is to be forgotten for that
             except (StoreError, NotFoundError) as error:
                 log.error("the snapshot of model %s at request %d cannot be read: %s", model_id, snapshot.seq_id, error)
                 unreadable[snapshot.path] = str(error)
             else:
-                good = snapshot, state
+                good = snapshot, state, saved
                 break
         if good is None and not await _begins_with_creation(context, model_id):
             raise ServerError(
@@ -124,16 +125,15 @@ async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView 
         if not (bad := [one.path for one in found if one.path in unreadable]):
             if good is not None:
                 await context.send(ImportAdapter(model_id, good[1]), Done)
-                await asyncio.to_thread(_compare_programs, context, model_id, good[0].path)
+                _compare_programs(context, model_id, good[2])
             return good[0] if good else None, tuple(unreadable.values())
         for path in bad:  # and look again: one that was recorded before this has counted on them
             await context.read(recovery.forget_snapshot, path)
 
 
-def _compare_programs(context: ExecutionContext, model_id: str, path: str) -> None:
+def _compare_programs(context: ExecutionContext, model_id: str, saved: Saved) -> None:
     """Say so in the log where the snapshot was computed by other programs than those of this worker group."""
-    saved, now = context.store.find(path), context.pool.info.programs
-    if saved is not None and saved.meta.programs not in ("", now):
+    if saved.meta.programs not in ("", now := context.pool.info.programs):
         log.warning(
             "model %s: its snapshot was computed by the programs %s, and this worker group has %s (another release, "
             "device, flag or setting): what it computes from here on may differ in the last bits",
@@ -143,10 +143,10 @@ def _compare_programs(context: ExecutionContext, model_id: str, path: str) -> No
         )
 
 
-async def _read(context: ExecutionContext, model_id: str, path: str) -> AdapterState | StoredState:
+async def _read(context: ExecutionContext, model_id: str, path: str) -> tuple[AdapterState | StoredState, Saved]:
     """What the store has under `path`; a store that is away is asked again for some minutes."""
 
-    async def load() -> AdapterState | StoredState:
+    async def load() -> tuple[AdapterState | StoredState, Saved]:
         try:
             return await bring(context, model_id, path)
         except StoreAwayError as error:

@@ -39,28 +39,28 @@ log = logging.getLogger(__name__)
 
 async def bring(
     context: ExecutionContext, owner: str, path: str, *, optimizer: bool = True
-) -> AdapterState | StoredState:
+) -> tuple[AdapterState | StoredState, Saved]:
     """The state under `path` for an ImportAdapter of the adapter, or a LoadSnapshot of the snapshot, `owner`.
 
-    context: bound to the worker group that gets it. optimizer: with the optimizer's moments.
+    Also its commit. context: bound to the worker group that gets it. optimizer: with the optimizer's moments.
     NotFoundError when it is not in the store, StoreError names the damaged file, GroupFailedError: the group ended.
     """
     if not context.pool.reaches_store:
-        return (await asyncio.to_thread(context.store.load, path, optimizer=optimizer))[0]
-    state = await asyncio.to_thread(context.store.stored, path, optimizer=optimizer)
+        return await asyncio.to_thread(context.store.load, path, optimizer=optimizer)
+    state, saved = await asyncio.to_thread(context.store.stored, path, optimizer=optimizer)
     try:
         await context.pool.transfer(FetchState(owner, state), generation=context.generation)
     except (StoreError, NotFoundError) as error:  # maybe only there: what the engine finds, counts
         log.warning("a worker process cannot read %s, so the engine does: %s", path, error)
-        return (await asyncio.to_thread(context.store.load, path, optimizer=optimizer))[0]
-    return state
+        return await asyncio.to_thread(context.store.load, path, optimizer=optimizer)
+    return state, saved
 
 
 async def load_snapshot(context: ExecutionContext, snapshot_id: str, path: str) -> SnapshotHeld:
     """Make a sampling snapshot of the weights under `path`: what it takes. Errors are as in `bring`."""
     if context.generation is None:
         context = context.bound_to(await context.pool.serving())
-    state = await bring(context, snapshot_id, path, optimizer=False)
+    state, _ = await bring(context, snapshot_id, path, optimizer=False)
     return await context.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)
 
 

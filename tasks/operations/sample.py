@@ -381,7 +381,8 @@ async def _is_whole(context: ExecutionContext, sampler: SamplerView) -> bool:
         return held.on_host
     try:
         path = sampler.model_path or await _path_of_published(context, str(sampler.snapshot_id))
-        return (await asyncio.to_thread(context.store.stored, path, optimizer=False)).spec.full
+        state, _ = await asyncio.to_thread(context.store.stored, path, optimizer=False)
+        return state.spec.full
     except (NotFoundError, StateLostError, StoreError):
         return False  # loading says what is wrong
 

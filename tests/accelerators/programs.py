@@ -167,12 +167,11 @@ def config(model: str) -> ModelConfig:
 def main(model: str, target: str, program: str, *rest: str) -> None:
     """Print the figures of one program. rest: its sizes, and named options of it and of `Programs`."""
     sizes = [int(size) for size in rest if "=" not in size]
-    options: dict[str, Any] = dict(option.split("=") for option in rest if "=" in option)
+    named = (option.split("=") for option in rest if "=" in option)
+    options: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, value in named}
     fields = {field.name: options.pop(field.name) for field in dataclasses.fields(Programs) if field.name in options}
-    fields = {name: int(value) if value.isdigit() else value for name, value in fields.items()}
-    more = {name: int(value) if value.isdigit() else value for name, value in options.items()}
     programs = Programs(config(model), target, **fields)
-    print(getattr(programs, program)(*sizes, **{"cache": str(environment.compiled()), **more}).describe())
+    print(getattr(programs, program)(*sizes, **{"cache": str(environment.compiled()), **options}).describe())
 
 
 if __name__ == "__main__":

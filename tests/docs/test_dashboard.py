@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import yaml
 from tests.docs.metrics import families
@@ -40,13 +41,17 @@ def test_the_dashboard_asks_for_metrics_and_labels_that_there_are() -> None:
             _check(panel["title"], target["expr"], target["legendFormat"])
 
 
-def test_the_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
+def _alerts() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load((FOLDER / "prometheus-rules.yaml").read_text())["groups"]
-    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
-    for rule in group["rules"]:
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
+
+
+def test_the_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
+    assert len({rule["alert"] for rule in _alerts()}) == len(_alerts())
+    for rule in _alerts():
         _check(rule["alert"], rule["expr"], rule["annotations"]["summary"])
 
 
 def test_the_page_of_metrics_names_every_alert() -> None:
-    (group,) = yaml.safe_load((FOLDER / "prometheus-rules.yaml").read_text())["groups"]
-    assert {rule["alert"] for rule in group["rules"]} == set(re.findall(r"`(Tinkerflow\w+)`", PAGE.read_text()))
+    assert {rule["alert"] for rule in _alerts()} == set(re.findall(r"`(Tinkerflow\w+)`", PAGE.read_text()))

@@ -59,7 +59,7 @@ async def save(pool: Pool, store: Store, adapter: str) -> Saved:
 
 
 async def restore(pool: Pool, store: Store, adapter: str) -> None:
-    state = store.stored(f"tinker://run/recovery/seq-{adapter}")
+    state, _ = store.stored(f"tinker://run/recovery/seq-{adapter}")
     await pool.transfer(FetchState(adapter, state))
     await pool.submit(ImportAdapter(adapter, state))
 
@@ -93,7 +93,7 @@ async def test_a_process_that_fails_fails_the_transfer_and_not_the_group(
         await save(pool, store, "fail")
     assert not store.exists("tinker://run/recovery/seq-fail")
     saved = await save(pool, store, "a")
-    state = store.stored(saved.path)
+    state, _ = store.stored(saved.path)
     (tmp_path / "store" / state.folder / "part-00001.safetensors").write_bytes(b"cut")
     with pytest.raises(StoreError, match=r"part-00001\.safetensors does not have the SHA-256"):
         await pool.transfer(FetchState("a", state))

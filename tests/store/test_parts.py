@@ -43,7 +43,7 @@ def read(blobs: Blobs, state: StoredState, *names: str) -> Mapping[str, np.ndarr
 
 def test_every_process_reads_what_it_wants(local: Store) -> None:
     saved = save(local)
-    state = local.stored(saved.path)
+    state, _ = local.stored(saved.path)
     assert (state.spec, state.step, state.optimizer) == (KEPT.spec, 7, "adamw")
     found = read(local.blobs, state)
     assert found.keys() == pieces(0).keys() | pieces(1).keys()
@@ -79,7 +79,7 @@ def test_a_file_that_is_not_there_as_it_was_written_is_not_committed(local: Stor
 
 @pytest.mark.parametrize("at", [3, 40, -1])
 def test_damage_is_named(local: Store, tmp_path: Path, at: int) -> None:
-    state = local.stored(save(local).path)
+    state, _ = local.stored(save(local).path)
     file = tmp_path / state.folder / "part-00001.safetensors"
     data = bytearray(file.read_bytes())
     data[at] ^= 1

@@ -30,9 +30,8 @@ def takes(cfg: ModelConfig, mixer: str, tensor: int, item: int) -> bool:
     own = cfg.heads_of(mixer)
     kv_heads = own.kv_heads // tensor
     whole = own.head_dim == _LANES and cfg.latent is None and "sinks" not in layers_with(cfg)
-    if item == 1:
-        return whole and (kv_heads in (2, 4, 8) or kv_heads % (2 * _SUBLANES) == 0)
-    return whole and (kv_heads in (1, 2, 4) or kv_heads % _SUBLANES == 0)
+    rows, rest = divmod(kv_heads, 2 if item == 1 else 1)
+    return whole and not rest and (rows in (1, 2, 4) or rows % _SUBLANES == 0)
 
 
 def attend(
