@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 import tinker
+from tests.sdk_cli import sdk_cli
 
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, ModelLive, UsageKind, Used
 
@@ -83,12 +83,9 @@ def test_the_command_line_shows_usage(server: Any, used: Any, window: Any) -> No
 
 
 def command_line(server: Any, *words: str) -> str:
-    import os
-
-    env = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-test", "COLUMNS": "400"}
-    done = subprocess.run([sys.executable, "-m", "tinker.cli", *words], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return sdk_cli(
+        *words, env=os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-test", "COLUMNS": "400"}
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hmac
 import json
-import subprocess
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.api.conftest import BASE, Running
 from tests.api.test_futures import calls_of
+from tests.sdk_cli import sdk_cli
 from tinker.cli.__main__ import main_cli
 
 from tinkerflow.api.call import REMEMBERED_SECONDS
@@ -164,7 +163,6 @@ def test_the_command_line_logs_in_and_knows_who_it_is(
     assert f"Logged in as {name} ({project})" in login.output, login.output
     assert "Tinker accessible: yes" in run(main_cli, ["auth", "status"]).output
     # In a process of its own: the SDK keeps one connection, with its token, for all RestClients of a process.
-    command = [sys.executable, "-m", "tinker.cli", "--format", "json", "auth", "whoami"]
-    whoami = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+    whoami = json.loads(sdk_cli("--format", "json", "auth", "whoami"))
     assert (whoami["org_urn"], whoami["email"]) == (f"tml:organization:{project}", name)
     assert "Removed credential" in run(main_cli, ["auth", "logout"]).output
