@@ -152,7 +152,11 @@ def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> 
 def largest_step(
     cfg: ModelConfig, config: GroupConfig, budget: Budget, context: int, *, whole: bool = False
 ) -> tuple[int, int]:
-    """Activations and temporaries of the training step that takes the most, of sequences of up to `context` tokens."""
+    """Activations and temporaries of the training step that takes the most, in bytes of a device.
+
+    cfg, config: the base model and its worker group. budget: as planned. context: tokens of the longest sequence.
+    whole: all parameters are trained, not an adapter.
+    """
     sizes = step_sizes(config, budget, context)
     return max((_step(cfg, config, budget, tokens, whole) for tokens in sizes), key=sum)
 
