@@ -19,7 +19,7 @@ from tinkerflow.flows.prefect.controls import ControlsWatch
 from tinkerflow.flows.prefect.mirror import Mirror, RunMirror
 from tinkerflow.flows.runner import STOPPED, End, ModelRunner, SnapshotPolicy, Why
 from tinkerflow.flows.turns import GroupTurns, Turns
-from tinkerflow.tasks.execution.states import drop
+from tinkerflow.tasks.execution.state_transfers import drop
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.operation import AnswerWriter, ExecutionContext
+from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves
-from tinkerflow.tasks.execution.snapshots import Snapshots
 from tinkerflow.tasks.execution.whole_turns import WholeTurns
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from tinkerflow.flows.prefect.mirror import RunMirror
 from tinkerflow.tasks.execution.operation import MOST_CRASHES, Execution, ExecutionContext, Operation, begin
 from tinkerflow.tasks.execution.restore import restore
 from tinkerflow.tasks.execution.sequencer import Sequencer, Slot
-from tinkerflow.tasks.execution.states import take
+from tinkerflow.tasks.execution.state_transfers import take
 from tinkerflow.tasks.operations import EXECUTE, SAVES
 
 log = logging.getLogger(__name__)

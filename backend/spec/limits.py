@@ -1,4 +1,4 @@
-"""Bounds that requests and workers share. Each is checked where its value first arrives."""
+"""Bounds that requests and workers share. Most are checked, and their errors worded, in `wire/`."""
 
 from __future__ import annotations
 

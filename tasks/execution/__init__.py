@@ -5,7 +5,7 @@ are those of an undisturbed run, bit for bit.
 
 - The record. Every request becomes commands of its own, and micro-batches are a pure function of the request, the
   settings and the size of the devices. So the journal's order of seq_id is all that must be recorded.
-- Recovery snapshots (states.py). After so many steps or seconds, and before a planned stop, the runner
+- Recovery snapshots (state_transfers.py). After so many steps or seconds, and before a planned stop, the runner
   gives a slot to a snapshot: the export is a command in the model's order, and the file is written while the model
   trains. The journal learns of it after the commit, and only when every request before it is answered: a request is
   either in the snapshot or executed again, never both. Requests after the second newest snapshot stay in the journal,

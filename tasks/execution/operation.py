@@ -52,8 +52,8 @@ from tinkerflow.backend.pool import Pool
 from tinkerflow.backend.retry import retry
 from tinkerflow.backend.store import Store
 from tinkerflow.tasks.execution.project_room import ProjectRoom
+from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves, SaveState, Slot
-from tinkerflow.tasks.execution.snapshots import Snapshots
 from tinkerflow.tasks.execution.whole_turns import WholeTurns
 
 P = ParamSpec("P")

@@ -29,7 +29,7 @@ from tinkerflow.backend.retry import retry
 from tinkerflow.backend.store import Saved
 from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Saves, Sequencer
-from tinkerflow.tasks.execution.states import bring, record
+from tinkerflow.tasks.execution.state_transfers import bring, record
 from tinkerflow.tasks.operations import EXECUTE
 from tinkerflow.tasks.operations.save_weights import copy
 

@@ -11,7 +11,7 @@ from tinkerflow.backend.journal import CheckpointView, Kind, ModelLive, ModelVie
 from tinkerflow.backend.store import Saved
 from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
 from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
-from tinkerflow.tasks.execution.states import commit
+from tinkerflow.tasks.execution.state_transfers import commit
 from tinkerflow.tasks.operations.create_model import spec_of
 
 

@@ -51,7 +51,7 @@ from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
 from tinkerflow.tasks.execution.operation import INLINE_BYTES, ExecutionContext, attribute_crash, failure
 from tinkerflow.tasks.execution.project_room import BODIES, ProjectRoom
-from tinkerflow.tasks.execution.states import load_snapshot, make_room_for_whole
+from tinkerflow.tasks.execution.state_transfers import load_snapshot, make_room_for_whole
 from tinkerflow.tasks.operations.load_weights import check_readable, gone
 
 log = logging.getLogger(__name__)

@@ -54,7 +54,7 @@ from tinkerflow.backend.store import CheckpointMeta, CheckpointPath
 from tinkerflow.backend.wire import SaveExternal, SaveForSampler, SaveWeights, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.operation import Execution
 from tinkerflow.tasks.execution.sequencer import SaveState
-from tinkerflow.tasks.execution.states import commit, make_room_for_whole, record
+from tinkerflow.tasks.execution.state_transfers import commit, make_room_for_whole, record
 
 log = logging.getLogger(__name__)
 

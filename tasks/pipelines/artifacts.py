@@ -1,4 +1,4 @@
-"""What people see of a run: Prefect artifacts, one for each key, updated while the run goes."""
+"""What people see of a pipeline's run: Prefect artifacts, one for each key, updated while the run goes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The sampler of this tree beside that of another one, without a server: CPU-milliseconds a token that is made.
 
-    python -m tests.benchmarks.decoding [--against TREE] [--cases burst,one,mixed,group,closed] [--repeat 3]
+    python -m tests.benchmarks.decoding [--against TREE] [--cases burst,one,mixed,group,closed] [--repeat 3] [--profile]
 
 Each tree has a process of its own, and they take turns, case by case and round by round, on small-qwen3
 (small_model.py). A first round of each compiles and does not count; the median of the others does. What is counted is
@@ -11,6 +11,8 @@ the CPU time of the process that computes. TREE is a checkout whose `.package` f
     mixed   64 sequences of about 32 to 2,048 positions: only chunks in which all 64 decode count
     group   8 samples of 16 tokens of one prompt of 2,000 tokens, and the prompt tokens that were computed for them
     closed  8 users whose next prompt follows their last answer, of mixed lengths, beside 8 x (50 + 64) at once
+
+With --profile one more round says which operations of XLA the time went to, by their names without numbers.
 """
 
 from __future__ import annotations
@@ -19,18 +21,22 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jax.profiler import ProfileData
 from tests.benchmarks.small_model import make_small
 
 from tinkerflow.backend.commands import GroupConfig, SampleRequest, SampleStep
@@ -103,11 +109,36 @@ class Measured:
         return {"made": statistics.median(chunks)}
 
 
+def profile(call: Callable[[], object]) -> dict[str, float]:
+    """The share of each kind of XLA operation in the time of all, without what it calls; of 1 % and more."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call()
+        (found,) = Path(folder).rglob("*.xplane.pb")
+        lines = [line for plane in ProfileData.from_file(str(found)).planes for line in plane.lines]
+    took = Counter[str]()
+    for line in lines:
+        outer: list[tuple[float, str]] = []
+        for event in sorted(line.events, key=lambda event: (event.start_ns, -event.duration_ns)):
+            while outer and outer[-1][0] <= event.start_ns:
+                outer.pop()
+            kind = re.sub(r"[.\d]+$", "", event.name)
+            if outer:
+                took[outer[-1][1]] -= event.duration_ns
+            took[kind] += event.duration_ns
+            outer.append((event.start_ns + event.duration_ns, kind))
+    operations = {kind: ns for kind, ns in took.items() if re.fullmatch(r"[a-z][\w-]*", kind)}
+    total = sum(operations.values())
+    return {kind: ns / total for kind, ns in operations.items() if ns >= 0.01 * total}
+
+
 def answer(folder: Path) -> None:
     """Be the process of one tree: a case a line on standard input, its figures on standard output."""
     measured = Measured(folder)
     for line in sys.stdin:
-        print(json.dumps(getattr(measured, line.strip())()), flush=True)
+        case, *profiled = line.split()
+        call = getattr(measured, case)
+        print(json.dumps(profile(call) if profiled else call()), flush=True)
 
 
 @contextmanager
@@ -142,6 +173,7 @@ def main() -> None:
     parser.add_argument("--cases", default="burst,one,mixed,group,closed")
     parser.add_argument("--repeat", type=int, default=3, help="measured rounds of each")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--profile", action="store_true", help="say which operations the time goes to")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.answer:
@@ -154,13 +186,16 @@ def main() -> None:
         trees = {name: stack.enter_context(tree(root.resolve(), folder)) for name, root in roots.items()}
         for case in args.cases.split(","):
             rounds = [{name: ask(case) for name, ask in trees.items()} for _ in range(1 + args.repeat)][1:]
-            for name in trees:
+            for name, ask in trees.items():
                 figures = {key: statistics.median(one[name][key] for one in rounds) for key in rounds[0][name]}
                 told = ", ".join(f"{key} {figure:.2f} CPU-ms a token" for key, figure in figures.items())
                 if args.against:
                     faster = statistics.median(one["other"]["made"] / one[name]["made"] for one in rounds)
                     told += f"; {faster:.2f} x the other's speed"
                 print(f"{case:7s} {name:6s} {told}; load {os.getloadavg()[0]:.1f}", flush=True)
+                if args.profile:
+                    shares = sorted(ask(f"{case} profiled").items(), key=lambda share: -share[1])
+                    print(" " * 15 + ", ".join(f"{kind} {share:.0%}" for kind, share in shares), flush=True)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy
 from tinkerflow.tasks.execution.operation import AnswerWriter, ExecutionContext
+from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves
-from tinkerflow.tasks.execution.snapshots import Snapshots
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

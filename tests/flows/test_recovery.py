@@ -28,8 +28,8 @@ from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution import restore
 from tinkerflow.tasks.execution.operation import ExecutionContext
+from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves
-from tinkerflow.tasks.execution.snapshots import Snapshots
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tinkerflow.backend.errors import (
 from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.tasks.execution.restore import restore
 from tinkerflow.tasks.execution.sequencer import Sequencer
-from tinkerflow.tasks.execution.states import take
+from tinkerflow.tasks.execution.state_transfers import take
 
 
 def state(pool: Any, model: str) -> list[bytes]:

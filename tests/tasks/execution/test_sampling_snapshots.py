@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from tinkerflow.backend.commands import SnapshotHeld
+from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves
-from tinkerflow.tasks.execution.snapshots import Snapshots
 
 
 async def test_those_who_load_at_the_same_time_share_one_load() -> None:

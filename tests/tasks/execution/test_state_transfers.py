@@ -13,7 +13,7 @@ from tinkerflow.backend.errors import GroupFailedError, StoreError
 from tinkerflow.backend.journal import SnapshotTaken
 from tinkerflow.backend.store import CheckpointMeta
 from tinkerflow.tasks.execution.sequencer import Sequencer
-from tinkerflow.tasks.execution.states import Copy, bring, take
+from tinkerflow.tasks.execution.state_transfers import Copy, bring, take
 
 
 class ReachingPool:
