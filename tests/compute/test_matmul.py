@@ -18,7 +18,7 @@ IN, OUT = 48, 80
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("shape", [(1,), (2, 1), (2, 16), (33,)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (2, 16), (4, 16), (65,)], ids=str)
 def test_every_number_of_rows_gives_the_product_and_its_gradient(shape: tuple[int, ...], kind: str) -> None:
     rng = np.random.default_rng(0)
     dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
@@ -35,6 +35,17 @@ def test_every_number_of_rows_gives_the_product_and_its_gradient(shape: tuple[in
     close(np.asarray(y, np.float32), np.asarray(x, np.float32) @ meant.T, ulps=ulps, dtype=dtype)
     (d_x,) = pull(slope)
     close(np.asarray(d_x, np.float32), np.asarray(slope, np.float32) @ meant, ulps=ulps, dtype=dtype)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (384, 128), (768, 2048)])
+def test_64_rows_have_the_bits_of_the_plain_product(inputs: int, outputs: int) -> None:
+    """With gradients of the matrix, too, where all parameters are trained."""
+    rng = np.random.default_rng(0)
+    x, slope = (jnp.asarray(rng.normal(size=(64, size)), jnp.float32) for size in (inputs, outputs))
+    weight = jnp.asarray(rng.normal(size=(outputs, inputs)), jnp.float32)
+    y, pull = jax.vjp(jax.jit(matmul), x, weight)
+    assert np.array_equal(y, jax.jit(lambda x, weight: jnp.einsum("mi,oi->mo", x, weight))(x, weight))
+    close(np.asarray(pull(slope)[1]), np.asarray(slope).T @ np.asarray(x), ulps=128)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
