@@ -391,7 +391,7 @@ class ModelRunner:
         match model.state:
             case ModelState.CREATING | ModelState.LIVE:
                 return None
-            case ModelState.UNLOADED if self._cancelled:
+            case ModelState.UNLOADED if self._unload is None:  # from outside, also if we see that before `cancel`
                 await self._drop()
                 return End(Why.CANCELLED, model.detail or Why.CANCELLED.value)
             case ModelState.UNLOADED:

@@ -181,20 +181,23 @@ def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(famil
 
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
 def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forward):
-    """Also adapters of experts, beside the base model alone, whose tokens are those of transformers."""
+    """Also adapters of experts; the base model's own tokens are those of transformers.
+
+    Shapes are those of the test before where they can be, because each other one is a program to compile.
+    """
     base, executor, _ = family
     adapter(executor, "scored")
     executor.execute(PublishSnapshot("scored", "scored"))
-    prompt = np.random.default_rng(6).integers(0, VOCAB, 45).tolist()
-    own = ask("own", prompt, 20, snapshot_id="scored", prompt_logprobs=True)
-    both = run_all(executor, ask("base", prompt, 20), own)
-    assert both["base"].sequences[0].tokens_T.tolist() == _generated(base.model, prompt, 20)
-    (sequence,) = both["own"].sequences
+    prompt = np.random.default_rng(6).integers(0, VOCAB, 30).tolist()
+    plain = run_all(executor, ask("base", prompt, 35))["base"]
+    assert plain.sequences[0].tokens_T.tolist() == _generated(base.model, prompt, 35)
+    own = run_all(executor, ask("own", prompt, 35, snapshot_id="scored", prompt_logprobs=True))["own"]
+    (sequence,) = own.sequences
     whole = np.asarray([*prompt, *sequence.tokens_T], np.int32)
     example = Example(whole[:-1], whole[1:, None], np.ones((len(whole) - 1, 1), np.float32))
     (expected,) = forward(executor, "scored", (example,)).logprobs
-    close_logprobs(both["own"].prompt_logprobs_T[1:], expected[:44], ulps=1024)
-    close_logprobs(sequence.logprobs_T, expected[44:], ulps=1024)
+    close_logprobs(own.prompt_logprobs_T[1:], expected[:29], ulps=1024)
+    close_logprobs(sequence.logprobs_T, expected[29:], ulps=1024)
 
 
 @pytest.mark.parametrize("family", DECODERS, indirect=True)

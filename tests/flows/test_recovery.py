@@ -225,7 +225,7 @@ async def test_what_an_engine_published_and_did_not_store_is_stored_by_the_next_
     if held:
         journal.models.pause(model, "for the night")
     waiting = [client.sample(sampler_id(client.session, number)) for number in (1, 2)]
-    async with serve(pool, prefect="http://127.0.0.1:1/api" if held else ""):  # its lane begins for these alone
+    async with serve(pool, prefect="http://127.0.0.1:1/api" if held else ""):  # its runner begins for these alone
         await client.results(*waiting)
         assert [said(journal, one) for one in waiting] == [said(journal, one) for one in before]
         assert said(journal, waiting[0]) != said(journal, waiting[1])

@@ -96,7 +96,7 @@ async def test_what_the_service_did_wrong_is_a_server_failure_with_type_and_text
     assert failed.category == "server" and "RuntimeError: no such thing" in failed.error
 
 
-async def test_lost_state_ends_the_model_and_its_lane(served: Any, client: Any, pool: Any) -> None:
+async def test_lost_state_ends_the_model_and_its_runner(served: Any, client: Any, pool: Any) -> None:
     model, _, task = served
     pool.failing = StateLostError("adapter gone")
     await client.result(client.optim_step(model))
@@ -169,7 +169,18 @@ async def test_named_save_for_sampler_is_a_checkpoint_and_unnamed_is_a_snapshot(
     await until(lambda: snapshot in context.snapshots.droppable)  # noted just after the answer
 
 
-async def test_a_lane_ends_after_unload(served: Any, client: Any, pool: Any) -> None:
+async def test_a_model_that_is_ended_from_outside_is_dropped_also_before_the_runner_is_told(
+    served: Any, client: Any, pool: Any
+) -> None:
+    model, _, task = served
+    assert (await client.result(client.optim_step(model))).error is None
+    client.journal.models.end(model, ModelState.UNLOADED, "somebody cancelled it")  # its notification wakes the runner
+    end = await asyncio.wait_for(task, 60)
+    assert end.why is Why.CANCELLED and end.text == "somebody cancelled it"
+    assert pool.names[-1] == "DropAdapter"
+
+
+async def test_a_runner_ends_after_unload(served: Any, client: Any, pool: Any) -> None:
     model, _, task = served
     last = client.optim_step(model)
     client.journal.models.request_unload(model, "its session is over")
