@@ -33,10 +33,11 @@ _UNSEEN = np.finfo(np.float32).min
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]
 
 
-def attend_segments(segments_BT: jax.Array, mesh: Mesh) -> Attend:
+def attend_segments(segments_BT: jax.Array, mesh: Mesh, *, save_memory: bool = False) -> Attend:
     """The `Attend` in which a token sees itself and earlier tokens of its own segment, by position in the row.
 
-    mesh: rows and heads are split over it. On CPUs, and for rows that no kernel of `flash` takes, it is that of here.
+    mesh: rows and heads are split over it. save_memory: as of `flash_attention`. On CPUs, and for rows that no kernel
+    of `flash` takes, it is that of here.
     """
 
     def attend(
@@ -48,7 +49,7 @@ def attend_segments(segments_BT: jax.Array, mesh: Mesh) -> Attend:
         sinks_H: jax.Array | None = None,
     ) -> jax.Array:
         assert k_BTGd is not None and v_BTGd is not None
-        kernel = flash_attention(mesh, segments_BT.shape[1], window, head_dim=q_BTHd.shape[-1])
+        kernel = flash_attention(mesh, segments_BT.shape[1], window, head_dim=q_BTHd.shape[-1], save_memory=save_memory)
         if kernel is not None:
             return kernel(q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)
         return _attend(window, q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)

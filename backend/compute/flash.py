@@ -39,19 +39,26 @@ _GPU_LEAST, _GPU_MOST = 16, 256  # of the head dimension: a tile of the tensor c
 
 
 def flash_attention(
-    mesh: Mesh, tokens: int, window: int | None = None, *, head_dim: int = 128, interpret: bool = False
+    mesh: Mesh,
+    tokens: int,
+    window: int | None = None,
+    *,
+    head_dim: int = 128,
+    save_memory: bool = False,
+    interpret: bool = False,
 ) -> Kernel | None:
     """The kernel for rows of `tokens` tokens on the platform that programs are made for; None where there is none.
 
     mesh: rows and heads are split over it. window: how many tokens a query sees, None = all before it. head_dim: of
-    queries and keys. interpret: compute with plain operations, for tests without the device. The kernel for GPUs has no
-    windows (one as long as a row is none) and no wide heads: these are computed without it.
+    queries and keys. save_memory: a backward pass takes less memory and a little more time; the results are the same.
+    interpret: compute with plain operations, for tests without the device. The kernel for GPUs has no windows (one as
+    long as a row is none) and no wide heads: these are computed without it.
     """
     chosen, window = platform(), None if window is None or window >= tokens else window
     if chosen is TPU and tokens % _TPU_LEAST == 0:
-        return partial(_by_device, mesh, partial(_splash, interpret, window))
+        return partial(_by_device, mesh, partial(_splash, interpret, save_memory, window))
     if chosen is CUDA and on_gpus(tokens, window, head_dim):
-        return partial(_by_device, mesh, partial(_triton, interpret))
+        return partial(_by_device, mesh, partial(_triton, interpret, save_memory))
     return None
 
 
@@ -87,6 +94,7 @@ def _by_device(
 # ------------------------------------------------------------------ TPU
 def _splash(
     interpret: bool,
+    save_memory: bool,
     window: int | None,
     q: jax.Array,
     k: jax.Array,
@@ -113,26 +121,54 @@ def _splash(
         interpret=interpret,
     )
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * d**-0.5, k, v))
+    o_BHTd = (_with_barrier if save_memory else _each_row)(kernel, q, k, v, segments, sinks_H)
+    return jnp.swapaxes(o_BHTd, 1, 2)
+
+
+def _each_row(
+    kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks_H: jax.Array | None
+) -> jax.Array:
+    """What the kernel gives, [B, H, T, d], for such queries, keys and values."""
     with_sinks = kernel if sinks_H is None else partial(kernel, sinks=sinks_H.astype(jnp.float32))
     o_BHTd: jax.Array = jax.vmap(with_sinks)(q, k, v, splash.SegmentIds(segments, segments))
-    return jnp.swapaxes(o_BHTd, 1, 2)
+    return o_BHTd
+
+
+def _forward_with_barrier(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> tuple[jax.Array, Any]:
+    """The result, and then what the backward pass needs.
+
+    The kernel writes the logarithm of each query 128 times, in float32: twice the bytes of its result. Else XLA may
+    keep all of them for the backward pass, and only then take those that it needs.
+    """
+    return jax.lax.optimization_barrier(jax.vjp(lambda q, k, v: _each_row(kernel, q, k, v, *rest), q, k, v))
+
+
+_with_barrier = jax.custom_vjp(_each_row)
+_with_barrier.defvjp(_forward_with_barrier, lambda pull, d_o: (None, *pull(d_o), None, None))
 
 
 # ------------------------------------------------------------------ NVIDIA
 def _triton(
-    interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks_H: jax.Array | None
+    interpret: bool,
+    save_memory: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    sinks_H: jax.Array | None,
 ) -> jax.Array:
     d = max(q.shape[-1], v.shape[-1])
     wide = max(_GPU_LEAST, pl.next_power_of_2(d))
     padded = (
         jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - x.shape[-1]))) if x.shape[-1] < wide else x for x in (q, k, v)
     )
-    return _attend(interpret, q.shape[-1] ** -0.5, *padded, segments, sinks_H)[..., : v.shape[-1]]
+    return _attend(interpret, save_memory, q.shape[-1] ** -0.5, *padded, segments, sinks_H)[..., : v.shape[-1]]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(
     interpret: bool,
+    save_memory: bool,
     scale: float,
     q: jax.Array,
     k: jax.Array,
@@ -140,11 +176,12 @@ def _attend(
     segments: jax.Array,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
-    return _forward(interpret, scale, q, k, v, segments, sinks_H)[0]
+    return _forward(interpret, save_memory, scale, q, k, v, segments, sinks_H)[0]
 
 
 def _forward(
     interpret: bool,
+    save_memory: bool,
     scale: float,
     q: jax.Array,
     k: jax.Array,
@@ -174,12 +211,46 @@ def _forward(
     return o, (q, k, v, segments, o, log_totals)
 
 
-def _backward(interpret: bool, scale: float, kept: Kept, d_o: jax.Array) -> tuple[Any, ...]:
+def _backward(interpret: bool, save_memory: bool, scale: float, kept: Kept, d_o: jax.Array) -> tuple[Any, ...]:
     q, k, v, segments, o, log_totals = kept
+    means = jnp.einsum("bthd,bthd->bht", d_o, o, preferred_element_type=jnp.float32)
+    if not save_memory:
+        return *_slopes(interpret, scale, q, k, v, segments, o, d_o, log_totals, means), None, None
+    G = k.shape[2]
+
+    def of_head(g: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The gradients of head g in the place of its queries, keys and values."""
+
+        def own(x: jax.Array, axis: int) -> jax.Array:
+            size = x.shape[axis] // G
+            return jax.lax.dynamic_slice_in_dim(x, g * size, size, axis)
+
+        q, k, v, slope = (own(x, 2) for x in (*found, d_o))
+        # The kernel is given the result and does not read it: here the whole one is gone.
+        given = (q, k, v, segments, slope, slope, own(log_totals, 1), own(means, 1))
+        slopes = _slopes(interpret, scale, *given)
+        place = jax.lax.dynamic_update_slice_in_dim
+        return tuple(place(x, new, g * new.shape[2], 2) for x, new in zip(found, slopes, strict=True))
+
+    return *jax.lax.fori_loop(0, G, of_head, (q, k, v)), None, None
+
+
+def _slopes(
+    interpret: bool,
+    scale: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    o: jax.Array,
+    d_o: jax.Array,
+    log_totals: jax.Array,
+    means: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients by q, k and v."""
     B, T, H, d = q.shape
     G, block = k.shape[2], _block(_GPU_BACKWARD, q)
     r = H // G
-    means = jnp.einsum("bthd,bthd->bht", d_o, o, preferred_element_type=jnp.float32)
     queries = pl.BlockSpec((None, T, None, d), lambda b, h, i: (b, 0, h, 0))
     keys = pl.BlockSpec((None, T, None, d), lambda b, h, i: (b, 0, h // r, 0))
     numbers = pl.BlockSpec((None, None, T), lambda b, h, i: (b, h, 0))
@@ -213,7 +284,7 @@ def _backward(interpret: bool, scale: float, kept: Kept, d_o: jax.Array) -> tupl
         name="attention_backward",
     )(q, k, v, segments, o, d_o, log_totals, means)
     d_k, d_v = (jnp.sum(x.reshape(B, T, G, r, d), axis=3, dtype=jnp.float32).astype(k.dtype) for x in (d_k, d_v))
-    return d_q, d_k, d_v, None, None
+    return d_q, d_k, d_v
 
 
 _attend.defvjp(_forward, _backward)

@@ -12,6 +12,7 @@ Letters: B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -19,17 +20,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.decoder import ROW_PARALLEL
-from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, row_parts, sharding
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts, sharding
 from tinkerflow.backend.compute.quantized import Int8
 
 Tree = TypeVar("Tree")
 
 
-def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any) -> Tree:
+def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any, own_buffers: bool = False) -> Tree:
     """part(*arrays), which computes each token by itself, for at most `most` tokens of each device at a time.
 
     arrays: pytrees of [B, T, ...], as what `part` gives; the first is an array. T is a power of two. A backward pass
-    keeps nothing of `part` but its arguments.
+    keeps nothing of `part` but its arguments. own_buffers: each loop writes to memory of its own, for GPUs, where a
+    backward pass computes this twice: XLA fills what a loop writes to with zeros, and all loops of one shape share
+    these zeros there, so they stay from the first loop to the last.
     """
     B, T = arrays[0].shape[:2]
     size = T
@@ -38,9 +41,32 @@ def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any) ->
     if size == T:
         return part(*arrays)
     split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, -1, size, *x.shape[2:]), 1, 0), arrays)
-    made = jax.lax.map(lambda chunk: jax.checkpoint(part)(*chunk), split)
+    run = partial(_into_own_buffers, mesh) if own_buffers else jax.lax.map
+    made = run(lambda chunk: jax.checkpoint(part)(*chunk), split)
     joined: Tree = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, T, *x.shape[3:]), made)
     return joined
+
+
+def _into_own_buffers(mesh: Mesh, part: Callable[[Any], Tree], split: Any) -> Tree:
+    """As `jax.lax.map`. part: gives arrays of [B, T, heads, ...].
+
+    What the loop writes to is filled with a number of its arguments: no other loop fills memory with that number.
+    """
+    first = jax.lax.stop_gradient(jax.tree.leaves(split)[0])
+
+    def place(like: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = (len(first), *like.shape)
+        filled = jnp.full(shape, first[(0,) * first.ndim].astype(like.dtype))
+        return jax.lax.with_sharding_constraint(filled, sharding(mesh, shape, None, ROWS, None, TENSOR))
+
+    def one(made: Tree, numbered: tuple[jax.Array, Any]) -> tuple[Tree, None]:
+        number, chunk = numbered
+        placed = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+        return jax.tree.map(placed, made, part(chunk)), None
+
+    made = jax.tree.map(place, jax.eval_shape(part, jax.tree.map(lambda x: x[0], split)))
+    made, _ = jax.lax.scan(one, made, (jnp.arange(len(first)), split))
+    return made
 
 
 def gathered(mesh: Mesh, weights: Mapping[str, Any]) -> dict[str, Any]:

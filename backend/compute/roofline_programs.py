@@ -47,7 +47,7 @@ class Programs:
     """The programs of one model on one target; each method compiles one, `more` is as in `compile_for`.
 
     cfg: the model. target: a topology by name. rank: of adapters. tensor, expert: axes of the mesh. kv_cache: the
-    number format of keys and values in pages.
+    number format of keys and values in pages. memory: GB of each device that the memory budget is for, 0 = all.
     """
 
     cfg: ModelConfig
@@ -56,6 +56,7 @@ class Programs:
     tensor: int = 1
     expert: int = 1
     kv_cache: CacheFormat = "full"
+    memory: int = 0
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -79,6 +80,11 @@ class Programs:
         assert isinstance(made, Lora)
         return made
 
+    @property
+    def limit(self) -> int:
+        """Bytes of each device that the memory budget is for."""
+        return self.memory * 10**9 or parse_topology(self.target).device.limit
+
     @cached_property
     def steps(self) -> Steps:
         """The jitted functions, which keep as much for the backward pass as the memory budget allows."""
@@ -86,7 +92,7 @@ class Programs:
         name, sizes = self.cfg.architecture, (fsdp, self.tensor, longest, 0, _SLOTS, _CHUNK)
         config = GroupConfig(name, "bfloat16", *sizes, compile_cache_dir="", expert=self.expert)
         with self.compiling():
-            plan = plan_memory(self.cfg, config, parse_topology(self.target).device.limit)
+            plan = plan_memory(self.cfg, config, self.limit)
             return make_steps(self.cfg, self.mesh, plan.budget)
 
     @property

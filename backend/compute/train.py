@@ -28,6 +28,7 @@ from tinkerflow.backend.compute.losses import LossChoice, TokenInputs
 from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, sharding
 from tinkerflow.backend.compute.optimizer import Leaf, OptimizerState, Stepped, step
 from tinkerflow.backend.compute.packing import MicroBatch
+from tinkerflow.backend.compute.platforms import CUDA, platform
 from tinkerflow.backend.compute.training_memory import Budget, at_once, what_is_kept
 from tinkerflow.backend.compute.transformer import Keep, Mixers, Params, Seen, forward
 from tinkerflow.backend.spec.losses import packed_inputs
@@ -105,7 +106,9 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
 
     def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, keep: Keep, some: int = 0) -> jax.Array:
         recur = None if cfg.delta is None else recur_segments(cfg.delta, batch.segments, mesh)
-        mixers = Mixers(attend_segments(batch.segments, mesh), recur)
+        save_memory = keep is Keep.GROUPS
+        attend = attend_segments(batch.segments, mesh, save_memory=save_memory)
+        mixers = Mixers(attend, recur, heads_again=save_memory and platform() is CUDA)
         tokens, positions = batch.tokens, batch.positions
         given = (cfg, mesh, params, lora, tokens, positions, mixers, apply_one)
         return forward(*given, constrain=constrain, keep=keep, at_once=some, seen=batch.seen)

@@ -35,7 +35,7 @@ from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket
 
 _LEAST_TOKENS = 1024  # per device of the fsdp axis: fewer leave it idle
 MOST_TOKENS = 4096  # more make sample requests wait
-_AT_ONCE = 4096  # tokens: matmuls of as many rows as those of a micro-batch
+_AT_ONCE = {Keep.RESULTS: 0, Keep.INPUTS: 4096, Keep.GROUPS: 1024}  # tokens, 0 = all; 4096 as those of a micro-batch
 _KEPT_ON_CPUS = 2**30  # bytes: writing out more costs more than computing it again
 
 # Shares of what the weights leave free.
@@ -110,7 +110,7 @@ def what_is_kept(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, budget: 
 
 def at_once(keep: Keep) -> int:
     """How many tokens of a device go through the token-wise parts of a layer at a time; 0 = all."""
-    return 0 if keep is Keep.RESULTS or on_cpu() else _AT_ONCE
+    return 0 if on_cpu() else _AT_ONCE[keep]
 
 
 def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, keep: Keep = Keep.RESULTS) -> int:
@@ -206,8 +206,9 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int, wh
     shapes = _adapter_shapes(cfg, usual_spec(cfg, config.expert_rank))
     adapter, devices = sum(shape.size for shape in shapes), config.fsdp * config.expert * config.tensor
     gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, shapes)
-    # The logits are gone before a chunk is differentiated.
-    return kept, max(before, layer + ends + max(chunks, logits) + gathered + gradients)
+    # The logits are gone before a layer is differentiated; this was looked at (figures.json) for groups of layers alone.
+    most = max(layer + chunks, logits) if keep is Keep.GROUPS else layer + max(chunks, logits)
+    return kept, max(before, most + ends + gathered + gradients)
 
 
 def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:

@@ -38,6 +38,7 @@ from tinkerflow.backend.compute.long_rows import gathered, in_chunks
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair
 from tinkerflow.backend.compute.matmul import matmul, product
 from tinkerflow.backend.compute.mesh import Array
+from tinkerflow.backend.compute.platforms import TPU, platform
 from tinkerflow.backend.compute.quantized import Weight
 from tinkerflow.backend.compute.rope import Rope, YarnRope, rope_frequencies
 
@@ -94,11 +95,14 @@ class Mixers:
     """What mixes the tokens of a batch, and keeps what later tokens need. recur: None in models without such layers.
 
     absorb: latent attention that keeps latents alone; None: keys and values of all heads are made of them.
+    heads_again: where a backward pass computes a layer again, it makes queries, keys and values twice, so that they are
+    not there while it differentiates the MLP; not in models whose layers share them.
     """
 
     attend: Attend
     recur: Recur | None = None
     absorb: Absorb | None = None
+    heads_again: bool = False
 
 
 # What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T; attention.py and
@@ -316,8 +320,8 @@ def block(
         matrices = {name: weight for name, weight in layer_params.items() if name in (*KEPT, *ROW_PARALLEL)}
         layer_params |= gathered(mesh, matrices)
 
-    def each(part: Callable[..., Any], *arrays: Any) -> Any:
-        return in_chunks(mesh, at_once, part, *arrays) if at_once else part(*arrays)
+    def each(part: Callable[..., Any], *arrays: Any, of: int = 1, own_buffers: bool = False) -> Any:
+        return in_chunks(mesh, of * at_once, part, *arrays, own_buffers=own_buffers) if at_once else part(*arrays)
 
     def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
         adapted = tuple(name for name in names if name in layer_lora)
@@ -340,7 +344,15 @@ def block(
         y_BTD = norm(x_BTD, "attn_norm")
         mixed_BTi = _latent_attention(cfg, kind, layer_params, layer_lora, y_BTD, rope, project, mixers)
     else:
-        mixed_BTi = _attention(cfg, kind, layer_params, x_BTD, rope, project, norm, mixers.attend, each)
+        # Twice the tokens: these arrays are narrow. With as many as the MLP, XLA for GPUs would keep zeros for both.
+        heads = partial(each, of=2, own_buffers=mixers.heads_again)
+        attention: Callable[..., jax.Array] = partial(
+            _attention, cfg, kind, layer_params, rope, project, norm, mixers.attend, heads
+        )
+        if mixers.heads_again:
+            policy = jax.checkpoint_policies.save_only_these_names("attended", "log_totals")
+            attention = jax.checkpoint(attention, policy=policy)
+        mixed_BTi = attention(x_BTD)
 
     def mlp(y_BTD: jax.Array, prefix: str = "") -> jax.Array:
         """What the matrices give whose names begin so."""
@@ -352,7 +364,7 @@ def block(
 
     def fed(x_BTD: jax.Array, mixed_BTi: jax.Array) -> jax.Array:
         """x_BTD with what the mixer gives, and then with what the MLP or the experts give."""
-        (o_BTD,) = project(mixed_BTi, "out" if kind.mixer == "delta" else "o")
+        (o_BTD,) = project(mixed_BTi.reshape(*x_BTD.shape[:2], -1), "out" if kind.mixer == "delta" else "o")
         x_BTD = x_BTD + norm(o_BTD, "attn_out_norm")
         y_BTD = norm(x_BTD, "mlp_norm")
         if kind.dense or not cfg.experts:
@@ -382,14 +394,17 @@ def _attention(
     cfg: ModelConfig,
     kind: LayerKind,
     layer_params: LayerParams,
-    x_BTD: jax.Array,
     rope: RopeTables,
     project: Project,
     norm: Callable[[jax.Array, str], jax.Array],
     attend: Attend,
     each: Each,
+    x_BTD: jax.Array,
 ) -> jax.Array:
-    """What attention gives for the layer's input, [B, T, i]: what `o` multiplies."""
+    """What attention gives for the layer's input, [B, T, i]: what `o` multiplies.
+
+    On TPUs [B, T, H, d]: all of [B, T, i] would be a copy, because the kernel gives heads first.
+    """
     own = cfg.heads_of(kind.mixer)
     queries, keys = cfg.heads * own.head_dim, own.kv_heads * own.head_dim
 
@@ -429,7 +444,7 @@ def _attention(
     o_BTHd = attend(q_BTHd, k_BTGd, v_BTGd, window=kind.window, sinks_H=layer_params.get("sinks"))
     if gate_BTHd is not None:
         o_BTHd = o_BTHd * jax.nn.sigmoid(gate_BTHd)
-    return o_BTHd.reshape(*x_BTD.shape[:2], queries)
+    return o_BTHd if platform() is TPU else o_BTHd.reshape(*x_BTD.shape[:2], queries)
 
 
 def _latent_attention(
@@ -520,7 +535,8 @@ def forward(
                 shared = {**shared, kind.mixer: (k, v)}
             return mixers.attend(q, k, v, window=window, sinks_H=sinks_H)
 
-        own, input_BTP = replace(mixers, attend=attend), of_layer(inputs_LBTP, number)
+        own = replace(mixers, attend=attend, heads_again=mixers.heads_again and not shared)
+        input_BTP = of_layer(inputs_LBTP, number)
         x_BTD = block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, own, lora_apply, input_BTP, at_once)
         x_BTD = constrain(x_BTD)
         return x_BTD if seen is None else deepened(seen, place, x_BTD), shared, number + 1

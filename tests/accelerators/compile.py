@@ -43,7 +43,7 @@ def record(case: Case, cache: str) -> Record:
         "arguments": figures.arguments,
         "temporaries": figures.temporaries,
         "peak": figures.peak,
-        "memory": device.limit,
+        "memory": programs.limit,
         "flops": counts.flops,
         "bytes": counts.bytes,
         "seconds": figures.seconds,

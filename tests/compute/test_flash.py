@@ -44,6 +44,29 @@ def test_packed_rows_give_the_values_and_gradients_of_the_attention_of_cpus(targ
         close(a, b, ulps=64)
 
 
+@pytest.mark.parametrize(
+    ("target", "T", "window", "sinks"), [(CUDA, 256, None, [1.0, 0.0, -2.0, 4.0]), (TPU, 128, 40, None)]
+)
+def test_less_memory_gives_the_same_bits(target, T, window, sinks):
+    q, k, v, slope, segments = drawn(T, 64)
+    sinks_H = None if sinks is None else jnp.asarray(sinks)
+
+    def found(*, save_memory: bool) -> Any:
+        with compiling_for(target):
+            kernel = flash_attention(make_mesh(1, 1), T, window, save_memory=save_memory, interpret=True)
+        assert kernel is not None
+
+        @jax.jit
+        def both(q: jax.Array, k: jax.Array, v: jax.Array, slope: jax.Array) -> tuple[jax.Array, ...]:
+            out, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, segments, sinks_H), q, k, v)
+            return out, *pull(slope)
+
+        return both(q, k, v, slope)
+
+    for one, other in zip(found(save_memory=False), found(save_memory=True), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(("target", "forward", "backward"), [(CUDA, 1, 1), (TPU, 1, 2)])
 def test_the_backward_pass_does_not_attend_again_where_its_result_is_kept(target, forward, backward):
     q, k, v, _, segments = drawn(128, 64)

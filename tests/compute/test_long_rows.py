@@ -21,7 +21,7 @@ from tinkerflow.backend.compute.lora import init_lora
 from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import load_params
-from tinkerflow.backend.compute.platforms import CUDA, compiling_for
+from tinkerflow.backend.compute.platforms import CPU, CUDA, compiling_for
 from tinkerflow.backend.compute.train import DeviceBatch, make_steps
 from tinkerflow.backend.compute.training_memory import Budget
 from tinkerflow.backend.compute.transformer import Keep
@@ -51,7 +51,10 @@ def test_groups_are_those_that_keep_the_fewest_inputs(alike: str, expected: list
 
 @pytest.fixture(scope="module")
 def gradients(qwen3: Any) -> Any:
-    """gradients(keep, chunk): of an adapter's step that keeps this, with so many tokens at a time."""
+    """gradients(keep, chunk): of an adapter's step that keeps this, with so many tokens at a time.
+
+    again: queries, keys and values are made as on GPUs.
+    """
     cfg, mesh = load_config(str(qwen3.folder)), make_mesh(1, 1)
     params = load_params(cfg, str(qwen3.folder), mesh, "float32")
     rng = np.random.default_rng(0)
@@ -63,10 +66,11 @@ def gradients(qwen3: Any) -> Any:
     floats = np.ones((2, 64, len(packed_inputs()), 1), np.float32)
     batch = DeviceBatch(ints_BTI=ints, floats_BTJK=floats, choice=choose("cross_entropy", {}))
 
-    def of(keep: Keep, chunk: int = 0) -> list[Any]:
+    def of(keep: Keep, chunk: int = 0, *, again: bool = False) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "what_is_kept", lambda *_: keep)
             patch.setattr(train, "at_once", lambda _: chunk)
+            patch.setattr(train, "platform", lambda: CUDA if again else CPU)
             steps = make_steps(cfg, mesh, Budget(1024, 2**30))
             grads, scored = steps.backward(params, lora, jax.tree.map(jnp.zeros_like, lora), batch)
         assert float(scored.loss) > 0
@@ -87,6 +91,11 @@ def test_some_tokens_at_a_time_give_the_same_gradients(gradients: Any, keep: Kee
     # Not the same bits: an adapter's gradients are sums over tokens, which are added chunk by chunk.
     for one, other in zip(gradients(keep), gradients(keep, 32), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(one).max())
+
+
+def test_queries_keys_and_values_that_are_made_twice_give_the_same_gradients(gradients: Any) -> None:
+    for one, other in zip(gradients(Keep.GROUPS, 16), gradients(Keep.GROUPS, 16, again=True), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(one).max())
 
 
 def test_a_chunk_has_no_more_tokens_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
