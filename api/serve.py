@@ -19,6 +19,7 @@ from tinkerflow.backend import tracing
 from tinkerflow.backend.clock import every_second
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.processes import allow_open_files
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
@@ -37,9 +38,11 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then return within a few seconds; held polls are answered `try_again`.
 
-    First waits until the engine has migrated the journal's database and registered a base model.
+    First waits until the engine has migrated the journal's database and registered a base model. The process may then
+    have as many connections as the system allows.
     on_ready: called when requests are accepted. on_turn: called every second while the event loop is alive.
     """
+    allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_until(None, settings, on_ready, on_turn))
 

@@ -1,10 +1,11 @@
-"""Helpers for processes: ending with the parent, memory that is given back, memory maps, free ports, ends of logs."""
+"""Helpers for processes: ending with the parent, open files, memory given back and mapped, free ports, ends of logs."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -26,6 +27,15 @@ def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def allow_open_files() -> None:
+    """Let this process and its children have as many open files, sockets too, as the system allows them at most.
+
+    The usual limit is 1,024, and a client of the SDK holds a connection for each future that it waits for.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def give_back_memory() -> None:

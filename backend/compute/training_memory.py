@@ -206,8 +206,10 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int, wh
     shapes = _adapter_shapes(cfg, usual_spec(cfg, config.expert_rank))
     adapter, devices = sum(shape.size for shape in shapes), config.fsdp * config.expert * config.tensor
     gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, shapes)
-    # The logits are gone before a layer is differentiated. For groups of layers alone this was compared (figures.json).
-    most = max(layer + chunks, logits) if keep is Keep.GROUPS else layer + max(chunks, logits)
+    # The logits are gone before a layer is differentiated. But with all layers' inputs or results, and in layers with
+    # experts or linear attention, the compilers need more than is counted here, so the logits are counted as well.
+    counted = cfg.experts or cfg.delta is not None or keep is not Keep.GROUPS
+    most = layer + max(chunks, logits) if counted else max(layer, logits)
     return kept, max(before, most + ends + gathered + gradients)
 
 

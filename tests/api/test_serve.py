@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +21,9 @@ from tinkerflow.backend.journal import Journal, NewModel, NewRequest, NewSession
 from tinkerflow.backend.processes import free_port
 
 CODE = """
-import logging
+import logging, resource
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
 logging.basicConfig(level=logging.INFO)
 from tinkerflow.api import serve
 from tinkerflow.backend.settings import Settings
@@ -59,6 +62,8 @@ def test_it_waits_serves_and_stops(tmp_path: Any, settings_for: Any) -> None:
         assert not healthy(url)
         journal.base_models.register([("m", "{}")])
         wait_for(lambda: healthy(url))
+        open_files, most = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        assert open_files == most > 256
 
         session = journal.sessions.create(NewSession("local", "0"))
         model = NewModel(f"{session}:train:0", session, "local", "m", rank=8)

@@ -17,7 +17,6 @@ import asyncio
 import json
 import os
 import random
-import resource
 import statistics
 import tempfile
 import time
@@ -32,6 +31,7 @@ from tests.benchmarks.service import tree
 from tests.benchmarks.waiters import Connection, cpu_seconds, memory, shown
 
 from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.processes import allow_open_files
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 _BURST = 8
@@ -229,8 +229,7 @@ def main() -> None:
     parser.add_argument("--apis", type=int, default=2)
     parser.add_argument("--rate", type=float, default=0.05, help="pauses a second of each tenant")
     args = parser.parse_args()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_open_files()
     import pgserver
     from tinker import RestClient
 

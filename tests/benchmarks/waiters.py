@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 import socket
 import statistics
 import subprocess
@@ -27,7 +26,7 @@ from typing import Any
 
 from tinkerflow.backend.ids import sampler_id
 from tinkerflow.backend.journal import Journal, Kind, NewRequest, NewSampler, NewSession, migrate
-from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.processes import allow_open_files, free_port
 from tinkerflow.backend.settings import Settings
 
 OWNER, KEY = "local", "tml-bench"
@@ -167,8 +166,7 @@ def main() -> None:
     parser.add_argument("--waiters", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=40.0)
     given = parser.parse_args()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # children have it too
+    allow_open_files()
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         settings = Settings(data_dir=Path(folder), port=port)
