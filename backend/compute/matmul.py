@@ -78,11 +78,6 @@ def _turned(dtype: Any, x_Mi: jax.Array, weight_oi: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y_oM).T
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _of_few_rows(dtype: Any, x_Mi: jax.Array, weight_oi: jax.Array) -> jax.Array:
-    return _turned(dtype, x_Mi, weight_oi)
-
-
 def _forward(dtype: Any, x_Mi: jax.Array, weight_oi: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _turned(dtype, x_Mi, weight_oi), (x_Mi, weight_oi)
 
@@ -93,4 +88,5 @@ def _backward(dtype: Any, kept: tuple[jax.Array, jax.Array], d_y_Mo: jax.Array) 
     return d_x_Mi, d_weight_oi
 
 
+_of_few_rows = jax.custom_vjp(_turned, nondiff_argnums=(0,))
 _of_few_rows.defvjp(_forward, _backward)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tinker
-from tests.sdk_cli import sdk_cli
+from tests.compat.cli import Cli
 
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, ModelLive, UsageKind, Used
 
@@ -74,18 +74,13 @@ def test_usage_is_of_ones_project_and_an_admins_of_all(start: Any, journal: Any,
     assert {event.project_id for event in root.data} == {"ann"}
 
 
-def test_the_command_line_shows_usage(server: Any, used: Any, window: Any) -> None:
+def test_the_command_line_shows_usage(server: Any, used: Any, window: Any, tmp_path: Path) -> None:
     session = used(server, "tml-test")
-    said = [command_line(server, "billing", "usage", *(moment.isoformat() for moment in window), "--csv", "-")]
-    said.append(command_line(server, "billing", "checkpoint-storage"))
+    command_line = Cli(server.url, tmp_path, own_process=True, more={"COLUMNS": "400"})
+    said = [command_line("billing", "usage", *(moment.isoformat() for moment in window), "--csv", "-")]
+    said.append(command_line("billing", "checkpoint-storage"))
     assert session in said[0] and "2000000" in said[0] and "sampling_prefill" in said[0]
     assert "local" in said[1] and str(3 * GIGABYTE) in said[1]
-
-
-def command_line(server: Any, *words: str) -> str:
-    return sdk_cli(
-        *words, env=os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-test", "COLUMNS": "400"}
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hmac
-import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.api.conftest import BASE, Running
 from tests.api.test_futures import calls_of
-from tests.sdk_cli import sdk_cli
+from tests.compat.cli import Cli
 from tinker.cli.__main__ import main_cli
 
 from tinkerflow.api.call import REMEMBERED_SECONDS
@@ -163,6 +162,6 @@ def test_the_command_line_logs_in_and_knows_who_it_is(
     assert f"Logged in as {name} ({project})" in login.output, login.output
     assert "Tinker accessible: yes" in run(main_cli, ["auth", "status"]).output
     # In a process of its own: the SDK keeps one connection, with its token, for all RestClients of a process.
-    whoami = json.loads(sdk_cli("--format", "json", "auth", "whoami"))
+    whoami = Cli(server.url, tmp_path, key="", own_process=True).json("auth", "whoami")
     assert (whoami["org_urn"], whoami["email"]) == (f"tml:organization:{project}", name)
     assert "Removed credential" in run(main_cli, ["auth", "logout"]).output
