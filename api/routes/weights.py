@@ -120,19 +120,19 @@ async def run_checkpoints(run_id: str, call: Authorised) -> CheckpointList:
 @router.delete(f"{CHECKPOINT}", status_code=204)
 async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Delete a checkpoint. Nobody can read it from now on; the engine removes its files within seconds."""
-    await asyncio.to_thread(call.journal.checkpoints.delete, _path(run_id, kind, name), call.owner)
+    await asyncio.to_thread(call.journal.checkpoints.delete, _path(run_id, kind, name), call.owner, call.key_id)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let all keys read a checkpoint. A repeat succeeds too, because the SDK would retry a 409 for minutes."""
-    await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner)
+    await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner, True, call.key_id)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let only the checkpoint's own project read it again. A repeat succeeds too."""
-    await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner, False)
+    await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner, False, call.key_id)
 
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=takes(TtlSeconds))
@@ -142,7 +142,9 @@ async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised
     if "ttl_seconds" not in values:
         raise UserError("ttl_seconds is absent: must be a number of seconds, or null for never")
     seconds = TtlSeconds.read(values).ttl_seconds
-    await asyncio.to_thread(call.journal.checkpoints.set_ttl, _path(run_id, kind, name), call.owner, seconds)
+    await asyncio.to_thread(
+        call.journal.checkpoints.set_ttl, _path(run_id, kind, name), call.owner, seconds, call.key_id
+    )
 
 
 @router.post("/weights_info", openapi_extra=takes(WeightsPath))

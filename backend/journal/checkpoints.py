@@ -188,26 +188,33 @@ class SavedCheckpoints(Aggregate):
         if failure is not None:
             raise UserError(failure[0])
 
-    def delete(self, path: str, owner: str | None) -> CheckpointView:
-        """Mark an owner's checkpoint as deleted; what it was. Its files are for whoever asks for `upkeep.unpurged`."""
-        return self._change(path, owner, audit.Event.CHECKPOINT_DELETED, {"deleted_at": self._now()})
+    def delete(self, path: str, owner: str | None, key_id: str = "") -> CheckpointView:
+        """Mark an owner's checkpoint as deleted; what it was. Its files are for whoever asks for `upkeep.unpurged`.
 
-    def publish(self, path: str, owner: str | None, public: bool = True) -> CheckpointView:
-        """Let all keys read a checkpoint, or (public false) its owner's alone again. Repeating changes nothing."""
+        key_id: who deletes it, for the audit log.
+        """
+        return self._change(path, owner, key_id, audit.Event.CHECKPOINT_DELETED, {"deleted_at": self._now()})
+
+    def publish(self, path: str, owner: str | None, public: bool = True, key_id: str = "") -> CheckpointView:
+        """Let all keys read a checkpoint, or (public false) its owner's alone again. Repeating changes nothing.
+
+        key_id: who asks, for the audit log.
+        """
         event = audit.Event.CHECKPOINT_PUBLISHED if public else audit.Event.CHECKPOINT_UNPUBLISHED
-        return self._change(path, owner, event, {"public": public, "noted": False})
+        return self._change(path, owner, key_id, event, {"public": public, "noted": False})
 
-    def set_ttl(self, path: str, owner: str | None, seconds: float | None) -> CheckpointView:
-        """Let a checkpoint expire so many seconds from now, None: never."""
+    def set_ttl(self, path: str, owner: str | None, seconds: float | None, key_id: str = "") -> CheckpointView:
+        """Let a checkpoint expire so many seconds from now, None: never. key_id: who asks, for the audit log."""
         expires_at = None if seconds is None else self._now() + timedelta(seconds=seconds)
         details = {"expires_at": None if expires_at is None else expires_at.isoformat()}
         values = {"expires_at": expires_at, "noted": False}
-        return self._change(path, owner, audit.Event.CHECKPOINT_TTL_SET, values, details)
+        return self._change(path, owner, key_id, audit.Event.CHECKPOINT_TTL_SET, values, details)
 
     def _change(
         self,
         path: str,
         owner: str | None,
+        key_id: str,
         event: audit.Event,
         values: Mapping[str, object],
         details: Mapping[str, object] | None = None,
@@ -219,7 +226,7 @@ class SavedCheckpoints(Aggregate):
             row = connection.execute(changed).one_or_none()
             if row is None:
                 raise _missing(path)
-            audit.note_checkpoint(connection, now, event, row, details)
+            audit.note_checkpoint(connection, now, event, row, {**(details or {}), "key_id": key_id})
         return as_view(CheckpointView, row)
 
 

@@ -67,7 +67,8 @@ async def confirm_page(run_id: str, kind: CheckpointKind, name: str, visit: Visi
 @router.post(f"{_ONE}/delete")
 async def delete(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
     """Delete the checkpoint."""
-    await asyncio.to_thread(visit.journal.checkpoints.delete, str(CheckpointPath(run_id, kind, name)), visit.call.owner)
+    path, call = CheckpointPath(run_id, kind, name), visit.call
+    await asyncio.to_thread(visit.journal.checkpoints.delete, str(path), call.owner, call.key_id)
     return visit.go("/checkpoints")
 
 
@@ -77,8 +78,8 @@ async def publish_from_page(run_id: str, kind: CheckpointKind, name: str, visit:
     public = visit.fields.get("public", "")
     if public not in ("yes", "no"):
         raise UserError(f"public is {public!r}: must be yes or no")
-    path = CheckpointPath(run_id, kind, name)
-    await asyncio.to_thread(visit.journal.checkpoints.publish, str(path), visit.call.owner, public == "yes")
+    path, call = CheckpointPath(run_id, kind, name), visit.call
+    await asyncio.to_thread(visit.journal.checkpoints.publish, str(path), call.owner, public == "yes", call.key_id)
     return visit.go(f"/checkpoints/{run_id}/{kind}/{name}")
 
 
@@ -93,8 +94,8 @@ async def set_ttl_from_page(run_id: str, kind: CheckpointKind, name: str, visit:
             raise UserError(
                 f"ttl is {given!r}: must be hours or days, as 12 h or 30 d, at most ten years; empty is never"
             )
-    path = CheckpointPath(run_id, kind, name)
-    await asyncio.to_thread(visit.journal.checkpoints.set_ttl, str(path), visit.call.owner, seconds)
+    path, call = CheckpointPath(run_id, kind, name), visit.call
+    await asyncio.to_thread(visit.journal.checkpoints.set_ttl, str(path), call.owner, seconds, call.key_id)
     return visit.go(f"/checkpoints/{run_id}/{kind}/{name}")
 
 
