@@ -47,23 +47,15 @@ async def observed(serve: Callable[[], Awaitable[End]], observers: Sequence[RunM
 class Dispatcher:
     """One runner per model that has work, one per base model for samples, and the sweeps around them."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        journal: Journal,
-        mirror: Mirror,
-        served: Sequence[ServedModel],
-        snapshots: SnapshotPolicy | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, journal: Journal, mirror: Mirror, served: Sequence[ServedModel]) -> None:
         """Nothing runs before `serve`.
 
-        settings, journal: of the engine. mirror: shows the runs. served: every base model. snapshots: when a model's
-        snapshot is due; None: as the settings say.
+        settings, journal: of the engine. mirror: shows the runs. served: every base model.
         """
         self._settings = settings
         self._journal = journal
         self._mirror = mirror
-        self._snapshots = snapshots or SnapshotPolicy(settings.snapshot_steps, settings.snapshot_seconds)
+        self._snapshots = SnapshotPolicy(settings.snapshot_steps, settings.snapshot_seconds)
         self._served = {model.card.name: model for model in served}
         self._runners: dict[str, ModelRunner | None] = {}  # None: it is being opened
         self._adopted: dict[str, UUID] = {}  # by model: the flow run that it is taken up again in

@@ -213,9 +213,8 @@ async def _listen(settings: Settings, on_progress: Say) -> Hosts | None:
         hosts = await Hosts.listen(host, port, secret, settings.heartbeat_timeout)
     except OSError as error:
         raise UserError(f"group is {settings.group!r}, where nothing can listen: {error}") from error
-    if await _is_joined(hosts, within=_LOCAL_JOIN_SECONDS if host.startswith("127.") else 0):
-        return hosts
-    on_progress(f"hosts join at {host}:{hosts.port}: tinkerflow worker --group {host}:{hosts.port}")
+    if not await _is_joined(hosts, within=_LOCAL_JOIN_SECONDS if host.startswith("127.") else 0):
+        on_progress(f"hosts join at {host}:{hosts.port}: tinkerflow worker --group {host}:{hosts.port}")
     return hosts
 
 

@@ -7,6 +7,8 @@ first: a checkpoint that is marked as deleted there cannot be read, whether or n
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.journal import Journal, Retention
@@ -23,50 +25,41 @@ def delete_checkpoints(journal: Journal, store: Store, keep: Retention) -> None:
     for path in journal.upkeep.delete_retired(keep):
         log.info("checkpoint %s is not kept: %s", path, keep)
     for path, attempt in journal.upkeep.unpurged():
-        try:
+        with _tried_again(f"checkpoint {path} is deleted, but its files cannot be removed now"):
             store.delete(path, attempt)
-        except StoreError:
-            log.warning(
-                "checkpoint %s is deleted, but its files cannot be removed now; the next sweep tries again",
-                path,
-                exc_info=True,
-            )
-        else:
             journal.upkeep.purged(path, attempt)
 
 
 def note_changes(journal: Journal, store: Store) -> None:
     """Write into the commits what was decided of checkpoints after their save, so that the store alone knows it."""
     for seen in journal.upkeep.unnoted():
-        try:
+        with _tried_again(f"checkpoint {seen.path}: its commit cannot be changed now"):
             store.amend(seen.path, seen.attempt, public=seen.public, expires_at=seen.expires_at)
-        except StoreError:
-            log.warning(
-                "checkpoint %s: its commit cannot be changed now; the next sweep tries again", seen.path, exc_info=True
-            )
-        else:
             journal.upkeep.noted(seen)
 
 
 def delete_snapshots(journal: Journal, store: Store) -> None:
     """Delete recovery snapshots that nothing needs any more: the files first, so that none is forgotten."""
     for path in journal.recovery.superfluous():
-        try:
+        with _tried_again(f"recovery snapshot {path} cannot be deleted now"):
             store.delete(path)
-        except StoreError:
-            log.warning("recovery snapshot %s cannot be deleted now; the next sweep tries again", path, exc_info=True)
-        else:
             journal.recovery.forget_snapshot(path)
 
 
 def delete_uploads(journal: Journal, store: Store) -> None:
     """Remove what is left of uploads that are over. One that was committed without its rows is no checkpoint."""
     for upload in journal.uploads.over():
-        try:
+        with _tried_again(f"upload {upload.id} cannot be removed now"):
             store.remove_pieces(upload.id)
             if upload.path is None:
                 store.delete(str(import_path(upload.id)))
-        except StoreError:
-            log.warning("upload %s cannot be removed now; the next sweep tries again", upload.id, exc_info=True)
-        else:
             journal.uploads.forget(upload.id)
+
+
+@contextmanager
+def _tried_again(failed: str) -> Iterator[None]:
+    """Inside, the store is changed, and then the journal. When the store fails, the log says what `failed`."""
+    try:
+        yield
+    except StoreError:
+        log.warning("%s; the next sweep tries again", failed, exc_info=True)
