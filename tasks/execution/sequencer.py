@@ -190,7 +190,7 @@ class Slot:
     @property
     def detached(self) -> bool:
         """Whether this is a save on its way to the store."""
-        return self.save is not None and self.save.state in (SaveState.STORING, SaveState.RETRYING)
+        return self.save is not None and self.save.state in _DETACHED
 
     async def predecessors(self) -> None:
         """Wait until every earlier operation is answered or detached; GroupFailedError when one was interrupted.

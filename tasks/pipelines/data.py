@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from itertools import islice
+from typing import Literal
 
 import orjson
 from prefect import task
@@ -18,7 +19,6 @@ from tinkerflow.tasks.pipelines.sources import RawRow, read_rows
 from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
 
 _SHOWN_ERRORS = 20
-T = TypeVar("T")
 
 
 class DataSource(BaseModel):
@@ -119,7 +119,7 @@ def _sort(source: DataSource, forbidden: Sequence[str]) -> _Sorted:
     schema: Schema | None = None if source.kind == "auto" else source.kind
     good: list[Row] = []
     bad: list[tuple[RawRow, RowError]] = []
-    for item in _limited(read_rows(source.url, source.split, source.kind), source.limit):
+    for item in islice(read_rows(source.url, source.split, source.kind), source.limit or None):
         if isinstance(item, tuple):
             bad.append(item)
             continue
@@ -129,13 +129,6 @@ def _sort(source: DataSource, forbidden: Sequence[str]) -> _Sorted:
         except RowError as error:
             bad.append((item, error))
     return _Sorted(schema or "chat", good, bad)
-
-
-def _limited(items: Iterable[T], limit: int) -> Iterator[T]:
-    for number, item in enumerate(items, 1):
-        yield item
-        if number == limit:
-            return
 
 
 def _characters(row: Row) -> int:

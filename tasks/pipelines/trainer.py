@@ -185,28 +185,28 @@ async def _steps(
     """
     made: list[StepMetrics] = []
     pending: list[asyncio.Future[Values]] = []
+
+    async def answered(ahead: int) -> None:
+        """Wait until at most `ahead` of the submitted steps are not answered."""
+        while len(pending) > ahead:
+            step = first + len(made)
+            values = {**await pending.pop(0), "learning_rate": learning_rate(step - 1, trainer.training)}
+            made.append(StepMetrics(step=step, values=values))
+            on_step(made[-1])
+
     try:
         for step in range(first, last + 1):
             if not await control.may_go_on():
                 break
             params = trainer.params(step - 1)
             pending.append(asyncio.ensure_future(trainer.recipe.submit(client, step - 1, params)))
-            while len(pending) > trainer.recipe.ahead:
-                made.append(await _metrics(trainer, first + len(made), pending.pop(0)))
-                on_step(made[-1])
-        while pending:
-            made.append(await _metrics(trainer, first + len(made), pending.pop(0)))
-            on_step(made[-1])
+            await answered(trainer.recipe.ahead)
+        await answered(0)
     finally:
         for future in pending:
             future.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
     return made
-
-
-async def _metrics(trainer: Trainer, step: int, values: Awaitable[Values]) -> StepMetrics:
-    rate = {"learning_rate": learning_rate(step - 1, trainer.training)}
-    return StepMetrics(step=step, values=dict(await values) | rate)
 
 
 async def _save(trainer: Trainer, client: tinker.TrainingClient, step: int) -> str:
