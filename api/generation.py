@@ -301,7 +301,6 @@ def _check(target: Target, values: dict[str, Any]) -> None:
         SampleBody.read(values),
         request_id="",
         owner="",
-        snapshot_id=None,
         vocab_size=card.vocab_size,
         max_context=card.max_context,
         eos=card.eos_token_ids,

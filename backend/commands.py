@@ -67,7 +67,7 @@ class Example:
 class CustomLoss:
     """A loss that a client traced: rank of each input by name, `logprobs` first, and its nodes as JSON text.
 
-    tinkerflow.backend.wire.decode_custom_loss makes it, and refuses calls that are not listed.
+    tinkerflow.backend.wire.read_custom_loss makes it, and refuses calls that are not listed.
     """
 
     name: str

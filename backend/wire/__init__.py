@@ -6,7 +6,6 @@ the engine word it alike. A check raises UserError, which names the field, its v
 """
 
 from tinkerflow.backend.wire.custom_losses import CreateCustomLoss as CreateCustomLoss
-from tinkerflow.backend.wire.custom_losses import decode_custom_loss as decode_custom_loss
 from tinkerflow.backend.wire.custom_losses import dump_custom_loss as dump_custom_loss
 from tinkerflow.backend.wire.custom_losses import load_custom_loss as load_custom_loss
 from tinkerflow.backend.wire.custom_losses import read_custom_loss as read_custom_loss

@@ -14,7 +14,7 @@ import orjson
 from tinkerflow.backend.commands import CustomLoss
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.torch_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
-from tinkerflow.backend.wire.requests import GIVEN, Body, Text, parse, whole
+from tinkerflow.backend.wire.requests import GIVEN, Body, Text, whole
 
 MAX_NODES = 2000
 MAX_INPUTS = 16
@@ -55,13 +55,8 @@ class _Node(Body):
     target: Text = GIVEN
 
 
-def decode_custom_loss(payload: bytes) -> CustomLoss:
-    """A create_custom_loss body; UserError names the node, its target, and the rule that it breaks."""
-    return read_custom_loss(parse(payload))
-
-
 def read_custom_loss(values: Mapping[str, Any]) -> CustomLoss:
-    """The same for a body that is parsed already."""
+    """A create_custom_loss body, parsed; UserError names the node, its target, and the rule that it breaks."""
     body = CreateCustomLoss.read(values)
     name = body.name
     if not _LOSS_NAME.fullmatch(name):

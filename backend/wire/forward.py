@@ -35,13 +35,12 @@ from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import (
     MAX_IMAGE_TOKENS,
     MAX_REQUEST_CELLS,
-    MAX_REQUEST_PIXEL_BYTES,
     MAX_TARGETS,
     MODEL_CONTEXT,
 )
 from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.images import LOCATION_RULE, LOCATIONS, FindFiles, pixels, too_many_pixels
+from tinkerflow.backend.wire.images import LOCATION_RULE, LOCATIONS, FindFiles, check_room, pixels
 from tinkerflow.backend.wire.provenance import attribute, sequences_named
 
 _TARGETS = "target_tokens"
@@ -183,8 +182,7 @@ def decode_forward(
         )
         pictures.append(images)
         seen += sum(image.pixels_HWC.size for image in images)
-        if seen > MAX_REQUEST_PIXEL_BYTES:
-            raise too_many_pixels("data", f"data[{i}]", MAX_REQUEST_PIXEL_BYTES)
+        check_room(seen, "data", f"data[{i}]")
         inputs = _inputs(datum, i, len(tokens_T), loss, custom)
         cells += inputs[_TARGETS].size
         if cells > MAX_REQUEST_CELLS:

@@ -5,7 +5,6 @@ python -m tinkerflow.backend.wire.generate
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -23,4 +22,3 @@ def generate(folder: Path) -> None:
 
 if __name__ == "__main__":
     generate(ROOT)
-    sys.exit(0)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tinkerflow.backend.errors import UserError, broken
 from tinkerflow.backend.spec.images import ImageProcessor
+from tinkerflow.backend.spec.limits import MAX_REQUEST_PIXEL_BYTES
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 LOCATIONS = "tinker://assets/"  # what a location begins with
@@ -22,12 +23,13 @@ LOCATION_RULE = "the location of an image that this project uploaded (POST /api/
 FindFiles = Callable[[Sequence[str]], Mapping[str, bytes]]  # files by location; what is none is left out
 
 
-def too_many_pixels(what: str, up_to: str, most: int) -> UserError:
-    """The images of a request take more than `most` bytes. what: the field that has them. up_to: the one too many."""
-    return UserError(
-        f"{what} has images of more than {most} bytes of pixels up to {up_to}, as the model takes them: must be at "
-        f"most {most}"
-    )
+def check_room(pixel_bytes: int, what: str, up_to: str) -> None:
+    """UserError when the images of a request take too many bytes. what: the field of all. up_to: the last one."""
+    if pixel_bytes > MAX_REQUEST_PIXEL_BYTES:
+        raise UserError(
+            f"{what} has images of more than {MAX_REQUEST_PIXEL_BYTES} bytes of pixels up to {up_to}, as the model "
+            f"takes them: must be at most {MAX_REQUEST_PIXEL_BYTES}"
+        )
 
 
 def pixels(image: pb.ImageChunk, name: str, processor: ImageProcessor) -> npt.NDArray[np.uint8]:

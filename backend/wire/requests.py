@@ -10,7 +10,7 @@ The SDK leaves nulls out and other clients send them: a null is an absent field 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -93,6 +93,17 @@ def number(low: float, high: float = math.inf) -> Rule:
 
     rule = f"a finite number >= {low:g}" + (f" and <= {high:g}" if math.isfinite(high) else "")
     return Rule(check, schemas.float_schema(ge=low, le=high if math.isfinite(high) else None))
+
+
+def choice(values: Sequence[str], rule: str) -> Rule:
+    """One of these texts; `rule` says so."""
+
+    def check(value: Any) -> str:
+        if value not in values:
+            raise ValueError(rule)
+        return str(value)
+
+    return Rule(check, schemas.literal_schema(list(values)))
 
 
 def _optional_text(value: Any) -> str:
@@ -416,16 +427,10 @@ class TargetTensor(Body):
     cols: Any = Field(default=None, alias="sparse_col_indices")
 
 
-def _constraint_kind(value: Any) -> str:
-    if value not in CONSTRAINTS:
-        raise ValueError(f"one of {', '.join(CONSTRAINTS)}")
-    return str(value)
-
-
 class ConstraintBody(Body):
     """What the text of an answer must be. value: a schema (an object), an expression or a grammar (text)."""
 
-    type: Annotated[str, Rule(_constraint_kind, schemas.literal_schema(list(CONSTRAINTS)))] = GIVEN
+    type: Annotated[str, choice(CONSTRAINTS, f"one of {', '.join(CONSTRAINTS)}")] = GIVEN
     value: Any = None
 
 
@@ -450,12 +455,6 @@ class SamplingParams(Body):
     repetition_penalty: Annotated[float, number(0.01, 100.0)] = 1.0
     logit_bias: Object = None
     constraint: ConstraintBody | None = None
-
-
-def _priority(value: Any) -> str:
-    if value not in ("interactive", "batch"):
-        raise ValueError("'interactive' or 'batch'")
-    return str(value)
 
 
 class NumSamples(Body):
@@ -485,7 +484,7 @@ class SampleBody(NumSamples):
     prompt_alt_tokens_k: Annotated[int, whole(0, MAX_LISTED)] = 0
     target_prompt_logprobs: TargetTensor | None = None
     record_stability_info: Flag = False
-    priority: Annotated[Priority, Rule(_priority, schemas.literal_schema(["interactive", "batch"]))] = "batch"
+    priority: Annotated[Priority, choice(("interactive", "batch"), "'interactive' or 'batch'")] = "batch"
     stream: Flag = False
 
 

@@ -32,9 +32,9 @@ from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.constraints import Kind as ConstraintKind
 from tinkerflow.backend.spec.constraints import check_constraint
 from tinkerflow.backend.spec.images import ImageProcessor
-from tinkerflow.backend.spec.limits import MAX_REQUEST_PIXEL_BYTES, MODEL_CONTEXT
+from tinkerflow.backend.spec.limits import MODEL_CONTEXT
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.images import LOCATION_RULE, FindFiles, pixels_of, too_many_pixels
+from tinkerflow.backend.wire.images import LOCATION_RULE, FindFiles, check_room, pixels_of
 from tinkerflow.backend.wire.requests import MAX_LISTED, ConstraintBody, SampleBody, SamplingParams, TargetTensor
 
 MAX_STOPS = 256  # stop tokens or stop strings of one request
@@ -88,7 +88,6 @@ def sample_request(
     *,
     request_id: str,
     owner: str,
-    snapshot_id: str | None,
     vocab_size: int,
     max_context: int,
     eos: Sequence[int],
@@ -98,12 +97,12 @@ def sample_request(
 ) -> SampleRequest:
     """The command for a sample request; UserError names the field, its value and the rule.
 
-    body, request_id, owner: of the request. snapshot_id: what is sampled, None = the base model. vocab_size,
-    max_context: of the model, in tokens. eos: the tokens that end a text; they stop a sequence where `stop` is absent,
-    and nothing does where it is an empty list. context_rule: what max_context follows from. processor: asked for
-    the model's image processor when there is an image; None = the model takes text. blank: images are measured and not
-    decoded, as in `ImageProcessor.read`. An absent max_tokens means all that the context has left. The seed is brought
-    to 0 <= seed < 2**64.
+    body, request_id, owner: of the request. vocab_size, max_context: of the model, in tokens. eos: the tokens that end
+    a text; they stop a sequence where `stop` is absent, and nothing does where it is an empty list. context_rule: what
+    max_context follows from. processor: asked for the model's image processor when there is an image; None = the model
+    takes text. blank: images are measured and not decoded, as in `ImageProcessor.read`. An absent max_tokens means all
+    that the context has left. The seed is brought to 0 <= seed < 2**64. The command samples the base model, until
+    its sender names a snapshot.
     """
     prompt_T, images = _prompt(body.prompt.chunks, vocab_size, max_context, context_rule, processor, blank)
     params = body.sampling_params
@@ -119,7 +118,7 @@ def sample_request(
     return SampleRequest(
         request_id=request_id,
         owner=owner,
-        snapshot_id=snapshot_id,
+        snapshot_id=None,
         prompt_T=prompt_T,
         num_samples=body.num_samples,
         max_tokens=_max_tokens(params.max_tokens, len(prompt_T), max_context),
@@ -249,8 +248,7 @@ def _prompt(
             images.append(image)
             parts.append(np.full(image.tokens(processor.side), processor.token, np.int32))
             seen += image.pixels_HWC.size
-            if seen > MAX_REQUEST_PIXEL_BYTES:
-                raise too_many_pixels("prompt", name, MAX_REQUEST_PIXEL_BYTES)
+            check_room(seen, "prompt", name)
         else:
             takes = "encoded_text, the model takes no images"
             if kind not in ("image", _POINTER):

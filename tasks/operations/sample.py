@@ -325,7 +325,6 @@ class SampleBatch:
                 body,
                 request_id=request.id,
                 owner=request.owner,
-                snapshot_id=None,
                 vocab_size=card.vocab_size,
                 max_context=card.max_context,
                 context_rule=card.context_rule,

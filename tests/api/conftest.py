@@ -230,7 +230,6 @@ class Engine:
             body,
             request_id=request.id,
             owner=request.owner,
-            snapshot_id=source,
             vocab_size=VOCAB,
             max_context=CONTEXT,
             eos=[EOS],

@@ -20,7 +20,7 @@ from tinkerflow.backend.compute.custom_loss import custom_losses
 from tinkerflow.backend.compute.custom_loss.ops import DTYPES, OPS
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec import torch_names
-from tinkerflow.backend.wire import decode_custom_loss
+from tinkerflow.backend.wire import read_custom_loss
 
 Fn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -35,7 +35,7 @@ def trace(fn: Fn, **ranks: int) -> CustomLoss:
         "inputs": [one.model_dump() for one in handle.inputs],
         "graph": encode_graph(handle).model_dump(),
     }
-    return decode_custom_loss(orjson.dumps(body))
+    return read_custom_loss(orjson.loads(orjson.dumps(body)))
 
 
 def ppo(logprobs, old, advantages):

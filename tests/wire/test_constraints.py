@@ -67,7 +67,7 @@ def test_a_model_without_end_of_text_takes_none() -> None:
 
     read = SampleBody.decode(constrained("regex", "a"))
     with pytest.raises(UserError, match="the model names no end-of-text token"):
-        sample_request(read, request_id="r", owner="o", snapshot_id="s", vocab_size=100, max_context=64, eos=())
+        sample_request(read, request_id="r", owner="o", vocab_size=100, max_context=64, eos=())
 
 
 def chain(length: int) -> str:

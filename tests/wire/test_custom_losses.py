@@ -12,10 +12,11 @@ import pytest
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.wire import (
     CustomLossAddress,
-    decode_custom_loss,
     decode_forward,
     dump_custom_loss,
     load_custom_loss,
+    parse,
+    read_custom_loss,
     read_forward,
 )
 
@@ -48,7 +49,7 @@ GOOD: dict[str, Any] = {
 
 
 def decode(body: dict[str, Any]) -> Any:
-    return decode_custom_loss(orjson.dumps(body))
+    return read_custom_loss(parse(orjson.dumps(body)))
 
 
 def test_a_good_one_is_kept_and_comes_back() -> None:

@@ -19,7 +19,7 @@ from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS
 from tinkerflow.backend.spec.losses import LOSSES
-from tinkerflow.backend.wire import decode_forward, forward, forward_backward_header, read_forward, training_tokens
+from tinkerflow.backend.wire import decode_forward, forward_backward_header, images, read_forward, training_tokens
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 VOCAB, CONTEXT = 100, 64
@@ -302,6 +302,6 @@ def test_the_pixels_of_a_request_are_bounded(body: Any, monkeypatch: pytest.Monk
     image = types.ImageChunk(data=out.getvalue(), format="jpeg", expected_tokens=4)
     inputs = {"target_tokens": np.zeros(4, np.int64), "weights": np.ones(4, np.float32)}
     data = [types.Datum(model_input=types.ModelInput(chunks=[image]), loss_fn_inputs=inputs)] * 3
-    monkeypatch.setattr(forward, "MAX_REQUEST_PIXEL_BYTES", 2 * 3 * 16 * 16)
+    monkeypatch.setattr(images, "MAX_REQUEST_PIXEL_BYTES", 2 * 3 * 16 * 16)
     with pytest.raises(UserError, match=r"more than 1536 bytes of pixels up to data\[2\], .*: must be at most 1536"):
         decode_forward(read_forward(body(data)), vocab_size=VOCAB, max_context=CONTEXT, processor=processor)

@@ -32,7 +32,6 @@ def test_the_public_names() -> None:
         "StartUpload",
         "TargetTensor",
         "TtlSeconds",
-        "decode_custom_loss",
         "decode_forward",
         "decode_sample",
         "dump_custom_loss",

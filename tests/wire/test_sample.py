@@ -14,7 +14,7 @@ from PIL import Image
 from tinkerflow.backend.commands import Adjustments, PromptWishes, SampleRequest
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.images import ImageProcessor
-from tinkerflow.backend.wire import NumSamples, SampleBody, parse, sample, sample_request, with_seed
+from tinkerflow.backend.wire import NumSamples, SampleBody, images, parse, sample_request, with_seed
 
 
 def body(params: dict[str, Any] | None = None, prompt: Any = (1, 2, 3), **more: Any) -> bytes:
@@ -32,14 +32,14 @@ def targets(data: Any, shape: Any = (2, 1), dtype: str = "int64", crow: Any = No
 
 def decode(payload: bytes) -> SampleRequest:
     read = SampleBody.decode(payload)
-    return sample_request(read, request_id="r", owner="o", snapshot_id="s", vocab_size=100, max_context=64, eos=(9,))
+    return sample_request(read, request_id="r", owner="o", vocab_size=100, max_context=64, eos=(9,))
 
 
 def test_defaults() -> None:
     request = decode(body())
     assert request.prompt_T.dtype == np.int32
     assert request.prompt_T.tolist() == [1, 2, 3]
-    assert (request.request_id, request.owner, request.snapshot_id) == ("r", "o", "s")
+    assert (request.request_id, request.owner, request.snapshot_id) == ("r", "o", None)
     assert (request.num_samples, request.max_tokens) == (1, 61)
     assert (request.temperature, request.top_k, request.top_p, request.seed) == (1.0, -1, 1.0, 5)
     assert (request.stop_tokens, request.stop_strings, request.prompt_logprobs) == ((9,), (), False)
@@ -237,7 +237,7 @@ def seen(*chunks: Any, blank: bool = False) -> SampleRequest:
     given = [{"type": "encoded_text", "tokens": [1, 2]} if chunk == "text" else chunk for chunk in chunks]
     read = SampleBody.read({"prompt": {"chunks": given}, "sampling_params": {"seed": 1}})
     return sample_request(
-        read, request_id="r", owner="o", snapshot_id=None, vocab_size=100, max_context=32, eos=(), blank=blank,
+        read, request_id="r", owner="o", vocab_size=100, max_context=32, eos=(), blank=blank,
         processor=lambda: SEES,
     )  # fmt: skip
 
@@ -274,6 +274,6 @@ def test_images_that_are_too_long_or_too_many_are_not_decoded(monkeypatch: pytes
     never = {"type": "image", "format": "png", "data": "AAAA"}
     with pytest.raises(UserError, match="prompt has at least 36 tokens: must be 1 to 31, the model's context less one"):
         seen(*[picture()] * 6, never)
-    monkeypatch.setattr(sample, "MAX_REQUEST_PIXEL_BYTES", 2 * 3 * 16 * 24)
+    monkeypatch.setattr(images, "MAX_REQUEST_PIXEL_BYTES", 2 * 3 * 16 * 24)
     with pytest.raises(UserError, match=r"more than 2304 bytes of pixels up to prompt.chunks\[2\]"):
         seen(*[picture()] * 3, never)

@@ -153,7 +153,7 @@ def test_a_damaged_image_is_named_as_the_client_has_it(
     """What is wrong behind a file's head is found where it is decoded: by the engine."""
 
     def decode(request: Pending) -> Outcome:
-        asked: Any = {"request_id": "", "owner": "", "snapshot_id": None, "vocab_size": VOCAB, "max_context": 4096}
+        asked: Any = {"request_id": "", "owner": "", "vocab_size": VOCAB, "max_context": 4096}
         with pytest.raises(UserError) as found:
             sample_request(SampleBody.read(parse(request.payload)), **asked, eos=(2,), processor=lambda: SEES)
         return request.failed(found.value)
