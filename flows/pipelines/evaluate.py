@@ -16,7 +16,6 @@ from tinkerflow.tasks.pipelines.data import DataSource, check_data, load_rows
 from tinkerflow.tasks.pipelines.parameters import NAME, PipelineParameters, RunParameters
 from tinkerflow.tasks.pipelines.render import Format, Renderer, load_examples, render
 from tinkerflow.tasks.pipelines.scoring import Scores, score
-from tinkerflow.tasks.pipelines.work import default_work_url
 
 BASE = "base model"
 _WEIGHTS = r"^(tinker://.+|[^/]+)?$"
@@ -52,8 +51,7 @@ class EvaluationResult(BaseModel):
 @flow(name="evaluate", flow_run_name="evaluate {parameters.name}")
 async def evaluate(parameters: EvaluateParameters) -> EvaluationResult:
     """Score the weights and those to compare with, and show a table."""
-    work_url = parameters.work or default_work_url()
-    best = champion(work_url, parameters.champion) if parameters.champion else None
+    best = champion(parameters.work_url, parameters.champion) if parameters.champion else None
     paths = {
         "weights": parameters.weights,
         "against": parameters.against,
@@ -85,7 +83,7 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
     that `parameters` name are not used.
     Raises DataCheckError when too many rows are wrong, UserError when the rows have no answers.
     """
-    work_url = parameters.work or default_work_url()
+    work_url = parameters.work_url
     async with connect(parameters.connection) as server:
         base_model = await server.base_model(parameters.base_model)
         sampler = await server.service.create_sampling_client(base_model=base_model)

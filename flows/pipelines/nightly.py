@@ -19,7 +19,6 @@ from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
 from tinkerflow.tasks.pipelines.data import DataCheckError, DataSource
 from tinkerflow.tasks.pipelines.parameters import NAME
 from tinkerflow.tasks.pipelines.scoring import Metric, Scores
-from tinkerflow.tasks.pipelines.work import default_work_url
 
 
 class NightlyParameters(SftParameters):
@@ -51,7 +50,7 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
     Data that does not pass its check fails the run before anything is trained; the champion stays, and the artifact
     `report` says so.
     """
-    work_url = parameters.work or default_work_url()
+    work_url = parameters.work_url
     artifacts = RunArtifacts(f"nightly-{parameters.name}")
     before = champion(work_url, parameters.champion)
     try:

@@ -24,7 +24,7 @@ from tinkerflow.tasks.pipelines.control import controlled
 from tinkerflow.tasks.pipelines.data import DataSource
 from tinkerflow.tasks.pipelines.parameters import Parameters
 from tinkerflow.tasks.pipelines.scoring import Metric, Scores
-from tinkerflow.tasks.pipelines.work import create_json, default_work_url, digest, open_work, read_json
+from tinkerflow.tasks.pipelines.work import create_json, digest, open_work, read_json
 
 MOST_POINTS = 256
 _SECTIONS = {"rank": "model", "seed": "model"}  # the other parameters of a grid belong to `training`
@@ -125,7 +125,7 @@ async def sweep(parameters: SweepParameters) -> SweepResult:
 
     Each point is a flow run `sft` of its own. A retry, or a run with the same `resume`, trains only what is not done.
     """
-    work_url = parameters.work or default_work_url()
+    work_url = parameters.work_url
     grid = points(parameters)
     places = asyncio.Semaphore(parameters.at_once)
 

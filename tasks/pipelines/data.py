@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
@@ -72,13 +71,6 @@ class DataCheckError(UserError):
         self.report = report
 
 
-@dataclass(frozen=True)
-class _Sorted:
-    schema: Schema
-    good: list[Row]
-    bad: list[tuple[RawRow, RowError]]
-
-
 @task(name="check data", task_run_name="check data: {source.url}", cache_policy=NO_CACHE)
 def check_data(source: DataSource, work_url: str, forbidden: Sequence[str] = ()) -> DataReport:
     """Read and validate all rows, and store the good ones in the work folder.
@@ -87,19 +79,19 @@ def check_data(source: DataSource, work_url: str, forbidden: Sequence[str] = ())
     or fewer are good.
     """
     work = open_work(work_url)
-    found = _sort(source, forbidden)
-    lines = [orjson.dumps(row.to_json(), option=orjson.OPT_SORT_KEYS) for row in found.good]
-    name = digest(found.schema, *lines)
+    schema, good, bad = _sort(source, forbidden)
+    lines = [orjson.dumps(row.to_json(), option=orjson.OPT_SORT_KEYS) for row in good]
+    name = digest(schema, *lines)
     report = DataReport(
         url=source.url,
-        schema_name=found.schema,
+        schema_name=schema,
         digest=name,
         rows=len(lines),
-        bad_rows=len(found.bad),
+        bad_rows=len(bad),
         duplicates=sum(count - 1 for count in Counter(lines).values()),
-        characters=sum(_characters(row) for row in found.good),
-        first_errors=[BadRow(where=raw.where, error=error.message) for raw, error in found.bad[:_SHOWN_ERRORS]],
-        quarantine=_quarantine(work_url, found.bad),
+        characters=sum(_characters(row) for row in good),
+        first_errors=[BadRow(where=raw.where, error=error.message) for raw, error in bad[:_SHOWN_ERRORS]],
+        quarantine=_quarantine(work_url, bad),
     )
     _refuse_bad(source, report)
     create_once(work, _key(name), b"\n".join(lines) + b"\n")
@@ -115,7 +107,8 @@ def _key(name: str) -> str:
     return f"data/{name}.jsonl"
 
 
-def _sort(source: DataSource, forbidden: Sequence[str]) -> _Sorted:
+def _sort(source: DataSource, forbidden: Sequence[str]) -> tuple[Schema, list[Row], list[tuple[RawRow, RowError]]]:
+    """The schema of the rows, the good rows, and the bad ones."""
     schema: Schema | None = None if source.kind == "auto" else source.kind
     good: list[Row] = []
     bad: list[tuple[RawRow, RowError]] = []
@@ -128,7 +121,7 @@ def _sort(source: DataSource, forbidden: Sequence[str]) -> _Sorted:
             good.append(parse_row(item.value, schema, forbidden=forbidden))
         except RowError as error:
             bad.append((item, error))
-    return _Sorted(schema or "chat", good, bad)
+    return schema or "chat", good, bad
 
 
 def _characters(row: Row) -> int:

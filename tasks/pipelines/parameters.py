@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tinkerflow.backend.settings import Settings
 from tinkerflow.tasks.pipelines.data import DataSource
 from tinkerflow.tasks.pipelines.render import Format
 
@@ -67,6 +68,11 @@ class RunParameters(Parameters):
         "", description="Name of a Tinkerflow Connection block; empty = TINKER_BASE_URL and TINKER_API_KEY."
     )
     work: str = Field("", description="URL of the work folder; empty = the setting TINKERFLOW_PIPELINES.")
+
+    @property
+    def work_url(self) -> str:
+        """The work folder: `work`, or else TINKERFLOW_PIPELINES, or else `pipelines` in the data dir."""
+        return self.work or Settings().pipelines_url
 
 
 class PipelineParameters(RunParameters):

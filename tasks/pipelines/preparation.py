@@ -19,7 +19,7 @@ from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample, load_e
 from tinkerflow.tasks.pipelines.rows import Row, Schema
 from tinkerflow.tasks.pipelines.schedule import batch_of
 from tinkerflow.tasks.pipelines.scoring import greedy_answers
-from tinkerflow.tasks.pipelines.work import default_work_url, digest
+from tinkerflow.tasks.pipelines.work import digest
 
 if TYPE_CHECKING:
     import tinker
@@ -86,7 +86,7 @@ async def prepare(pipeline: str, parameters: PipelineParameters, *schemas: Schem
 
     Raises DataCheckError when too many rows are wrong, UserError when the data is of none of the `schemas`.
     """
-    work_url = parameters.work or default_work_url()
+    work_url = parameters.work_url
     artifacts = RunArtifacts(f"{pipeline}-{parameters.name}")
     async with connect(parameters.connection) as server:
         base_model = await server.base_model(parameters.model.base_model)

@@ -54,15 +54,12 @@ class TokenizedExample:
 class Rendered(BaseModel):
     """A data set as tokens. key: its place in the work folder, for `load_examples`.
 
-    A preference makes two successive examples: the chosen and the rejected answer.
+    A preference makes two successive examples: the chosen and the rejected answer. left_out: what was too long.
     """
 
     key: str
     examples: int
-    tokens: int
-    learnt_tokens: int
     left_out: int
-    longest: int
 
 
 class Renderer:
@@ -170,17 +167,10 @@ def render(data_digest: str, work_url: str, renderer: Renderer, max_tokens: int)
         data = _pack(_render(rows, renderer), max_tokens)
         create_once(work, key, data)
     with np.load(io.BytesIO(data)) as arrays:
-        lengths, weights, left_out = arrays["lengths"], arrays["weights"], int(arrays["left_out"])
-    if not len(lengths):
+        examples, left_out = len(arrays["lengths"]), int(arrays["left_out"])
+    if not examples:
         raise UserError(f"max_tokens {max_tokens}: all {left_out} sequences of the data are longer")
-    return Rendered(
-        key=key,
-        examples=len(lengths),
-        tokens=int(lengths.sum()),
-        learnt_tokens=int((weights > 0).sum()),
-        left_out=left_out,
-        longest=int(lengths.max()),
-    )
+    return Rendered(key=key, examples=examples, left_out=left_out)
 
 
 def load_examples(work_url: str, key: str) -> list[TokenizedExample]:

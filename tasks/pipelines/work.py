@@ -18,13 +18,7 @@ from typing import Any
 
 import orjson
 
-from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
-
-
-def default_work_url() -> str:
-    """The work folder of the settings: TINKERFLOW_PIPELINES, or `pipelines` in the data dir."""
-    return Settings().pipelines_url
 
 
 @cache

@@ -11,14 +11,8 @@ import pytest
 from tinkerflow.backend.champions import checked_name
 from tinkerflow.backend.errors import UserError
 from tinkerflow.tasks.pipelines.connection import ServerClients
-from tinkerflow.tasks.pipelines.work import (
-    create_json,
-    create_once,
-    default_work_url,
-    digest,
-    open_work,
-    read_json,
-)
+from tinkerflow.tasks.pipelines.parameters import RunParameters
+from tinkerflow.tasks.pipelines.work import create_json, create_once, digest, open_work, read_json
 
 
 def test_objects_are_written_once(work: str) -> None:
@@ -49,9 +43,10 @@ def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
 
 def test_the_setting_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERFLOW_DATA_DIR", str(tmp_path))
-    assert default_work_url() == f"file://{tmp_path}/pipelines"
+    assert RunParameters().work_url == f"file://{tmp_path}/pipelines"
     monkeypatch.setenv("TINKERFLOW_PIPELINES", "gs://bucket/x")
-    assert default_work_url() == "gs://bucket/x"
+    assert RunParameters().work_url == "gs://bucket/x"
+    assert RunParameters(work="memory://here").work_url == "memory://here"
 
 
 async def test_the_base_model_is_the_wanted_one_or_the_first() -> None:
