@@ -22,10 +22,6 @@ class Snapshots:
         self._users: Counter[str] = Counter()
         self._loading: dict[str, asyncio.Future[SnapshotHeld]] = {}
 
-    def __contains__(self, snapshot_id: str) -> bool:
-        """Whether the group holds it."""
-        return snapshot_id in self._present
-
     def __len__(self) -> int:
         """How many the group holds."""
         return len(self._present)

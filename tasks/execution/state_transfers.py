@@ -58,8 +58,6 @@ async def bring(
 
 async def load_snapshot(context: ExecutionContext, snapshot_id: str, path: str) -> SnapshotHeld:
     """Make a sampling snapshot of the weights under `path`: what it takes. Errors are as in `bring`."""
-    if context.generation is None:
-        context = context.bound_to(await context.pool.serving())
     state, _ = await bring(context, snapshot_id, path, optimizer=False)
     return await context.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)
 

@@ -165,7 +165,7 @@ async def test_named_save_for_sampler_is_a_checkpoint_and_unnamed_is_a_snapshot(
     opened = orjson.loads(unnamed.result)["sampling_session_id"]
     assert opened == f"{client.session}:sample:4"
     snapshot = client.journal.samplers.get(opened, "local").snapshot_id
-    assert snapshot in context.snapshots
+    assert context.snapshots.held(snapshot)
     await until(lambda: snapshot in context.snapshots.droppable)  # noted just after the answer
 
 

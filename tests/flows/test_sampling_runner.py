@@ -61,7 +61,7 @@ async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
     assert [tokens(result)[0] for result in results] == [[5] * 6, [9] * 6, [5] * 6, [0] * 6, [5] * 6]
     assert pool.names.count("LoadSnapshot") == 1
     row = client.journal.samplers.get(loaded, "local")
-    assert row.snapshot_id in context.snapshots
+    assert context.snapshots.held(row.snapshot_id)
 
 
 async def test_few_models_wait_on_the_host_of_which_all_parameters_were_trained(

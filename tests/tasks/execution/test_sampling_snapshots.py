@@ -20,7 +20,7 @@ async def test_those_who_load_at_the_same_time_share_one_load() -> None:
 
     await asyncio.gather(*(snapshots.load_once("a", load) for _ in range(5)))
     await snapshots.load_once("a", load)
-    assert loads == 1 and "a" in snapshots
+    assert loads == 1 and snapshots.held("a")
 
 
 async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
@@ -37,7 +37,7 @@ async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
     assert [type(error) for error in found] == [ValueError] * 3
     failing = False
     await snapshots.load_once("a", load)
-    assert "a" in snapshots
+    assert snapshots.held("a")
 
 
 async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
@@ -64,7 +64,7 @@ def test_only_what_the_journal_knows_can_be_dropped() -> None:
     snapshots.recorded("a")
     assert snapshots.droppable == {"a"}
     snapshots.lost()
-    assert snapshots.droppable == frozenset() and "a" not in snapshots
+    assert snapshots.droppable == frozenset() and not snapshots.held("a")
 
 
 def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
@@ -134,7 +134,7 @@ def test_what_gets_a_new_owner_is_kept_until_the_journal_knows_of_it() -> None:
     snapshots.recorded("shared")
     snapshots.published("newer", SnapshotHeld(7))
     snapshots.moving("newer", "shared")
-    assert snapshots.droppable == frozenset() and "newer" not in snapshots
+    assert snapshots.droppable == frozenset() and not snapshots.held("newer")
     snapshots.published("shared", SnapshotHeld(7))
     snapshots.recorded("shared")
     assert snapshots.droppable == {"shared"}
