@@ -172,12 +172,12 @@ class RunMirror:
         self._operations += 1
         if not self._shows():
             return
-        if self._window is None or not self._window.open or self._window.full:
+        window = self._window
+        if window is None or not window.open or window.full:
             self._windows += 1
             self._mirror.pacing.open()
-            self._share(f"{self._short}/sample-{self._windows:06d}", "sample")
-        assert self._window is not None
-        self._window.add(operation)
+            window = self._share(f"{self._short}/sample-{self._windows:06d}", "sample")
+        window.add(operation)
 
     def paused(self, text: str | None) -> None:
         """The runner takes nothing more from the journal; None: it goes on. Prefect shows its own pauses itself."""

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 from tinkerflow.backend import tracing
 from tinkerflow.backend.clock import Clock
@@ -131,7 +131,7 @@ class ExecutionContext:
         reply = await self.pool.submit(command, generation=self.generation)
         if not isinstance(reply, kind):
             raise TypeError(f"{type(command).__name__} was answered by {type(reply).__name__}, not {kind.__name__}")
-        return cast(R, reply)
+        return reply
 
 
 # ------------------------------------------------------------------ one operation
