@@ -295,11 +295,9 @@ class Dispatcher:
                 await asyncio.to_thread(delete_uploads, self._journal, store)
             except (TinkerflowError, *AWAY):
                 log.warning("a sweep failed; the next one is in %.0f s", SWEEP_SECONDS, exc_info=True)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(SWEEP_SECONDS):
                     await self._sweep.wait()
-            except TimeoutError:
-                continue
 
     def _sweep_journal(self) -> list[str]:
         """What is over ends; ids of models whose session is."""

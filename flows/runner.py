@@ -88,8 +88,8 @@ def batches(pending: Sequence[Pending], steps_made: int) -> list[Batch]:
 class SnapshotPolicy:
     """When a model's snapshot is due: after `steps` optimizer steps or `seconds` since the last one, if it changed."""
 
-    steps: int = 50
-    seconds: float = 60.0
+    steps: int
+    seconds: float
 
 
 class SnapshotSchedule:

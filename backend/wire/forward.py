@@ -319,12 +319,11 @@ def _inputs(datum: pb.Datum, index: int, tokens: int, loss: LossSpec, custom: Cu
     wanted = shapes[_TARGETS]
     if wanted[0] != tokens:
         raise UserError(
-            f"{_name(index, 'target_tokens')} has {wanted[0]} positions: "
-            f"must be {tokens}, one for each token of model_input"
+            f"{_name(index, _TARGETS)} has {wanted[0]} positions: must be {tokens}, one for each token of model_input"
         )
     if len(wanted) == 2 and not 1 <= wanted[1] <= MAX_TARGETS:
         rule = f"[T] or [T, K] with 1 <= K <= {MAX_TARGETS}"
-        raise broken(f"{_name(index, 'target_tokens')}.shape", list(wanted), rule)
+        raise broken(f"{_name(index, _TARGETS)}.shape", list(wanted), rule)
     for key, shape in shapes.items():
         if custom is None and shape != wanted:
             raise broken(f"{_name(index, key)}.shape", list(shape), f"{list(wanted)}, the shape of target_tokens")
@@ -334,7 +333,7 @@ def _inputs(datum: pb.Datum, index: int, tokens: int, loss: LossSpec, custom: Cu
         raise _too_many(f"data[{index}].loss_fn_inputs has more than {MAX_REQUEST_CELLS} cells")
     inputs = {key: _to_array(tensor, shapes[key], _name(index, key)) for key, tensor in tensors.items()}
     if inputs[_TARGETS].dtype.kind != "i":
-        raise broken(f"{_name(index, 'target_tokens')}.dtype", inputs[_TARGETS].dtype.name, "int64")
+        raise broken(f"{_name(index, _TARGETS)}.dtype", inputs[_TARGETS].dtype.name, "int64")
     return inputs
 
 
@@ -348,18 +347,17 @@ def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_si
     def in_vocabulary(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         return (values >= 0) & (values < vocab_size)
 
-    _require([tokens_T for tokens_T, _ in read], in_vocabulary, "data[{}].model_input", rule)
+    _require([tokens_T for tokens_T, _ in read], in_vocabulary, "data[{}].model_input".format, rule)
     for key in dict.fromkeys(key for _, inputs in read for key in inputs):
         arrays = [inputs.get(key) for _, inputs in read]
-        name = f"data[{{}}].loss_fn_inputs[{key!r}]"
         if key == _TARGETS:
-            _require(arrays, in_vocabulary, name, rule)
+            _require(arrays, in_vocabulary, partial(_name, key=key), rule)
         else:
-            _require(arrays, np.isfinite, name, "a finite number")
+            _require(arrays, np.isfinite, partial(_name, key=key), "a finite number")
     for one in loss.inputs:
         arrays = [inputs.get(one.name) for _, inputs in read]
         if math.isfinite(low := one.low):
-            _require(arrays, partial(np.less_equal, low), f"data[{{}}].loss_fn_inputs[{one.name!r}]", f">= {low:g}")
+            _require(arrays, partial(np.less_equal, low), partial(_name, key=one.name), f">= {low:g}")
         for i, values in enumerate(arrays):
             if one.some and values is not None and not values.any():
                 raise UserError(f"{_name(i, one.name)} is 0 everywhere: must not be 0 for at least one token")
@@ -374,7 +372,7 @@ def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_si
 def _require(
     arrays: Sequence[npt.NDArray[Any] | None],
     good: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]],
-    name: str,
+    name: Callable[[int], str],
     rule: str,
 ) -> None:
     """UserError naming the first value that is not `good`; arrays[i] belongs to datum i, None where it has none."""
@@ -385,7 +383,7 @@ def _require(
         if array is None or good(array).all():
             continue
         at = np.argwhere(~good(array))[0]
-        raise broken(f"{name.format(i)} at position {int(at[0])}", array[tuple(at)].item(), rule)
+        raise broken(f"{name(i)} at position {int(at[0])}", array[tuple(at)].item(), rule)
 
 
 def _example(tokens_T: Int32, inputs: Inputs, declared: Sequence[str] | None) -> Example:

@@ -77,22 +77,18 @@ async def save_weights_for_sampler(execution: Execution) -> Outcome:
     """Freeze the weights at this place in the order; the answer names the checkpoint, or the sampler."""
     wanted = SaveForSampler.decode(execution.request.payload)
     if wanted.sampling_session_seq_id is None:
-        return await _save_for_sampler(execution, wanted)
+        saved = await _save(
+            execution,
+            CheckpointKind.SAMPLER_WEIGHTS,
+            str(wanted.name),
+            ttl_seconds=wanted.ttl_seconds,
+            user_metadata=wanted.user_metadata,
+        )
+        return _answered(execution, saved, encode_saved(saved.path, kind="save_weights_for_sampler"))
     opened = sampler_id(execution.request.session_id, wanted.sampling_session_seq_id)
     if execution.request.answered:  # in a worker group that has ended: a replay has copied what it published
         return await _store_again(execution, opened)
     return await _publish(execution, opened, inflight=wanted.inflight)
-
-
-async def _save_for_sampler(execution: Execution, wanted: SaveForSampler) -> Outcome:
-    saved = await _save(
-        execution,
-        CheckpointKind.SAMPLER_WEIGHTS,
-        str(wanted.name),
-        ttl_seconds=wanted.ttl_seconds,
-        user_metadata=wanted.user_metadata,
-    )
-    return _answered(execution, saved, encode_saved(saved.path, kind="save_weights_for_sampler"))
 
 
 async def save_weights_external(execution: Execution) -> Outcome:

@@ -13,6 +13,7 @@ Objects are written once and never change; a second write of the same content do
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -47,10 +48,8 @@ def create_json(work: Blobs, key: str, value: object) -> None:
 
 def create_once(work: Blobs, key: str, data: bytes) -> None:
     """Write an object, unless it exists; the key must imply the content."""
-    try:
+    with suppress(FileExistsError):
         work.create(key, data)
-    except FileExistsError:
-        return
 
 
 def digest(*parts: bytes | str) -> str:

@@ -90,7 +90,7 @@ class Runner:
     """A model's runner and its mirror, as the dispatcher puts them together."""
 
     def __init__(self, context: Any, model: str, mirror: Mirror) -> None:
-        self.runner = ModelRunner(context, mirror.training_run(model, BASE), SnapshotPolicy(), model, 0)
+        self.runner = ModelRunner(context, mirror.training_run(model, BASE), SnapshotPolicy(50, 60.0), model, 0)
         self.wake, self.stop = self.runner.wake, self.runner.stop
         self.serve = partial(observed, self.runner.serve, self.runner.observers)
 
