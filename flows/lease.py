@@ -24,15 +24,14 @@ _LOOK_SECONDS = 0.5
 @asynccontextmanager
 async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
     """Take the lease, waiting for its holder to end or to be silent; the task that renews it ends when it is lost."""
-    waiting = False
-    force = False
+    waiting = force = False
     while (held := await asyncio.to_thread(journal.leases.acquire, _identity(), force=force)) is not None:
-        force = is_dead(held.holder)
-        if not waiting and not force:
+        if force := is_dead(held.holder):
+            continue
+        if not waiting:
             log.warning("another engine (%s) works on this journal: waiting until it ends", held.holder)
             waiting = True
-        if not force:
-            await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_LOOK_SECONDS)
     renewing = asyncio.create_task(_renew(journal), name="lease")
     try:
         yield renewing

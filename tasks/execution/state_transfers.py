@@ -31,7 +31,7 @@ from tinkerflow.backend.errors import FencedError, GroupFailedError, NotFoundErr
 from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.journal import AWAY, SnapshotTaken
 from tinkerflow.backend.store import CheckpointMeta, Saved
-from tinkerflow.tasks.execution.operation import ExecutionContext
+from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot
         finally:
             await slot.end()
         model = await context.read(context.journal.models.get, model_id, None)
-        saved = await copy.commit(_meta(context, model.owner))
+        saved = await copy.commit(meta_of(context, model.owner))
         taken = SnapshotTaken(saved.path, model_id, seq_id, saved.step, saved.size_bytes, None)
         await slot.earlier_saves()
         if not await record(context, taken):
@@ -137,25 +137,20 @@ async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot
     return None
 
 
-async def commit(
-    context: ExecutionContext,
-    model_id: str,
-    owner: str,
-    seq_id: int,
-    state: AdapterState,
-    snapshot_id: str | None = None,
-) -> SnapshotTaken:
-    """Write `state` in a thread, as the model after its request `seq_id`; the record for the journal.
+async def commit(execution: Execution, state: AdapterState, snapshot_id: str | None = None) -> SnapshotTaken:
+    """Write `state` in a thread, as the operation's model after this operation; the record for the journal.
 
-    The name is new each time: an engine that was fenced off meanwhile cannot get in the way. context: the engine's
-    parts. model_id, owner: of the model. snapshot_id: see SnapshotTaken. StoreError when the store fails.
+    The name is new each time: an engine that was fenced off meanwhile cannot get in the way. snapshot_id: see
+    SnapshotTaken. StoreError when the store fails.
     """
-    name, meta = new_id(f"seq-{seq_id}"), _meta(context, owner, snapshot_id or "")
+    context, model_id, seq_id = execution.context, execution.model_id, execution.request.seq_id or 0
+    name, meta = new_id(f"seq-{seq_id}"), meta_of(context, execution.request.owner, snapshot_id or "")
     saved = await asyncio.to_thread(context.store.save, model_id, RECOVERY, name, state, meta)
     return SnapshotTaken(saved.path, model_id, seq_id, saved.step, saved.size_bytes, snapshot_id)
 
 
-def _meta(context: ExecutionContext, owner: str, request_id: str = "") -> CheckpointMeta:
+def meta_of(context: ExecutionContext, owner: str, request_id: str = "") -> CheckpointMeta:
+    """What a commit says of a state of the worker group that serves now."""
     return CheckpointMeta(
         base_model=context.card.name,
         owner=owner,

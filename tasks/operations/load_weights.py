@@ -35,7 +35,7 @@ async def execute(execution: Execution) -> Outcome:
         state = await _load(execution, wanted)
         reply = execution.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
-    taken = await commit(context, model_id, request.owner, int(request.seq_id or 0), state)
+    taken = await commit(execution, state)
     await execution.slot.predecessors()
     # A replay begins with this snapshot: it must pass no save that is still to be answered.
     await execution.slot.earlier_saves()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -45,16 +45,15 @@ from tinkerflow.backend.journal import (
     NewSampler,
     Outcome,
     SamplerOpened,
-    SnapshotTaken,
     UsageKind,
     Used,
 )
 from tinkerflow.backend.retry import retry
-from tinkerflow.backend.store import CheckpointMeta, CheckpointPath
+from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.wire import SaveExternal, SaveForSampler, SaveWeights, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.operation import Execution
 from tinkerflow.tasks.execution.sequencer import SaveState
-from tinkerflow.tasks.execution.state_transfers import commit, make_room_for_whole, record
+from tinkerflow.tasks.execution.state_transfers import commit, make_room_for_whole, meta_of, record
 
 log = logging.getLogger(__name__)
 
@@ -140,15 +139,11 @@ async def _save(
     path = str(CheckpointPath(run_id, kind, name))
     known = await context.read(context.journal.checkpoints.before_save, path, run_id)
     expires = None if ttl_seconds is None else context.clock.now() + timedelta(seconds=ttl_seconds)
-    meta = CheckpointMeta(
-        base_model=context.card.name,
-        owner=request.owner,
+    meta = replace(
+        meta_of(context, request.owner, request.id),
         user_metadata=user_metadata or {},
         expires_at=expires,
-        request_id=request.id,
-        generation=context.pool.generation,
         run_metadata=known.run_metadata,
-        programs=context.pool.info.programs,
     )
     over = overwrite or known.is_gone
     if kind is CheckpointKind.EXTERNAL_WEIGHTS:
@@ -181,7 +176,7 @@ async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outc
         return replace(_opened(execution, opened, request.id), replays=True)
     snapshot_id = inflight_id(model_id) if inflight else request.id
     try:
-        taken = await _commit(execution, await copied, snapshot_id)
+        taken = await commit(execution, await copied, snapshot_id)
         context.saves.store_works(model_id)
         if inflight:
             await execution.slot.predecessors()  # an earlier save must not replace a later one
@@ -227,7 +222,7 @@ async def _store(execution: Execution, state: AdapterState) -> SaveState:
         try:
             if await context.read(context.journal.samplers.unused_snapshots, {request.id}):
                 return SaveState.FAILED
-            await record(context, await _commit(execution, state, request.id))
+            await record(context, await commit(execution, state, request.id))
         except FencedError:  # another engine has this model, and stores it
             raise
         except Exception:
@@ -238,12 +233,6 @@ async def _store(execution: Execution, state: AdapterState) -> SaveState:
 
     what = f"the weights that {request.id} published are not stored"
     return await retry(store, on=Exception, unless=FencedError, what=what, log=log)
-
-
-def _commit(execution: Execution, state: AdapterState, snapshot_id: str) -> Awaitable[SnapshotTaken]:
-    request = execution.request
-    seq_id = int(request.seq_id or 0)
-    return commit(execution.context, execution.model_id, request.owner, seq_id, state, snapshot_id)
 
 
 def _opened(execution: Execution, opened: str, snapshot_id: str, *effects: Effect) -> Outcome:
