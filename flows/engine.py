@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 
 from tinkerflow.backend import tracing
 from tinkerflow.backend.clock import SystemClock, every_second
@@ -67,16 +68,8 @@ async def run_engine(
     UserError for settings or base models that cannot be; GroupFailedError when no worker group comes up.
     """
     loop = asyncio.get_running_loop()
-    await _in_thread(
-        lambda stop: _run(
-            settings,
-            stop,
-            lambda: _call(loop, on_ready),
-            lambda line: _call(loop, on_progress, line),
-            on_turn,
-            executor,
-        )
-    )
+    ready, progress = partial(_call, loop, on_ready), partial(_call, loop, on_progress)
+    await _in_thread(lambda stop: _run(settings, stop, ready, progress, on_turn, executor))
 
 
 async def _run(
