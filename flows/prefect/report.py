@@ -52,14 +52,7 @@ class Shown:
 class RunReport:
     """Follows the answers of one run's operations."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        say: Say,
-        tell: Tell,
-        trained: Trained = Trained(),  # noqa: B008  it is frozen
-        budget: int = 0,
-    ) -> None:
+    def __init__(self, clock: Clock, say: Say, tell: Tell, trained: Trained, budget: int) -> None:
         """Follow a run from where it is.
 
         clock: paces the lines. say: adds a line of a level to the run's logs. tell: emits an event with a payload.

@@ -33,11 +33,11 @@ class RawRow:
     value: object
 
 
-def read_rows(url: str, split: str = "", kind: str = "auto") -> Iterator[RawRow | tuple[RawRow, RowError]]:
+def read_rows(url: str, split: str, kind: str) -> Iterator[RawRow | tuple[RawRow, RowError]]:
     """All rows behind `url`, in the order of the files' names; a line that is not JSON comes with its error.
 
-    split: in a folder, read only files and folders that are named for it (`train`, `train-00000-of-00001.parquet`).
-    kind: the schema that rows are made for, where they are made (`journal://`, rated.py).
+    split: in a folder, read only files and folders that are named for it (`train`, `train-00000-of-00001.parquet`); ""
+    = all. kind: the schema that rows are made for, where they are made (`journal://`, rated.py).
     Raises UserError when there is nothing to read.
     """
     if url.startswith(SCHEME):
