@@ -93,12 +93,8 @@ async def _run(
         stack.callback(journal.close)
         answers = AnswerWriter(journal.results.finish)
         stack.push_async_callback(answers.close)
-        cards = await asyncio.gather(
-            *(
-                asyncio.to_thread(ModelCard.load, name, max_context=settings.max_context)
-                for name in settings.base_models
-            )
-        )
+        load = partial(ModelCard.load, max_context=settings.max_context)
+        cards = await asyncio.gather(*(asyncio.to_thread(load, name) for name in settings.base_models))
         lease = await stack.enter_async_context(hold_lease(journal))
         for card in cards:
             await asyncio.to_thread(journal.base_models.note_progress, card.name, "the service is starting")

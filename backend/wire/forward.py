@@ -32,12 +32,7 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.drift import kl_sample_train
 from tinkerflow.backend.spec.images import ImageProcessor
-from tinkerflow.backend.spec.limits import (
-    MAX_IMAGE_TOKENS,
-    MAX_REQUEST_CELLS,
-    MAX_TARGETS,
-    MODEL_CONTEXT,
-)
+from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS, MAX_REQUEST_CELLS, MAX_TARGETS, MODEL_CONTEXT
 from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.backend.wire.images import LOCATION_RULE, LOCATIONS, FindFiles, check_room, pixels

@@ -52,11 +52,7 @@ class EvaluationResult(BaseModel):
 async def evaluate(parameters: EvaluateParameters) -> EvaluationResult:
     """Score the weights and those to compare with, and show a table."""
     best = champion(parameters.work_url, parameters.champion) if parameters.champion else None
-    paths = {
-        "weights": parameters.weights,
-        "against": parameters.against,
-        "champion": best.weights if best else "",
-    }
+    paths = {"weights": parameters.weights, "against": parameters.against, "champion": best.weights if best else ""}
     given = {name: path for name, path in paths.items() if path}
     scores = await score_all(parameters, given | {BASE: ""})
     await show_scores(RunArtifacts(f"evaluate-{parameters.name}"), scores)

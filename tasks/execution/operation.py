@@ -19,15 +19,7 @@ from typing import ParamSpec, TypeVar
 
 from tinkerflow.backend import tracing
 from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.commands import (
-    AdapterState,
-    Command,
-    CreateAdapter,
-    Forward,
-    ImportAdapter,
-    OptimStep,
-    Reply,
-)
+from tinkerflow.backend.commands import AdapterState, Command, CreateAdapter, Forward, ImportAdapter, OptimStep, Reply
 from tinkerflow.backend.errors import (
     AllocationError,
     DeadlineError,

@@ -2,14 +2,7 @@
 
 from tinkerflow.backend.journal import Kind
 from tinkerflow.tasks.execution.operation import Execute
-from tinkerflow.tasks.operations import (
-    create_model,
-    forward_backward,
-    load_weights,
-    optim_step,
-    save_weights,
-    unload,
-)
+from tinkerflow.tasks.operations import create_model, forward_backward, load_weights, optim_step, save_weights, unload
 
 EXECUTE: dict[Kind, Execute] = {
     Kind.CREATE_MODEL: create_model.execute,
