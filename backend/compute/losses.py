@@ -22,7 +22,6 @@ import numpy as np
 from tinkerflow.backend.commands import Example, Float32, Forward
 from tinkerflow.backend.compute.custom_loss import custom_losses
 from tinkerflow.backend.compute.optimizer import Leaf
-from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.losses import LOSSES, Float64, LossSpec, loss_named
 
@@ -49,9 +48,7 @@ def choose(loss: str, config: Mapping[str, float]) -> LossChoice:
 
 
 def token_losses(choice: LossChoice, logprobs: jax.Array, inputs: TokenInputs) -> jax.Array:
-    """The loss of every token, of the shape of `logprobs`, weights applied."""
-    if not on_cpu():
-        return losses_and_slopes(choice, logprobs, inputs)[0]
+    """The loss of every token, of the shape of `logprobs`, weights applied. For CPUs: the program has a branch."""
     branches = [partial(_branch, spec) for spec in PER_TOKEN]
     vector = jnp.asarray(choice.vector)
     losses: jax.Array = jax.lax.switch(vector[0].astype(jnp.int32), branches, vector[1:], logprobs, inputs)

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute import full
-from tinkerflow.backend.compute.config import ATTENTION, GLOBAL, ModelConfig
+from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.device_bytes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
 from tinkerflow.backend.compute.mesh import heads_split
 from tinkerflow.backend.compute.params import params_like
@@ -312,9 +312,7 @@ def _logit_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
 
 def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What a page of the KV cache takes of the device that holds it."""
-    split = sampling_config(cfg, config).tensor
-    each = ((len(cfg.numbers(mixer)), *cfg.cached(mixer)) for mixer in (ATTENTION, GLOBAL))
-    cells = sum(layers * heads // split * (key + value) for layers, heads, key, value in each)
+    cells = cfg.cached_cell // sampling_config(cfg, config).tensor
     return cells * jnp.dtype(cache_dtype(config.kv_cache, config.dtype)).itemsize * PAGE
 
 
