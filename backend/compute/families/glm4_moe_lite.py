@@ -1,20 +1,11 @@
 """GLM-4.7-Flash: latent attention, and sigmoid-routed experts, as in DeepSeek V3."""
 
-from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.families import Family
-from tinkerflow.backend.compute.latent import latent_config, latent_projections, latent_tensors
-from tinkerflow.backend.compute.routed import without_predictors
+from dataclasses import replace
+from functools import partial
 
+from tinkerflow.backend.compute.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
+from tinkerflow.backend.compute.latent import latent_config
 
-def _parse(fields: ConfigFields) -> ModelConfig:
-    return latent_config(fields, norm_eps=1e-5)
-
-
-FAMILY = Family(
-    model_type="glm4_moe_lite",
-    title="GLM-4.7-Flash",
-    parse=_parse,
-    projections=latent_projections,
-    tensors=latent_tensors,
-    unpack=without_predictors,
+FAMILY = replace(
+    DEEPSEEK_V3, model_type="glm4_moe_lite", title="GLM-4.7-Flash", parse=partial(latent_config, norm_eps=1e-5)
 )

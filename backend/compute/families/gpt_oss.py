@@ -18,6 +18,7 @@ from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
 from tinkerflow.backend.compute.decoder import (
     FULL,
     SLIDING,
+    TEXT,
     LayerTensor,
     decoder_config,
     decoder_tensors,
@@ -27,7 +28,6 @@ from tinkerflow.backend.compute.families import Family
 from tinkerflow.backend.compute.mxfp4 import dequantised
 from tinkerflow.backend.compute.weight_files import MadeTensor, Tensor
 
-_LAYER = "model.layers.{}."
 # Our matrix, its tensor in the files, and which of that tensor's outputs are its own.
 _PARTS = (
     ("gate", "gate_up_proj", slice(0, None, 2)),
@@ -54,13 +54,13 @@ def _tensors(cfg: ModelConfig) -> dict[str, LayerTensor]:
     return (
         decoder_tensors(cfg)
         | {
-            "sinks": LayerTensor(f"{_LAYER}self_attn.sinks", (cfg.heads,), split=True),
-            "o_bias": LayerTensor(f"{_LAYER}self_attn.o_proj.bias", (cfg.hidden,)),
-            "router": LayerTensor(f"{_LAYER}mlp.router.weight", (cfg.experts, cfg.hidden)),
-            "router_bias": LayerTensor(f"{_LAYER}mlp.router.bias", (cfg.experts,)),
+            "sinks": LayerTensor(f"{TEXT}self_attn.sinks", (cfg.heads,), split=True),
+            "o_bias": LayerTensor(f"{TEXT}self_attn.o_proj.bias", (cfg.hidden,)),
+            "router": LayerTensor(f"{TEXT}mlp.router.weight", (cfg.experts, cfg.hidden)),
+            "router_bias": LayerTensor(f"{TEXT}mlp.router.bias", (cfg.experts,)),
         }
         | {
-            f"{name}_bias": LayerTensor(f"{_LAYER}mlp.experts.{name}_proj.bias", (cfg.experts, size))
+            f"{name}_bias": LayerTensor(f"{TEXT}mlp.experts.{name}_proj.bias", (cfg.experts, size))
             for name, size in sizes.items()
         }
     )
@@ -70,7 +70,7 @@ def _unpack(cfg: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Ten
     """The tensors with one matrix and bias for each expert in place of the fused ones, quantised or not."""
     found = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     for layer in range(cfg.layers):
-        experts = f"{_LAYER.format(layer)}mlp.experts."
+        experts = f"{TEXT.format(layer)}mlp.experts."
         for name, fused, own in _PARTS:
             outputs = cfg.hidden if name == "down" else cfg.mlp
             inputs = cfg.mlp if name == "down" else cfg.hidden
