@@ -241,11 +241,6 @@ class ModelConfig:
         cells = ((len(self.numbers(mixer)), *self.cached(mixer)) for mixer in (ATTENTION, GLOBAL))
         return sum(layers * heads * (key + value) for layers, heads, key, value in cells)
 
-    @property
-    def attended(self) -> int:
-        """How many numbers the attention of all layers gives of a token, before its last projection."""
-        return self.heads * sum(self.widths(kind)[1] for kind in self.layer_kinds if kind.attends)
-
     def widths(self, kind: LayerKind) -> tuple[int, int]:
         """The dimensions of a head of q and k, and of v, in a layer with attention."""
         key = self.heads_of(kind.mixer).head_dim

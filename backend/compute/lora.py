@@ -217,8 +217,7 @@ def shapes(cfg: ModelConfig, spec: LoraSpec) -> Lora:
 
 def by_name(lora: Lora) -> dict[str, Any]:
     """The leaves of an adapter by name: `q.A`, `q.B`, …, `unembed.B`."""
-    pairs = lora.layers if lora.unembed is None else {**lora.layers, "unembed": lora.unembed}
-    return {f"{name}.{side}": getattr(pair, side) for name, pair in pairs.items() for side in ("A", "B")}
+    return {f"{name}.{side}": getattr(pair, side) for name, pair in _pairs(lora).items() for side in ("A", "B")}
 
 
 def from_names(leaves: Mapping[str, Any]) -> Lora:
@@ -234,8 +233,7 @@ def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
     fuses them when it loads them into a transformers 5 model, whose experts are fused.
     """
     named: dict[str, npt.NDArray[np.float32]] = {}
-    pairs = {**lora.layers, **({"unembed": lora.unembed} if lora.unembed is not None else {})}
-    for name, pair in pairs.items():
+    for name, pair in _pairs(lora).items():
         projection = projections(cfg)[name]
         for place in np.ndindex(projection.stack):
             A, B = pair_names(projection.name(place))
@@ -258,6 +256,10 @@ def from_peft(
 
     whole = projections(cfg)
     return _lora({name: pair(whole[name]) for name in targets(cfg, spec)})
+
+
+def _pairs(lora: Lora) -> dict[str, LoraPair]:
+    return lora.layers if lora.unembed is None else {**lora.layers, "unembed": lora.unembed}
 
 
 def _lora(pairs: dict[str, LoraPair]) -> Lora:

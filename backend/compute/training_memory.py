@@ -5,16 +5,14 @@ Counted from sizes alone, as the plan in `memory.py` needs it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
-from tinkerflow.backend.compute import full
+from tinkerflow.backend.compute import full, lora
 from tinkerflow.backend.compute.attention import score_bytes
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.decoder import plain_name
@@ -23,13 +21,13 @@ from tinkerflow.backend.compute.device_bytes import abstract_mesh, held_bytes, s
 from tinkerflow.backend.compute.families import layers_with, projections
 from tinkerflow.backend.compute.flash import on_gpus
 from tinkerflow.backend.compute.layers import kept_carries
-from tinkerflow.backend.compute.lora import shardings
-from tinkerflow.backend.compute.peft_names import matrix_rank, targets
+from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.platforms import SCORED_ROWS, TPU, on_cpu, platform
 from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.transformer import KEPT, TOKENWISE, Keep
 from tinkerflow.backend.compute.vision import tower_bytes
+from tinkerflow.backend.compute.warming import like
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket
 
@@ -133,7 +131,7 @@ def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimiz
     """What an adapter in training takes of each device: weights, gradients and the optimizer's state, float32."""
     if spec.full:
         return _full_bytes(cfg, config, optimizer)
-    return _shards_bytes(config, _adapter_shapes(cfg, spec)) * (2 + len(OPTIMIZERS[optimizer].state))
+    return _shards_bytes(config, lora.shapes(cfg, spec)) * (2 + len(OPTIMIZERS[optimizer].state))
 
 
 def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> int:
@@ -203,9 +201,10 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int, wh
         gathered = vocab * cfg.hidden * item + 2 * weight_bytes(cfg, unsplit) // cfg.layers
     # The adapter in the dtype of the activations, its gradient, and what the gradient is added to; all of them whole.
     # And what the gradients were before, of a command that is computed and one that is read at the same time.
-    shapes = _adapter_shapes(cfg, usual_spec(cfg, config.expert_rank))
-    adapter, devices = sum(shape.size for shape in shapes), config.fsdp * config.expert * config.tensor
-    gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, shapes)
+    usual = lora.shapes(cfg, usual_spec(cfg, config.expert_rank))
+    adapter = sum(leaf.size for leaf in jax.tree.leaves(usual))
+    devices = config.fsdp * config.expert * config.tensor
+    gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, usual)
     # The logits are gone before a layer is differentiated. But with all layers' inputs or results, and in layers with
     # experts or linear attention, the compilers need more than is counted here, so the logits are counted as well.
     counted = cfg.experts or cfg.delta is not None or keep is not Keep.GROUPS
@@ -236,7 +235,7 @@ def _results(cfg: ModelConfig, *, mixers: bool = False) -> int:
 def _attended(cfg: ModelConfig) -> int:
     """What the mixers of all layers give, in numbers of one token."""
     delta = 0 if cfg.delta is None else cfg.delta.values * len(cfg.numbers("delta"))
-    return cfg.attended + delta
+    return delta + cfg.heads * sum(cfg.widths(kind)[1] for kind in cfg.layer_kinds if kind.attends)
 
 
 def _ranks(cfg: ModelConfig) -> int:
@@ -246,14 +245,6 @@ def _ranks(cfg: ModelConfig) -> int:
     return RANK_COLUMNS * sum(per_token * len(homes[name]) for per_token, name in matrices) // cfg.layers
 
 
-def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of an adapter."""
-    matrices = [projections(cfg)[name] for name in targets(cfg, spec)]
-    sizes = [(one, size) for one in matrices for size in (one.inputs, one.outputs)]
-    return [jax.ShapeDtypeStruct((*one.stack, matrix_rank(spec, one), size), np.float32) for one, size in sizes]
-
-
-def _shards_bytes(config: GroupConfig, shapes: list[jax.ShapeDtypeStruct]) -> int:
-    """What the arrays of an adapter take of each device."""
-    places: Any = shardings(abstract_mesh(config), shapes)
-    return 4 * sum(math.prod(where.shard_shape(one.shape)) for one, where in zip(shapes, places, strict=True))
+def _shards_bytes(config: GroupConfig, adapter: Lora) -> int:
+    """What an adapter, which needs no values, takes of each device."""
+    return held_bytes(jax.tree.map(like, adapter, lora.shardings(abstract_mesh(config), adapter)))
