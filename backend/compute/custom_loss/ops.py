@@ -183,42 +183,13 @@ def _math(name: str) -> Op:
     return function
 
 
-_NUMPY = [
-    "abs",
-    "exp",
-    "expm1",
-    "log",
-    "log1p",
-    "log2",
-    "log10",
-    "sqrt",
-    "square",
-    "negative",
-    "sign",
-    "floor",
-    "ceil",
-    "round",
-    "trunc",
-    "reciprocal",
-    "sin",
-    "cos",
-    "tanh",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "logical_not",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "multiply",
-    "remainder",
-    "maximum",
-    "minimum",
-    "logaddexp",
-    "any",
-    "all",
-]
-_PLAIN: Mapping[str, Op] = {
+_NUMPY = (
+    "abs", "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "square", "negative", "sign",
+    "floor", "ceil", "round", "trunc", "reciprocal", "sin", "cos", "tanh", "isnan", "isinf",
+    "isfinite", "logical_not", "logical_and", "logical_or", "logical_xor", "multiply", "remainder",
+    "maximum", "minimum", "logaddexp",
+)  # fmt: skip
+OPS: Mapping[str, Op] = {
     **{name: getattr(jnp, name) for name in _NUMPY},
     "absolute": jnp.abs,
     "rsqrt": jax.lax.rsqrt,
@@ -319,9 +290,6 @@ _PLAIN: Mapping[str, Op] = {
     "full_like": lambda x, fill_value, dtype=None, **_: _like(fill_value)(x, dtype),
     "arange": _arange,
     "getattr": _getattr,
-}
-OPS: Mapping[str, Op] = {
-    **_PLAIN,
     **{f"operator.{name}": _on_numbers(getattr(operator, name)) for name in OPERATORS},
     "operator.getitem": operator.getitem,  # its index may be a slice
     **{f"math.{name}": _math(name) for name in MATH},
