@@ -71,13 +71,15 @@ def _states(operands: list[Shape], _: str) -> int:
     return 2 * rows * pool.nbytes // (pool.dims[0] * pool.dims[1]) + sum(one.nbytes for one in tokens)
 
 
+_OF_A_LAYER = ("layer_product", "grouped_product", "adapter_low", "adapter_update")  # rows times a matrix of a stack
+
 # Bytes that kernels read which are given all layers, and read of one; and what they write there.
 READ: dict[str, Callable[[list[Shape], str], int]] = {
     "delta_step": _states,
     "(gmm)": _one_matrix_each,  # `tgmm` is given no stack
     "ragged_paged_attention": _ragged_pages,
     "paged_attention": _pages,
-    **dict.fromkeys(("layer_product", "grouped_product", "adapter_low", "adapter_update"), _one_layer),
+    **dict.fromkeys(_OF_A_LAYER, _one_layer),
 }
 
 LOGITS = {"softmax_totals": True, "softmax_again": True}  # kernels that multiply rows by the unembedding
@@ -90,13 +92,10 @@ KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
     "attention_backward": _attention(7, 1),
     "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],
     "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[4].dims[4],
-    "layer_product": lambda operands, result: 2 * operands[0].size * result.dims[-1],
-    "adapter_low": lambda operands, result: 2 * operands[0].size * result.dims[-1],
-    "adapter_update": lambda operands, result: 2 * operands[0].size * result.dims[-1],
+    **dict.fromkeys(_OF_A_LAYER, lambda operands, result: 2 * operands[0].size * result.dims[-1]),
     "splash_mha_fwd": _attention(2, -2),
     "splash_mha_dkv": _attention(4, -2),
     "splash_mha_dq": _attention(3, -2),
-    "grouped_product": lambda operands, result: 2 * operands[0].size * result.dims[-1],
     "softmax_slopes_by_adapter": lambda operands, result: 4 * result.size * operands[-1].dims[0],
     "softmax_slopes": lambda operands, result: 0,
     "grouped_outer": lambda operands, result: 2 * operands[0].size * operands[1].dims[-1],

@@ -192,16 +192,13 @@ def _parse(text: str) -> _Program:
     entry, current = "", None
     for line in _LINES_OF_A_KERNEL.sub(r"\1\2\3", text).splitlines():
         if current is None:
-            head = _HEAD.match(line)
-            if head:
+            if head := _HEAD.match(line):
                 current = computations[head[1]] = {}
                 entry = head[1] if line.startswith("ENTRY") else entry
         elif line.startswith("}"):
             current = None
-        else:
-            op = _parse_op(line)
-            if op is not None:
-                current[op.name] = op
+        elif op := _parse_op(line):
+            current[op.name] = op
     if not entry:
         raise ValueError("the text has no ENTRY computation, so it is not HLO")
     return _Program(entry, computations)
@@ -272,18 +269,15 @@ class _Counter:
             return
         if kind in _FREE:
             return
-        if kind != "parameter":
-            for shape in op.shapes:
-                if not self._free(shape):
-                    self._counts.arrays.setdefault(f"{op.label} {shape}", shape)
+        for shape in op.shapes:
+            if not self._free(shape):
+                self._counts.arrays.setdefault(f"{op.label} {shape}", shape)
         base = kind.removesuffix("-start")
         if base in _COLLECTIVES:
             result = op.shapes[-1] if kind == "all-gather-start" else max(op.shapes, key=lambda shape: shape.nbytes)
             self._counts.collectives.append(Collective(base, op.label, str(result), result.nbytes, times))
-        matmuls = [*self._matmuls(computation, op)]
-        moved = self._bytes(computation, op)
-        stated = self._stated(computation, op, times)
-        flops = sum(flops for _, flops in matmuls) + stated
+        matmuls, moved = [*self._matmuls(computation, op)], self._bytes(computation, op)
+        flops = sum(flops for _, flops in matmuls) + self._stated(computation, op, times)
         if flops or moved:
             each = tuple((shape, one * times) for shape, one in matmuls)
             self._counts.work.append(Work(op.label, kind, times, flops * times, moved * times, each))
@@ -291,11 +285,8 @@ class _Counter:
     def _branch(self, op: _Op, times: int, depth: int) -> None:
         """Count the branch of a conditional that moves the most bytes."""
         listed = re.search(r"branch_computations=\{([^}]*)\}", op.attributes)
-        names = (
-            _NAME.findall(listed[1])
-            if listed
-            else [_required(op, "true_computation"), _required(op, "false_computation")]
-        )
+        both = ("true_computation", "false_computation")
+        names = _NAME.findall(listed[1]) if listed else [_required(op, name) for name in both]
         counted: list[Counts] = []
         for name in names:
             branch = _Counter(self._program, self._on_chip, self._unknown)
@@ -313,15 +304,13 @@ class _Counter:
     # How often loops turn
 
     def _trips(self, computation: _Computation, op: _Op) -> int | None:
-        known = op.backend.get("known_trip_count") or op.backend.get("while_loop_backend_config", {}).get(
-            "known_trip_count"
-        )
-        if known:
+        of_loop = op.backend.get("while_loop_backend_config", {})
+        if known := op.backend.get("known_trip_count") or of_loop.get("known_trip_count"):
             return int(known["n"])
         if not self._on_chip:  # XLA:GPU writes down what it knows
             return None
         condition = self._program.computations[_required(op, "condition")]
-        compare = next(inner for inner in condition.values() if inner.root)
+        compare = _root(condition)
         if compare.opcode != "compare" or compare.attribute("direction") != "LT":
             return None
         state = computation[op.operands[0]]
@@ -351,17 +340,16 @@ class _Counter:
         if kind == "fusion":
             return self._fusion_bytes(operands, op)
         if kind in _SLICES:
-            return sum(map(self._moved, op.shapes)) + min(self._all(op), self._all(operands[0]))
+            return self._all(op) + min(self._all(op), self._all(operands[0]))
         if kind == "dynamic-update-slice":
             return 2 * self._all(operands[1])
         if kind == "scatter":
             return sum(self._all(operand) for operand in operands[1:]) + self._all(operands[-1])
         if kind in ("copy-start", "slice-start", "dynamic-slice-start"):
-            return self._moved(op.shapes[0]) + min(
-                self._moved(op.shapes[1]) or op.shapes[0].nbytes, op.shapes[0].nbytes
-            )
+            into, source, *_ = op.shapes
+            return self._moved(into) + min(self._moved(source) or into.nbytes, into.nbytes)
         if kind.endswith("-start"):
-            return sum(map(self._moved, op.shapes))
+            return self._all(op)
         if kind == "custom-call" and op.target in _NO_WORK:
             return 0
         if kind == "custom-call" and _known(LOGITS, op) and (cost := op.cost):
@@ -372,7 +360,7 @@ class _Counter:
 
     def _fusion_bytes(self, operands: list[_Op], op: _Op) -> int:
         inner = self._program.computations[_required(op, "calls")]
-        parameters = {int(one.inner): one for one in inner.values() if one.opcode == "parameter"}
+        parameters = _parameters(inner)
         read = 0
         for place, operand in enumerate(operands):
             if place in parameters and not all(map(self._free, operand.shapes)):
@@ -395,7 +383,7 @@ class _Counter:
                 continue
             elif user.opcode == "fusion":
                 nested = self._program.computations[_required(user, "calls")]
-                parameters = {int(one.inner): one for one in nested.values() if one.opcode == "parameter"}
+                parameters = _parameters(nested)
                 for place, name in enumerate(user.operands):
                     if name == value.name:
                         handed_on = user.aliased.get("") == place or _source(nested) is parameters[place]
@@ -405,7 +393,7 @@ class _Counter:
         return min(whole, total)
 
     def _written(self, inner: _Computation, op: _Op) -> int:
-        root = next(one for one in inner.values() if one.root)
+        root = _root(inner)
         results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
         if len(results) != len(op.shapes):
             return self._all(op)
@@ -422,7 +410,7 @@ class _Counter:
             return sum(shape.nbytes for shape in inner[result.operands[_IN_PLACE[result.opcode]]].shapes)
         if result.opcode == "fusion":
             nested = self._program.computations[_required(result, "calls")]
-            return self._update(nested, next(one for one in nested.values() if one.root))
+            return self._update(nested, _root(nested))
         return sum(shape.nbytes for shape in result.shapes)
 
     # Flops
@@ -472,9 +460,18 @@ def _known(kernels: dict[str, Known], op: _Op) -> Known | None:
     return next((known for name, known in kernels.items() if name in f"{op.label} {op.name}"), None)
 
 
+def _root(computation: _Computation) -> _Op:
+    return next(op for op in computation.values() if op.root)
+
+
+def _parameters(computation: _Computation) -> dict[int, _Op]:
+    """The operations that stand for a computation's operands, by their place among these."""
+    return {int(op.inner): op for op in computation.values() if op.opcode == "parameter"}
+
+
 def _source(computation: _Computation) -> _Op:
     """What a computation's result is a bitcast of."""
-    op = next(one for one in computation.values() if one.root)
+    op = _root(computation)
     while op.opcode == "bitcast":
         op = computation[op.operands[0]]
     return op
