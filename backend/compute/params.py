@@ -71,20 +71,17 @@ def load_params(
 def params_like(cfg: ModelConfig, mesh: Mesh, dtype: str, *, base_weights: Literal["full", "int8"] = "full") -> Params:
     """The weights that `load_params` makes of such a model, without values: shapes, dtypes and shardings."""
     _check_expert_axis(cfg, cfg.architecture, mesh)
-    with ThreadPoolExecutor(1) as threads:  # which has nothing to do
-        return _params(
-            _Loader(cfg, "", mesh, jnp.dtype(dtype), None, base_weights == "int8", threads), lambda line: None
-        )
+    return _params(_Loader(cfg, "", mesh, jnp.dtype(dtype), None, base_weights == "int8"))
 
 
-def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
+def _params(load: _Loader, progress: Callable[[str], None] = lambda _: None) -> Params:
     cfg = load.cfg
     family = family_of(cfg)
-    matrices = {name: matrix for name, matrix in family.projections(cfg).items() if name != "unembed"}
-    tensors, total = family.tensors(cfg), 2 if cfg.tied else 3
+    matrices, tensors, inputs = family.projections(cfg), family.tensors(cfg), family.inputs(cfg)
+    unembed = matrices.pop("unembed")
     seeing = {} if cfg.vision is None else tower_tensors(cfg.vision, cfg.hidden)
-    inputs = family.inputs(cfg)
-    numbers, total = counter(1), total + len(matrices) + len(tensors) + len(seeing) + len(inputs)
+    ends = 2 if cfg.tied else 3
+    numbers, total = counter(1), ends + len(matrices) + len(tensors) + len(seeing) + len(inputs)
 
     def told(weight: Loaded) -> Loaded:
         progress(f"loading weights {next(numbers)}/{total}")
@@ -92,7 +89,6 @@ def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
 
     layers = {name: told(load.matrices(matrix, plain_name(name) in ROW_PARALLEL)) for name, matrix in matrices.items()}
     layers |= {name: told(load.layer_tensors(tensor)) for name, tensor in tensors.items()}
-    unembed = family.projections(cfg)["unembed"]
     return Params(
         embed_VD=told(load.whole(family.embed, (cfg.vocab, cfg.hidden), *load.axes(cfg.vocab))),
         layers=layers,
@@ -111,8 +107,8 @@ def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
 class _Loader:
     """Reads tensors of one folder and puts them on the mesh. dtype: of what it makes. int8: matrices are rounded.
 
-    stored: the folder's tensors; None = make shapes and shardings alone. threads: read, and convert on the way. used:
-    gets the name of every tensor.
+    stored: the folder's tensors; None = make shapes and shardings alone. threads: read, and convert on the way; None =
+    there is nothing to read. used: gets the name of every tensor.
     """
 
     cfg: ModelConfig
@@ -121,7 +117,7 @@ class _Loader:
     dtype: np.dtype[Any]
     stored: Mapping[str, Tensor] | None
     int8: bool
-    threads: ThreadPoolExecutor
+    threads: ThreadPoolExecutor | None = None
     used: set[str] = field(default_factory=set)
 
     def whole(self, name: str, shape: tuple[int, ...], *axes: Axis) -> jax.Array:
@@ -187,9 +183,8 @@ class _Loader:
         if self.stored is None:
             return StoredTensor(shape, "", np.empty(0, np.uint8))
         tensor = self.stored.get(name)
-        found = None if tensor is None else tensor.shape
-        if tensor is None or found != shape:
-            wrong = "is missing" if found is None else f"has shape {found}"
+        if tensor is None or tensor.shape != shape:
+            wrong = "is missing" if tensor is None else f"has shape {tensor.shape}"
             raise UserError(
                 f"base model {str(self.folder)!r}: tensor {name!r} {wrong}; config.json asks for shape {shape}"
             )
@@ -213,6 +208,7 @@ class _Loader:
 
     def _all(self, do: Callable[[int], None], numbers: range) -> None:
         """`do` of each number, in threads: copies of large arrays do not hold the interpreter's lock."""
+        assert self.threads is not None
         for _ in self.threads.map(do, numbers):
             pass
 
@@ -312,8 +308,7 @@ def _has_int8(layers: LayerParams) -> bool:
 def _check_surplus(cfg: ModelConfig, folder: str | Path, mesh: Mesh, stored: Mapping[str, Tensor]) -> None:
     """A tensor that nothing computes with means that the model is another one than the one that would be computed."""
     family, used = family_of(cfg), {"lm_head.weight"}  # an unembedding may be stored beside a tied embedding
-    with ThreadPoolExecutor(1) as threads:  # which has nothing to do
-        _params(_Loader(cfg, "", mesh, jnp.dtype("float32"), None, False, threads, used), lambda line: None)
+    _params(_Loader(cfg, "", mesh, jnp.dtype("float32"), None, False, used=used))
     skipped = (name for name in stored if name.startswith(family.skipped) or name.endswith(_UNUSED))
     surplus = sorted(set(stored) - used - set(skipped))
     if surplus:
