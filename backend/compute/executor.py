@@ -133,7 +133,7 @@ class Executor:
         )
         self.ahead = not on_cpu()  # commands are begun before the devices are done with the last one
         self._warm_up = WarmUp(on=config.warm_up, maps_used=memory_maps_used)
-        self._warm_up.want(self._sampler.programs())
+        self._warm_up.want(self._sampler.adapters.programs())
         if self._eyes is not None:
             self._warm_up.want(self._eyes.programs(self._config.max_context))
         self._shapes_wanted: set[tuple[LoraSpec, Optimizer]] = set()
@@ -306,7 +306,7 @@ class Executor:
         return Done()
 
     def _status(self) -> CompileStatus:
-        pages = self._sampler.pages
+        pages = self._sampler.adapters.pages
         total = (pages.pages - 1) * pages.shards  # the first of each shard is nobody's
         free = sum(pages.free(shard) for shard in range(pages.shards))
         return replace(self._warm_up.warmth, kv_pages=total, kv_pages_used=total - free)
@@ -366,7 +366,7 @@ class Executor:
         self._shapes_wanted.add((spec, optimizer))
         adapter = adapter_like(self._cfg, self._mesh, spec)
         if isinstance(adapter, Lora):
-            self._warm_up.want(self._sampler.publishing(spec, adapter))
+            self._warm_up.want(self._sampler.adapters.publishing(spec, adapter))
         self._warm_up.want(
             training_programs(
                 self._mesh,

@@ -16,7 +16,7 @@ import bisect
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,23 +26,13 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import (
-    LoraSpec,
-    SampleProgress,
-    SampleRequest,
-    SampleResult,
-    SampleStep,
-    SnapshotHeld,
-)
+from tinkerflow.backend.commands import LoraSpec, SampleProgress, SampleRequest, SampleResult, SampleStep, SnapshotHeld
 from tinkerflow.backend.compute import full
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.full import Trained
-from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import put, replicated, to_host
-from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.sampler import Sampler
 from tinkerflow.backend.compute.transformer import Params
-from tinkerflow.backend.compute.warming import Program
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.spec.ranks import NOT_SAMPLED
 
@@ -247,19 +237,6 @@ class GroupSampler:
     def __init__(self, adapters: Sampler, whole: WholeSampler) -> None:
         """adapters: serves the base model and adapters. whole: serves models of which all parameters were trained."""
         self.adapters, self.whole = adapters, whole
-
-    @property
-    def pages(self) -> PagePool:
-        """The pages of the KV cache of the base model and adapters."""
-        return self.adapters.pages
-
-    def programs(self) -> Iterator[Program]:
-        """See `Sampler.programs`."""
-        return self.adapters.programs()
-
-    def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
-        """See `Sampler.publishing`."""
-        return self.adapters.publishing(spec, adapter)
 
     def publish(self, snapshot_id: str, trained: Trained, spec: LoraSpec) -> None:
         """Keep a copy of an adapter or of a whole model; errors are those of either sampler."""

@@ -184,9 +184,11 @@ def test_who_is_preempted_sees_the_images_again(sampler: Sampler, ask: Any, run_
 def test_the_warm_up_compiles_what_prompts_with_images_need(sees: Reference, ask: Any, run_all: Any) -> None:
     executor = sees.executor(sample_slots=1, decode_chunk=3)  # no other test's programs
     needed = [
-        one for one in executor._sampler.programs() if one.name.endswith(("32 columns, images", "copies of pages"))
+        one
+        for one in executor._sampler.adapters.programs()
+        if one.name.endswith(("32 columns, images", "copies of pages"))
     ]
-    needed += [one for one in executor._sampler.programs() if one.name == "decode, 1 slots, 32 columns"]
+    needed += [one for one in executor._sampler.adapters.programs() if one.name == "decode, 1 slots, 32 columns"]
     needed += [one for one in executor._eyes.programs(512) if "256" in one.name]
     for program in needed:
         program.make()
