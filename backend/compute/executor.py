@@ -376,7 +376,7 @@ class Executor:
                 optimizer=optimizer,
                 microbatch_tokens=self.microbatch_tokens,
                 max_context=self._config.max_context,
-                sees=None if self._eyes is None else self._cfg,
+                eyes=self._eyes,
             ),
             owner=spec,
         )

@@ -12,7 +12,6 @@ import gc
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +25,7 @@ from tinkerflow.backend.compute.mesh import ROWS, replicated, row_parts, shardin
 from tinkerflow.backend.compute.optimizer import fresh_state
 from tinkerflow.backend.compute.train import DeviceBatch, Steps
 from tinkerflow.backend.compute.transformer import Params, Seen
+from tinkerflow.backend.compute.vision import Eyes
 from tinkerflow.backend.compute.warming import Program, like, result_of
 from tinkerflow.backend.spec.losses import packed_inputs
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
@@ -91,13 +91,13 @@ def training_programs(
     optimizer: Optimizer,
     microbatch_tokens: int,
     max_context: int,
-    sees: ModelConfig | None = None,
+    eyes: Eyes | None = None,
 ) -> Iterator[Program]:
     """The programs of an adapter like `lora`, full micro-batches of short rows first; targets are of one dimension.
 
     mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
     optimizer: the adapter's. microbatch_tokens: padded tokens of a micro-batch at most. max_context: tokens of an
-    example at most. sees: the config of a model that sees images, for the programs of batches with images.
+    example at most. eyes: of models that see images, for the programs of batches with images.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)
@@ -111,8 +111,8 @@ def training_programs(
     for B, T in micro_batch_shapes(microbatch_tokens, max_context, row_parts(mesh)):
         distance = (microbatch_tokens // (B * T)).bit_length() + (T // 512).bit_length()
         kinds = [("", batch := batch_like(mesh, B, T))]
-        if sees is not None:
-            kinds.append((" with images", replace(batch, seen=seen_like(sees, mesh, B, T, params.embed_VD.dtype))))
+        if eyes is not None:
+            kinds.append((" with images", replace(batch, seen=seen_like(eyes, mesh, B, T))))
         for what, batch in kinds:
             backward = partial(result_of, steps.backward, params, lora, lora, batch)
             yield Program(f"forward_backward of {B}x{T} tokens{what}, {of}", distance, backward)
@@ -130,15 +130,7 @@ def batch_like(mesh: Mesh, B: int, T: int) -> DeviceBatch:
     )
 
 
-def seen_like(cfg: ModelConfig, mesh: Mesh, B: int, T: int, dtype: Any) -> Seen:
-    """The images of a micro-batch on the devices, without values.
-
-    cfg: of a model that sees images. mesh: the devices. B, T: rows of the micro-batch and tokens of a row. dtype: of
-    the base weights.
-    """
-    assert cfg.vision is not None
-    vectors = np.empty((B, T, cfg.vision.vectors, cfg.hidden), dtype)
-    seen: Seen = like(
-        Seen(np.empty((B, T), np.bool_), np.empty((B, T, 3), np.int32), vectors), sharding(mesh, (B, T), ROWS)
-    )
+def seen_like(eyes: Eyes, mesh: Mesh, B: int, T: int) -> Seen:
+    """The images of a micro-batch of B rows of T tokens on the devices, without values."""
+    seen: Seen = like(eyes.nothing(B, T), sharding(mesh, (B, T), ROWS))
     return seen

@@ -10,7 +10,6 @@ B rows, T tokens, D hidden.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -108,7 +107,7 @@ def _between(grid: int, count: int) -> tuple[Int32, Int32, npt.NDArray[np.float3
     return before, np.minimum(before + 1, grid - 1), at - before
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1))
 def see(cfg: ModelConfig, mesh: Mesh, tower: Tower, scale: jax.Array, patches: Patches) -> jax.Array:
     """vectors_NED of an image, replicated: in place of the embedding, then DeepStack's; of padding, nothing to use.
 
@@ -205,20 +204,23 @@ class Eyes:
         found = [self.look(image) for place in batch.places for image in examples[place.example].images]
         if not found:
             return None
-        B, T = batch.tokens_BT.shape
         vision, looked = self.vision, iter(to_host(found))
-        here = np.zeros((B, T), np.bool_)
-        positions = np.repeat(batch.positions_BT[..., None], 3, axis=-1)
-        vectors = np.zeros((B, T, vision.vectors, self.hidden), self.dtype)
+        seen = self.nothing(*batch.tokens_BT.shape)
+        seen.positions_BT3[...] = batch.positions_BT[..., None]
         for place in batch.places:
             images = examples[place.example].images
             own = slice(place.start, place.start + place.length)
-            positions[place.row, own] = image_positions(vision, place.length, images)
+            seen.positions_BT3[place.row, own] = image_positions(vision, place.length, images)
             for image in images:
                 start, tokens = place.start + image.start, image.tokens(vision.token_side)
-                here[place.row, start : start + tokens] = True
-                vectors[place.row, start : start + tokens] = next(looked)[:tokens]
-        return Seen(here, positions, vectors)
+                seen.here_BT[place.row, start : start + tokens] = True
+                seen.vectors_BTED[place.row, start : start + tokens] = next(looked)[:tokens]
+        return seen
+
+    def nothing(self, rows: int, tokens: int) -> Seen:
+        """Host arrays for `rows` by `tokens` tokens without images."""
+        vectors = np.zeros((rows, tokens, self.vision.vectors, self.hidden), self.dtype)
+        return Seen(np.zeros((rows, tokens), np.bool_), np.zeros((rows, tokens, 3), np.int32), vectors)
 
     def look(self, image: ImagePixels) -> jax.Array:
         """What `see` gives of an image."""

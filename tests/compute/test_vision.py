@@ -113,7 +113,7 @@ def test_programs_that_are_compiled_early_are_those_of_batches_with_images(sees,
     assert not seen.vectors_BTED[~seen.here_BT].any()
     assert eyes.seen(data[1:], pack(data[1:], microbatch_tokens=128)[0]) is None
     made, shape = to_devices(batch, choice, mesh, seen), batch.tokens_BT.shape
-    early = replace(batch_like(mesh, *shape), seen=seen_like(cfg, mesh, *shape, np.float32))
+    early = replace(batch_like(mesh, *shape), seen=seen_like(eyes, mesh, *shape))
     described = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree) for tree in (made, early)]
     assert described[0] == described[1]
     image, patches = to_patches(cfg.vision, data[0].images[0].pixels_HWC), patches_like(cfg.vision, 256)

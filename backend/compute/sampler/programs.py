@@ -34,7 +34,6 @@ from tinkerflow.backend.compute.sampler.shapes import (
     rank_columns,
 )
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack, frozen, placed, widths_of
-from tinkerflow.backend.compute.sampler.views import empty_seen
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.vision import Eyes
 from tinkerflow.backend.compute.warming import Program, like, result_of
@@ -112,7 +111,7 @@ class SamplerPrograms:
             wanted=empty_queries(PLAIN, rows, size),
             states_B=np.zeros(rows, np.int32) if self.pool.states else None,
             valid_B=np.zeros(rows, np.int32) if self.pool.states else None,
-            seen=None if eyes is None else empty_seen(eyes, rows, size),
+            seen=None if eyes is None else eyes.nothing(rows, size),
         )
         prefill.lower(self.cfg, self.mesh, PLAIN, self.params, self._stack(width), self._cache(), piece).compile()
 

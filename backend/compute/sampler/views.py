@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.commands import ImagePixels
-from tinkerflow.backend.compute.config import Vision
 from tinkerflow.backend.compute.mesh import to_host
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillJob
 from tinkerflow.backend.compute.transformer import Seen
@@ -47,7 +45,7 @@ class Views:
         if self._job is not job:
             self._job, self._seen = job, {}
             self._positions_T3 = image_positions(vision, len(job.tokens_T), images)
-        seen, looked = empty_seen(self._eyes, rows, size), 0
+        seen, looked = self._eyes.nothing(rows, size), 0
         known_T3 = self._positions_T3[start:end]
         seen.positions_BT3[job.row, : len(known_T3)] = known_T3
         for image in images:
@@ -56,7 +54,7 @@ class Views:
             if first >= last:
                 continue
             if image.start not in self._seen:
-                self._seen[image.start] = self._look(vision, image)
+                self._seen[image.start] = np.asarray(to_host(self._eyes.look(image)))[: behind - image.start]
                 looked += behind - image.start
             seen.here_BT[job.row, first - start : last - start] = True
             here = slice(first - image.start, last - image.start)
@@ -64,13 +62,3 @@ class Views:
             if behind <= end:
                 del self._seen[image.start]
         return seen, looked
-
-    def _look(self, vision: Vision, image: ImagePixels) -> npt.NDArray[Any]:
-        vectors_NED = np.asarray(to_host(self._eyes.look(image)))
-        return vectors_NED[: image.tokens(vision.token_side)]
-
-
-def empty_seen(eyes: Eyes, rows: int, size: int) -> Seen:
-    """Host arrays for a piece of `rows` by `size` tokens without images."""
-    vectors = np.zeros((rows, size, eyes.vision.vectors, eyes.hidden), eyes.dtype)
-    return Seen(np.zeros((rows, size), np.bool_), np.zeros((rows, size, 3), np.int32), vectors)
