@@ -24,12 +24,11 @@ from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.platforms import compiling_for
 from tinkerflow.backend.compute.roofline import parse_topology
 from tinkerflow.backend.compute.roofline_targets import Figures, compile_for, mesh_for
-from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.decode import decode, empty_rows
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
-from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
-from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
-from tinkerflow.backend.compute.sampler.sampling import greedy_choice
+from tinkerflow.backend.compute.sampler.prefill import empty_piece, prefill
+from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack
 from tinkerflow.backend.compute.train import Steps, make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
@@ -145,16 +144,8 @@ class Programs:
         """`chunk` tokens of each of S slots with `length` positions. columns: ranks of the adapters in the batch."""
         with self.compiling():
             stack = self._stack(columns)
-            cache, tables_SW = self._pages(S, length)
-            rows = Rows(
-                tokens_S=np.zeros(S, np.int32),
-                positions_S=np.zeros(S, np.int32),
-                tables_SW=tables_SW,
-                columns_S2=np.zeros((S, 2), np.int32),
-                uniform_CS=np.zeros((chunk, S), np.float32),
-                choice=greedy_choice(S),
-                states_S=self._states(S),
-            )
+            rows = empty_rows(S, pages_for(length), chunk, states=self.cfg.delta is not None)
+            cache = self._cache(S, length)
             args = (self.cfg, self.mesh, chunk, 0, self.params, stack, cache, rows, np.int32(chunk))
         return compile_for(self.target, decode, *args, **more)
 
@@ -162,27 +153,13 @@ class Programs:
         """Q tokens of each of B prompts, in pages for `length` positions of each."""
         with self.compiling():
             stack = self._stack(columns)
-            cache, tables_BW = self._pages(B, length)
-            piece = Piece(
-                tokens_BQ=np.zeros((B, Q), np.int32),
-                start=np.int32(0),
-                tables_BW=tables_BW,
-                columns_B2=np.zeros((B, 2), np.int32),
-                score=np.bool_(False),
-                wanted=empty_queries(PLAIN, B, Q),
-                states_B=self._states(B),
-                valid_B=self._states(B),
-            )
-            args = (self.cfg, self.mesh, PLAIN, self.params, stack, cache, piece)
+            piece = empty_piece(PLAIN, B, Q, pages_for(length), states=self.cfg.delta is not None)
+            args = (self.cfg, self.mesh, PLAIN, self.params, stack, self._cache(B, length), piece)
         return compile_for(self.target, prefill, *args, **more)
 
-    def _pages(self, rows: int, length: int) -> tuple[Any, Any]:
-        """A cache with pages for `length` positions of each of `rows`, and page tables."""
-        shards, wide = cache_mesh(self.mesh, self.cfg.split_heads).shape[FSDP], pages_for(length)
-        pages = (-(-rows // shards) * wide + 1) * shards
+    def _cache(self, rows: int, length: int) -> Any:
+        """A cache with pages for `length` positions of each of `rows`."""
+        shards = cache_mesh(self.mesh, self.cfg.split_heads).shape[FSDP]
+        pages = (-(-rows // shards) * pages_for(length) + 1) * shards
         states = 0 if self.cfg.delta is None else (-(-rows // shards) + 1) * shards
-        cache = result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain, states, self.kv_cache)
-        return cache, np.zeros((rows, wide), np.int32)
-
-    def _states(self, rows: int) -> Any:
-        return None if self.cfg.delta is None else np.zeros(rows, np.int32)
+        return result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain, states, self.kv_cache)

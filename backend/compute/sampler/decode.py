@@ -12,6 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import LayerKind, ModelConfig
@@ -35,7 +36,7 @@ from tinkerflow.backend.compute.quantized import Int8
 from tinkerflow.backend.compute.sampler.absorbed import absorbed
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, by_mixer
-from tinkerflow.backend.compute.sampler.sampling import Choice, sample
+from tinkerflow.backend.compute.sampler.sampling import Choice, greedy_choice, sample
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
 from tinkerflow.backend.compute.sampler.states import States, put, state_of, take, with_layer
 from tinkerflow.backend.compute.transformer import (
@@ -94,6 +95,22 @@ class Decoded:
     top_CSk: Array | None = None
     top_logprobs_CSk: Array | None = None
     last_M: Array | None = None
+
+
+def empty_rows(slots: int, pages: int, chunk: int, *, states: bool) -> Rows:
+    """Host arrays for a chunk of so many slots, of which none is used. All sequences begin at 0, without images.
+
+    pages: of a row's table. chunk: C. states: whether the model has any.
+    """
+    return Rows(
+        tokens_S=np.zeros(slots, np.int32),
+        positions_S=np.zeros(slots, np.int32),
+        tables_SW=np.zeros((slots, pages), np.int32),
+        columns_S2=np.zeros((slots, 2), np.int32),
+        uniform_CS=np.zeros((chunk, slots), np.float32),
+        choice=greedy_choice(slots),
+        states_S=np.zeros(slots, np.int32) if states else None,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)

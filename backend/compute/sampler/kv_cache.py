@@ -33,8 +33,9 @@ from tinkerflow.backend.compute.deltanet import DeltaState
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, Array, cache_mesh
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, on_cpu, platform
 from tinkerflow.backend.compute.sampler import paged_gpu, paged_tpu
-from tinkerflow.backend.compute.sampler.pages import PageCopy
+from tinkerflow.backend.compute.sampler.pages import PageCopy, PagePool
 from tinkerflow.backend.compute.sampler.states import empty_pool, pool_sharding
+from tinkerflow.backend.compute.transformer import Params
 
 COPIES = 16  # pages that one dispatch copies, at most
 _MASKED = -1e30
@@ -144,6 +145,12 @@ def empty_cache(
 
     beside = None if cfg.global_heads is None else pages_of(GLOBAL)
     return replace(pages_of(ATTENTION), states=empty_pool(cfg, mesh, states, dtype), globals=beside)
+
+
+def cache_shape(pool: PagePool, params: Params, kv_cache: CacheFormat) -> tuple[int, int, str, bool, int, CacheFormat]:
+    """What `empty_cache` takes behind cfg and mesh, for the pages of `pool` and weights like `params`."""
+    states = pool.states.pages * pool.shards if pool.states else 0
+    return pool.pages * pool.shards, pool.page, params.embed_VD.dtype.name, params.apart, states, kv_cache
 
 
 def copy_pages(

@@ -17,13 +17,13 @@ from tinkerflow.backend.commands import CacheFormat
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.mesh import put, replicated, to_host
 from tinkerflow.backend.compute.sampler.adjustments import adjusted_rows
-from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decode
-from tinkerflow.backend.compute.sampler.kv_cache import KVCache, copy_pages, empty_cache
+from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decode, empty_rows
+from tinkerflow.backend.compute.sampler.kv_cache import KVCache, cache_shape, copy_pages, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
-from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
+from tinkerflow.backend.compute.sampler.prefill import empty_piece, prefill
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
-from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, empty_queries
-from tinkerflow.backend.compute.sampler.sampling import greedy_choice, width_for
+from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores
+from tinkerflow.backend.compute.sampler.sampling import width_for
 from tinkerflow.backend.compute.sampler.scheduler import Held
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
 from tinkerflow.backend.compute.sampler.views import Views
@@ -75,13 +75,9 @@ class SamplerModel:
         """Begin with a cache of zeros."""
         if self._views is not None:
             self._views.clear()
-        pool, params = self._pool, self.params
-        pages, dtype = pool.pages * pool.shards, params.embed_VD.dtype.name
-        states = pool.states.pages * pool.shards if pool.states else 0
         self.cache: KVCache | None = None  # its memory is free before the next one is made
         self.last_piece: PieceScores | None = None  # there when the last piece of prompts is computed
-        shape = (pages, pool.page, dtype, params.apart, states, self._kv_cache)
-        self.cache = empty_cache(self.cfg, self.mesh, *shape)
+        self.cache = empty_cache(self.cfg, self.mesh, *cache_shape(self._pool, self.params, self._kv_cache))
 
     def use(self, load: Callable[[], Params]) -> None:
         """Begin anew with the weights that `load` gives: as those before, and made when these take no memory."""
@@ -102,15 +98,12 @@ class SamplerModel:
             if job.sequences:  # else its request is gone, and its row writes nothing
                 owned = self._pool.own_state(job.table)
                 assert owned, "there are fewer states than prompts"
-        piece = Piece(
-            tokens_BQ=np.zeros((group.rows, size), np.int32),
+        piece = replace(
+            empty_piece(widths, group.rows, size, self._width, states=self._pool.states is not None),
             start=np.int32(start),
             tables_BW=self._tables(group.rows, [(job.row, job.table) for job in group.jobs]),
-            columns_B2=np.zeros((group.rows, 2), np.int32),
             score=np.bool_(any(job.wants(start, start + size) for job in group.jobs)),
-            wanted=empty_queries(widths, group.rows, size),
             states_B=self._states(group.rows, [(job.row, job.table) for job in group.jobs]),
-            valid_B=np.zeros(group.rows, np.int32) if self._pool.states else None,
             seen=seen,
         )
         for job in group.jobs:
@@ -178,13 +171,9 @@ class SamplerModel:
         return states_B
 
     def _rows(self, held: Held, S: int, steps: int, before: Chunk | None) -> Rows:
-        rows = Rows(
-            tokens_S=np.zeros(S, np.int32),
-            positions_S=np.zeros(S, np.int32),
+        rows = replace(
+            empty_rows(S, self._width, self.chunk, states=self._pool.states is not None),
             tables_SW=self._tables(S, ((slot, sequence.table) for slot, sequence in held)),
-            columns_S2=np.zeros((S, 2), np.int32),
-            uniform_CS=np.zeros((self.chunk, S), np.float32),
-            choice=greedy_choice(S),
             adjusted=adjusted_rows(self.mesh, self.cfg.vocab, S, held),
             states_S=self._states(S, ((slot, sequence.table) for slot, sequence in held)),
             shift_S=None if self.cfg.vision is None else np.zeros(S, np.int32),

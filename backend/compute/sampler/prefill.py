@@ -13,6 +13,7 @@ from dataclasses import replace
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import ModelConfig
@@ -20,7 +21,7 @@ from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import Array, Scalar, replicated
 from tinkerflow.backend.compute.sampler.decode import layers, pin_cache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache
-from tinkerflow.backend.compute.sampler.prompt_scores import PieceQueries, PieceScores, Widths, score
+from tinkerflow.backend.compute.sampler.prompt_scores import PieceQueries, PieceScores, Widths, empty_queries, score
 from tinkerflow.backend.compute.sampler.states import put, take
 from tinkerflow.backend.compute.transformer import Params, Seen
 
@@ -45,6 +46,23 @@ class Piece:
     states_B: Array | None = None
     valid_B: Array | None = None
     seen: Seen | None = None
+
+
+def empty_piece(widths: Widths, rows: int, tokens: int, pages: int, *, states: bool) -> Piece:
+    """Host arrays for a first piece of so many rows and tokens of each, without prompts and images.
+
+    widths: of the program. pages: of a row's table. states: whether the model has any.
+    """
+    return Piece(
+        tokens_BQ=np.zeros((rows, tokens), np.int32),
+        start=np.int32(0),
+        tables_BW=np.zeros((rows, pages), np.int32),
+        columns_B2=np.zeros((rows, 2), np.int32),
+        score=np.bool_(False),
+        wanted=empty_queries(widths, rows, tokens),
+        states_B=np.zeros(rows, np.int32) if states else None,
+        valid_B=np.zeros(rows, np.int32) if states else None,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)

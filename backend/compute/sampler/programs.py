@@ -9,7 +9,7 @@ Letters: S slots, W pages of a sequence, C tokens of a chunk, B rows, Q tokens o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,18 +21,12 @@ from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import replicated
 from tinkerflow.backend.compute.sampler.adjustments import warm_rows
-from tinkerflow.backend.compute.sampler.decode import Rows, decode
-from tinkerflow.backend.compute.sampler.kv_cache import COPIES, copied, copied_states, empty_cache
+from tinkerflow.backend.compute.sampler.decode import decode, empty_rows
+from tinkerflow.backend.compute.sampler.kv_cache import COPIES, cache_shape, copied, copied_states, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool
-from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
-from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
-from tinkerflow.backend.compute.sampler.sampling import greedy_choice
-from tinkerflow.backend.compute.sampler.shapes import (
-    LARGE_AFTER,
-    RANK_COLUMNS,
-    Shapes,
-    rank_columns,
-)
+from tinkerflow.backend.compute.sampler.prefill import empty_piece, prefill
+from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN
+from tinkerflow.backend.compute.sampler.shapes import LARGE_AFTER, RANK_COLUMNS, Shapes, rank_columns
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack, frozen, placed, widths_of
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.vision import Eyes
@@ -102,30 +96,16 @@ class SamplerPrograms:
 
     # ------------------------------------------------------------------ one of each, as model.py calls them
     def _prefill(self, rows: int, size: int, width: int, eyes: Eyes | None = None) -> None:
-        piece = Piece(
-            tokens_BQ=np.zeros((rows, size), np.int32),
-            start=np.int32(0),
-            tables_BW=np.zeros((rows, self._table), np.int32),
-            columns_B2=np.zeros((rows, 2), np.int32),
-            score=np.bool_(False),
-            wanted=empty_queries(PLAIN, rows, size),
-            states_B=np.zeros(rows, np.int32) if self.pool.states else None,
-            valid_B=np.zeros(rows, np.int32) if self.pool.states else None,
-            seen=None if eyes is None else eyes.nothing(rows, size),
-        )
+        piece = empty_piece(PLAIN, rows, size, self._table, states=self.pool.states is not None)
+        if eyes is not None:
+            piece = replace(piece, seen=eyes.nothing(rows, size))
         prefill.lower(self.cfg, self.mesh, PLAIN, self.params, self._stack(width), self._cache(), piece).compile()
 
     def _decode(self, S: int, width: int, adjusted: bool = False) -> None:
         most = self.shapes.slots[-1]
-        rows = Rows(
-            tokens_S=np.zeros(S, np.int32),
-            positions_S=np.zeros(S, np.int32),
-            tables_SW=np.zeros((S, self._table), np.int32),
-            columns_S2=np.zeros((S, 2), np.int32),
-            uniform_CS=np.zeros((self.chunk, S), np.float32),
-            choice=greedy_choice(S),
+        rows = replace(
+            empty_rows(S, self._table, self.chunk, states=self.pool.states is not None),
             adjusted=warm_rows(self.mesh, S, self.cfg.vocab) if adjusted else None,
-            states_S=np.zeros(S, np.int32) if self.pool.states else None,
             before_M=like(np.zeros(most, np.int32), replicated(self.mesh)) if self.accelerated else None,
             from_S=np.zeros(S, np.int32) if self.accelerated else None,
             shift_S=None if self.cfg.vision is None else np.zeros(S, np.int32),
@@ -145,10 +125,7 @@ class SamplerPrograms:
     # ------------------------------------------------------------------ what several of them are given
     # JAX has what was compiled for these before, and makes no second one.
     def _cache(self) -> Any:
-        pages = self.pool.pages * self.pool.shards
-        states = self.pool.states.pages * self.pool.shards if self.pool.states else 0
-        shape = (pages, self.pool.page, self._dtype, self.params.apart, states, self.kv_cache)
-        return result_of(empty_cache, self.cfg, self.mesh, *shape)
+        return result_of(empty_cache, self.cfg, self.mesh, *cache_shape(self.pool, self.params, self.kv_cache))
 
     @property
     def _table(self) -> int:
