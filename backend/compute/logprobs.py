@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import flax.struct
 import jax
@@ -22,14 +22,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from tinkerflow.backend.compute import softmax_gpu, softmax_tpu
+from tinkerflow.backend.compute.long_rows import join_chunks, split_chunks
 from tinkerflow.backend.compute.lora import LoraPair, apply_one, low_rank
 from tinkerflow.backend.compute.losses import LossChoice, TokenInputs, losses_and_slopes, token_losses
 from tinkerflow.backend.compute.mesh import ROWS, TENSOR
 from tinkerflow.backend.compute.platforms import CUDA, SCORED_ROWS, on_cpu, platform
 from tinkerflow.backend.compute.softmax import Product, Slopes
 from tinkerflow.backend.compute.transformer import Params, capped, capped_pullback, unembed, unembed_pullback
-
-Tree = TypeVar("Tree")
 
 MOST_LOGITS = 2**24  # of one chunk on CPUs: 64 MiB in float32
 
@@ -254,14 +253,3 @@ def chunk_size(rows: int, tokens: int, params: Params, most_logits: int) -> int:
     while tokens > 1 and tokens * rows * params.embed_VD.shape[0] > most_logits:
         tokens //= 2
     return tokens
-
-
-def split_chunks(tree: Tree, size: int) -> Tree:
-    """Every leaf [B, T, ...] -> [T / size, B, size, ...]: along T, because the mesh has split B already."""
-    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0), tree)
-
-
-def join_chunks(x: jax.Array) -> jax.Array:
-    """The inverse of `split_chunks`, of one array."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])

@@ -40,11 +40,21 @@ def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any, ow
         size //= 2
     if size == T:
         return part(*arrays)
-    split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, -1, size, *x.shape[2:]), 1, 0), arrays)
     run = partial(_into_own_buffers, mesh) if own_buffers else jax.lax.map
-    made = run(lambda chunk: jax.checkpoint(part)(*chunk), split)
-    joined: Tree = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, T, *x.shape[3:]), made)
+    made = run(lambda chunk: jax.checkpoint(part)(*chunk), split_chunks(arrays, size))
+    joined: Tree = jax.tree.map(join_chunks, made)
     return joined
+
+
+def split_chunks(tree: Tree, size: int) -> Tree:
+    """Every leaf [B, T, ...] -> [T / size, B, size, ...]: along T, because the mesh has split B already."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0), tree)
+
+
+def join_chunks(x: jax.Array) -> jax.Array:
+    """The inverse of `split_chunks`, of one array."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _into_own_buffers(mesh: Mesh, part: Callable[[Any], Tree], split: Any) -> Tree:

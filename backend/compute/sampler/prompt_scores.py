@@ -27,7 +27,8 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleResult,
 )
-from tinkerflow.backend.compute.logprobs import MOST_LOGITS, chunk_size, join_chunks, split_chunks
+from tinkerflow.backend.compute.logprobs import MOST_LOGITS, chunk_size
+from tinkerflow.backend.compute.long_rows import join_chunks, split_chunks
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import Array, by_rows
 from tinkerflow.backend.compute.platforms import on_cpu
