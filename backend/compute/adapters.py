@@ -11,10 +11,9 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-import numpy.typing as npt
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import AdapterKept, AdapterState, LoraSpec, Optimizer
+from tinkerflow.backend.commands import AdapterKept, AdapterState, Float32, LoraSpec, Optimizer
 from tinkerflow.backend.compute import full
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.full import Trained
@@ -33,7 +32,6 @@ from tinkerflow.backend.compute.pieces import GRADIENTS, WEIGHTS, are_pieces, as
 from tinkerflow.backend.errors import OUT_OF_MEMORY, DevicesError, NotFoundError, ServerError, UserError
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
-Floats = npt.NDArray[np.float32]
 Tree = TypeVar("Tree")
 T = TypeVar("T")
 
@@ -91,7 +89,7 @@ class AdapterStore:
         self._mesh = mesh
         self._folder = folder
         self._adapters: dict[str, Adapter] = {}
-        self._kept: dict[tuple[str, str], dict[str, Floats]] = {}  # pieces, by adapter and folder of the store
+        self._kept: dict[tuple[str, str], dict[str, Float32]] = {}  # pieces, by adapter and folder of the store
 
     def get(self, adapter_id: str) -> Adapter:
         """The adapter, its gradients computed; NotFoundError when there is none of that id."""
@@ -159,7 +157,7 @@ class AdapterStore:
         self._kept[adapter_id, folder] = pieces_of(adapter.parts)
         return AdapterKept(adapter.spec, adapter.step, adapter.optimizer)
 
-    def take_kept(self, adapter_id: str, folder: str) -> dict[str, Floats]:
+    def take_kept(self, adapter_id: str, folder: str) -> dict[str, Float32]:
         """The pieces that `keep` copied for that folder, which it forgets; ServerError when there are none."""
         pieces = self._kept.pop((adapter_id, folder), None)
         if pieces is None:
@@ -181,10 +179,9 @@ class AdapterStore:
         names = OPTIMIZERS[state.optimizer].state
         _refuse_others(state, names)
         trees = {name: self._put(self._read(state.spec, state.moments, f".{name}")) for name in names}
-        restored = OptimizerState(self._put(np.array(state.step, np.int32)), trees, state.optimizer)
         pending = any(name.endswith(".grad") for name in state.moments)
-        grads = self._put(self._read(state.spec, state.moments, ".grad")) if pending else self._zeros_of(lora)
-        self.set(adapter_id, Adapter(state.spec, lora, grads, restored, steps_before=state.step, pending=pending))
+        grads = self._put(self._read(state.spec, state.moments, ".grad")) if pending else None
+        self.set(adapter_id, self._restored(state, lora, trees, grads))
 
     def weights_of(self, state: AdapterState) -> Trained:
         """The weights of a saved state, on the host; UserError when they are not those of this model and spec."""
@@ -196,16 +193,21 @@ class AdapterStore:
         pending = any(name.startswith(f"{GRADIENTS}/") for name in state.weights)
         made = assembled(self._cfg, self._mesh, spec, state.weights, [*parts, GRADIENTS] if pending else parts)
         lora, grads = made.pop(WEIGHTS), made.pop(GRADIENTS, None)
-        if grads is None:
-            grads = self._zeros_of(lora)
-        restored = OptimizerState(self._put(np.array(state.step, np.int32)), made, state.optimizer)
-        return Adapter(spec, lora, grads, restored, steps_before=state.step, pending=pending)
+        return self._restored(state, lora, made, grads)
 
-    def _read(self, spec: LoraSpec, tensors: Mapping[str, Floats], end: str) -> Trained:
+    def _restored(
+        self, state: AdapterState, lora: Trained, parts: dict[str, Trained], grads: Trained | None
+    ) -> Adapter:
+        """The adapter of a saved state whose tensors are on the devices. grads: None = none were pending."""
+        held = OptimizerState(self._put(np.array(state.step, np.int32)), parts, state.optimizer)
+        own = self._zeros_of(lora) if grads is None else grads
+        return Adapter(state.spec, lora, own, held, steps_before=state.step, pending=grads is not None)
+
+    def _read(self, spec: LoraSpec, tensors: Mapping[str, Float32], end: str) -> Trained:
         """What the tensors hold whose names end in `end`; UserError when one is missing, or there are others."""
         used: set[str] = set()
 
-        def read(name: str, shape: tuple[int, ...]) -> Floats:
+        def read(name: str, shape: tuple[int, ...]) -> Float32:
             array = tensors.get(name + end)
             if array is None or array.shape != shape:
                 found = "is missing" if array is None else f"has shape {array.shape}"
@@ -221,7 +223,7 @@ class AdapterStore:
             raise UserError(f"saved tensor {unknown[0]!r} is not part of an adapter of {spec}")
         return made
 
-    def _named(self, trained: Trained) -> dict[str, Floats]:
+    def _named(self, trained: Trained) -> dict[str, Float32]:
         return to_peft(self._cfg, trained) if isinstance(trained, Lora) else full.to_files(self._cfg, trained)
 
     def _zeros_of(self, lora: Trained) -> Trained:
@@ -263,5 +265,5 @@ def _are_computed(grads: Trained) -> bool:
     return True
 
 
-def _zeros(like: jax.Array | Floats) -> Floats:
+def _zeros(like: jax.Array | Float32) -> Float32:
     return np.zeros(like.shape, np.float32)

@@ -19,10 +19,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax.sharding import AbstractMesh, Mesh
 
-from tinkerflow.backend.commands import LoraSpec, Optimizer
+from tinkerflow.backend.commands import Float32, LoraSpec, Optimizer
 from tinkerflow.backend.compute import lora
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import family_of, layers_with
@@ -34,7 +33,6 @@ from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
 Trained: TypeAlias = Lora | Params
 Tree = TypeVar("Tree")
-Floats = npt.NDArray[np.float32]
 _EMBED, _FINAL_NORM, _UNEMBED = "embed", "final_norm", "unembed"  # beside the names of `Params.layers`
 _INPUTS = "inputs."  # what those of `Params.inputs` begin with
 
@@ -146,14 +144,14 @@ def from_names(cfg: ModelConfig, arrays: Mapping[str, Any]) -> Trained:
 
 
 # ------------------------------------------------------------------ by Hugging Face's names
-def to_files(cfg: ModelConfig, weights: Params) -> dict[str, Floats]:
+def to_files(cfg: ModelConfig, weights: Params) -> dict[str, Float32]:
     """Weights on the host by Hugging Face's names, contiguous: one tensor for each layer."""
     arrays = by_name(weights)
     return {file: np.array(_lying(arrays[name][place], turned), np.float32, order="C")
             for file, name, place, turned in _names(cfg)}  # fmt: skip
 
 
-def from_files(cfg: ModelConfig, mesh: Mesh, read: Callable[[str, tuple[int, ...]], Floats]) -> Params:
+def from_files(cfg: ModelConfig, mesh: Mesh, read: Callable[[str, tuple[int, ...]], Float32]) -> Params:
     """The inverse of `to_files`: `read(name, shape)` gives each tensor, and raises when it has none of that shape."""
     arrays = {name: np.empty(leaf.shape, np.float32) for name, leaf in by_name(like(cfg, mesh)).items()}
     for file, name, place, turned in _names(cfg):
@@ -164,7 +162,7 @@ def from_files(cfg: ModelConfig, mesh: Mesh, read: Callable[[str, tuple[int, ...
     return made
 
 
-def _lying(array: Floats, turned: bool) -> Floats:
+def _lying(array: Float32, turned: bool) -> Float32:
     return array.T if turned else array
 
 

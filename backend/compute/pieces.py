@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import numpy as np
-import numpy.typing as npt
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.commands import Float32, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.full import Trained, by_name, from_names, shapes, shardings
 from tinkerflow.backend.compute.mesh import from_callback
 from tinkerflow.backend.errors import UserError
 
 WEIGHTS, GRADIENTS = "weights", "grad"
-Floats = npt.NDArray[np.float32]
 Index = tuple[slice, ...]
 
 
@@ -30,7 +28,7 @@ def are_pieces(names: Collection[str]) -> bool:
     return any("@" in name for name in names)
 
 
-def pieces_of(parts: Mapping[str, Trained]) -> dict[str, Floats]:
+def pieces_of(parts: Mapping[str, Trained]) -> dict[str, Float32]:
     """Copies on the host of what this process holds of each part. Each element is in one process's pieces alone."""
     shards = {
         f"{part}/{name}@{','.join(str(one.start or 0) for one in shard.index)}": shard.data
@@ -61,7 +59,7 @@ def wanted(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, found: Mapping[str, tup
 
 
 def assembled(
-    cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, pieces: Mapping[str, Floats], parts: Collection[str]
+    cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, pieces: Mapping[str, Float32], parts: Collection[str]
 ) -> dict[str, Trained]:
     """Each of the `parts` on the devices; UserError names what is missing, or belongs to no such adapter.
 
@@ -69,7 +67,7 @@ def assembled(
     """
     host = shapes(cfg, mesh, spec)
     arrays, places = by_name(host), by_name(shardings(cfg, mesh, host))
-    found: dict[str, dict[str, list[tuple[tuple[int, ...], Floats]]]] = {part: {} for part in parts}
+    found: dict[str, dict[str, list[tuple[tuple[int, ...], Float32]]]] = {part: {} for part in parts}
     for piece, array in pieces.items():
         name, starts = _parsed(piece)
         part = piece.partition("/")[0]
@@ -80,7 +78,7 @@ def assembled(
     def made(part: str, name: str) -> object:
         shape, own = arrays[name].shape, found[part].get(name, [])
 
-        def read(index: Index) -> Floats:
+        def read(index: Index) -> Float32:
             begins = [one.start or 0 for one in index]
             ends = [size if one.stop is None else one.stop for one, size in zip(index, shape, strict=True)]
             # Always a copy: a CPU device keeps the memory that it is given.
