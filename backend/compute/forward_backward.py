@@ -11,12 +11,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import DeferredReply, Done, Float32, Forward, ForwardResult, LoraSpec, Reply
+from tinkerflow.backend.commands import DeferredReply, Done, Float32, Forward, ForwardResult, LoraSpec
 from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, Unsure
 from tinkerflow.backend.compute.logprobs import Scored
 from tinkerflow.backend.compute.losses import choose, judge
@@ -31,6 +32,7 @@ from tinkerflow.backend.spec.losses import LOSSES
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ReadResult = Callable[[], ForwardResult]  # waits for the devices
 
 
@@ -72,12 +74,7 @@ class ForwardRun:
         are cleared. UserError: the loss is not finite. AllocationError, also when the reply is read: the devices had no
         memory left, and the adapter is as it was. The run cannot go on after an error.
         """
-        try:
-            return partial(_or_no_memory, self._command, self._step())
-        except Exception as error:
-            if OUT_OF_MEMORY in str(error):
-                raise _no_memory(self._command, error) from error
-            raise
+        return partial(_or_no_memory, self._command, _or_no_memory(self._command, self._step))
 
     def _step(self) -> DeferredReply:
         current = self._pass or self._begin()
@@ -173,9 +170,9 @@ class _Pass:
         return partial(_computed, gathered, unsure)
 
 
-def _or_no_memory(command: Forward, reply: DeferredReply) -> Reply:
+def _or_no_memory(command: Forward, run: Callable[[], T]) -> T:
     try:
-        return reply()
+        return run()
     except Exception as error:
         if OUT_OF_MEMORY in str(error):
             raise _no_memory(command, error) from error
