@@ -18,15 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import (
-    NO_LOGPROB,
-    Candidates,
-    Float32,
-    Int32,
-    PromptWishes,
-    SampleRequest,
-    SampleResult,
-)
+from tinkerflow.backend.commands import NO_LOGPROB, Candidates, Float32, PromptWishes, SampleRequest, SampleResult
 from tinkerflow.backend.compute.logprobs import MOST_LOGITS, chunk_size
 from tinkerflow.backend.compute.long_rows import join_chunks, split_chunks
 from tinkerflow.backend.compute.lora import Lora
@@ -151,19 +143,19 @@ class PromptScores:
         """No scores yet. vocab: of the base model; a list of top tokens is no longer."""
         wishes = request.prompt or PromptWishes()
         rows = len(request.prompt_T) - 1
-        self._request, self._wishes, self._rows = request, wishes, rows
+        self._request, self._wishes = request, wishes
         self._first = 0 if wishes.last_n is None else rows - wishes.last_n  # the first row whose logprob is wanted
-        self._logprobs_N = np.full(rows, np.nan, np.float32)
-        self._top = Candidates(
-            np.zeros((rows, wishes.top), np.int32), np.full((rows, wishes.top), NO_LOGPROB, np.float32)
-        )
+        # Of every token of the prompt: the first one, which no row scores, has none.
+        self._logprobs_T = np.full(rows + 1, np.nan, np.float32)
+        lists = (rows + 1, wishes.top)
+        self._top = Candidates(np.zeros(lists, np.int32), np.full(lists, NO_LOGPROB, np.float32))
         given = 0 if wishes.targets_TK is None else wishes.targets_TK.shape[1]
         self._targets_NK = np.zeros((rows, given), np.float32)
         self._alternatives = Candidates(
             np.zeros((rows, wishes.alternatives), np.int32), np.zeros((rows, wishes.alternatives), np.float32)
         )
         self._uniforms = UniformStream(request.seed, ALTERNATIVES)
-        self._finite = True
+        self.finite = True  # whether every wanted logprob so far is a finite number
         self.widths = Widths(
             top=min(width_for(wishes.top), vocab),
             targets=width_for(given),
@@ -173,11 +165,6 @@ class PromptScores:
     def restart(self) -> None:
         """All rows are computed again."""
         self._uniforms = UniformStream(self._request.seed, ALTERNATIVES)
-
-    @property
-    def finite(self) -> bool:
-        """Whether every wanted logprob so far is a finite number."""
-        return self._finite
 
     def want(self, start: int, end: int) -> bool:
         """Whether something is wanted of rows [start, end)."""
@@ -196,13 +183,13 @@ class PromptScores:
         """Rows [start, end) are computed: they begin at position 0 of row `row` of `scored` (on the host)."""
         here, count = slice(start, end), end - start
         own = slice(max(start, self._first), end)  # what last_n leaves
-        shift = slice(own.start - start, count)
-        self._logprobs_N[own] = scored.logprobs_BQ[row, shift]
-        found: list[Float32] = [self._logprobs_N[own]]
+        tokens, shift = slice(own.start + 1, end + 1), slice(own.start - start, count)
+        self._logprobs_T[tokens] = scored.logprobs_BQ[row, shift]
+        found: list[Float32] = [self._logprobs_T[tokens]]
         if scored.top is not None:
             k = self._wishes.top
-            self._top.tokens_Nk[own] = scored.top[0][row, shift, :k]
-            self._top.logprobs_Nk[own] = scored.top[1][row, shift, :k]
+            self._top.tokens_Nk[tokens] = scored.top[0][row, shift, :k]
+            self._top.logprobs_Nk[tokens] = scored.top[1][row, shift, :k]
         if scored.targets_BQK is not None and self._wishes.targets_TK is not None:
             asked = self._wishes.targets_TK[here]
             self._targets_NK[here] = np.where(asked >= 0, scored.targets_BQK[row, :count, : asked.shape[1]], 0)
@@ -212,16 +199,15 @@ class PromptScores:
             self._alternatives.tokens_Nk[here] = scored.alternatives[0][row, :count, :k]
             self._alternatives.logprobs_Nk[here] = scored.alternatives[1][row, :count, :k]
             found.append(self._alternatives.logprobs_Nk[here])
-        self._finite = self._finite and all(bool(np.isfinite(part).all()) for part in found)
+        self.finite = self.finite and all(bool(np.isfinite(part).all()) for part in found)
 
     def add_to(self, result: SampleResult) -> SampleResult:
         """`result` with the wanted scores."""
-        wishes, nan = self._wishes, np.full(1, np.nan, np.float32)
-        empty = Candidates(np.zeros((1, wishes.top), np.int32), np.full((1, wishes.top), NO_LOGPROB, np.float32))
+        wishes = self._wishes
         return replace(
             result,
-            prompt_logprobs_T=np.concatenate([nan, self._logprobs_N]) if self._request.prompt_logprobs else None,
-            top=_stacked(empty, self._top) if wishes.top else None,
+            prompt_logprobs_T=self._logprobs_T if self._request.prompt_logprobs else None,
+            top=self._top if wishes.top else None,
             targets_TK=None if wishes.targets_TK is None else self._targets_NK,
             alternatives=self._alternatives if wishes.alternatives else None,
         )
@@ -242,8 +228,3 @@ def prompt_scores(request: SampleRequest, vocab: int) -> PromptScores | None:
     """Where the scores of a request are collected; None when it wants none."""
     wanted = request.prompt_logprobs or request.prompt is not None
     return PromptScores(request, vocab) if wanted else None
-
-
-def _stacked(first: Candidates, rest: Candidates) -> Candidates:
-    tokens: Int32 = np.concatenate([first.tokens_Nk, rest.tokens_Nk])
-    return Candidates(tokens, np.concatenate([first.logprobs_Nk, rest.logprobs_Nk]))
