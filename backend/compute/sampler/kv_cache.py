@@ -293,7 +293,8 @@ def _attend_local(
     v_SQGd: jax.Array | None,
     sinks_H: jax.Array | None,
 ) -> tuple[KVCache, jax.Array]:
-    latents, values = _latents(cache), 0
+    latents = cache.v is not None and cache.v.shape[-1] == 0  # of which values are a part
+    values = 0
     if k_SQGd is not None and v_SQGd is not None:
         values = v_SQGd.shape[-1] if latents else 0
         cache = _written(cache, layer, tables_SW, start_S, k_SQGd, v_SQGd[..., :0] if latents else v_SQGd)
@@ -303,11 +304,6 @@ def _attend_local(
     by_kernel = platform() is CUDA and paged_gpu.takes(q_SQHd.shape[-1], values)
     attend = paged_gpu.attend if by_kernel else _attend_by_page
     return cache, attend(cache.k, cache.v, layer, tables_SW, start_S, q_SQHd, window, sinks_H, values)
-
-
-def _latents(cache: KVCache) -> bool:
-    """Whether values are a part of the keys."""
-    return cache.v is not None and cache.v.shape[-1] == 0
 
 
 def _attend_by_page(

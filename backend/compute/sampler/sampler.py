@@ -19,7 +19,7 @@ always read in the same step: so processes of a group agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -249,8 +249,8 @@ class Sampler:
     # ------------------------------------------------------------------ a step
     def step(self, command: SampleStep) -> SampleProgress:
         """Admit, cancel, prefill or decode. A request that cannot be served is answered by its own `error`."""
-        if command.cancel:
-            self._cancel(command.cancel)
+        for request_id in command.cancel:
+            self._scheduler.remove(request_id)
         for request in command.admit:
             self._admit(request)
         self._asked_for, failure, finished = [], "", list[SampleResult]()
@@ -335,10 +335,6 @@ class Sampler:
     def _new_matcher(self, owner: str, constraint: Constraint) -> Matcher:
         """By owner: how long the answer takes must not tell what other owners asked."""
         return new_matcher(self._config.model_path, self._cfg.vocab, constraint)
-
-    def _cancel(self, request_ids: Collection[str]) -> None:
-        for request_id in request_ids:
-            self._scheduler.remove(request_id)
 
     def _start_over(self) -> None:
         """Be idle, so that the shapes which later requests meet depend on them alone."""

@@ -103,7 +103,7 @@ class Scheduler:
         """
         longest = sorted(sequences, key=lambda one: -one.cached)
         shards = [[one for one in longest if one.table.shard == shard] for shard in range(self._pool.shards)]
-        slots = self._shapes.slots_for(len(shards) * max(map(len, shards)))
+        slots = at_least(self._shapes.slots, len(shards) * max(map(len, shards)))
         each = slots // len(shards)
         return slots, [(shard * each + i, one) for shard, mine in enumerate(shards) for i, one in enumerate(mine)]
 

@@ -41,10 +41,6 @@ class Shapes:
             return prompts
         return max((rows for rows in self.rows if rows <= prompts), default=prompts)
 
-    def slots_for(self, sequences: int) -> int:
-        """The smallest number of slots that holds `sequences`, or the largest there is."""
-        return at_least(self.slots, sequences)
-
 
 def make_shapes(
     *, max_slots: int, fsdp: int, pieces: tuple[int, ...] = CPU.prefill_tokens, rows_are_dear: bool = False
