@@ -24,9 +24,8 @@ from tinkerflow.backend.compute.softmax import Product, Slopes, Totals
 
 _ROWS, _COLUMNS, _BYTES_IN = 256, 128, 128  # of a tile; _BYTES_IN: of one row of it; half the rows in float32
 _GROUP = 16  # tiles of the vocabulary that a program of `slopes` goes over
-_MOST_RANK = (
-    64  # that `slopes` multiplies by, half in float32: the tiles of more would not fit in an L4's shared memory
-)
+# That `slopes` multiplies by, half in float32: the tiles of more would not fit in an L4's shared memory.
+_MOST_RANK = 64
 
 
 def totals(given: Product, *, keep: bool) -> Totals:

@@ -111,22 +111,8 @@ class Mixers:
 _LATENT = ("q_a", "q_b", "kv_a", "kv_b")
 _DELTA = ("in_qkvz", "in_ba", "in_qkv", "in_z", "in_b", "in_a", "out")
 _SHARED = ("shared_gate", "shared_up", "dense_gate", "dense_up")
-KEPT = (
-    "q",
-    "k",
-    "v",
-    "attended",
-    "log_totals",
-    "o",
-    "gate",
-    "up",
-    "low",
-    "qkv",
-    "gate_up",
-    *_DELTA,
-    *_SHARED,
-    *_LATENT,
-)
+_FUSED = ("qkv", "gate_up")
+KEPT = ("q", "k", "v", "attended", "log_totals", "o", "gate", "up", "low", *_FUSED, *_DELTA, *_SHARED, *_LATENT)
 # Of these what the part of a layer behind its mixer computes, each token by itself.
 TOKENWISE = ("o", "gate", "up", "gate_up", "out", *_SHARED)
 

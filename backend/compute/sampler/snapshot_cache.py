@@ -118,9 +118,8 @@ class SnapshotCache:
         self.most_resident = most_resident
         self._most_bytes = most_bytes
         self._plain = plain
-        self._resident: dict[
-            AdapterSnapshot, None
-        ] = {}  # of the cached ones, on the devices: least recently used first
+        # Of the cached ones, on the devices: least recently used first.
+        self._resident: dict[AdapterSnapshot, None] = {}
 
     def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
         """Keep a copy of `lora` (of shape `spec`, on the devices or on the host) as `snapshot_id`.
