@@ -25,11 +25,11 @@ _LOOK_SECONDS = 0.5
 async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
     """Take the lease, waiting for its holder to end or to be silent; the task that renews it ends when it is lost."""
     waiting = force = False
-    while (held := await asyncio.to_thread(journal.leases.acquire, _identity(), force=force)) is not None:
-        if force := is_dead(held.holder):
+    while (holder := await asyncio.to_thread(journal.leases.acquire, _identity(), force=force)) is not None:
+        if force := is_dead(holder):
             continue
         if not waiting:
-            log.warning("another engine (%s) works on this journal: waiting until it ends", held.holder)
+            log.warning("another engine (%s) works on this journal: waiting until it ends", holder)
             waiting = True
         await asyncio.sleep(_LOOK_SECONDS)
     renewing = asyncio.create_task(_renew(journal), name="lease")

@@ -80,11 +80,10 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Curve:
-    """The points of a run, oldest first. steps: how many steps they stand for. last_seq: of the newest one, else -1."""
+    """The points of a run, oldest first. steps: how many steps they stand for."""
 
     points: tuple[StepFigures, ...]
     steps: int
-    last_seq: int
 
 
 class Curves(Aggregate):
@@ -96,11 +95,11 @@ class Curves(Aggregate):
             get_owned(connection, Model, run_id, owner)
             steps, first, last = connection.execute(_BOUNDS, {"run_id": run_id}).one()
             if not steps:
-                return Curve((), 0, -1)
+                return Curve((), 0)
             # A run of few steps has each step alone. Sequence ids are spaced evenly in a run of many.
             width = 1 if steps <= most else -(-(last - first + 1) // most)
             rows = connection.execute(_FIGURES, {"run_id": run_id, "first": first, "width": width}).all()
-        return Curve(tuple(_figures(rows)), steps, last)
+        return Curve(tuple(_figures(rows)), steps)
 
     def trained(self, run_id: str) -> Trained:
         """How many tokens a run was trained on. Two statements."""

@@ -42,10 +42,9 @@ from tinkerflow.backend.journal.usage import UsageReports
 class Journal:
     """What clients asked for and what they were answered: one handle for each aggregate."""
 
-    def __init__(self, database: Database, clock: Clock, notifier: Notifier, owns_notifier: bool) -> None:
+    def __init__(self, database: Database, clock: Clock, notifier: Notifier) -> None:
         """Use `open`."""
         self._database = database
-        self._owns_notifier = owns_notifier
         self.notifier = notifier
         parts = (database, clock, notifier)
         self.requests = Requests(*parts)
@@ -75,10 +74,9 @@ class Journal:
         self.leases = Leases(*parts)
 
     @classmethod
-    def open(cls, url: str, *, clock: Clock | None = None, notifier: Notifier | None = None) -> Self:
+    def open(cls, url: str, *, clock: Clock | None = None) -> Self:
         """Open the migrated database `url`.
 
-        notifier: None opens one for this database, and `close` closes it.
         ServerError: the database is not at the newest schema; NoTablesError when it has no tables.
         """
         database = Database(url)
@@ -87,7 +85,7 @@ class Journal:
         except BaseException:
             database.close()
             raise
-        return cls(database, clock or SystemClock(), notifier or Notifier(url), owns_notifier=notifier is None)
+        return cls(database, clock or SystemClock(), Notifier(url))
 
     def result_subscriptions(self, *, recheck_seconds: float = RECHECK_SECONDS) -> ResultSubscriptions:
         """Wakes clients that wait for answers, for use as an async context manager; see ResultSubscriptions."""
@@ -100,7 +98,6 @@ class Journal:
         )
 
     def close(self) -> None:
-        """Close all connections, and the notifier if the journal opened it."""
+        """Close all connections and the notifier."""
         self._database.close()
-        if self._owns_notifier:
-            self.notifier.close()
+        self.notifier.close()

@@ -21,20 +21,10 @@ PAUSE_SECONDS = 15.0  # without a heartbeat, the API was away
 
 
 @dataclass(frozen=True)
-class Held:
-    """A lease that somebody else holds, and when it was renewed last."""
-
-    holder: str
-    beat_at: datetime
-
-
-@dataclass(frozen=True)
 class ProcessView:
     """A part of the service: `engine` or `api`. began_at: since when it beats without a pause, or holds its lease."""
 
     name: str
-    holder: str
-    epoch: int
     began_at: datetime
     beat_at: datetime
 
@@ -47,8 +37,8 @@ class Leases(Aggregate):
         """The epoch under which this process holds the engine's lease; None when it never took it."""
         return self._database.epoch
 
-    def acquire(self, holder: str, *, force: bool = False) -> Held | None:
-        """Take the engine's lease if it is free or has run out; who holds it otherwise.
+    def acquire(self, holder: str, *, force: bool = False) -> str | None:
+        """Take the engine's lease if it is free or has run out: None; otherwise who holds it.
 
         force: take it in any case, because its holder is known to be dead.
         From then on this process's answers are refused (FencedError) once another engine has taken the lease.
@@ -59,7 +49,7 @@ class Leases(Aggregate):
             insert_if_absent(connection, Process, empty)
             row = connection.execute(sa.select(Process).where(col(Process.name) == ENGINE).with_for_update()).one()
             if row.holder and not force and row.beat_at > now - timedelta(seconds=LEASE_SECONDS):
-                return Held(row.holder, row.beat_at)
+                return str(row.holder)
             values = {"holder": holder, "epoch": row.epoch + 1, "began_at": now, "beat_at": now}
             connection.execute(sa.update(Process).where(col(Process.name) == ENGINE).values(**values))
         self._database.epoch = int(row.epoch) + 1
@@ -88,14 +78,6 @@ class Leases(Aggregate):
             began = sa.case((paused, now), else_=col(Process.began_at))
             connection.execute(sa.update(Process).where(col(Process.name) == API).values(began_at=began, beat_at=now))
 
-    def answering_since(self) -> datetime | None:
-        """Since when clients can reach the API without a pause.
-
-        None when no API ever said so, the present time when the API is away at this moment.
-        """
-        with self._read() as connection:
-            return answering_since(connection, self._now())
-
     def beats(self) -> list[ProcessView]:
         """The last heartbeats of the engine and of the API, as far as they ever ran. One statement."""
         return self._views(ProcessView, sa.select(Process).order_by(col(Process.name)))
@@ -107,7 +89,10 @@ class Leases(Aggregate):
 
 
 def answering_since(connection: sa.Connection, now: datetime) -> datetime | None:
-    """As Leases.answering_since, in the caller's transaction."""
+    """Since when clients can reach the API without a pause, as the caller's transaction sees it at the time `now`.
+
+    None when no API ever said so; `now` when the API is away at this moment.
+    """
     row = connection.execute(sa.select(Process).where(col(Process.name) == API)).one_or_none()
     if row is None:
         return None

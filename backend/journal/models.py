@@ -100,7 +100,7 @@ class Models(Aggregate):
             take_turn(connection, limits, request)
             # Locked, so that a session which ends meanwhile either sees this model or is seen by it.
             session = get_owned(connection, Session, model.session_id, model.owner, lock=True)
-            failure: Failure = (request.error, request.category) if request.error is not None else None
+            failure: Failure = None if request.error is None else (request.error, UserError.category)
             if session.state != SessionState.ACTIVE:
                 failure = session_over(session.id, session.state, session.detail)
             failure = failure or model_failure(connection, model.owner, limits)

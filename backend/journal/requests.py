@@ -76,7 +76,6 @@ class NewRequest:
     sampler_id: str | None = None
     seq_id: int | None = None
     error: str | None = None
-    category: Category = "user"
     tokens: int = 0
     stores: bool = False
     interactive: bool = False
@@ -99,7 +98,6 @@ class Pending:
     sampler_id: str | None
     seq_id: int | None
     payload: bytes
-    created_at: datetime
     sampler: SamplerView | None = None
     left: int = 0
     answered: bool = False
@@ -117,7 +115,6 @@ class Pending:
             sampler_id=row.sampler_id,
             seq_id=row.seq_id,
             payload=row.payload,
-            created_at=row.created_at,
             sampler=sampler,
             left=left,
             answered=row.state != RequestState.PENDING,
@@ -337,10 +334,11 @@ def _submit_to_model(
     elif model.session_state != SessionState.ACTIVE:
         failure = session_over(model.session_id, model.session_state, model.session_detail)
     elif request.seq_id is not None and request.seq_id < model.next_seq:
-        text = f"seq_id {request.seq_id} of model {model_id} came too late: it was given up, {model.next_seq} is next"
-        failure = text, UserError.category
+        failure = _refused(
+            f"seq_id {request.seq_id} of model {model_id} came too late: it was given up, {model.next_seq} is next"
+        )
     elif request.error is not None:
-        failure = request.error, request.category
+        failure = _refused(request.error)
     else:
         failure = _training_failure(connection, limits, request)
     return store(connection, request, model.session_id, failure, now)
@@ -357,7 +355,7 @@ def _submit_to_sampler(
     if sampler.state != SamplerState.LIVE:
         failure = sampler_ended(sampler_id, sampler.detail)
     elif request.error is not None:
-        failure = request.error, request.category
+        failure = _refused(request.error)
     else:
         _check_sample(connection, limits, request.owner)
     if failure is None:
@@ -496,7 +494,7 @@ def _training_failure(connection: sa.Connection, limits: Limits, request: NewReq
     if request.tokens and limits.queued_tokens:
         waiting = _ask(connection, _COUNT_TOKENS, request.owner)
         if waiting + request.tokens > limits.queued_tokens:
-            return _over(
+            return _refused(
                 f"the request has {request.tokens} tokens, and this project has {waiting} waiting: "
                 f"together they must be at most {limits.queued_tokens} (max_queued_tokens)"
             )
@@ -507,7 +505,7 @@ def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Fa
     """Why the project may not store another checkpoint now, or None."""
     if not limits.stored_bytes or (stored := stored_bytes(connection, owner)) < limits.stored_bytes:
         return None
-    return _over(
+    return _refused(
         f"this project's checkpoints and images have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
         "(max_stored_bytes); delete some"
     )
@@ -525,7 +523,7 @@ def model_failure(connection: sa.Connection, owner: str, limits: Limits) -> Fail
     live = _ask(connection, _COUNT_MODELS, owner)
     if live < limits.live_models:
         return None
-    return _over(
+    return _refused(
         f"this project has {live} models: must be at most {limits.live_models} (max_live_models); "
         "close the sessions of those that are done"
     )
@@ -535,5 +533,6 @@ def _ask(connection: sa.Connection, statement: sa.Select[tuple[int]], owner: str
     return int(connection.execute(statement, {"owner": owner, **more}).scalar_one())
 
 
-def _over(text: str) -> tuple[str, Category]:
+def _refused(text: str) -> tuple[str, Category]:
+    """The failure of a request that is wrong, as `text` says."""
     return text, UserError.category

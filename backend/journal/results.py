@@ -33,7 +33,6 @@ from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     UNMADE,
-    Kind,
     Model,
     ModelState,
     PayloadType,
@@ -49,14 +48,10 @@ PAGE = 1000
 DROPPED, EXPIRED = "the result was dropped", "the result expired"  # how errors of answers begin whose bytes are gone
 FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # samples of a sampler that an acknowledgement leaves; bytes of one, in all
 _ACKNOWLEDGED = f"{DROPPED}: its client acknowledged that it has it"
-_BYTES = sa.func.length(col(Request.payload)) + sa.func.coalesce(sa.func.length(col(Request.result)), 0)
+_SIZE = sa.func.length(col(Request.result))
+STORED_SIZE = sa.func.length(col(Request.payload)) + sa.func.coalesce(_SIZE, 0)  # of the request and its answer
 _AFTER = (
-    sa.select(
-        col(Request.id),
-        col(Request.completion),
-        col(Request.state),
-        sa.func.length(col(Request.result)).label("size"),
-    )
+    sa.select(col(Request.id), col(Request.completion), col(Request.state), _SIZE.label("size"))
     .where(
         col(Request.sampler_id) == sa.bindparam("of_sampler"),
         col(Request.completion) > sa.bindparam("after"),
@@ -120,11 +115,9 @@ _MAKE_STEP = (
     .values({name: sa.bindparam(name) for name in _MADE})
 )
 # Without the payload: answers are read thousands of times a second, and a payload can have megabytes.
-_SIZE = sa.func.length(col(Request.result))
 _MOST = sa.bindparam("at_most", type_=sa.BigInteger)
 _READ = sa.select(
     col(Request.id),
-    col(Request.kind),
     col(Request.state),
     col(Request.result_type),
     col(Request.error),
@@ -253,7 +246,6 @@ class Result:
     """
 
     request_id: str
-    kind: Kind
     result: bytes | None
     result_type: PayloadType
     error: str | None
@@ -309,7 +301,7 @@ class Results(Aggregate):
         if row.read_at is None and not size_only:
             with self._write() as connection:
                 connection.execute(_MARK_READ, {"request_id": request_id, "now": self._now()})
-        return Result(row.id, Kind(row.kind), row.result, row.result_type, row.error, row.category, row.size or 0)
+        return Result(row.id, row.result, row.result_type, row.error, row.category, row.size or 0)
 
     def finished(self, request_ids: Collection[str]) -> set[str]:
         """Which of these requests are answered, in one query per ten thousand ids."""
@@ -351,7 +343,7 @@ class Results(Aggregate):
                     alone = {**bounds, "after": last - 1, "up_to": last, "at_most": _NO_LIMIT}
                     rows = list(connection.execute(_AFTER, alone).all())
         return Completions(
-            tuple(Completion(row.id, row.state == RequestState.DONE, row.size if row.size else 0) for row in rows), last
+            tuple(Completion(row.id, row.state == RequestState.DONE, row.size or 0) for row in rows), last
         )
 
     def last_completions(self, sampler_ids: Collection[str]) -> dict[str, int]:
@@ -379,7 +371,7 @@ class Results(Aggregate):
                     col(Request.seq_id) < (clone + 1) * CLONE_BLOCK,
                     col(Request.read_at).is_not(None),
                     col(Request.dropped_at).is_(None),
-                    sa.or_(col(Request.seq_id) >= FIRST_SHOWN, _BYTES > LARGEST_SHOWN),
+                    sa.or_(col(Request.seq_id) >= FIRST_SHOWN, STORED_SIZE > LARGEST_SHOWN),
                 )
                 values = _dropped(_ACKNOWLEDGED, payload=b"", dropped_at=self._now())
                 dropped += connection.execute(statement.values(**values)).rowcount

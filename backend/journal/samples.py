@@ -9,9 +9,10 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
+from tinkerflow.backend.ids import inflight_id
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, missing, owned_by
 from tinkerflow.backend.journal.requests import CANCELLED
-from tinkerflow.backend.journal.results import DROPPED, EXPIRED, FIRST_SHOWN
+from tinkerflow.backend.journal.results import DROPPED, EXPIRED, FIRST_SHOWN, STORED_SIZE
 from tinkerflow.backend.journal.tables import Kind, Model, Request, RequestState, SamplerRow
 
 SAMPLERS = 20  # the newest samplers, whose samples are looked at
@@ -29,7 +30,7 @@ _COLUMNS = (
     sa.case((_ANSWERED, None), else_=col(Request.error)).label("error"),
     col(Request.created_at),
     col(Request.finished_at),
-    (sa.func.length(col(Request.payload)) + sa.func.coalesce(sa.func.length(col(Request.result)), 0)).label("size"),
+    STORED_SIZE.label("size"),
 )
 _OF = (col(SamplerRow.base_model), col(SamplerRow.model_path), col(SamplerRow.snapshot_id))
 _BYTES = (col(Request.payload), col(Request.result), col(Request.result_type))
@@ -87,7 +88,7 @@ class Samples(Aggregate):
                 # An unnamed save makes a sampler in the run's own session; a named one may be sampled anywhere.
                 unnamed = sa.and_(
                     col(SamplerRow.session_id) == session,
-                    sa.or_(col(SamplerRow.snapshot_id).in_(saves), col(SamplerRow.snapshot_id) == f"{run_id}:inflight"),
+                    sa.or_(col(SamplerRow.snapshot_id).in_(saves), col(SamplerRow.snapshot_id) == inflight_id(run_id)),
                 )
                 named = col(SamplerRow.model_path).startswith(f"tinker://{run_id}/", autoescape=True)
                 which.append(sa.or_(unnamed, named))

@@ -53,7 +53,6 @@ class UploadView(NewUpload):
     files: of each file that has begun to arrive the name of its pieces, and how many they are; 0: it is not whole yet.
     """
 
-    created_at: datetime
     files: Mapping[str, tuple[str, int]]
     path: str | None
 

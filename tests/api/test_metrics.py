@@ -23,7 +23,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     used = {("a/b", "sample"): 12, ("a/b", "training"): 5, ("a/b", "checkpoint"): 2}
     earlier = now - timedelta(seconds=90)
     observed = Observed(used, {"a/b": 4}, {"a/b": earlier}, {"samples": earlier, "training": None})
-    parts = [ProcessView("engine", "me", 1, now, now)]
+    parts = [ProcessView("engine", now, now)]
     text = Metrics().page(Known(bases, {"samples": 1, "models": 2}, observed, parts, now)).decode()
     lines = text.splitlines()
     assert 'tinkerflow_programs_planned{base_model="a/b"} 9.0' in lines

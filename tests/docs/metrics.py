@@ -28,7 +28,7 @@ def families() -> list[Family]:
     now, status = datetime.now(UTC), CompileStatus(**{field.name: 1 for field in fields(CompileStatus)})
     base = BaseModelView("a/b", "", now, status, {"generation": 1, "memory": {"weights": 1}})
     observed = Observed({("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}, {"a/b": 1}, {"a/b": now}, {"samples": None})
-    parts = [ProcessView("engine", "", 1, now, now)]
+    parts = [ProcessView("engine", now, now)]
     page = metrics.page(Known([base], {"samples": 0, "models": 0}, observed, parts, now)).decode()
     found = []
     for name, text in re.findall(r"^# HELP (\S+) (.*)$", page, re.M):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +12,7 @@ KINDS = [kind for kind in Kind if kind is not Kind.SAMPLE]
 
 
 def pending(*kinds: Kind) -> list[Pending]:
-    now = datetime(2026, 1, 1, tzinfo=UTC)
-    return [Pending(f"req-{i}", kind, "o", "s", MODEL, None, i, b"", "json", now) for i, kind in enumerate(kinds)]
+    return [Pending(f"req-{i}", kind, "o", "s", MODEL, None, i, b"") for i, kind in enumerate(kinds)]
 
 
 def test_chunks_of_one_call_are_one_batch_and_share_a_step_with_their_optim_step() -> None:

@@ -140,10 +140,10 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
 
 async def test_a_second_engine_waits_for_the_first(engine: Engine, connect: Any, base_model: str) -> None:
     async with engine() as journal:
-        held = journal.leases.acquire("another")
-        assert held is not None and str(os.getpid()) in held.holder
-        assert not is_dead(held.holder)
-        assert is_dead(held.holder.replace('"birth": "', '"birth": "9'))
+        holder = journal.leases.acquire("another")
+        assert holder is not None and str(os.getpid()) in holder
+        assert not is_dead(holder)
+        assert is_dead(holder.replace('"birth": "', '"birth": "9'))
 
 
 async def test_models_of_ended_sessions_are_unloaded(engine: Engine, connect: Any, base_model: str, until: Any) -> None:

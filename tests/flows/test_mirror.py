@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,7 @@ async def started(url: str, *, batches: int) -> Mirror:
     mirror = Mirror(PrefectConnection(url), Pacing(1000.0, SystemClock()))
     (run,) = mirror.training_run("sess-1234:train:0", "folder/unigram")
     for step in range(batches):
-        request = Pending(f"req-{step}", Kind.OPTIM_STEP, "o", "s", "m", None, step, b"", "json", datetime.now(UTC))
+        request = Pending(f"req-{step}", Kind.OPTIM_STEP, "o", "s", "m", None, step, b"")
 
         async def perform(request: Pending = request) -> Outcome:
             return request.done(b"{}", "json")
@@ -68,7 +67,7 @@ async def test_a_paused_run_goes_on_in_the_flow_run_that_has_the_resume_button()
         shown_in = []
         for paused in ("somebody suspended it", "somebody suspended it", None):
             run.paused(paused)
-            request = Pending("req", Kind.OPTIM_STEP, "o", "s", "m", None, 1, b"", "json", datetime.now(UTC))
+            request = Pending("req", Kind.OPTIM_STEP, "o", "s", "m", None, 1, b"")
             answered = asyncio.ensure_future(asyncio.sleep(0, request.done(b"{}", "json")))
             run.started(Batch(Kind.OPTIM_STEP, (request,), 1), [Operation(request, cast(asyncio.Task[Any], answered))])
             shown_in.append(run._flow_run)

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
 
 from tinkerflow.backend.journal import Kind, Outcome, Pending
 from tinkerflow.flows.prefect.window import Window
 from tinkerflow.tasks.execution.operation import Operation
 
-NOW = datetime(2026, 1, 1, tzinfo=UTC)
-
 
 def operation(kind: Kind, until: asyncio.Event | None = None, error: str | None = None) -> Operation:
-    request = Pending(f"req-{kind}", kind, "o", "s", "m", None, 1, b"", "json", NOW)
+    request = Pending(f"req-{kind}", kind, "o", "s", "m", None, 1, b"")
 
     async def perform() -> Outcome:
         if until is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.journal import Kind
 
 
 def test_pending_then_answered_and_re_readable(scene):
@@ -14,7 +13,7 @@ def test_pending_then_answered_and_re_readable(scene):
     assert scene.journal.results.get(request, "local") is None
     scene.execute(model)
     first = scene.journal.results.get(request, "local")
-    assert (first.request_id, first.kind, first.result) == (request, Kind.FORWARD_BACKWARD, b"result")
+    assert (first.request_id, first.result) == (request, b"result")
     assert (first.result_type, first.error, first.category) == ("proto", None, None)
     assert scene.journal.results.get(request, "local") == first
     assert scene.journal.results.get(request, None) == first
