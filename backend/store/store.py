@@ -22,7 +22,7 @@ from tinkerflow.backend.checkpoint import (
     check_run_id,
 )
 from tinkerflow.backend.clock import Clock, SystemClock
-from tinkerflow.backend.commands import AdapterKept, AdapterState, LoraSpec, Optimizer, StoredState
+from tinkerflow.backend.commands import AdapterKept, AdapterState, StoredState
 from tinkerflow.backend.encryption import encrypt
 from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
 from tinkerflow.backend.ids import new_id
@@ -63,7 +63,7 @@ class Store:
         path = CheckpointPath(run_id, str(kind), name)
         if path.kind == EXTERNAL_WEIGHTS:
             raise UserError(f"checkpoint kind {kind!r}: must be one of {WEIGHTS}, {SAMPLER_WEIGHTS}")
-        return self._save(path, state.spec, state.step, state.optimizer, meta, lambda: _files(state, meta), overwrite)
+        return self._save(path, state, meta, lambda: _files(state, meta), overwrite)
 
     def export(
         self,
@@ -88,7 +88,7 @@ class Store:
             made = _files(plain, meta)
             return encrypt(made, recipients) if recipients else made
 
-        return self._save(path, state.spec, state.step, state.optimizer, meta, files, overwrite)
+        return self._save(path, state, meta, files, overwrite)
 
     def copy(self, source: str, run_id: str, *, owner: str, expires_at: datetime | None, request_id: str) -> Saved:
         """Copy all files of the checkpoint `source` to one of the same kind and name in `run_id`, which is `owner`'s.
@@ -103,14 +103,12 @@ class Store:
             saved.meta, owner=owner, expires_at=expires_at, request_id=request_id, run_metadata={}, public=False
         )
         path = CheckpointPath(run_id, where.kind, where.name)
-        return self._save(path, saved.spec, saved.step, saved.optimizer, meta, lambda: files, overwrite=False)
+        return self._save(path, saved, meta, lambda: files, overwrite=False)
 
     def _save(
         self,
         path: CheckpointPath,
-        spec: LoraSpec,
-        step: int,
-        optimizer: Optimizer,
+        state: AdapterState | Saved,
         meta: CheckpointMeta,
         make_files: Callable[[], dict[str, bytes]],
         overwrite: bool,
@@ -121,7 +119,7 @@ class Store:
                 return _same_or_conflict(before, meta)
             files = make_files()
             digests = {file: Digest.of(data) for file, data in files.items()}
-            saved = self._saved(path, new_id("attempt"), (spec, step, optimizer), meta, digests)
+            saved = self._saved(path, new_id("attempt"), state, meta, digests)
             try:
                 self._write(path, saved, files)
                 return self._publish(path, saved, overwrite=overwrite)
@@ -133,24 +131,23 @@ class Store:
         self,
         path: CheckpointPath,
         attempt: str,
-        state: tuple[LoraSpec, int, Optimizer],
+        state: AdapterState | AdapterKept | Saved,
         meta: CheckpointMeta,
         files: Mapping[str, Digest],
     ) -> Saved:
-        """A commit as of now. attempt: whose files they are. state: its shape, steps and optimizer."""
-        spec, step, optimizer = state
+        """A commit as of now. attempt: whose files they are. state: what has its shape, steps and optimizer."""
         return Saved(
             path=str(path),
             run_id=path.run_id,
             kind=path.kind,
             name=path.name,
             attempt=attempt,
-            spec=spec,
-            step=step,
+            spec=state.spec,
+            step=state.step,
             created_at=self._clock.now(),
             meta=meta,
             files=files,
-            optimizer=optimizer,
+            optimizer=state.optimizer,
         )
 
     def load(self, path: str, *, optimizer: bool = True) -> tuple[AdapterState, Saved]:
@@ -199,7 +196,7 @@ class Store:
         folder: of `new_folder`. kept: the state's shape. meta: see CheckpointMeta. files: digests, by file.
         """
         path = CheckpointPath.of_folder(folder)
-        saved = self._saved(path, folder.rpartition("/")[2], (kept.spec, kept.step, kept.optimizer), meta, files)
+        saved = self._saved(path, folder.rpartition("/")[2], kept, meta, files)
         with self._failures(f"save {path}"):
             try:
                 for file, digest in files.items():
