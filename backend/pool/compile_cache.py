@@ -144,7 +144,6 @@ class CacheMender(logging.Handler):
         named = _UNREADABLE.search(record.getMessage())
         if named is None:
             return
-        for entry in self._folder.iterdir():
-            if entry.name.startswith(f"{named[1]}-") and entry.name.endswith("-cache"):
-                log.warning("deleting the unreadable cache entry %s", entry)
-                entry.unlink(missing_ok=True)
+        for entry in self._folder.glob(f"{named[1]}-*{_ENTRY}"):
+            log.warning("deleting the unreadable cache entry %s", entry)
+            entry.unlink(missing_ok=True)

@@ -44,7 +44,7 @@ from tinkerflow.backend.errors import (
 from tinkerflow.backend.pool.host.places import Launch, Site, WorkerProcess, WorkerSlot
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import LoopLink
-from tinkerflow.backend.pool.protocol.handshake import accept, next_connection
+from tinkerflow.backend.pool.protocol.handshake import HANDSHAKE_SECONDS, accept, next_connection
 from tinkerflow.backend.pool.protocol.messages import (
     Ack,
     Beat,
@@ -66,7 +66,6 @@ from tinkerflow.backend.supervise import HeartbeatMonitor
 
 log = logging.getLogger(__name__)
 
-_HANDSHAKE_SECONDS = 10.0
 _JOIN_SECONDS = 60.0  # that a rank may take to connect, and to end what an earlier driver left it with
 _REAP_SECONDS = 10.0
 _LAST_WORD_SECONDS = 1.0  # from the end of a process until what it sent before has been read
@@ -345,7 +344,7 @@ class Group:
 
     async def _greet(self, sock: socket.socket, secret: bytes, start: Sequence[frames.Buffer]) -> None:
         try:
-            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
                 link = await accept(sock, secret, self.generation, len(self._members))
         except (OSError, EOFError, TimeoutError) as error:
             log.warning("a stranger connected to worker group %d: %r", self.generation, error)
@@ -585,11 +584,7 @@ class Group:
             self._fail(f"the supervisor itself failed: {error!r}")
 
 
-def _fail(
-    future: asyncio.Future[GroupInfo] | asyncio.Future[Reply] | asyncio.Future[Mapping[str, Digest]],
-    error: TinkerflowError,
-    own: TinkerflowError | None = None,
-) -> None:
+def _fail(future: asyncio.Future[Any], error: TinkerflowError, own: TinkerflowError | None = None) -> None:
     if not future.done():
         # its own: an exception raised twice mixes its tracebacks
         future.set_exception(own or type(error)(error.message))

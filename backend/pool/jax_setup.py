@@ -134,10 +134,7 @@ def share_of_host(start: Start, rank: int) -> list[int] | None:
         raise UserError(f"{len(sharing)} processes of the group are on one host of TPUs: let it run one, of all chips")
     if not (gpus := devices.gpu_count(os.environ)):
         return None
-    try:
-        return devices.share(sharing.index(rank), len(sharing), gpus)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    return devices.share(sharing.index(rank), len(sharing), gpus)
 
 
 def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None]) -> None:

@@ -29,7 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import IO, Protocol, cast
 
 from tinkerflow.backend import tracing
@@ -50,7 +49,6 @@ from tinkerflow.backend.pool.protocol.messages import (
     Start,
     Traced,
     Transfer,
-    Transferred,
     to_failed,
 )
 from tinkerflow.backend.pool.protocol.software import code_version
@@ -161,7 +159,9 @@ class Inbox:
         OSError when that driver cannot be reached, or does not know the secret.
         """
         self._leave()
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=_log_format(spec), force=True)
+        who = f"rank {spec.rank} generation {spec.generation}"
+        line = f"%(asctime)s %(levelname)s {who} %(name)s: %(message)s"
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=line, force=True)
         link = connect(spec.host, spec.port, bytes.fromhex(spec.secret), spec.generation, spec.rank)
         if self._reader is not None:
             try:
@@ -218,15 +218,12 @@ class Inbox:
                 self.send(0, beat, link)
             elif frame.index == 0 and isinstance(message := frames.decode(frame.body), Transfer):
                 assert self.transfers is not None, "the driver transfers nothing before this process is ready"
-                self.transfers.start(message, partial(self._answer_transfer, link))
+                self.transfers.start(message, lambda answer: self.send(0, frames.encode(answer), link))
             else:
                 self._received += frame.index > 0
                 self.frames.put((link, frame))
         self._alone.set()
         self._end_unless_wanted()
-
-    def _answer_transfer(self, link: WorkerLink, answer: Transferred) -> None:
-        self.send(0, frames.encode(answer), link)
 
     def _end_unless_wanted(self) -> None:
         if self._alone.is_set() and self._no_other.is_set():
@@ -314,7 +311,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver asks for stacks before it kills a hung one
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every platform that is not there
     inbox = Inbox()
-    _end_on_uncaught(inbox)
+    sys.excepthook = lambda _kind, error, _trace: _end(inbox, error)
+    threading.excepthook = lambda args: _end(inbox, args.exc_value or args.exc_type())
     inbox.serve(spec)
     threading.Thread(target=inbox.receive, args=(sys.stdin.buffer,), name="specs", daemon=True).start()
     notices, told = os.pipe()
@@ -389,22 +387,6 @@ def build(start: Start, rank: int, progress: Callable[[str], None]) -> CommandEx
     if getattr(kind, "uses_jax", True):
         join_jax(start, rank, progress, getattr(kind, "environment", lambda *_: {}))
     return cast(CommandExecutor, kind(start.config, progress, start.processes, rank))
-
-
-def _log_format(spec: LaunchSpec) -> str:
-    who = f"rank {spec.rank} generation {spec.generation}"
-    return f"%(asctime)s %(levelname)s {who} %(name)s: %(message)s"
-
-
-def _end_on_uncaught(inbox: Inbox) -> None:
-    def main_thread(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _end(inbox, error)
-
-    def other_thread(args: threading.ExceptHookArgs) -> None:
-        _end(inbox, args.exc_value or args.exc_type())
-
-    sys.excepthook = main_thread
-    threading.excepthook = other_thread
 
 
 def _end(inbox: Inbox, error: BaseException) -> None:

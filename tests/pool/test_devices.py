@@ -51,7 +51,7 @@ def test_devices_are_found_by_their_files(tmp_path: Path) -> None:
 
 def test_gpus_of_a_host_are_shared_equally_and_once() -> None:
     assert [share(mine, 4, 8) for mine in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(ValueError, match=r"3 processes of the group on this host share 8 GPU\(s\)"):
+    with pytest.raises(UserError, match=r"3 processes of the group on this host share 8 GPU\(s\)"):
         share(0, 3, 8)
 
 

@@ -226,7 +226,7 @@ async def test_silent_strangers_hold_no_rank_up(
         return worker(spec, coordinator, **options)
 
     monkeypatch.setattr(places, "LocalWorker", crowd_then_spawn)
-    monkeypatch.setattr("tinkerflow.backend.pool.group._HANDSHAKE_SECONDS", 3600.0)
+    monkeypatch.setattr("tinkerflow.backend.pool.group.HANDSHAKE_SECONDS", 3600.0)
     try:
         pool = await start_pool(processes=2)  # type: ignore[misc]
         assert pool.ready and len(silent) == 8

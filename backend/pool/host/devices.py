@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from tinkerflow.backend.errors import UserError
+
 log = logging.getLogger(__name__)
 
 Name = Literal["cpu", "cuda", "tpu"]
@@ -80,10 +82,10 @@ def place_in_pod(environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 def share(mine: int, processes: int, gpus: int) -> list[int]:
     """The GPUs of process `mine` of the `processes` of a group that share `gpus`, by their ordinals.
 
-    ValueError when they cannot be shared equally.
+    UserError when they cannot be shared equally.
     """
     if gpus % processes:
-        raise ValueError(
+        raise UserError(
             f"{processes} processes of the group on this host share {gpus} GPU(s): their number must divide the GPUs'"
         )
     each = gpus // processes

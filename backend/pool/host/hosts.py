@@ -21,7 +21,7 @@ from tinkerflow.backend.pool.host.places import Launch, WorkerProcess, WorkerSlo
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.conversation import Conversation
 from tinkerflow.backend.pool.protocol.frames import LoopLink
-from tinkerflow.backend.pool.protocol.handshake import accept, next_connection
+from tinkerflow.backend.pool.protocol.handshake import HANDSHAKE_SECONDS, accept, next_connection
 from tinkerflow.backend.pool.protocol.messages import (
     Ended,
     HeldWorker,
@@ -37,8 +37,6 @@ from tinkerflow.backend.pool.protocol.software import software
 from tinkerflow.backend.supervise import Ending
 
 log = logging.getLogger(__name__)
-
-_HANDSHAKE_SECONDS = 10.0
 
 
 class HostProcess:
@@ -106,7 +104,7 @@ class Host:
         """Start a process, or take over the process `held`. OSError when that fails, or the host is lost meanwhile."""
         if self.talk.over is not None:
             raise OSError(f"host {self.offer.host} is lost: {self.talk.over}")
-        number, loop = self.site.next_number(), asyncio.get_running_loop()
+        number, loop = next(self.site.numbers), asyncio.get_running_loop()
         starting = self._starting[number] = loop.create_future()
         ending = self._endings[number] = loop.create_future()
         self.site.launched.add(launch.salt)
@@ -159,11 +157,11 @@ class Hosts:
         self.address = str(listener.getsockname()[0])
         self.port = int(listener.getsockname()[1])
         self.launched: set[bytes] = set()  # salts of this driver's own generations: their processes are not taken over
+        self.numbers = itertools.count(1)  # of processes
         self._listener = listener
         self._secret = secret
         self._silence = silence
         self._hosts: list[Host] = []
-        self._numbers = itertools.count(1)
         self._change = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
         self._door = asyncio.create_task(self._welcome(), name="hosts")
@@ -236,10 +234,6 @@ class Hosts:
         return [HostSlot(*whole[rank]) for rank in sorted(whole)]
 
     # ------------------------------------------------------------------ for its hosts
-    def next_number(self) -> int:
-        """A number for a process."""
-        return next(self._numbers)
-
     def notify(self) -> None:
         """Wake `changed`: a host joined or is lost, or room is released."""
         self._change.set()
@@ -255,7 +249,7 @@ class Hosts:
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
-            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
                 link = await accept(sock, self._secret, 0, 1)
                 offer = await self._hear_offer(link)
         except (OSError, EOFError, TimeoutError, ValueError) as error:

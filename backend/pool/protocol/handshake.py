@@ -23,6 +23,7 @@ from tinkerflow.backend.pool.protocol.frames import MAGIC, LoopLink, WorkerLink,
 
 log = logging.getLogger(__name__)
 
+HANDSHAKE_SECONDS = 10.0  # that who connects may take to prove that it knows the secret
 _HELLO = struct.Struct("!4sII32s")  # magic, generation, rank, nonce
 _PROOF = 32
 
