@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
-from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
@@ -44,7 +42,8 @@ class CheckpointSearch(Aggregate):
         NotFoundError: a project that no session of the caller's carries.
         """
         matching = sa.select(Checkpoint).where(exists(self._now()), *owned_by(Checkpoint, owner), *_conditions(query))
-        matches = partial(_has_metadata, query.user_metadata) if query.user_metadata else None
+        wanted = query.user_metadata.items()
+        matches = (lambda row: wanted <= row.user_metadata.items()) if wanted else None
         with self._read() as connection:
             check_projects(connection, query.projects, owned_by(Session, owner))
             page, more = newest_page(
@@ -65,7 +64,3 @@ def _conditions(query: CheckpointQuery) -> list[sa.ColumnElement[bool]]:
     if query.base_models is not None:
         where.append(col(Checkpoint.base_model).in_(query.base_models))
     return where
-
-
-def _has_metadata(wanted: Mapping[str, str], row: sa.Row[Any]) -> bool:
-    return bool(wanted.items() <= row.user_metadata.items())

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import sqlalchemy as sa
 from sqlalchemy import Row, event
@@ -24,6 +24,9 @@ from sqlmodel import SQLModel, col
 
 from tinkerflow.backend.clock import Clock
 from tinkerflow.backend.errors import FencedError, JournalBusyError, NotFoundError
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.journal.notify import Notifier
 
 BUSY_SECONDS = 30.0
 AWAY = (sa.exc.OperationalError, JournalBusyError)  # what is raised while the database cannot be asked: try again
@@ -138,18 +141,10 @@ class Database:
         self.engine.dispose()
 
 
-class Publisher(Protocol):
-    """The part of Notifier that aggregates use."""
-
-    def publish(self, *topics: str) -> None:
-        """Wake the subscribers of `topics`."""
-        ...
-
-
 class Aggregate:
     """One group of rows that are read and written together. Every public method is one short transaction."""
 
-    def __init__(self, database: Database, clock: Clock, notifier: Publisher) -> None:
+    def __init__(self, database: Database, clock: Clock, notifier: Notifier) -> None:
         """Read and write `database`; `notifier` is told of changes after their commit."""
         self._database = database
         self._read = database.read

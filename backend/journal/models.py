@@ -32,6 +32,7 @@ from tinkerflow.backend.journal.tables import (
     session_over,
 )
 
+_IS_UNLOAD = sa.and_(col(Request.kind) == Kind.UNLOAD, IS_PENDING)
 _LABELS = ("name", "recipe_name")  # keys of metadata; the second one is the SDK cookbook's
 _REVIVABLE = (ModelState.LOST, ModelState.FAILED)  # what made them is kept until their session is over
 
@@ -137,7 +138,7 @@ class Models(Aggregate):
 
     def abandoned(self) -> list[str]:
         """Ids of models that take work although their session is over, and that no request unloads yet."""
-        unloading = sa.exists().where(col(Request.model_id) == col(Model.id), _is_unload())
+        unloading = sa.exists().where(col(Request.model_id) == col(Model.id), _IS_UNLOAD)
         statement = (
             sa.select(col(Model.id))
             .join(Session, col(Session.id) == col(Model.session_id))
@@ -190,7 +191,7 @@ class Models(Aggregate):
                 raise missing(Model, model_id)
             request_id = None
             if model.state in TAKES_WORK:
-                waiting = sa.select(col(Request.id)).where(col(Request.model_id) == model_id, _is_unload())
+                waiting = sa.select(col(Request.id)).where(col(Request.model_id) == model_id, _IS_UNLOAD)
                 unload = NewRequest(Kind.UNLOAD, model.owner, reason.encode(), content_hash="", model_id=model_id)
                 request_id = connection.execute(waiting).scalar() or store(
                     connection, unload, model.session_id, None, self._now()
@@ -270,10 +271,6 @@ def insert_model(
         "last_request_at": now,
     }
     insert_if_absent(connection, Model, row)
-
-
-def _is_unload() -> sa.ColumnElement[bool]:
-    return sa.and_(col(Request.kind) == Kind.UNLOAD, IS_PENDING)
 
 
 def _with_checkpoints(connection: sa.Connection, models: Sequence[sa.Row[Any]], now: datetime) -> list[RunView]:

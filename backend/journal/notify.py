@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TOKENS = "tokens"
 CLONE_BLOCK = 1_000_000_000  # the sequence ids of clone n of a client are [n * CLONE_BLOCK, (n + 1) * CLONE_BLOCK)
 RECHECK_SECONDS = 1.0  # between two looks at the database, in case notifications were lost
 _PATH_LIMIT = 100  # bytes; Linux takes 107, macOS 103
@@ -232,7 +233,7 @@ class ResultSubscriptions:
 
     async def __aenter__(self) -> Self:
         """Start listening."""
-        topics = await self._stack.enter_async_context(self._notifier.subscribe("done:", "answered:", "tokens"))
+        topics = await self._stack.enter_async_context(self._notifier.subscribe("done:", "answered:", TOKENS))
         running = (self._listen(topics), self._check(), self.tokens.run())
         self._tasks = [asyncio.create_task(one) for one in running]
         return self
@@ -265,7 +266,7 @@ class ResultSubscriptions:
             if topic.startswith("done:"):
                 self._answered(topic.removeprefix("done:"))
                 continue
-            if topic == "tokens":
+            if topic == TOKENS:
                 self.tokens.wake()
                 continue
             _, clone, sampler_id = topic.split(":", 2)

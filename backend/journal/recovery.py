@@ -122,7 +122,9 @@ class Recovery(Aggregate):
 
     def snapshots(self, model_id: str | None = None) -> list[SnapshotView]:
         """Snapshots of a model, or of all, newest first."""
-        where = [IS_MODEL_SNAPSHOT] if model_id is None else [IS_MODEL_SNAPSHOT, _of_model(model_id)]
+        where: list[sa.ColumnElement[bool]] = [IS_MODEL_SNAPSHOT]
+        if model_id is not None:
+            where.append(col(RecoverySnapshot.model_id) == model_id)
         newest = (col(RecoverySnapshot.model_id), col(RecoverySnapshot.seq_id).desc())
         return self._views(SnapshotView, sa.select(RecoverySnapshot).where(*where).order_by(*newest))
 
@@ -255,10 +257,6 @@ class Recovery(Aggregate):
                 {name: str(text) for name, text in connection.execute(waiting)},
                 int(connection.execute(pending_suspects).scalar_one()),
             )
-
-
-def _of_model(model_id: str) -> sa.ColumnElement[bool]:
-    return col(RecoverySnapshot.model_id) == model_id
 
 
 def of_unstored(*what: Mapped[Any]) -> sa.Select[Any]:

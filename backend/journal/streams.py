@@ -25,12 +25,11 @@ from sqlmodel import col
 
 from tinkerflow.backend.commands import Candidates, NewTokens
 from tinkerflow.backend.journal.database import Aggregate
-from tinkerflow.backend.journal.notify import Waiter
+from tinkerflow.backend.journal.notify import TOKENS, Waiter
 from tinkerflow.backend.journal.tables import StreamedRow
 
 log = logging.getLogger(__name__)
 
-TOPIC = "tokens"
 KEPT_SECONDS = 30.0  # a process that is further behind gets the rest with the results
 _MOST_ROWS = 1000  # of one query
 _MOST_HELD = 8192  # tokens that one slow listener is behind at most; then it gets the rest with the result
@@ -71,7 +70,7 @@ class Streams(Aggregate):
         row = {"written_at": self._now(), "tokens": _packed(tokens)}
         with self._writing, self._write(fenced=True) as connection:
             connection.execute(_WRITE, row)
-        self._publish(TOPIC)
+        self._publish(TOKENS)
 
     def last(self) -> int:
         """The id of the newest row, 0 when there is none."""
@@ -84,10 +83,10 @@ class Streams(Aggregate):
             rows = connection.execute(_AFTER, {"after": seen}).all()
         return [one for row in rows for one in _unpacked(row.tokens)], rows[-1].id if rows else seen
 
-    def expire(self, seconds: float = KEPT_SECONDS) -> None:
-        """Delete rows that are older. The results hold what they held."""
+    def expire(self) -> None:
+        """Delete rows that are older than KEPT_SECONDS. The results hold what they held."""
         with self._write() as connection:
-            connection.execute(_EXPIRE, {"before": self._ago(seconds)})
+            connection.execute(_EXPIRE, {"before": self._ago(KEPT_SECONDS)})
 
 
 def _packed(tokens: Sequence[StreamedTokens]) -> bytes:
