@@ -78,11 +78,12 @@ def merge(folder: Path, state: AdapterState, to: Path, progress: Callable[[str],
     (partial / INDEX).unlink(missing_ok=True)
     _write_config(partial / "config.json", merger, widened=any(isinstance(one.tensor, MadeTensor) for one in tensors))
     shards = _shards(tensors)
-    names = [WEIGHTS] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(1, len(shards) + 1)]
+    count = len(shards)
+    names = [WEIGHTS] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     for file_name, shard in zip(names, shards, strict=True):
         _write(partial / file_name, shard, merger)
         progress(f"written: {file_name}")
-    if len(shards) > 1:
+    if count > 1:
         weight_map = {one.name: file_name for file_name, shard in zip(names, shards, strict=True) for one in shard}
         index = {"metadata": {"total_size": sum(one.size for one in tensors)}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -173,10 +174,6 @@ def _shards(tensors: list[_Written]) -> list[list[_Written]]:
             shards.append([])
         shards[-1].append(one)
     return shards
-
-
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _write(path: Path, shard: list[_Written], merger: _Merger) -> None:

@@ -56,10 +56,11 @@ class ModelCard:
         config = load_config(folder, name=name)
         if not (folder / TOKENIZER).is_file():
             raise UserError(f"base model {name!r}: {folder} has no {TOKENIZER}; a fast tokenizer's file is needed")
+        of_the_hub = hub_name(name)
         return cls(
             name=name,
             path=str(folder),
-            tokenizer_id=_tokenizer_id(name, folder),
+            tokenizer_id=str(folder) if of_the_hub is None else of_the_hub[0],
             architecture=config.architecture,
             vocab_size=config.vocab,
             max_context=context_of(name, config, max_context),
@@ -107,11 +108,6 @@ def context_of(name: str, config: ModelConfig, wanted: int) -> int:
     if wanted > config.max_positions:
         raise UserError(f"base model {name!r}: max_context {wanted}; the model allows at most {config.max_positions}")
     return wanted or min(config.max_positions, DEFAULT_MAX_CONTEXT)
-
-
-def _tokenizer_id(name: str, folder: Path) -> str:
-    of_the_hub = hub_name(name)
-    return str(folder) if of_the_hub is None else of_the_hub[0]
 
 
 def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:

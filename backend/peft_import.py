@@ -24,7 +24,7 @@ from tinkerflow.backend.ids import CheckpointKind, model_id
 from tinkerflow.backend.spec.limits import MAX_RANK
 from tinkerflow.backend.spec.ranks import peft_factor
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Saved, Store
-from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, Floats, decode_any
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, EXPERT, Floats, decode_any
 
 NAME = "imported"  # of the checkpoint in its run
 _HEADER_BYTES = 512  # of a tensor: its name, dtype, shape and place
@@ -37,7 +37,7 @@ _READ = {
 }
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva")  # the others change the base model's weights, too
 _KEY = re.compile(r"\^?(experts\.\\d\+\.)?[\w.]+")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_SWITCHES = ("train_attn", "train_mlp", "train_unembed")  # of a LoraSpec
 
 
 def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraSpec | None = None) -> AdapterState:
@@ -128,9 +128,8 @@ def _spec(
     """The adapter's shape: what was asked for, or what the files show; the rank of experts is the files' own."""
     rank = values["r"]
     if asked is None:
-        switches = ("train_attn", "train_mlp", "train_unembed")
-        none = LoraSpec(rank, **dict.fromkeys(switches, False))
-        each = {switch: replace(none, **{switch: True}) for switch in switches}
+        none = LoraSpec(rank, **dict.fromkeys(_SWITCHES, False))
+        each = {switch: replace(none, **{switch: True}) for switch in _SWITCHES}
         there = {
             switch: any(name in tensors for module in modules(cfg, spec) for name in pair_names(module))
             for switch, spec in each.items()
@@ -186,7 +185,7 @@ def _of(pattern: Mapping[str, tuple[int, Any]], module: str, default: Any) -> An
     A hundred thousand keys take no longer than one.
     """
     keys = [f"^{module}"]
-    for name in {module, _EXPERT.sub(r".experts.\\d+.", module)}:  # the second as keys call all experts
+    for name in {module, EXPERT.sub(r".experts.\\d+.", module)}:  # the second as keys call all experts
         parts = name.split(".")
         keys += (".".join(parts[n:]) for n in range(len(parts)))
     return min((pattern[key] for key in keys if key in pattern), default=(0, default))[1]
@@ -218,7 +217,7 @@ def _scaled(array: Floats, scale: float, name: str) -> Floats:
 
 
 def _called(cfg: ModelConfig, spec: LoraSpec) -> str:
-    parts = ", ".join(part for part in ("train_attn", "train_mlp", "train_unembed") if getattr(spec, part))
+    parts = ", ".join(part for part in _SWITCHES if getattr(spec, part))
     return f"an adapter of rank {spec.rank} with {parts} on this {family_of(cfg).title} model"
 
 

@@ -30,9 +30,8 @@ MAX_CHARACTERS = 65_536  # of a constraint's text
 _STACK = 256 * 2**20  # bytes, reserved and not used: 8,000 rules that name each other take 28 MB, and the usual 8 crash
 _ROOM = threading.Lock()
 _LONGEST = 300  # characters of an error's text
-_FEW_PATTERNS = (
-    8  # of a JSON schema: a string that must match several takes time and memory exponential in their number
-)
+# Of a JSON schema: a string that must match several takes time and memory exponential in their number.
+_FEW_PATTERNS = 8
 _SECONDS = 2  # of a processor, for a schema with more of them, or a grammar with a schema in it
 
 # A token's mask takes 0.3 ms of one processor usually and some 50 ms at worst, and a grammar's automaton at most 40 MB.

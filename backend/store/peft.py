@@ -23,7 +23,7 @@ from tinkerflow.backend.spec.ranks import peft_factor
 Floats = npt.NDArray[np.float32]
 ADAPTER = "adapter_model.safetensors"  # the name that PEFT looks for
 ADAPTER_CONFIG = "adapter_config.json"
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHT = re.compile(r"base_model\.model\.(?:[\w.]+\.)?(\w+)\.lora_[AB]\.weight")
 _TEXT_MODEL = "language_model"
 # The parameters of transformers 5, and the modules of an expert that each is made of.
@@ -73,7 +73,7 @@ def _patterns(spec: LoraSpec, weight_names: Collection[str]) -> dict[str, dict[s
     fuses those of a layer into. PEFT joins the adapters of the two that make one, and takes the first key that fits.
     """
     own = spec.expert_rank
-    names = {_module(name) for name in weight_names if _EXPERT.search(name)} if own else set()
+    names = {_module(name) for name in weight_names if EXPERT.search(name)} if own else set()
     if own is None or not names:
         return {}
     # The scale of the experts' update is LORA_ALPHA / own; a part of it is in their B.
