@@ -16,7 +16,7 @@ TOKEN_PREFIX = "eyJ"
 TOKEN_SECRET = "tokens"  # the name of the service secret that signs tokens
 TOKEN_LIFETIME = timedelta(hours=1)
 _ALGORITHM = "HS256"
-_USER, _ORGANIZATION = "tml:user:", "tml:organization:"
+_USER = "tml:user:"
 
 
 class BadTokenError(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -73,17 +72,6 @@ class Said:
     reasoning: str = ""
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> Said:
-        """What these events amount to."""
-        said = cls()
-        for event in events:
-            said.add(event)
-        if said._open is not None:
-            raise ValueError(f"a call of {said._open.name!r} neither ended nor broke")
-        return said
-
     _open: ToolCall | None = None
 
     def add(self, event: Event) -> None:

@@ -15,12 +15,12 @@ from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes, takes_protobuf
 from tinkerflow.api.routes.assets import files_at
 from tinkerflow.api.routes.futures import accepted, content_hash, judged, refuse, submit_for_model
-from tinkerflow.api.routes.weights import optimizer_config
 from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import model_id
 from tinkerflow.backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
 from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.ranks import expert_rank
 from tinkerflow.backend.wire import (
     CreateCustomLoss,
@@ -216,6 +216,6 @@ def _info(journal: Journal, owner: str, wanted: str) -> ModelInfo:
         model_data=ModelData(arch=card.architecture, model_name=card.name, tokenizer_id=card.tokenizer_id),
         is_lora=model.is_lora,
         lora_rank=model.rank,
-        optimizer_config=optimizer_config(model.optimizer),
+        optimizer_config=OPTIMIZERS[model.optimizer].config,
         model_name=card.name,
     )

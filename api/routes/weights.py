@@ -11,7 +11,6 @@ from fastapi.responses import Response
 from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.futures import submit_for_model
-from tinkerflow.backend.commands import Optimizer
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView, Kind
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
@@ -159,13 +158,8 @@ async def weights_info(call: Authorised) -> WeightsInfo:
         train_unembed=saved.train_unembed,
         train_mlp=saved.train_mlp,
         train_attn=saved.train_attn,
-        optimizer_config=optimizer_config(saved.optimizer),
+        optimizer_config=OPTIMIZERS[saved.optimizer].config,
     )
-
-
-def optimizer_config(optimizer: Optimizer) -> dict[str, str | int]:
-    """An optimizer as the wire names it."""
-    return OPTIMIZERS[optimizer].config
 
 
 def kind_of(checkpoint_type: CheckpointType) -> CheckpointKind:

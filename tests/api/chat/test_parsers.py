@@ -362,7 +362,16 @@ CASES = [
 def read(case: Case, pieces: list[str]) -> tuple[Said, list[Event]]:
     parser = Parser(PARSERS[case.family], TOOLS, thinks=True, opened=case.opened)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.end()
-    return Said.of(events), events
+    return said_by(events), events
+
+
+def said_by(events: list[Event]) -> Said:
+    """What these events amount to; each call in them must have ended or broken."""
+    said = Said()
+    for event in events:
+        said.add(event)
+    assert said._open is None
+    return said
 
 
 def facts(said: Said) -> tuple[str, str, tuple[tuple[str, dict[str, object]], ...]]:
@@ -459,7 +468,7 @@ def test_without_tools_nothing_is_a_call() -> None:
     for family, spec in PARSERS.items():
         text = f"{spec.opening}{JSON}" if spec.think else f"<|channel|>final<|message|>{JSON}<|end|>"
         parser = Parser(spec, {}, thinks=True, opened=False)
-        said = Said.of(parser.feed(text) + parser.end())
+        said = said_by(parser.feed(text) + parser.end())
         assert not said.calls, family
         assert JSON in said.content
 
@@ -491,7 +500,7 @@ def test_numbers_that_json_has_not_are_texts(text: str) -> None:
     assert typed(text, {}) == text
     call = f'<tool_call>\n{{"name": "f", "arguments": {{"x": {text}}}}}\n</tool_call>'
     parser = Parser(PARSERS["hermes"], {"f": {}}, thinks=False, opened=False)
-    assert not Said.of([*parser.feed(call), *parser.end()]).calls
+    assert not said_by([*parser.feed(call), *parser.end()]).calls
 
 
 def test_phi_is_told_its_tools_and_calls_as_texts() -> None:
@@ -504,7 +513,7 @@ def test_phi_is_told_its_tools_and_calls_as_texts() -> None:
     assert (system["role"], system["content"], json.loads(system["tools"]), first) == ("system", "", [function], user)
     assert second["content"] == 'So<|tool_call|>[{"name": "stop", "arguments": {"city": "Köln"}}]<|/tool_call|>'
     text, events = second["content"], Parser(PARSERS["phi4"], TOOLS, thinks=False, opened=False)
-    assert Said.of([*events.feed(text), *events.end()]).calls[0].values == {"city": "Köln"}
+    assert said_by([*events.feed(text), *events.end()]).calls[0].values == {"city": "Köln"}
     (only,) = prepared([{"role": "system", "content": "Be."}], [{"type": "function", "function": function}])
     assert only["content"] == "Be." and "tools" in only
     assert prepared([user], []) == [user]
