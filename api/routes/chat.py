@@ -312,11 +312,17 @@ def part_of(part: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def _text(part: Mapping[str, Any], field: str) -> str:
-    kind, text = part.get("type"), part.get("text")
+    kind = part.get("type")
     if kind in IMAGES:
         raise broken(f"{field}.type", kind, "text; messages of the user alone have images")
     if kind != "text":
         raise broken(f"{field}.type", kind, "text; models here take no sounds or files")
-    if not isinstance(text, str):
-        raise broken(f"{field}.text", text, "a text")
-    return text
+    return string_in(part, "text", field)
+
+
+def string_in(given: Mapping[str, Any], name: str, field: str) -> str:
+    """The string `name` of a part or an item, which the request has in `field`; UserError when there is none."""
+    found = given.get(name)
+    if not isinstance(found, str):
+        raise broken(f"{field}.{name}", found, "a text")
+    return found

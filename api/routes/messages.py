@@ -14,7 +14,7 @@ from tinkerflow.api.chat.anthropic import MessageAnswer
 from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
 from tinkerflow.api.models import Target, resolve
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.chat import ToolName, joined, part_of, text_of, thought
+from tinkerflow.api.routes.chat import ToolName, joined, part_of, string_in, text_of, thought
 from tinkerflow.backend.errors import UserError, broken
 
 router = Router(busy=6, at=OPEN_API)
@@ -199,7 +199,7 @@ def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> 
     for i, block in enumerate(message.content):
         match (message.role, block.get("type")):
             case ("assistant", "thinking"):
-                thoughts.append(_text(block, "thinking", f"{field}[{i}]"))
+                thoughts.append(string_in(block, "thinking", f"{field}[{i}]"))
             case ("assistant", "redacted_thinking"):
                 pass
             case ("assistant", "tool_use"):
@@ -222,22 +222,15 @@ def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> 
     return [*results, made]
 
 
-def _text(block: Mapping[str, Any], name: str, field: str) -> str:
-    given = block.get(name)
-    if not isinstance(given, str):
-        raise broken(f"{field}.{name}", given, "a text")
-    return given
-
-
 def _call(block: Mapping[str, Any], field: str) -> dict[str, Any]:
-    name, arguments = _text(block, "name", field), block.get("input")
+    name, arguments = string_in(block, "name", field), block.get("input")
     if not isinstance(arguments, dict):
         raise broken(f"{field}.input", arguments, "an object")
-    return {"id": _text(block, "id", field), "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": string_in(block, "id", field), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _result(block: Mapping[str, Any], field: str, called: Mapping[str, str]) -> dict[str, Any]:
-    wanted, content = _text(block, "tool_use_id", field), block.get("content")
+    wanted, content = string_in(block, "tool_use_id", field), block.get("content")
     if content is not None and not isinstance(content, (str, list)):
         raise broken(f"{field}.content", content, "a text or blocks")
     if isinstance(content, list) and not all(isinstance(part, dict) for part in content):

@@ -14,7 +14,7 @@ from tinkerflow.api.chat.pictures import Picture
 from tinkerflow.api.chat.responses import ResponseAnswer
 from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.chat import AnswerFields, ToolFunction, begun, called_tool, joined, thought
+from tinkerflow.api.routes.chat import AnswerFields, ToolFunction, begun, called_tool, joined, string_in, thought
 from tinkerflow.backend.errors import broken
 
 router = Router(busy=5, at=OPEN_API)
@@ -175,12 +175,12 @@ def _of_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 part = "content" if item.get("content") else "summary"
                 said |= thought(str(_content(item.get(part) or "", f"{field}.{part}")))
             case "function_call" if said is not None:
-                call_id, name, arguments = (_text(item, key, field) for key in ("call_id", "name", "arguments"))
+                call_id, name, arguments = (string_in(item, key, field) for key in ("call_id", "name", "arguments"))
                 called[call_id] = name
                 call = called_tool(call_id, name, arguments, f"{field}.arguments")
                 said.setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                call_id = _text(item, "call_id", field)
+                call_id = string_in(item, "call_id", field)
                 content = _content(item.get("output"), f"{field}.output")
                 tool = {"tool_call_id": call_id, "name": called.get(call_id, "")}
                 messages.append({"role": "tool", "content": content, **tool})
@@ -206,12 +206,5 @@ def _content(content: Any, field: str, *, images: bool = False) -> str | list[di
             raise broken(
                 f"{field}[{i}].type", part.get("type"), "a text, or input_image of the user; no sounds or files"
             )
-        parts.append({"type": "text", "text": _text(part, "text", f"{field}[{i}]")})
+        parts.append({"type": "text", "text": string_in(part, "text", f"{field}[{i}]")})
     return joined(parts)
-
-
-def _text(given: Mapping[str, Any], name: str, field: str) -> str:
-    text = given.get(name)
-    if not isinstance(text, str):
-        raise broken(f"{field}.{name}", text, "a text")
-    return text
