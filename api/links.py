@@ -21,17 +21,19 @@ LIFETIME = timedelta(hours=1)
 
 
 def link(call: Call, path: str) -> tuple[str, datetime]:
-    """A link to `path` (below /api/v1/, unquoted) for this caller, and when it expires.
-
-    Its base is the setting public_url, or else the URL by which the caller reached us.
-    """
+    """A link to `path` (below /api/v1/, unquoted) for this caller, and when it expires."""
     services = call.services
     expires = int((services.clock.now() + LIFETIME).timestamp())
-    base = services.settings.public_url.rstrip("/") or str(call.request.base_url).rstrip("/")
     path = f"{API}/{path}"
     signature = _signer(services).get_signature(f"{expires}\n{path}").decode()
-    url = f"{base}{quote(path, safe='/:')}?expires={expires}&signature={signature}"
+    url = f"{base_url(call.request)}{quote(path, safe='/:')}?expires={expires}&signature={signature}"
     return url, datetime.fromtimestamp(expires, UTC)
+
+
+def base_url(request: Request) -> str:
+    """What our URLs begin with: the setting public_url, or else the URL by which the caller reached us."""
+    services: Services = request.app.state.services
+    return services.settings.public_url.rstrip("/") or str(request.base_url).rstrip("/")
 
 
 async def linked(request: Request) -> Services:

@@ -24,6 +24,7 @@ from fastapi.routing import APIRoute
 from tinkerflow.api.call import LOCAL, Call, Identity, Services, is_loopback, read_body
 from tinkerflow.api.console.render import render
 from tinkerflow.api.errors import status_of
+from tinkerflow.api.links import base_url
 from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.ids import KEY_PREFIX
 from tinkerflow.backend.journal import Journal
@@ -183,13 +184,12 @@ def page_router() -> APIRouter:
 
 def sign_in_page(request: Request, status: int, reason: str = "") -> Response:
     """The page that asks for a key. It leads back to where the visitor wanted to go."""
-    services: Services = request.app.state.services
     wanted = request.scope["path"] + (f"?{query}" if (query := request.scope["query_string"].decode("latin-1")) else "")
     values = {
-        "base": base_of(services),
+        "base": base_of(request.app.state.services),
         "reason": reason,
         "next": wanted if request.method == "GET" else "/",
-        "service": services.settings.public_url.rstrip("/") or str(request.base_url).rstrip("/"),
+        "service": base_url(request),
         "key_prefix": KEY_PREFIX,
     }
     return HTMLResponse(render("sign_in.html", values), status, {"Cache-Control": "no-store"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from datetime import timedelta
 from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Request
@@ -24,6 +23,7 @@ from tinkerflow.api.console.visit import (
     sign_in_page,
     visiting,
 )
+from tinkerflow.api.links import base_url
 from tinkerflow.backend.ids import KEY_PREFIX
 from tinkerflow.backend.settings import Settings
 
@@ -39,7 +39,7 @@ async def front_page(request: Request) -> Response:
     facts: dict[str, str | int] = {
         "service": "tinkerflow",
         "version": __version__,
-        "base_url": services.settings.public_url.rstrip("/") or str(request.base_url).rstrip("/"),
+        "base_url": base_url(request),
         "api": API,
         "openapi": "/openapi.json",
     }
@@ -86,11 +86,10 @@ async def sign_in(request: Request) -> Response:
     )
     answer = RedirectResponse(base + (wanted if local else "/"), 303)
     secure = request.url.scheme == "https" or services.settings.public_url.startswith("https:")
-    lasts: timedelta = SIGNED_IN
     answer.set_cookie(
         COOKIE,
-        services.auth.token(identity, lasts),
-        max_age=int(lasts.total_seconds()),
+        services.auth.token(identity, SIGNED_IN),
+        max_age=int(SIGNED_IN.total_seconds()),
         path=base or "/",
         secure=secure,
         httponly=True,
