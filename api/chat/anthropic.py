@@ -22,8 +22,6 @@ from tinkerflow.backend.commands import SampleResult
 
 Json: TypeAlias = dict[str, Any]
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
-# The field of a block's text, the type of its delta, and the field of that.
-_TEXTS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
 
 
 class MessageAnswer:
@@ -107,9 +105,10 @@ class MessageAnswer:
                 return [*parts, self._delta("input_json_delta", partial_json=call.arguments)]
 
     def _text(self, kind: str, text: str) -> list[bytes]:
-        name, field = _TEXTS[kind]
-        begin = [] if self._open == kind else self._begin(kind, {"type": kind, field: "", **_signed(kind)})
-        return [*begin, self._delta(name, **{field: text})]
+        """More of a block of the type `kind`, which is also the name of the field with its text."""
+        signed = {"signature": ""} if kind == "thinking" else {}
+        begin = [] if self._open == kind else self._begin(kind, {"type": kind, kind: "", **signed})
+        return [*begin, self._delta(f"{kind}_delta", **{kind: text})]
 
     def _begin(self, kind: str, block: Json) -> list[bytes]:
         closed = self._close()
@@ -131,10 +130,6 @@ class MessageAnswer:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return sse({"type": kind, **fields}, kind)
-
-
-def _signed(kind: str) -> Json:
-    return {"signature": ""} if kind == "thinking" else {}
 
 
 def _tool_use(name: str) -> Json:
