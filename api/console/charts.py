@@ -38,18 +38,18 @@ def chart(title: str, lines: Sequence[Line], *, across: str = "step") -> Markup:
     ).format(orjson.dumps(data).decode(), title, _legend(lines), Markup(svg))
 
 
-def bars(title: str, parts: Sequence[tuple[str, float]], whole: float, text: Sequence[str]) -> Markup:
-    """One bar of `parts` (name, amount) of a `whole`, with a legend that has the `text` of each."""
-    drawn, right = [], 0.0
-    for i, (name, amount) in enumerate(parts):
+def bars(title: str, parts: Sequence[tuple[str, float, str]]) -> Markup:
+    """One bar of `parts` (name, amount, and its text for the legend), which together fill it."""
+    drawn, right, whole = [], 0.0, sum(amount for _, amount, _ in parts)
+    for i, (name, amount, text) in enumerate(parts):
         width = round(100 * amount / whole, 3) if whole > 0 else 0.0
-        label = escape(f"{name}: {text[i]}")
+        label = escape(f"{name}: {text}")
         shape = f'x="{right:g}" width="{width:g}" height="10"'
         drawn.append(f'<rect class="part line-{i % LINES}" {shape}><title>{label}</title></rect>')
         right += width
     legend = Markup("").join(
-        Markup('<li><i class="key line-{}"></i>{} <b>{}</b></li>').format(i % LINES, name, text[i])
-        for i, (name, _) in enumerate(parts)
+        Markup('<li><i class="key line-{}"></i>{} <b>{}</b></li>').format(i % LINES, name, text)
+        for i, (name, _, text) in enumerate(parts)
     )
     svg = Markup('<svg viewBox="0 0 100 10" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>')
     return Markup('<figure class="bar">{}<figcaption><ul class="legend">{}</ul></figcaption></figure>').format(

@@ -78,9 +78,8 @@ def _group(visit: Visit, model: BaseModelView) -> ShownGroup:
     memory: Mapping[str, int] = (model.worker_group or {}).get("memory", {})
     drawn = None
     if memory:
-        text = [size(count) for count in memory.values()]
-        parts = [(name.replace("_", " "), float(count)) for name, count in memory.items()]
-        drawn = bars(f"Memory of each device of {model.name}", parts, sum(memory.values()), text)
+        parts = [(name.replace("_", " "), count, size(count)) for name, count in memory.items()]
+        drawn = bars(f"Memory of each device of {model.name}", parts)
     waiting = sum(visit.journal.queue.waiting_samples(model.name).values())
     return ShownGroup(model, ModelCard.from_json(model.card), drawn, waiting)
 
@@ -90,6 +89,7 @@ def _shares(used: Counter[str]) -> Markup | None:
     if not used:
         return None
     whole = used.total()
-    found = used.most_common()
-    text = [f"{100 * count / whole:.0f} %, {number(count)} tokens" for _, count in found]
-    return bars("Computed tokens by project", [(name, float(count)) for name, count in found], whole, text)
+    parts = [
+        (name, count, f"{100 * count / whole:.0f} %, {number(count)} tokens") for name, count in used.most_common()
+    ]
+    return bars("Computed tokens by project", parts)

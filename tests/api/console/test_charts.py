@@ -31,7 +31,7 @@ def test_names_cannot_become_markup() -> None:
     figure = chart("<b>", [Line("<script>", [(1, 1.0)]), Line('"x', [(1, 2.0)])])
     assert "<script>" not in figure and "&lt;script&gt;" in figure
     svg_of(figure)
-    svg_of(bars("<x>", [("<y>", 1.0)], 1.0, ["<z>"]))
+    svg_of(bars("<x>", [("<y>", 1.0, "<z>")]))
 
 
 def test_equal_and_missing_values_are_drawn_too() -> None:
@@ -43,5 +43,5 @@ def test_equal_and_missing_values_are_drawn_too() -> None:
 
 
 def test_parts_of_a_bar_fill_it() -> None:
-    drawn = svg_of(bars("Memory", [("a", 1.0), ("b", 3.0)], 4.0, ["1", "3"]))
+    drawn = svg_of(bars("Memory", [("a", 1.0, "1"), ("b", 3.0, "3")]))
     assert [(one.get("x"), one.get("width")) for one in drawn] == [("0", "25"), ("25", "75")]
