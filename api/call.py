@@ -267,11 +267,7 @@ class Authenticator:
 
         The journal is asked once a second, and never again once there is a key.
         """
-        return self._open and await self._no_keys()
-
-    async def _no_keys(self) -> bool:
-        now = self._clock.monotonic()
-        if now >= self._no_keys_until:
+        if self._open and (now := self._clock.monotonic()) >= self._no_keys_until:
             self._open = not await self._ask("", self._journal.keys.has_any)
             self._no_keys_until = now + _NO_KEYS_SECONDS
             if not self._open:
