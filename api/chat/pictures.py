@@ -7,7 +7,7 @@ the model's image processor makes of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,24 +84,22 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Picture]:
 
 def shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages as chat templates take them."""
-
-    def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"type": "image"} if "picture" in one else one
-
-    return [
-        {**one, "content": [part(each) for each in one["content"]]} if isinstance(one.get("content"), list) else one
-        for one in messages
-    ]
+    return _with_contents(messages, lambda parts: [{"type": "image"} if "picture" in part else part for part in parts])
 
 
 def in_words(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages with contents as texts, for those who read the conversation later."""
+    return _with_contents(
+        messages, lambda parts: "\n".join("[image]" if "picture" in part else part["text"] for part in parts)
+    )
 
-    def text(content: Sequence[Mapping[str, Any]]) -> str:
-        return "\n".join("[image]" if "picture" in part else part["text"] for part in content)
 
+def _with_contents(
+    messages: Sequence[Mapping[str, Any]], made_of: Callable[[Sequence[Mapping[str, Any]]], object]
+) -> list[Mapping[str, Any]]:
+    """The messages; where a content has parts, with what is made of these."""
     return [
-        {**one, "content": text(one["content"])} if isinstance(one.get("content"), list) else one for one in messages
+        {**one, "content": made_of(one["content"])} if isinstance(one.get("content"), list) else one for one in messages
     ]
 
 
