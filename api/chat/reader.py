@@ -239,6 +239,12 @@ class Reader:
             yield None
 
 
+def name_in(text: str) -> str:
+    """The name of a tool that a model wrote: one word, with white space around it; "" if the text is no name."""
+    words = text.split()
+    return words[0] if len(words) == 1 else ""
+
+
 def as_json(value: object) -> str:
     """JSON that any encoding of text can hold."""
     text = json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,7 @@
 """DeepSeek V3, V3.1 and R1: `function<sep>NAME` and a code block of JSON; in V3.1 `NAME<sep>{…}`."""
 
 from tinkerflow.api.chat.parsers import ParserSpec
-from tinkerflow.api.chat.reader import Reader, Steps, Tools
+from tinkerflow.api.chat.reader import Reader, Steps, Tools, name_in
 
 _NAMES = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 MARKS = CALLS, CALLS_END, CALL, CALL_END, SEPARATOR = [f"<\uff5ctool▁{name}\uff5c>" for name in _NAMES]
@@ -22,8 +22,8 @@ def _call(reader: Reader) -> Steps[None]:
         name, mark = yield from reader.upto(("\n",), taken)
         if not (yield from reader.skip(FENCE, taken)):
             mark = None
-    name = name.strip()
-    if mark is None or not name or any(char.isspace() for char in name):
+    name = name_in(name)
+    if mark is None or not name:
         yield from reader.refuse(taken)
     elif (yield from reader.arguments(name, taken)):
         yield from reader.skip(FENCE_END)

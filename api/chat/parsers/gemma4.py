@@ -8,7 +8,7 @@ import re
 
 from tinkerflow.api.chat.events import ArgumentsDelta, CallBegins, CallEnds
 from tinkerflow.api.chat.parsers import ParserSpec
-from tinkerflow.api.chat.reader import Reader, Steps, Tools, as_json
+from tinkerflow.api.chat.reader import Reader, Steps, Tools, as_json, name_in
 
 OPEN, CLOSE, NAME, QUOTE = "<|tool_call>", "<tool_call|>", "call:", '<|"|>'
 THOUGHT, THOUGHT_END = "<|channel>thought", "<channel|>"
@@ -32,8 +32,8 @@ def _call(reader: Reader) -> Steps[None]:
         yield from reader.refuse(taken)
         return
     name, mark = yield from reader.upto(("{", CLOSE), taken)
-    name = name.strip()
-    if mark != "{" or not name or any(char.isspace() for char in name):
+    name = name_in(name)
+    if mark != "{" or not name:
         yield from reader.refuse(taken)
         return
     yield CallBegins(name)

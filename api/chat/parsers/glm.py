@@ -5,7 +5,7 @@ Values are plain text. The tool's schema says which of them are numbers, lists o
 
 from tinkerflow.api.chat.events import ArgumentsDelta, CallBegins, CallEnds
 from tinkerflow.api.chat.parsers import ParserSpec
-from tinkerflow.api.chat.reader import Reader, Steps, Tools, as_json, typed
+from tinkerflow.api.chat.reader import Reader, Steps, Tools, as_json, name_in, typed
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -17,8 +17,8 @@ def parse(reader: Reader, tools: Tools) -> Steps[None]:
     while (yield from reader.until((OPEN,))) is not None:
         taken = [OPEN]
         name, mark = yield from reader.upto((KEY, CLOSE), taken)
-        name = name.strip()
-        if mark is None or not name or any(char.isspace() for char in name):
+        name = name_in(name)
+        if mark is None or not name:
             yield from reader.refuse(taken)
         else:
             yield CallBegins(name)

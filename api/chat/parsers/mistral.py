@@ -1,7 +1,7 @@
 """Mistral and Ministral: `[TOOL_CALLS]`, then a JSON list of calls, or `NAME[ARGS]{…}` (from tokenizer 11 on)."""
 
 from tinkerflow.api.chat.parsers import ParserSpec
-from tinkerflow.api.chat.reader import Reader, Steps, Tools
+from tinkerflow.api.chat.reader import Reader, Steps, Tools, name_in
 
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 THINK = ("[THINK]", "[/THINK]")
@@ -19,11 +19,11 @@ def parse(reader: Reader, tools: Tools) -> Steps[None]:
 def _named(reader: Reader) -> Steps[None]:
     taken = [CALLS]
     text, mark = yield from reader.upto((ARGUMENTS, "{"), taken)
-    name = text.split(CALL_ID)[0].strip()
+    name = name_in(text.split(CALL_ID)[0])
     if mark == "{":
         reader.text = "{" + reader.text
         taken[-1] = text
-    if mark is None or not name or any(char.isspace() for char in name):
+    if mark is None or not name:
         yield from reader.refuse(taken)
     else:
         yield from reader.arguments(name, taken)
