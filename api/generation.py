@@ -34,11 +34,7 @@ from tinkerflow.backend.journal import Result
 from tinkerflow.backend.journal.notify import Waiter
 from tinkerflow.backend.journal.streams import Listener, stream_name
 from tinkerflow.backend.model_card import image_processor
-from tinkerflow.backend.wire import (
-    SampleBody,
-    decode_sample,
-    sample_request,
-)
+from tinkerflow.backend.wire import SampleBody, decode_sample, sample_request
 
 T = TypeVar("T")
 StopReason = Literal["stop", "length"]

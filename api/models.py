@@ -24,6 +24,7 @@ from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 
 CHAMPION = "champion/"
+_open = cache(open_blobs)  # one for each URL
 _LONGEST_TOKENS = 16  # characters, on average over a whole context; those of texts have about four
 _SHORT = 2000  # characters that are tokenised at once on the event loop: under a millisecond
 _LISTED = 1000  # of the project's newest checkpoints, those for samplers are listed
@@ -175,8 +176,3 @@ def _champion(call: Call, model: str) -> str:
 
 def _work(call: Call) -> Blobs:
     return _open(call.services.settings.pipelines_url)
-
-
-@cache
-def _open(url: str) -> Blobs:
-    return open_blobs(url)
