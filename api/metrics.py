@@ -105,10 +105,9 @@ def _of_journal(known: Known) -> Iterable[Metric]:
     for name, meaning in _WAITING.items():
         yield GaugeMetricFamily(f"tinkerflow_waiting_{name}", meaning, known.waiting[name])
     observed = known.observed
-    oldest = GaugeMetricFamily("tinkerflow_oldest_wait_seconds", _OLDEST, labels=("kind",))
-    for kind, since in observed.waiting_since.items():
-        oldest.add_metric((kind,), 0 if since is None else (known.now - since).total_seconds())
-    yield oldest
+    waits = observed.waiting_since.items()
+    ages = [(kind, 0.0 if since is None else (known.now - since).total_seconds()) for kind, since in waits]
+    yield _gauge("tinkerflow_oldest_wait_seconds", _OLDEST, "kind", ages)
     tokens = CounterMetricFamily("tinkerflow_tokens", _TOKENS, labels=("base_model", "kind"))
     saved = CounterMetricFamily("tinkerflow_checkpoints_saved", "Checkpoints that were saved.", labels=("base_model",))
     for (base_model, kind), count in observed.used.items():
@@ -117,20 +116,19 @@ def _of_journal(known: Known) -> Iterable[Metric]:
         else:
             tokens.add_metric((base_model, kind), count)
     yield from (tokens, saved)
-    live = GaugeMetricFamily("tinkerflow_models_live", "Models that take work.", labels=("base_model",))
-    for base_model, count in observed.live.items():
-        live.add_metric((base_model,), count)
-    yield live
-    unsaved = GaugeMetricFamily("tinkerflow_unsaved_seconds", _UNSAVED, labels=("base_model",))
-    for base_model, since in observed.unsaved_since.items():
-        unsaved.add_metric((base_model,), (known.now - since).total_seconds())
-    yield unsaved
-    beats = GaugeMetricFamily(
-        "tinkerflow_beat_age_seconds", "Seconds since a part last said that it works.", labels=("part",)
-    )
-    for part in known.parts:
-        beats.add_metric((part.name,), (known.now - part.beat_at).total_seconds())
-    yield beats
+    yield _gauge("tinkerflow_models_live", "Models that take work.", "base_model", observed.live.items())
+    unsaved = [(name, (known.now - since).total_seconds()) for name, since in observed.unsaved_since.items()]
+    yield _gauge("tinkerflow_unsaved_seconds", _UNSAVED, "base_model", unsaved)
+    beats = [(part.name, (known.now - part.beat_at).total_seconds()) for part in known.parts]
+    yield _gauge("tinkerflow_beat_age_seconds", "Seconds since a part last said that it works.", "part", beats)
+
+
+def _gauge(name: str, meaning: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+    """A gauge with one label: each value behind the label's."""
+    gauge = GaugeMetricFamily(name, meaning, labels=(label,))
+    for labelled, value in values:
+        gauge.add_metric((labelled,), value)
+    return gauge
 
 
 def _of_groups(known: Known) -> Iterable[Metric]:
