@@ -36,7 +36,7 @@ def static_file(name: str) -> tuple[bytes, str]:
 def _environment() -> Environment:
     loader = PackageLoader("tinkerflow.api.console")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    found.filters |= {"when": when, "size": size, "number": number, "part": part, "seconds": seconds}
+    found.filters |= {"when": when, "size": size, "number": number, "seconds": seconds}
     found.globals |= {
         "version": __version__,
         "path_parts": path_parts,
@@ -87,9 +87,4 @@ def number(value: float | None) -> str:
 def path_parts(path: str) -> str:
     """A `tinker://` path as the console's URLs have it: the run, and the rest as one part."""
     run, _, rest = path.removeprefix("tinker://").partition("/")
-    return f"{part(run)}/{part(rest)}"
-
-
-def part(text: str) -> str:
-    """Text as one part of a URL's path."""
-    return quote(text, safe="")
+    return f"{quote(run, safe='')}/{quote(rest, safe='')}"
