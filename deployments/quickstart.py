@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tinkerflow.deployments.local import API_KEY, running_stack
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson
-from tinkerflow.deployments.run import dim_lines, see_again
+from tinkerflow.deployments.run import dim_lines, print_line, see_again
 
 if TYPE_CHECKING:
     import tinker
@@ -37,11 +37,11 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
     with running_stack(data_dir, dim_lines(console), warm_up=False) as stack:
         learnt, page = teach(console, stack.api_url, stack.prefect_url, steps)
         if stay:
-            console.print(f"serving until Ctrl-C: {stack.api_url}  {page}", highlight=False, soft_wrap=True)
+            print_line(console, f"serving until Ctrl-C: {stack.api_url}  {page}")
             with contextlib.suppress(KeyboardInterrupt):
                 stack.keep()
     if page and stack.settings.prefect == "embedded":
-        console.print(see_again(page, data_dir), highlight=False, soft_wrap=True)
+        print_line(console, see_again(page, data_dir))
         if not stay:
             console.print("with --stay, quickstart keeps serving this page until Ctrl-C", highlight=False)
     return learnt
@@ -77,14 +77,12 @@ def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> tuple
         after = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
         console.print(_table(before, after))
         saved = trainer.save_weights_for_sampler(SAVED).result()
-        console.print(
-            f"the run in the console: {api_url}/training_runs/{trainer.model_id}", highlight=False, soft_wrap=True
-        )
+        print_line(console, f"the run in the console: {api_url}/training_runs/{trainer.model_id}")
         talk = f"{api_url}/playground?mode=checkpoint&checkpoint={quote(saved.path, safe='')}"
-        console.print(f"talk to it there: {talk}", highlight=False, soft_wrap=True)
+        print_line(console, f"talk to it there: {talk}")
         page = _flow_run_page(prefect_url, trainer.model_id)
         shown = f"the run in Prefect, with its batches: {page}" if page else "this run has no page (Prefect is off)"
-        console.print(shown, highlight=False, soft_wrap=True)
+        print_line(console, shown)
     learnt = after == [lesson.pig_latin for lesson in LESSONS]
     console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; {'all three answers learnt' if learnt else 'not learnt'}")
     return learnt and losses[-1] < losses[0], page

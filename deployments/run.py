@@ -62,7 +62,7 @@ def run(
         sys.path.insert(0, str(config.resolve().parent))  # rewards and environments may be modules beside the file
         page, completed = run_and_show(console, find(pipeline), read_config(config, changes), url)
     if starts:
-        console.print(see_again(page, settings.data_dir), highlight=False, soft_wrap=True)
+        print_line(console, see_again(page, settings.data_dir))
     return completed
 
 
@@ -77,13 +77,18 @@ def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: 
             _make_student_and_teacher(console, values, prefect_url)
         page, completed = run_and_show(console, find(name), values, prefect_url)
     if stack.settings.prefect == "embedded":
-        console.print(see_again(page, data_dir), highlight=False, soft_wrap=True)
+        print_line(console, see_again(page, data_dir))
     return completed
 
 
 def dim_lines(console: Console) -> Callable[[str], None]:
     """Prints the lines of a service's parts, so that they stand back."""
     return lambda line: console.print(f"  {line}", style="dim", highlight=False)
+
+
+def print_line(console: Console, line: str) -> None:
+    """Print a line that people copy from: it is not folded, and nothing in it is coloured."""
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def find(name: str) -> Pipeline:
@@ -228,7 +233,7 @@ def run_and_show(console: Console, pipeline: Pipeline, values: Mapping[str, Any]
     else:
         console.print(f"{pipeline.name}: {state.name}: {state.message}", markup=False, highlight=False)
     page = f"{prefect_url.removesuffix('/api')}/runs/flow-run/{state.state_details.flow_run_id}"
-    console.print(f"see it in Prefect: {page}", highlight=False, soft_wrap=True)
+    print_line(console, f"see it in Prefect: {page}")
     return page, state.is_completed()
 
 
