@@ -22,7 +22,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.backend.store.upkeep import Snapshot
-from tinkerflow.deployments.options import plain_console, setting, settings_with
+from tinkerflow.deployments.options import minute, plain_console, setting, settings_with
 from tinkerflow.deployments.parts import open_journal
 
 app = typer.Typer(help="Manage stored checkpoints, and let others load or copy one.", no_args_is_help=True)
@@ -37,15 +37,15 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
     """List all checkpoints in the store, including those that are missing in the database."""
     table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
     for saved in Store.open(settings_with(data_dir=data_dir, store=store).store_url).checkpoints(run):
-        meta, until = saved.meta, saved.meta.expires_at
+        meta = saved.meta
         table.add_row(
             saved.path,
             meta.owner,
             meta.base_model,
             str(saved.step),
             f"{saved.size_bytes / 2**20:.1f}",
-            f"{saved.created_at:%Y-%m-%d %H:%M} UTC",
-            f"{until:%Y-%m-%d %H:%M} UTC" if until else "",
+            minute(saved.created_at),
+            minute(meta.expires_at),
             "yes" if meta.public else "",
         )
     # A path must stay on one line, to be copied or piped: a narrow table would fold it.
@@ -93,10 +93,10 @@ def gc(
     opened, before = Store.open(settings.store_url), SystemClock().now() - timedelta(hours=older_than)
     removed = dropped = 0
     for orphan in opened.orphans(before):
-        print(f"{orphan.path}: attempt {orphan.attempt}, last written {orphan.written_at:%Y-%m-%d %H:%M} UTC")
+        print(f"{orphan.path}: attempt {orphan.attempt}, last written {minute(orphan.written_at)}")
         removed += yes and opened.remove_orphan(orphan)
     for snapshot, whose in _strays(settings, opened.snapshots(before)):
-        print(f"{snapshot.path}: recovery snapshot of {whose}, written {snapshot.written_at:%Y-%m-%d %H:%M} UTC")
+        print(f"{snapshot.path}: recovery snapshot of {whose}, written {minute(snapshot.written_at)}")
         dropped += yes and opened.delete(snapshot.path)
     if not yes:
         print("nothing was removed: give --yes to remove it")
@@ -207,7 +207,7 @@ def shares(
         found = journal.shares.all(path)
     for shared in found:
         times = (shared.created_at, shared.expires_at, shared.revoked_at)
-        table.add_row(shared.id, shared.path, *(f"{time:%Y-%m-%d %H:%M} UTC" if time else "" for time in times))
+        table.add_row(shared.id, shared.path, *map(minute, times))
     plain_console().print(table)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import checkpoint_commands
-from tinkerflow.deployments.options import plain_console, setting, settings_with
+from tinkerflow.deployments.options import minute, plain_console, setting, settings_with
 from tinkerflow.deployments.parts import (
     open_journal,
     run_api_part,
@@ -272,8 +272,8 @@ def list_keys(
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         keys = journal.keys.all()
     for key in (key for key in keys if project in (None, key.project)):
-        used, revoked = (f"{t:%Y-%m-%d %H:%M} UTC" if t else "" for t in (key.last_used_at, key.revoked_at))
-        table.add_row(key.id, key.name, key.project, "yes" if key.admin else "", key.prefix, used, revoked)
+        times = (key.last_used_at, key.revoked_at)
+        table.add_row(key.id, key.name, key.project, "yes" if key.admin else "", key.prefix, *map(minute, times))
     plain_console().print(table)
 
 

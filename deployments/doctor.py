@@ -25,6 +25,7 @@ from tinkerflow.backend.journal import AWAY, Journal, NoTablesError
 from tinkerflow.backend.pool.host.devices import accelerator, expected, seen
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store.blobs import open_blobs
+from tinkerflow.deployments.options import minute
 
 _PLUGINS = {"cuda": ("gpu", ("jax-cuda13-plugin", "jax-cuda12-plugin")), "tpu": ("tpu", ("libtpu",))}  # by platform
 _NO_DATABASE = "there is no database yet; `tinkerflow up` makes it"
@@ -106,7 +107,7 @@ def check_recovery(settings: Settings) -> str:
         newest = {view.model_id: view for view in reversed(journal.recovery.snapshots())}
         lines = [
             f"{model_id}: snapshot at request {view.seq_id} (step {view.step}, {view.size_bytes / 2**20:.1f} MiB, "
-            f"{view.created_at:%Y-%m-%d %H:%M} UTC), {journal.recovery.count_executed(model_id, view.seq_id)} to replay"
+            f"{minute(view.created_at)}), {journal.recovery.count_executed(model_id, view.seq_id)} to replay"
             for model_id, view in sorted(newest.items())
         ]
     return "; ".join(lines) or "no snapshots of models"

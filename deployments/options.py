@@ -1,7 +1,8 @@
-"""What commands share: options that are settings, whose help is the setting's description, and the console."""
+"""What commands share: options that are settings, whose help is the setting's description; times, and the console."""
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import typer
@@ -25,6 +26,11 @@ def setting(name: str, remark: str = "", *, default: str = "") -> Any:
 def settings_with(**given: Any) -> Settings:
     """Settings from the environment, with those options on top that were given, which are not None."""
     return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def minute(moment: datetime | None) -> str:
+    """A moment for people; "" for none."""
+    return f"{moment:%Y-%m-%d %H:%M} UTC" if moment else ""
 
 
 def plain_console(**options: Any) -> Console:
