@@ -11,7 +11,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from tinkerflow.backend.errors import ServerError
@@ -94,9 +93,7 @@ class Stack:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop all parts."""
         self.stop()
 
