@@ -17,7 +17,7 @@ from tinkerflow.backend.plot import LINES, Line
 
 _DAYS = 30
 _LONGEST = 128
-_NAMES = {
+NAMES = {  # what pages call the kinds of usage
     UsageKind.TRAINING: "trained",
     UsageKind.PREFILL: "prompt",
     UsageKind.CACHED_PREFILL: "prompt, cached",
@@ -86,15 +86,15 @@ async def usage_page(visit: Visiting) -> Response:
 
     def read() -> dict[str, object]:
         totals = visit.journal.usage.totals(visit.owner, start, end)
-        by_project: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(_NAMES.values(), 0))
+        by_project: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(NAMES.values(), 0))
         by_day: dict[str, dict[int, int]] = defaultdict(lambda: dict.fromkeys(range(1 - _DAYS, 1), 0))
         for used in totals:
-            by_project[used.project][_NAMES[used.kind]] += used.quantity
+            by_project[used.project][NAMES[used.kind]] += used.quantity
             if used.kind is not UsageKind.CHECKPOINT:
-                by_day[_NAMES[used.kind]][(used.bucket_start - today) // timedelta(days=1)] += used.quantity
+                by_day[NAMES[used.kind]][(used.bucket_start - today) // timedelta(days=1)] += used.quantity
         lines = [Line(name, list(days.items())) for name, days in by_day.items()][:LINES]
         return {
-            "kinds": list(_NAMES.values()),
+            "kinds": list(NAMES.values()),
             "projects": sorted(by_project.items()),
             "figure": chart("Tokens by day", lines, across="days from now") if lines else None,
             "stored": visit.journal.usage.stored_now(visit.owner),

@@ -9,12 +9,13 @@ from fastapi.responses import Response
 
 from tinkerflow.api.console import samples
 from tinkerflow.api.console.charts import chart
+from tinkerflow.api.console.pages.keys import NAMES
 from tinkerflow.api.console.visit import Visiting, page_router
 from tinkerflow.backend.journal import UsageKind
 from tinkerflow.backend.plot import Line
 
 _HOURS = 48
-_KINDS = {"sampled": UsageKind.SAMPLE, "prompt": UsageKind.PREFILL, "prompt, cached": UsageKind.CACHED_PREFILL}
+_KINDS = (UsageKind.SAMPLE, UsageKind.PREFILL, UsageKind.CACHED_PREFILL)
 router = page_router()
 
 
@@ -25,13 +26,13 @@ async def samples_page(visit: Visiting) -> Response:
     start, end = now - timedelta(hours=_HOURS - 1), now + timedelta(hours=1)
     totals = await asyncio.to_thread(visit.journal.usage.totals, visit.owner, start, end)
     lines = []
-    for name, kind in _KINDS.items():
+    for kind in _KINDS:
         by_hour = dict.fromkeys(range(1 - _HOURS, 1), 0)
         for used in totals:
             if used.kind is kind:
                 by_hour[round((used.bucket_start - now) / timedelta(hours=1))] += used.quantity
         if any(by_hour.values()):
-            lines.append(Line(name, list(by_hour.items())))
+            lines.append(Line(NAMES[kind], list(by_hour.items())))
     figure = chart("Tokens by hour", lines, across="hours from now") if lines else None
     return visit.page("samples.html", samples=await samples.shown(visit, limit=50), figure=figure)
 
