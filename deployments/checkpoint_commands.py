@@ -22,12 +22,11 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.backend.store.upkeep import Snapshot
-from tinkerflow.deployments.options import minute, plain_console, setting, settings_with
+from tinkerflow.deployments.options import DataDir, minute, plain_console, setting, settings_with
 from tinkerflow.deployments.parts import open_journal
 
 app = typer.Typer(help="Manage stored checkpoints, and let others load or copy one.", no_args_is_help=True)
 
-DataDir = Annotated[Path | None, setting("data_dir")]
 StoreUrl = Annotated[str | None, setting("store")]
 Run = Annotated[str | None, typer.Option("--run", help="only checkpoints of this training run")]
 

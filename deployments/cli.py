@@ -15,7 +15,7 @@ from rich.table import Table
 from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import checkpoint_commands
-from tinkerflow.deployments.options import minute, plain_console, setting, settings_with
+from tinkerflow.deployments.options import DataDir, minute, plain_console, setting, settings_with
 from tinkerflow.deployments.parts import (
     open_journal,
     run_api_part,
@@ -40,7 +40,6 @@ app.add_typer(keys, name="key")
 app.add_typer(checkpoint_commands.app, name="checkpoint")
 
 Parent = Annotated[int, typer.Option(hidden=True, help="end when this process ends")]
-DataDir = Annotated[Path | None, setting("data_dir")]
 SCRATCH = "a scratch folder, removed at the end"
 
 
@@ -111,10 +110,7 @@ def quickstart(
     from tinkerflow.deployments.quickstart import quickstart as run
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    learnt = run(plain_console(), data_dir=data_dir, steps=steps or STEPS, stay=stay)
-    sys.stdout.flush()
-    # The SDK's daemon threads can abort an interpreter that shuts down (seen with 0.38.0); all is done and closed here.
-    os._exit(0 if learnt else 1)
+    _exit(run(plain_console(), data_dir=data_dir, steps=steps or STEPS, stay=stay))
 
 
 @app.command()
@@ -137,11 +133,16 @@ def run(
     """
     from tinkerflow.deployments.run import run as run_pipeline
 
-    completed = run_pipeline(
-        plain_console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir
-    )
+    _exit(run_pipeline(plain_console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir))
+
+
+def _exit(good: bool) -> None:
+    """End this process, in which all is done and closed, at once, with the exit status 0 if all was `good`.
+
+    The SDK's daemon threads can abort an interpreter that shuts down (seen with 0.38.0).
+    """
     sys.stdout.flush()
-    os._exit(0 if completed else 1)  # as in quickstart: the SDK's threads can abort an interpreter that shuts down
+    os._exit(0 if good else 1)
 
 
 @app.command()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,6 +22,9 @@ def setting(name: str, remark: str = "", *, default: str = "") -> Any:
     default = default or ("" if field.default in ("", ()) else str(field.default))
     shown = f" (default: {default})" if default else ""
     return typer.Option(help="; ".join(filter(None, (field.description, remark))) + shown)
+
+
+DataDir = Annotated[Path | None, setting("data_dir")]
 
 
 def settings_with(**given: Any) -> Settings:
