@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,14 +62,10 @@ def calls_as_functions() -> Iterator[None]:
     """
 
     def call(self: Task[..., Any] | Flow[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **_for_the_function(kwargs))
+        return self.fn(*args, **{name: value for name, value in kwargs.items() if name not in _PREFECTS_OWN})
 
     with mock.patch.object(Task, "__call__", call), mock.patch.object(Flow, "__call__", call):
         yield
-
-
-def _for_the_function(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name not in _PREFECTS_OWN}
 
 
 @pytest.fixture(scope="session")
