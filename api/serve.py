@@ -44,20 +44,10 @@ def serve(
     """
     allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_until(None, settings, on_ready, on_turn))
+        runner.run(_serve(settings, on_ready, on_turn))
 
 
-async def serve_until(
-    stop: asyncio.Event | None,
-    settings: Settings,
-    on_ready: Callable[[], None] = lambda: None,
-    on_turn: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve in the caller's event loop, whose default executor is replaced.
-
-    stop: ends the server when it is set. None: SIGTERM and SIGINT end it, which only the main thread receives.
-    on_ready, on_turn: as for `serve`.
-    """
+async def _serve(settings: Settings, on_ready: Callable[[], None], on_turn: Callable[[], None]) -> None:
     tracing.export("api")
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "journal"))
     turning = asyncio.create_task(every_second(on_turn), name="turns")
@@ -77,22 +67,14 @@ async def serve_until(
                 timeout_graceful_shutdown=_STOP_SECONDS,
             )
             server = ApiServer(config, app.state.services, on_ready)
-            beside = [asyncio.create_task(_beat(journal), name="beat")]
-            if stop is not None:
-                beside.append(asyncio.create_task(_stop(stop, server), name="stop"))
+            beating = asyncio.create_task(_beat(journal), name="beat")
             try:
                 await asyncio.create_task(server.serve(), name="http")
             finally:
-                for task in beside:
-                    task.cancel()
+                beating.cancel()
     finally:
         turning.cancel()
         journal.close()
-
-
-async def _stop(stop: asyncio.Event, server: ApiServer) -> None:
-    await stop.wait()
-    server.should_exit = True
 
 
 async def _beat(journal: Journal) -> None:
