@@ -26,14 +26,6 @@ from tinkerflow.backend.journal import (
 router = Router(busy=2)
 link_router = APIRouter()  # opened by a signed link instead of a key
 
-_RESOURCES = {
-    "all": None,
-    "checkpoints": "checkpoint",
-    "projects": "project",
-    "teams": "team",
-    "organizations": "organization",
-}
-
 
 class AssignProject(Wire):
     """The project label that a session gets."""
@@ -288,9 +280,8 @@ async def audit(
     An ordinary key sees its own project, an admin key all. Events of keys and of session labels are of the type
     `projects`. This server has no teams and organizations.
     """
-    entries = await asyncio.to_thread(
-        call.journal.audit.entries, call.visible(), resource=_RESOURCES[event_type], day=day
-    )
+    resource = None if event_type == "all" else event_type.removesuffix("s")
+    entries = await asyncio.to_thread(call.journal.audit.entries, call.visible(), resource=resource, day=day)
     return AuditPage(
         entries=[
             AuditEntry(
