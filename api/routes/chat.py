@@ -203,12 +203,8 @@ async def begun(
 
 # ------------------------------------------------------------------ from the wire
 def _conversation(body: AnswerFields, messages: Sequence[Mapping[str, Any]]) -> Chat:
-    tools = [
-        Tool(
-            one.function.name, one.function.description, one.function.parameters or {"type": "object", "properties": {}}
-        )
-        for one in (body.tools or ())
-    ]
+    given = [tool.function for tool in body.tools or ()]
+    tools = [Tool(one.name, one.description, one.parameters or {"type": "object", "properties": {}}) for one in given]
     choice = body.tool_choice
     must_call: Sequence[Tool] = ()
     if choice == "required":
@@ -251,16 +247,11 @@ def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         if one.reasoning_content is not None:
             message |= thought(one.reasoning_content)
         if one.tool_calls:
-            message["tool_calls"] = [
-                called_tool(
-                    call.id,
-                    call.function.name,
-                    call.function.arguments,
-                    f"messages[{i}].tool_calls[{number}].function.arguments",
-                )
-                for number, call in enumerate(one.tool_calls)
-            ]
-            called |= {call.id: call.function.name for call in one.tool_calls}
+            message["tool_calls"] = []
+            for number, call in enumerate(one.tool_calls):
+                name, field = call.function.name, f"messages[{i}].tool_calls[{number}].function.arguments"
+                message["tool_calls"].append(called_tool(call.id, name, call.function.arguments, field))
+                called[call.id] = name
         if one.role == "tool":
             if one.tool_call_id is None:
                 raise broken(f"messages[{i}].tool_call_id", None, "the id of the call that this message answers")
