@@ -12,9 +12,7 @@ from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.model_card import TOKENIZER, ModelCard
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode part of a character to
-_MOST_HELD_BACK = (
-    16  # tokens held back as parts of one character at most: bytes that are no text must not stop a stream
-)
+_MOST_HELD_BACK = 16  # tokens, as parts of one character: bytes that are no text must not stop a stream
 _WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how it writes a byte that is no character
 

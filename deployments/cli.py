@@ -50,10 +50,8 @@ def main() -> None:
     except TinkerflowError as error:
         sys.exit(f"tinkerflow: {error.message}")
     except ValidationError as error:
-        sys.exit(
-            "tinkerflow: "
-            + "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
-        )
+        wrong = (f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
+        sys.exit(f"tinkerflow: {'; '.join(wrong)}")
 
 
 @app.command()

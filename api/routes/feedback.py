@@ -118,6 +118,7 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
     if index >= len(sequences):
         raise NotFoundError(f"id {body.id!r} does not exist: the request has {len(sequences)} samples")
     sampled = sequences[index]
+    answer = tokenizer.decode(sampled.tokens_T.tolist())
     prompt: list[dict[str, str]] | str
     try:
         prompt = _MESSAGES.validate_python(asked.get("messages"))
@@ -134,9 +135,7 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
         base_model=view.base_model,
         model_path=view.model_path,
         prompt=prompt,
-        answer=tokenizer.decode(sampled.tokens_T.tolist()).replace(
-            "\0", "\N{REPLACEMENT CHARACTER}"
-        ),  # no database has it
+        answer=answer.replace("\0", "\N{REPLACEMENT CHARACTER}"),  # no database has it
         tokens=sampled.tokens_T.tobytes(),
         logprobs=sampled.logprobs_T.tobytes(),
     )
