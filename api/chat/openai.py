@@ -24,15 +24,15 @@ _LOWEST = -9999.0  # JSON has no infinity; OpenAI's own value
 class Wanted:
     """What an answer shows beside its text.
 
-    logprobs: of each token, with `top` most likely ones. token_ids: those of prompt and answer. usage: at the end of a
+    logprobs: of each token, with the most likely ones. token_ids: those of prompt and answer. usage: at the end of a
     stream. created: seconds since 1970. named_by_id: tokens are `token_id:<n>`.
     """
 
     created: int
-    logprobs: bool = False
-    token_ids: bool = False
-    usage: bool = False
-    named_by_id: bool = False
+    logprobs: bool
+    token_ids: bool
+    usage: bool
+    named_by_id: bool
 
 
 class ChatAnswer:
