@@ -13,12 +13,7 @@ from tinkerflow.backend.compute.config import ModelConfig, read_object
 from tinkerflow.backend.compute.device_bytes import step_weights, weight_bytes
 from tinkerflow.backend.compute.families import parse_config
 from tinkerflow.backend.compute.lora import check_spec
-from tinkerflow.backend.compute.memory import (
-    GB,
-    MemoryPlan,
-    plan_memory,
-    sampling_config,
-)
+from tinkerflow.backend.compute.memory import GB, MemoryPlan, plan_memory, sampling_config
 from tinkerflow.backend.compute.platforms import compiling_for
 from tinkerflow.backend.compute.roofline import Estimate, Topology, decode_bound, parse_topology, training_bound
 from tinkerflow.backend.compute.training_memory import adapter_bytes
@@ -55,13 +50,13 @@ def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: i
     with compiling_for(target.device.platform):
         plan = plan_memory(cfg, config, int(config.device_memory * GB) or target.device.limit)
     assert plan.uses is not None  # an accelerator
-    whole = weight_bytes(cfg, replace(config, fsdp=1, tensor=1, expert=1))
+    undivided = replace(config, fsdp=1, tensor=1, expert=1)
     training = training_bound(
         cfg,
         config,
         target.device,
         spec=spec,
-        weights=whole,
+        weights=weight_bytes(cfg, undivided),
         tokens=plan.budget.microbatch_tokens,
         kept=plan.uses.activations,
     )
@@ -80,7 +75,7 @@ def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: i
             cfg,
             config,
             target.device,
-            weights=step_weights(cfg, replace(config, fsdp=1, tensor=1, expert=1), slots),
+            weights=step_weights(cfg, undivided, slots),
             slots=slots,
             positions=positions,
             cell=plan.uses.kv_cache / plan.cells,

@@ -41,7 +41,8 @@ def _copy(call: Call, wanted: CopyWeights) -> str:
     owner, label = destination(call, wanted.destination_project_id)
     source_path = CheckpointPath.parse(wanted.source_path)
     session_id = _session_id(call, wanted, source_path)
-    path = str(CheckpointPath(model_id(session_id, 0), source_path.kind, source_path.name))
+    run_id = model_id(session_id, 0)
+    path = str(CheckpointPath(run_id, source_path.kind, source_path.name))
     if _exists(call, path, owner):
         return path
     token = call.request.headers.get(_TOKEN) or wanted.weights_access_token
@@ -50,9 +51,7 @@ def _copy(call: Call, wanted: CopyWeights) -> str:
     call.journal.checkpoints.check_storage(owner, call.services.limits)
     ttl, now = wanted.ttl_seconds, call.services.clock.now()
     expires_at = None if ttl is None else now + timedelta(seconds=ttl)
-    saved = call.services.store.copy(
-        source.path, model_id(session_id, 0), owner=owner, expires_at=expires_at, request_id=session_id
-    )
+    saved = call.services.store.copy(source.path, run_id, owner=owner, expires_at=expires_at, request_id=session_id)
     return call.journal.imports.record_copy(
         session_id, CheckpointSaved.of(saved), source.path, key_id=call.key_id, project_id=label
     )
