@@ -16,13 +16,7 @@ from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import checkpoint_commands
 from tinkerflow.deployments.options import DataDir, minute, plain_console, setting, settings_with
-from tinkerflow.deployments.parts import (
-    open_journal,
-    run_api_part,
-    run_engine_part,
-    run_worker_part,
-    with_base_models,
-)
+from tinkerflow.deployments.parts import open_journal, run_api_part, run_engine_part, run_worker_part, with_base_models
 from tinkerflow.deployments.run import example_names
 
 app = typer.Typer(

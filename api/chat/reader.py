@@ -11,14 +11,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from tinkerflow.api.chat.events import (
-    ArgumentsDelta,
-    CallBegins,
-    CallBreaks,
-    CallEnds,
-    ContentDelta,
-    Event,
-)
+from tinkerflow.api.chat.events import ArgumentsDelta, CallBegins, CallBreaks, CallEnds, ContentDelta, Event
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Event | None, None, T]  # events, and None for "more text is needed"; then a result

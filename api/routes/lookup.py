@@ -15,13 +15,7 @@ from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.sessions import FinishedBecause, FinishReason
 from tinkerflow.api.trace import trace
-from tinkerflow.backend.journal import (
-    SessionFailure,
-    SessionQuery,
-    SessionState,
-    SessionSummary,
-    plain_metadata,
-)
+from tinkerflow.backend.journal import SessionFailure, SessionQuery, SessionState, SessionSummary, plain_metadata
 
 router = Router(busy=2)
 link_router = APIRouter()  # opened by a signed link instead of a key
