@@ -58,8 +58,8 @@ def make() -> Path:
             venv.create(partial, symlinks=True, clear=True)
             site = partial / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
             (site / "project.pth").write_text(f"{packages()}\n")
-            pip = [partial / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-            subprocess.run([*pip, "--no-compile", "-c", CONSTRAINTS, "-r", REQUIREMENTS], check=True)
+            pip = [partial / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, "-c", CONSTRAINTS, "-r", REQUIREMENTS], check=True)
             partial.rename(folder)
     return python()
 
