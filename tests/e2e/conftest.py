@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,18 @@ os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 PREFECT = "prefect.server.api.server"  # in the command line of the embedded server
+
+
+class Client(tinker.ServiceClient):
+    """A client whose end takes a minute at most.
+
+    SDK 0.38 waits at the end for its poller of samples. If that was just answering, its cancellation may get lost in
+    the HTTP library, and then it waits for ever (`SessionFuturesPoller._poll_loop`).
+    """
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(TimeoutError):
+            self.close("success").result(60)
 
 
 @dataclass
@@ -82,7 +94,7 @@ class Server:
 
     def client(self) -> tinker.ServiceClient:
         """A client of its own; closed with `clients`, where it was not before."""
-        return self.clients.enter_context(tinker.ServiceClient(base_url=self.api_url, api_key="tml-test"))
+        return self.clients.enter_context(Client(base_url=self.api_url, api_key="tml-test"))
 
     def rest(self) -> tinker.RestClient:
         return tinker.RestClient(base_url=self.api_url, api_key="tml-test")
