@@ -93,7 +93,7 @@ def run(base_url: str, pid: int, repeat: int, compiles: Callable[[], int]) -> No
     measure("step 1x8", step, repeat, pid)
     measure("step 1x8, 20 pipelined", pipelined, max(3, repeat // 10), pid, per_call=20)
     measure("sample 1 token", sample, repeat, pid)
-    measure("publish sampler weights", lambda: client.save_weights_and_get_sampling_client(), repeat, pid)
+    measure("publish sampler weights", lambda: client.save_weights_and_get_sampling_client().result(), repeat, pid)
     print(f"programs compiled after the warm-up: {compiles() - warm_compiles}")
 
 
