@@ -410,7 +410,7 @@ async def test_an_allocation_failure_of_one_rank_ends_the_group(start_pool: Star
 
 
 async def test_a_rank_that_is_busy_with_an_earlier_command_has_time_to_agree(start_pool: StartPool) -> None:
-    pool = await start_pool("Lagging", processes=2, agreeing=0.2)
+    pool = await start_pool("Lagging", processes=2, agreeing=0.8)
     generation = await pool.serving()
     slow, full = together(pool, step(), order("full"))
     assert await slow == OptimResult(0.0, 1)
