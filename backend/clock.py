@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Protocol
 
 
@@ -31,27 +31,6 @@ class SystemClock:
     def monotonic(self) -> float:
         """Seconds from an arbitrary start, never going back."""
         return time.monotonic()
-
-
-class ManualClock:
-    """A clock that moves only when told, for tests."""
-
-    def __init__(self, start: datetime | None = None) -> None:
-        """Start at `start` (default: 2026-01-01 UTC)."""
-        self._start = start or datetime(2026, 1, 1, tzinfo=UTC)
-        self._elapsed = 0.0
-
-    def now(self) -> datetime:
-        """The current time, aware, in UTC."""
-        return self._start + timedelta(seconds=self._elapsed)
-
-    def monotonic(self) -> float:
-        """Seconds since the start."""
-        return self._elapsed
-
-    def advance(self, seconds: float) -> None:
-        """Move time forward by `seconds`."""
-        self._elapsed += seconds
 
 
 async def every_second(call: Callable[[], None]) -> None:

@@ -21,10 +21,10 @@ import pytest
 import tinker
 import tokenizers
 import uvicorn
+from tests.manual_clock import ManualClock
 
 from tinkerflow.api.app import create_app
 from tinkerflow.api.serve import ApiServer
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.commands import (
     AdapterState,
     ForwardResult,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from tests.manual_clock import ManualClock
 
 from tinkerflow.api.call import LOCAL, REMEMBERED_SECONDS, Authenticator, Identity, is_loopback
 from tinkerflow.api.links import linked
 from tinkerflow.api.tokens import Claims, sign_token
-from tinkerflow.backend.clock import ManualClock
 
 FORGED = {
     "X-API-Key": sign_token(

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 from tests.api.conftest import BASE, EOS, Engine
+from tests.manual_clock import ManualClock
 
 from tinkerflow.api.app import create_app
 from tinkerflow.api.call import Call, Identity
 from tinkerflow.api.generation import generate, until_gone
 from tinkerflow.api.models import list_models, resolve
 from tinkerflow.backend.champions import champion_key
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.errors import NotFoundError, ServerError, TooManyError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal, NewSession
 from tinkerflow.backend.model_card import ModelCard

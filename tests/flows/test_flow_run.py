@@ -15,8 +15,9 @@ import httpx
 import pytest
 from prefect.client.schemas.actions import LogCreate
 from prefect.states import Cancelled, Cancelling, Completed, Failed, Running, State
+from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.clock import ManualClock, SystemClock
+from tinkerflow.backend.clock import SystemClock
 from tinkerflow.backend.journal import Kind, Outcome, StepMeasured
 from tinkerflow.flows.prefect import flow_run, mirror
 from tinkerflow.flows.prefect.connection import PrefectConnection

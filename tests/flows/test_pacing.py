@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.flows.prefect.pacing import BURST, CREDIT_SECONDS, Pacing
 
 

@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 import pytest
+from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,

@@ -13,8 +13,8 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy as sa
+from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.ids import model_id, sampler_id
 from tinkerflow.backend.journal import (
     CheckpointKind,

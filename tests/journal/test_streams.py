@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.commands import Candidates, NewTokens
 from tinkerflow.backend.errors import FencedError
 from tinkerflow.backend.journal import Journal

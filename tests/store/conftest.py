@@ -9,9 +9,9 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from tests.manual_clock import ManualClock
 from tests.store.fake_gcs import FakeGcs
 
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.commands import AdapterState, LoraSpec
 from tinkerflow.backend.store import CheckpointMeta, Store
 

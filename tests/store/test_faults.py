@@ -15,9 +15,9 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.manual_clock import ManualClock
 from tests.store.faulty_fs import Crash, Fault, FaultyFileSystem, Wrong
 
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.commands import AdapterState, LoraSpec
 from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Store

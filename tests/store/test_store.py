@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+from tests.manual_clock import ManualClock
 
 from tinkerflow.backend import store as room
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.commands import AdapterState, LoraSpec
 from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError, UserError
 from tinkerflow.backend.store import CheckpointMeta, Saved, Store

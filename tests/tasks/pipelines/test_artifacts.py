@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.tasks.pipelines.artifacts import LIVE_SECONDS, RunArtifacts, cell, data_page, follower
 from tinkerflow.tasks.pipelines.data import BadRow, DataReport
 from tinkerflow.tasks.pipelines.progress import Sample, SegmentRecord, StepMetrics

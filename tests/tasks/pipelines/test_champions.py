@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.errors import ConflictError, UserError
 from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
 from tinkerflow.tasks.pipelines.scoring import Scores
