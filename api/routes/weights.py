@@ -125,13 +125,15 @@ async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, call: 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let all keys read a checkpoint. A repeat succeeds too, because the SDK would retry a 409 for minutes."""
-    await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner, True, call.key_id)
+    path = _path(run_id, kind, name)
+    await asyncio.to_thread(call.journal.checkpoints.publish, path, call.owner, key_id=call.key_id)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let only the checkpoint's own project read it again. A repeat succeeds too."""
-    await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner, False, call.key_id)
+    path = _path(run_id, kind, name)
+    await asyncio.to_thread(call.journal.checkpoints.publish, path, call.owner, public=False, key_id=call.key_id)
 
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=takes(TtlSeconds))

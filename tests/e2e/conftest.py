@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,15 +35,14 @@ PREFECT = "prefect.server.api.server"  # in the command line of the embedded ser
 
 
 class Client(tinker.ServiceClient):
-    """A client whose end takes a minute at most.
+    """A client whose end fails after a minute, where the SDK's own would stand still.
 
     SDK 0.38 waits at the end for its poller of samples. If that was just answering, its cancellation may get lost in
     the HTTP library, and then it waits for ever (`SessionFuturesPoller._poll_loop`).
     """
 
-    def __exit__(self, *_: object) -> None:
-        with suppress(TimeoutError):
-            self.close("success").result(60)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close("success" if kind is None else "errored").result(60)
 
 
 @dataclass
