@@ -17,7 +17,7 @@ from tinkerflow.api.metrics import Metrics
 from tinkerflow.api.samplers import EndpointSamplers
 from tinkerflow.api.text import Tokenizers
 from tinkerflow.api.threads import FairThreads
-from tinkerflow.backend.clock import Clock, SystemClock
+from tinkerflow.backend.core.clock import Clock, SystemClock
 from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store

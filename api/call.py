@@ -37,10 +37,10 @@ from tinkerflow.api.tokens import (
     read_token,
     sign_token,
 )
-from tinkerflow.backend import tracing
-from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.errors import BodyTooLargeError, UserError, shown
-from tinkerflow.backend.ids import KEY_PREFIX, LOCAL_OWNER
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.errors import BodyTooLargeError, UserError, shown
+from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER
 from tinkerflow.backend.journal import Journal, KeyView, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store

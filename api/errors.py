@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from tinkerflow.api.call import OPEN_API
-from tinkerflow.backend.errors import (
+from tinkerflow.backend.core.errors import (
     BodyTooLargeError,
     ConflictError,
     NotFoundError,

@@ -28,12 +28,12 @@ from tinkerflow.api.errors import naming, renamed
 from tinkerflow.api.models import Target
 from tinkerflow.api.routes.sampling import submit_sample
 from tinkerflow.api.sse import left
-from tinkerflow.backend.commands import Candidates, NewTokens, Priority, SampledSequence, SampleResult
-from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.catalog.model_card import image_processor
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.journal import Result
 from tinkerflow.backend.journal.notify import Waiter
 from tinkerflow.backend.journal.streams import Listener, stream_name
-from tinkerflow.backend.model_card import image_processor
+from tinkerflow.backend.spec.commands import Candidates, NewTokens, Priority, SampledSequence, SampleResult
 from tinkerflow.backend.wire import SampleBody, decode_sample, sample_request
 
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from functools import cache
 from tinkerflow.api.call import Call
 from tinkerflow.api.routes.training import served
 from tinkerflow.api.text import Tokenizer
-from tinkerflow.backend.champions import champion_names, newest_champion
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.catalog.champions import champion_names, newest_champion
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView
-from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 
 CHAMPION = "champion/"

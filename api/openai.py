@@ -9,8 +9,8 @@ from pydantic import Field
 
 from tinkerflow.api.call import Strict
 from tinkerflow.api.models import Target
-from tinkerflow.backend.commands import SampleResult
-from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.core.errors import UserError, broken
+from tinkerflow.backend.spec.commands import SampleResult
 
 MAX_TOP = 20  # most likely tokens listed at a position: OpenAI's own bound for chats
 MOST_CHOICES = 1024  # of one request, over all its prompts

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from tinkerflow import __version__
 from tinkerflow.api.call import Identity
 from tinkerflow.api.models import Target
-from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.errors import NotFoundError
-from tinkerflow.backend.ids import sampler_id
+from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import Journal, NewSampler, NewSession, SessionState
 
 NAME = "OpenAI and Anthropic endpoints"  # of these sessions, as people see them

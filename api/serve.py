@@ -15,13 +15,13 @@ from sqlalchemy.exc import OperationalError
 
 from tinkerflow.api.app import create_app
 from tinkerflow.api.call import Services
-from tinkerflow.backend import tracing
-from tinkerflow.backend.clock import every_second
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.core.clock import every_second
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import Journal
-from tinkerflow.backend.processes import allow_open_files
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
+from tinkerflow.backend.supervise.processes import allow_open_files
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tinkerflow.api.errors import error_body, status_of
-from tinkerflow.backend.errors import TinkerflowError
+from tinkerflow.backend.core.errors import TinkerflowError
 
 log = logging.getLogger(__name__)
 

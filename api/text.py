@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
-from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.model_card import TOKENIZER, ModelCard
+from tinkerflow.backend.catalog.model_card import TOKENIZER, ModelCard
+from tinkerflow.backend.core.errors import ServerError
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode part of a character to
 _MOST_HELD_BACK = 16  # tokens, as parts of one character: bytes that are no text must not stop a stream

@@ -14,7 +14,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tinkerflow.backend.joining import parse_address
+from tinkerflow.backend.core.joining import parse_address
 from tinkerflow.backend.spec.ranks import RankRule
 
 _PREFIX = "TINKERFLOW_"

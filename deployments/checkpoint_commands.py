@@ -10,14 +10,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.errors import StoreError, UserError
-from tinkerflow.backend.ids import LOCAL_OWNER, new_id
+from tinkerflow.backend.catalog.merging import merge as merge_model
+from tinkerflow.backend.catalog.model_source import find_model
+from tinkerflow.backend.catalog.peft_import import NAME, import_adapter, save_import
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.core.clock import SystemClock
+from tinkerflow.backend.core.errors import StoreError, UserError
+from tinkerflow.backend.core.ids import LOCAL_OWNER, new_id
 from tinkerflow.backend.journal import CheckpointSaved
-from tinkerflow.backend.merging import merge as merge_model
-from tinkerflow.backend.model_source import find_model
-from tinkerflow.backend.peft_import import NAME, import_adapter, save_import
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
@@ -118,7 +118,7 @@ def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
 
     The store does not hold keys, tokens for checkpoints, names and labels of sessions, usage and the audit log.
     """
-    from tinkerflow.backend.index import rebuild
+    from tinkerflow.backend.catalog.checkpoint_index import rebuild
 
     settings = settings_with(data_dir=data_dir, store=store)
     with open_journal(settings) as journal:

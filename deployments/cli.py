@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 from rich.table import Table
 
-from tinkerflow.backend.errors import TinkerflowError
+from tinkerflow.backend.core.errors import TinkerflowError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import checkpoint_commands
 from tinkerflow.deployments.options import DataDir, minute, plain_console, setting, settings_with
@@ -232,7 +232,7 @@ def fetch_models(
 
     Without --base-model they are those of TINKERFLOW_BASE_MODELS, as `tinkerflow up` takes them.
     """
-    from tinkerflow.backend.model_source import HUB_FILES, TEXT_FILES, find_model
+    from tinkerflow.backend.catalog.model_source import HUB_FILES, TEXT_FILES, find_model
 
     settings = settings_with(base_models=tuple(base_model) if base_model else None, data_dir=data_dir)
     for name in with_base_models(settings).base_models:

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tinkerflow.backend.clock import Clock, SystemClock
-from tinkerflow.backend.commands import CompileStatus
-from tinkerflow.backend.errors import StoreError, TinkerflowError, UserError
+from tinkerflow.backend.core.clock import Clock, SystemClock
+from tinkerflow.backend.core.errors import StoreError, TinkerflowError, UserError
 from tinkerflow.backend.journal import AWAY, Journal, NoTablesError
 from tinkerflow.backend.pool.host.devices import accelerator, expected, seen
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.deployments.options import minute
 
@@ -144,7 +144,7 @@ def check_store(settings: Settings) -> str:
 
 def check_base_models(settings: Settings) -> str:
     """Name, architecture, size and context of each base model."""
-    from tinkerflow.backend.model_card import ModelCard
+    from tinkerflow.backend.catalog.model_card import ModelCard
 
     cards = [ModelCard.load(name) for name in settings.base_models]
     lines = [

@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.processes import tail
-from tinkerflow.backend.retry import STEADY_SECONDS, Restarts
+from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.supervise import ChildProcess, HeartbeatMonitor, watch
+from tinkerflow.backend.supervise.processes import tail
 from tinkerflow.deployments.pulse import BEAT, READY
 
 STOP_SECONDS = 20.0

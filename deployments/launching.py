@@ -16,8 +16,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinkerflow.backend.errors import broken
-from tinkerflow.backend.joining import make_secret
+from tinkerflow.backend.core.errors import broken
+from tinkerflow.backend.core.joining import make_secret
 from tinkerflow.backend.settings import Settings
 
 _ANYWHERE = "192.0.2.1"  # of TEST-NET-1: nothing is sent there
@@ -110,7 +110,7 @@ def own_address(peer: str = "") -> str:
 def ending_with_us(command: Sequence[str]) -> tuple[str, ...]:
     """A command for a child process that gets SIGTERM when this process ends, however it ends."""
     code = (
-        "import os, signal, sys; from tinkerflow.backend.processes import die_with_parent; "
+        "import os, signal, sys; from tinkerflow.backend.supervise.processes import die_with_parent; "
         "die_with_parent(int(sys.argv[1]), signal.SIGTERM); os.execvp(sys.argv[2], sys.argv[2:])"
     )
     return (sys.executable, "-c", code, str(os.getpid()), *command)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.joining import parse_address, read_secret
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.joining import parse_address, read_secret
 from tinkerflow.backend.journal import Journal, migrate
 from tinkerflow.backend.pool import HostConfig, serve_group
-from tinkerflow.backend.processes import die_with_parent
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import die_with_parent
 from tinkerflow.deployments.pulse import READY, Pulse, say
 
 

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tinkerflow.backend.commands import GroupConfig, LoraSpec
-from tinkerflow.backend.compute.config import ModelConfig, read_object
-from tinkerflow.backend.compute.device_bytes import step_weights, weight_bytes
-from tinkerflow.backend.compute.families import parse_config
-from tinkerflow.backend.compute.lora import check_spec
-from tinkerflow.backend.compute.memory import GB, MemoryPlan, plan_memory, sampling_config
+from tinkerflow.backend.catalog.model_card import context_of
+from tinkerflow.backend.catalog.model_source import find_model
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.families import parse_config
+from tinkerflow.backend.compute.models.lora import check_spec
+from tinkerflow.backend.compute.planning.device_bytes import step_weights, weight_bytes
+from tinkerflow.backend.compute.planning.memory import GB, MemoryPlan, plan_memory, sampling_config
+from tinkerflow.backend.compute.planning.roofline import (
+    Estimate,
+    Topology,
+    decode_bound,
+    parse_topology,
+    training_bound,
+)
+from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
 from tinkerflow.backend.compute.platforms import compiling_for
-from tinkerflow.backend.compute.roofline import Estimate, Topology, decode_bound, parse_topology, training_bound
-from tinkerflow.backend.compute.training_memory import adapter_bytes
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_card import context_of
-from tinkerflow.backend.model_source import find_model
+from tinkerflow.backend.compute.weights.files import read_object
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 from tinkerflow.backend.spec.ranks import expert_rank
 from tinkerflow.flows.groups import group_config
@@ -120,7 +127,7 @@ def _rate(bound: Estimate) -> str:
 def _compiled(cfg: ModelConfig, config: GroupConfig, target: Topology, plan: MemoryPlan, rank: int) -> list[str]:
     """What the accelerator's compiler says about the programs of this plan."""
     # Imported here: it loads the compilers' plugins.
-    from tinkerflow.backend.compute.roofline_programs import Programs
+    from tinkerflow.backend.compute.planning.roofline_programs import Programs
 
     programs = Programs(cfg, str(target), rank, config.tensor, config.expert, config.kv_cache)
     rows = max(config.fsdp, plan.budget.microbatch_tokens // _ROW)

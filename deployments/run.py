@@ -23,9 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from tinkerflow.backend.errors import ServerError, UserError
-from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments.local import running_stack
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tinkerflow.backend.disk import flush
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.disk import flush
+from tinkerflow.backend.core.errors import UserError
 
 SEED = 20240501
 VOCAB = 1024

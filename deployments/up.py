@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Self
 
-from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.processes import free_port
-from tinkerflow.backend.retry import Restarts
+from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments.idle import LOOK_SECONDS, demand, keep_while_needed
 from tinkerflow.deployments.keeper import Part
 from tinkerflow.deployments.launchers import launcher_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tinkerflow.backend.commands import CompileStatus, ReadCompileStatus
-from tinkerflow.backend.errors import TinkerflowError
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import TinkerflowError
 from tinkerflow.backend.journal import AWAY, Journal
-from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Pool
+from tinkerflow.backend.spec.commands import CompileStatus, ReadCompileStatus
 
 log = logging.getLogger(__name__)
 

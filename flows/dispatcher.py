@@ -9,8 +9,8 @@ from contextlib import suppress
 from functools import partial
 from uuid import UUID
 
-from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
+from tinkerflow.backend.core.clock import SystemClock
+from tinkerflow.backend.core.errors import GroupFailedError, ServerError, TinkerflowError, UserError
 from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState, Retention, Trained
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.expiry import delete_checkpoints, delete_snapshots, delete_uploads, note_changes

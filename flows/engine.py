@@ -15,12 +15,12 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 
-from tinkerflow.backend import tracing
-from tinkerflow.backend.clock import SystemClock, every_second
-from tinkerflow.backend.errors import StoreError, UserError
-from tinkerflow.backend.joining import make_secret, parse_address
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.core.clock import SystemClock, every_second
+from tinkerflow.backend.core.errors import StoreError, UserError
+from tinkerflow.backend.core.joining import make_secret, parse_address
 from tinkerflow.backend.journal import Journal, migrate
-from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store

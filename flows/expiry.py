@@ -10,9 +10,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.catalog.peft_import import import_path
+from tinkerflow.backend.core.errors import StoreError
 from tinkerflow.backend.journal import Journal, Retention
-from tinkerflow.backend.peft_import import import_path
 from tinkerflow.backend.store import Store
 
 log = logging.getLogger(__name__)

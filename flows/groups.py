@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tinkerflow.backend.commands import GroupConfig
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.pool import Pool
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.commands import GroupConfig
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.operation import ExecutionContext
 

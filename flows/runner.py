@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
-from tinkerflow.backend.commands import AdapterState, Done, DropAdapter
-from tinkerflow.backend.errors import GroupFailedError, SuspectError
+from tinkerflow.backend.core.errors import GroupFailedError, SuspectError
 from tinkerflow.backend.journal import AWAY, Kind, ModelState, Outcome, Pending, SnapshotTaken
+from tinkerflow.backend.spec.commands import AdapterState, Done, DropAdapter
 from tinkerflow.flows.prefect.mirror import RunMirror
 from tinkerflow.tasks.execution.operation import MOST_CRASHES, Execution, ExecutionContext, Operation, begin
 from tinkerflow.tasks.execution.restore import restore

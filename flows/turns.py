@@ -17,8 +17,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import AWAY, Journal, Kind, ModelEnded, ModelState, Outcome
 from tinkerflow.flows.groups import ServedModel
 

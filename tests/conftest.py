@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.compiled import forget_programs
 
-from tinkerflow.backend.processes import memory_maps_used
+from tinkerflow.backend.supervise.processes import memory_maps_used
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -132,7 +132,7 @@ def exporter() -> Iterator[InMemorySpanExporter]:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from tinkerflow.backend import tracing
+    from tinkerflow.backend.core import tracing
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

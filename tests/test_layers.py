@@ -1,11 +1,12 @@
-"""The layers point one way, all of it is imported as `tinkerflow`, and the top level holds what it should."""
+"""Imports point one way, between rooms and inside them; everything is imported as `tinkerflow`."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,27 +14,50 @@ from tests.house import source
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("api", "flows", "tasks", "backend", "deployments")
-MAY_IMPORT = {
-    "backend": {"backend"},
-    "tasks": {"tasks", "backend"},
-    "flows": {"flows", "tasks", "backend"},
-    "api": {"api", "backend"},
-    "deployments": {"deployments", "flows", "api", "tasks", "backend"},
+
+# Each room may import the rooms that stand before it, and none that stand after it. Rooms of one line do not import
+# each other. Imports inside functions and for type checkers count.
+ORDERS: Mapping[str, tuple[str, ...]] = {
+    "": ("backend", "tasks", "flows api", "deployments"),
+    "backend": (
+        "core",
+        "supervise spec",
+        "settings",
+        "compute store journal",
+        "wire",
+        "pool",
+        "catalog",
+    ),
+    "backend/compute": (
+        "mesh platforms compiles",
+        "warming",
+        "weights",
+        "kernels",
+        "models",
+        "training",
+        "sampler",
+        "planning",
+        "executor",
+    ),
+}
+# Rooms that a room does not need, although it stands above them.
+MAY_NOT: Mapping[str, set[str]] = {
+    "api": {"tasks", "prefect"},
+    "tasks": {"fastapi"},
+    "backend": {"prefect", "fastapi", "starlette", "uvicorn", "tinker"},
+    "backend/pool": {"tinkerflow.backend.journal", "tinkerflow.backend.wire"},
+    "backend/compute": {"tinkerflow.backend.settings"},
 }
 JAX = {"jax", "jaxlib", "flax", "optax"}
-MAY_NOT = {
-    "backend": {"prefect", "fastapi", "starlette", "uvicorn", "tinker"},
-    "tasks": {"fastapi"},
-    "api": {"prefect"},
-}
+MAY_LOAD_JAX = ("backend/compute/", "backend/pool/worker.py", "backend/pool/jax_setup.py")
 
 
-def modules() -> list[Path]:
-    return sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))
+def modules(*folders: str) -> list[Path]:
+    return sorted(p for room in folders or ROOMS for p in (ROOT / room).rglob("*.py"))
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """What is executed when the module is loaded."""
+    """The statements that are executed when the module is loaded."""
     for child in ast.iter_child_nodes(node):
         only_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         if not only_for_types and not isinstance(child, ast.FunctionDef):
@@ -41,42 +65,149 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
             yield from statements(child)
 
 
-def imports(path: Path, *, loaded: bool = False) -> set[str]:
-    """The modules that a file imports; with `loaded`, not those that its functions import when they are called."""
-    found: set[str] = set()
+@cache
+def imports(path: Path, *, loaded: bool = False) -> frozenset[str]:
+    """The modules that a file imports; with `loaded`, without those that its functions import when they are called."""
+    names: set[str] = set()
     tree = ast.parse(path.read_text())
     for node in statements(tree) if loaded else ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            module = node.module or ""
-            found |= {f"{module}.{alias.name}" for alias in node.names} if module == "tinkerflow" else {module}
-    return found
+            names |= {_module(f"{node.module}.{alias.name}") for alias in node.names}
+    return frozenset(names)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_one_way(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0]
-    names = imports(path)
-    tops = {name.split(".")[0] for name in names}
-    rooms = {name.split(".")[1] for name in names if name.startswith("tinkerflow.")}
-    assert rooms & set(ROOMS) <= MAY_IMPORT[room]
-    assert not tops & MAY_NOT.get(room, set())
-    relative = path.relative_to(ROOT).as_posix()
-    if relative.startswith(("backend/spec/losses/", "backend/spec/optimizers/")):
-        assert not {name.split(".")[0] for name in imports(path, loaded=True)} & JAX
-    elif not (
-        relative.startswith("backend/compute/") or relative in ("backend/pool/worker.py", "backend/pool/jax_setup.py")
-    ):
-        assert not tops & JAX
+def _module(name: str) -> str:
+    """`name` if it is a module of ours, or foreign; else the module that defines it."""
+    if not name.startswith("tinkerflow."):
+        return name
+    parts = name.split(".")
+    while len(parts) > 1 and not _file(parts):
+        parts.pop()
+    return ".".join(parts)
 
 
-@pytest.mark.parametrize(
-    "path", [*modules(), *sorted((ROOT / "tests").rglob("*.py"))], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_everything_of_ours_is_imported_as_tinkerflow(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path)} & set(ROOMS)
+def _file(parts: list[str]) -> bool:
+    path = ROOT.joinpath(*parts[1:])
+    return path.with_suffix(".py").is_file() or path.is_dir()
+
+
+def arrows(folder: str) -> dict[str, dict[str, str]]:
+    """For each child of a folder (a module or a room): the siblings that it imports, each with a file that does."""
+    prefix = ".".join(["tinkerflow", *filter(None, folder.split("/"))]) + "."
+    graph: dict[str, dict[str, str]] = {}
+    for path in modules(*([folder] if folder else ROOMS)):
+        own = path.relative_to(ROOT / folder).parts[0].removesuffix(".py")
+        for name in imports(path):
+            if name + "." == prefix:
+                other = "__init__"
+            elif name.startswith(prefix):
+                other = name.removeprefix(prefix).split(".")[0]
+            else:
+                continue
+            if other != own:
+                graph.setdefault(own, {}).setdefault(other, path.relative_to(ROOT).as_posix())
+    return graph
+
+
+def circle(graph: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Nodes that import each other in a circle; [] when there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        done.add(node)
+        return next((found for other in graph.get(node, ()) if (found := visit(other, [*path, node]))), [])
+
+    return next((found for node in graph if (found := visit(node, []))), [])
+
+
+def folders() -> list[str]:
+    return ["", *sorted({path.parent.relative_to(ROOT).as_posix() for path in modules()})]
+
+
+@pytest.mark.parametrize("folder", ORDERS)
+def test_rooms_import_those_before_them(folder: str) -> None:
+    place = {room: number for number, line in enumerate(ORDERS[folder]) for room in line.split()}
+    graph = {room: others for room, others in arrows(folder).items() if room != "__init__"}
+    assert set(graph) <= set(place)
+    wrong = [
+        f"{file} imports {other}"
+        for room, others in graph.items()
+        for other, file in others.items()
+        if other != "__init__" and place[other] >= place[room]
+    ]
+    assert not wrong
+
+
+CIRCLES_LEFT = {"api", "backend/compute/models", "backend/compute/sampler", "backend/journal", "flows", "tasks"}
+
+
+def test_no_folder_has_a_circle_of_imports() -> None:
+    circles = {folder: found for folder in folders() if (found := circle(arrows(folder)))}
+    assert set(circles) <= CIRCLES_LEFT, circles
+
+
+def test_rooms_leave_alone_what_they_do_not_need() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for room, never in MAY_NOT.items()
+        for path in modules(room)
+        for name in imports(path)
+        for no in never
+        if f"{name}.".startswith((f"{no}.", f"tinkerflow.{no}."))
+    ]
+    assert not wrong
+
+
+def test_jax_is_imported_by_compute_and_workers_alone() -> None:
+    wrong = []
+    for path in modules():
+        relative = path.relative_to(ROOT).as_posix()
+        if relative.startswith(MAY_LOAD_JAX):
+            continue
+        formulas = relative.startswith(("backend/spec/losses/", "backend/spec/optimizers/"))
+        wrong += [relative for name in imports(path, loaded=formulas) if name.split(".")[0] in JAX]
+    assert not wrong
+
+
+def test_everything_of_ours_is_imported_as_tinkerflow() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules(*ROOMS, "tests")
+        for name in imports(path)
+        if name.split(".")[0] in ROOMS
+    ]
+    assert not wrong
+
+
+def test_rooms_import_what_a_room_lists() -> None:
+    """`__all__` of a room's `__init__` holds the names that other rooms import from it."""
+    wrong = []
+    for path in modules():
+        for name in imports(path):
+            if not name.startswith("tinkerflow.backend."):
+                continue
+            room, _, module = name.removeprefix("tinkerflow.").rpartition(".")
+            folder = ROOT.joinpath(*room.split("."))
+            if folder == ROOT / "backend" or folder in path.parents or not module:
+                continue
+            listed = _listed(folder / "__init__.py")
+            if listed and module not in listed and (folder / f"{module}.py").is_file():
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def _listed(init: Path) -> set[str]:
+    for node in ast.parse(init.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
 
 
 def test_importing_tinkerflow_loads_nothing_else() -> None:
@@ -86,23 +217,23 @@ def test_importing_tinkerflow_loads_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "room",
+    ("names", "without"),
     [
-        "api",
-        "flows",
-        "tasks",
-        "tasks.pipelines",
-        "backend.pool",
-        "backend.journal",
-        "backend.store",
-        "backend.wire",
-        "backend.spec.optimizers",
+        ("api flows tasks tasks.pipelines backend.pool backend.journal backend.store backend.wire", JAX),
+        (
+            "backend.compute.executor backend.pool.worker",
+            {"google.protobuf", "fsspec", "gcsfs", "pyrage", "sqlalchemy"},
+        ),
+        ("backend.spec.commands", {*JAX, "google.protobuf", "fsspec", "pydantic", "msgpack"}),
+        ("backend.spec.losses backend.spec.optimizers", {*JAX, "google.protobuf", "pydantic"}),
     ],
 )
-def test_importing_a_room_does_not_load_jax(room: str) -> None:
-    code = f"import tinkerflow.{room}, sys; print(sorted(set(sys.modules) & {JAX!r}))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert out.stdout.strip() == "[]"
+def test_loading_a_module_loads_no_more_than_it_needs(names: str, without: set[str]) -> None:
+    code = "; ".join(
+        ["import sys", *(f"import tinkerflow.{name}" for name in names.split()), "print(sorted(sys.modules))"]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not without & set(ast.literal_eval(done.stdout))
 
 
 def test_top_level_is_the_agreed_one() -> None:
@@ -113,12 +244,10 @@ def test_top_level_is_the_agreed_one() -> None:
 
 
 def test_no_module_is_too_long_to_hold_one_idea() -> None:
-    long = {
-        str(p.relative_to(ROOT)): n
-        for p in modules()
-        if p.name != "tinker_pb2.py" and (n := len(p.read_text().splitlines())) > 600
+    lengths = {
+        str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in modules() if p.name != "tinker_pb2.py"
     }
-    assert not long
+    assert not {name: length for name, length in lengths.items() if length > 600}
 
 
 def test_constraints_name_no_host() -> None:

@@ -19,7 +19,7 @@ from tinkerflow.api.generation import Generation, SamplePiece, generate, until_g
 from tinkerflow.api.models import Target
 from tinkerflow.api.sse import EventStream
 from tinkerflow.api.text import Detokenizer
-from tinkerflow.backend.commands import Priority, SampleResult
+from tinkerflow.backend.spec.commands import Priority, SampleResult
 
 Finish = Literal["stop", "length", "calls"]
 _ID = string.ascii_letters + string.digits

@@ -18,7 +18,7 @@ from tinkerflow.api.chat.events import (
 )
 from tinkerflow.api.generation import Generation, collected
 from tinkerflow.api.sse import event as sse
-from tinkerflow.backend.commands import SampleResult
+from tinkerflow.backend.spec.commands import SampleResult
 
 Json: TypeAlias = dict[str, Any]
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}

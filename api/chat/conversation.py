@@ -12,7 +12,7 @@ from tinkerflow.api.chat.pictures import Placed, in_words, pictures_of, placed, 
 from tinkerflow.api.chat.reader import Tools
 from tinkerflow.api.chat.template import load_template
 from tinkerflow.api.models import Target
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 # How turns end in chat templates. Weights that learnt a template end their answers so, also where the base model's own
 # end of a text is another token.

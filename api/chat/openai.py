@@ -13,7 +13,7 @@ from tinkerflow.api.generation import Generation, SamplePiece, collected
 from tinkerflow.api.openai import usage
 from tinkerflow.api.sse import event as sse
 from tinkerflow.api.text import Tokenizer
-from tinkerflow.backend.commands import SampleResult
+from tinkerflow.backend.spec.commands import SampleResult
 
 Json: TypeAlias = dict[str, Any]
 _REASONS = {"stop": "stop", "length": "length", "calls": "tool_calls"}

@@ -13,9 +13,9 @@ from typing import Any
 
 from tinkerflow.api.errors import naming
 from tinkerflow.api.models import Target
-from tinkerflow.backend.commands import ImagePixels
-from tinkerflow.backend.errors import UserError, broken
-from tinkerflow.backend.model_card import image_processor
+from tinkerflow.backend.catalog.model_card import image_processor
+from tinkerflow.backend.core.errors import UserError, broken
+from tinkerflow.backend.spec.commands import ImagePixels
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire.images import pixels_of
 

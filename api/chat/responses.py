@@ -18,7 +18,7 @@ from tinkerflow.api.chat.events import (
 )
 from tinkerflow.api.generation import Generation, collected
 from tinkerflow.api.sse import event as sse
-from tinkerflow.backend.commands import SampleResult
+from tinkerflow.backend.spec.commands import SampleResult
 
 Json: TypeAlias = dict[str, Any]
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # by an item's type the type of its only part

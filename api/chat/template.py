@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tinkerflow.backend.errors import ServerError, UserError, broken
+from tinkerflow.backend.core.errors import ServerError, UserError, broken
 
 FILE = "chat_template.jinja"
 OWN = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})

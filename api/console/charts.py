@@ -8,7 +8,7 @@ import orjson
 from markupsafe import Markup, escape
 
 from tinkerflow.api.console.render import NONE, number
-from tinkerflow.backend.plot import LINES, Line, plot
+from tinkerflow.backend.core.plot import LINES, Line, plot
 
 WIDTH, HEIGHT = 520, 244
 _BOX = (56, 10, WIDTH - 12, HEIGHT - 40)

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from tinkerflow import __version__
-from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.core.clock import SystemClock
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 NONE = "\N{EN DASH}"  # what stands for a value that there is not

@@ -11,9 +11,9 @@ from typing import Any
 from tinkerflow.api.console.render import size
 from tinkerflow.api.console.visit import Visit
 from tinkerflow.api.text import Tokenizer
-from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.journal import SampleView, WholeSample
-from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.wire import SampleBody, decode_sample
 
 _SHOWN = 400  # characters of a prompt's end and of an answer in a list

@@ -25,8 +25,8 @@ from tinkerflow.api.call import LOCAL, Call, Identity, Services, is_loopback, re
 from tinkerflow.api.console.render import render
 from tinkerflow.api.errors import status_of
 from tinkerflow.api.links import base_url
-from tinkerflow.backend.errors import TinkerflowError
-from tinkerflow.backend.ids import KEY_PREFIX
+from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.backend.core.ids import KEY_PREFIX
 from tinkerflow.backend.journal import Journal
 
 COOKIE = "tinkerflow"

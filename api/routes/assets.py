@@ -12,8 +12,8 @@ from fastapi.responses import Response
 
 from tinkerflow.api.call import Authorised, Call, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.openapi import takes_bytes
-from tinkerflow.backend.errors import BodyTooLargeError, NotFoundError, UserError
-from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.core.errors import BodyTooLargeError, NotFoundError, UserError
+from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.spec.limits import MAX_ASSET_BYTES, MAX_ASSETS
 from tinkerflow.backend.wire.images import LOCATIONS
 

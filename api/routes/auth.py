@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tinkerflow.api.call import Authorised, Router, Wire
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 router = Router()
 

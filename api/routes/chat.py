@@ -19,7 +19,7 @@ from tinkerflow.api.generation import Generation
 from tinkerflow.api.models import resolve
 from tinkerflow.api.openai import MAX_TOP, SamplingFields
 from tinkerflow.api.openapi import takes
-from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.core.errors import UserError, broken
 
 router = Router(busy=6, at=OPEN_API)
 

@@ -29,8 +29,8 @@ from tinkerflow.api.openai import MAX_TOP, SamplingFields, check_choices, usage
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.sse import EventStream, event
 from tinkerflow.api.text import Detokenizer
-from tinkerflow.backend.commands import SampleResult
-from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.core.errors import UserError, broken
+from tinkerflow.backend.spec.commands import SampleResult
 
 router = Router(busy=6, at=OPEN_API)
 

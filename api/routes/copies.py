@@ -9,8 +9,8 @@ from datetime import timedelta
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes
-from tinkerflow.backend.errors import NotFoundError
-from tinkerflow.backend.ids import model_id
+from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import CheckpointSaved, access_hash
 from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.wire import CopyWeights, parse

@@ -15,7 +15,7 @@ from tinkerflow.api.bytes import ByteSource, archive, send
 from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.links import LIFETIME, Linked, link
 from tinkerflow.api.routes.weights import CHECKPOINT
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind
 from tinkerflow.backend.store import CheckpointPath, Saved, Store
 from tinkerflow.backend.store.commit import OPTIMIZER

@@ -15,7 +15,7 @@ from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.training import served
 from tinkerflow.api.text import Tokenizer
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal.feedback import FeedbackView, NewFeedback
 from tinkerflow.backend.journal.samples import WholeSample
 from tinkerflow.backend.wire import decode_sample

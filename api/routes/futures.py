@@ -22,7 +22,7 @@ from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Completions, Kind, NewRequest, Result
 from tinkerflow.backend.wire import OnModel, parse
 

@@ -15,7 +15,7 @@ from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
 from tinkerflow.api.models import Target, resolve
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.chat import ToolName, joined, part_of, string_in, text_of, thought
-from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.core.errors import UserError, broken
 
 router = Router(busy=6, at=OPEN_API)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from tinkerflow.api.call import OPEN_API, Authorised, Router, Wire
 from tinkerflow.api.models import Listed, find, list_models
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 router = Router(busy=3, at=OPEN_API)
 

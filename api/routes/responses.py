@@ -15,7 +15,7 @@ from tinkerflow.api.chat.responses import ResponseAnswer
 from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.chat import AnswerFields, ToolFunction, begun, called_tool, joined, string_in, thought
-from tinkerflow.backend.errors import broken
+from tinkerflow.backend.core.errors import broken
 
 router = Router(busy=5, at=OPEN_API)
 

@@ -15,8 +15,8 @@ from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.assets import files_at
 from tinkerflow.api.routes.futures import accepted, content_hash, judged
 from tinkerflow.api.routes.training import served
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.ids import sampler_id
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import Journal, Kind, NewRequest, NewSampler
 from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse, with_files, with_seed
 

@@ -14,8 +14,8 @@ from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.api.metrics import Known
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.tokens import TOKEN_PREFIX
-from tinkerflow.backend.ids import KEY_PREFIX
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.ids import KEY_PREFIX
 
 log = logging.getLogger(__name__)
 router = Router(busy=6)

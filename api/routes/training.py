@@ -15,11 +15,11 @@ from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes, takes_protobuf
 from tinkerflow.api.routes.assets import files_at
 from tinkerflow.api.routes.futures import accepted, content_hash, judged, refuse, submit_for_model
-from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.ids import model_id
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.ranks import expert_rank
 from tinkerflow.backend.wire import (

@@ -19,13 +19,13 @@ from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes, takes_bytes
 from tinkerflow.api.routes.copies import destination
 from tinkerflow.api.routes.training import served
-from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.errors import BodyTooLargeError, ConflictError, UserError
-from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.catalog.peft_import import NAME, import_adapter, import_path, largest_size, save_import
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.core.errors import BodyTooLargeError, ConflictError, UserError
+from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.journal import CheckpointSaved, NewUpload, UploadView
 from tinkerflow.backend.journal.uploads import anew
-from tinkerflow.backend.peft_import import NAME, import_adapter, import_path, largest_size, save_import
+from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.backend.wire import FinishUpload, StartUpload, parse
 

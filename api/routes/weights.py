@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.futures import submit_for_model
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView, Kind
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.store import CheckpointPath

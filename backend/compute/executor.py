@@ -19,7 +19,28 @@ from typing import TypeVar, assert_never
 import jax
 import numpy as np
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.compute.compiles import CompileCounter
+from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, row_parts, to_host
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.lora import Lora, check_spec
+from tinkerflow.backend.compute.models.params import count, load_params
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.models.vision import open_eyes
+from tinkerflow.backend.compute.planning.memory import GB, plan_group
+from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
+from tinkerflow.backend.compute.platforms import compiled_for, environment, on_cpu, platform, settle_dtype
+from tinkerflow.backend.compute.sampler import GroupSampler, Sampler, WholeSampler
+from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
+from tinkerflow.backend.compute.training import full
+from tinkerflow.backend.compute.training.adapter_shards import GRADIENTS, are_pieces, wanted
+from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore, forget
+from tinkerflow.backend.compute.training.forward_backward import ForwardRun, Training
+from tinkerflow.backend.compute.training.packing import MicroBatch
+from tinkerflow.backend.compute.training.train import make_steps
+from tinkerflow.backend.compute.training.train_programs import StepsByShape, adapter_like, training_programs
+from tinkerflow.backend.compute.warming import WarmUp
+from tinkerflow.backend.core.errors import OUT_OF_MEMORY, AllocationError, DevicesError, ServerError, UserError
+from tinkerflow.backend.spec.commands import (
     AdapterState,
     Command,
     CompileStatus,
@@ -50,29 +71,8 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.compute import full
-from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, forget
-from tinkerflow.backend.compute.compiles import CompileCounter
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.forward_backward import ForwardRun, Training
-from tinkerflow.backend.compute.lora import Lora, check_spec
-from tinkerflow.backend.compute.memory import GB, plan_group
-from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, row_parts, to_host
-from tinkerflow.backend.compute.packing import MicroBatch
-from tinkerflow.backend.compute.params import count, load_params
-from tinkerflow.backend.compute.pieces import GRADIENTS, are_pieces, wanted
-from tinkerflow.backend.compute.platforms import compiled_for, environment, on_cpu, platform, settle_dtype
-from tinkerflow.backend.compute.sampler import GroupSampler, Sampler, WholeSampler
-from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
-from tinkerflow.backend.compute.train import make_steps
-from tinkerflow.backend.compute.train_programs import StepsByShape, adapter_like, training_programs
-from tinkerflow.backend.compute.training_memory import adapter_bytes
-from tinkerflow.backend.compute.transformer import Params
-from tinkerflow.backend.compute.vision import open_eyes
-from tinkerflow.backend.compute.warming import WarmUp
-from tinkerflow.backend.errors import OUT_OF_MEMORY, AllocationError, DevicesError, ServerError, UserError
-from tinkerflow.backend.processes import memory_maps_used
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_of
+from tinkerflow.backend.supervise.processes import memory_maps_used
 
 R = TypeVar("R", bound=Reply)
 
@@ -83,7 +83,7 @@ _COPYING = (CreateAdapter, ImportAdapter, ExportAdapter, PublishSnapshot, LoadSn
 
 
 class Executor:
-    """One base model on the mesh. An error of `backend/errors.py` changes nothing, unless its text says what."""
+    """One base model on the mesh. An error of `backend/core/errors.py` changes nothing, unless its text says what."""
 
     environment = staticmethod(environment)
 
@@ -140,8 +140,17 @@ class Executor:
         self._want(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
 
     def _new_sampler(self, params: Params, *, pages: int, weights: str) -> Sampler:
-        plan = replace(self.plan, pages=pages)
-        return Sampler(self._cfg, params, self._mesh, self._config, plan, eyes=self._eyes, weights=weights)
+        return Sampler(
+            self._cfg,
+            params,
+            self._mesh,
+            self._config,
+            pages=pages,
+            states=self.plan.states,
+            snapshot_bytes=self.plan.snapshot_bytes,
+            eyes=self._eyes,
+            weights=weights,
+        )
 
     @property
     def devices(self) -> tuple[str, ...]:

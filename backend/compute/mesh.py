@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 FSDP, EXPERT, TENSOR = "fsdp", "expert", "tensor"
 _ORDER = (EXPERT, TENSOR, FSDP)  # of a mesh's axes: so TENSOR and FSDP together are one range of devices

@@ -21,6 +21,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 MEMORY_SHARE = 0.92  # of a GPU, for all groups on it; CUDA itself, NCCL and the libraries take the rest
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
 SCORED_ROWS = 4096  # of each device, off CPUs; how many are multiplied by the unembedding at a time
+RANK_COLUMNS = 32  # the stack of the sampler's adapters grows by blocks of this many columns
 
 
 @dataclass(frozen=True)

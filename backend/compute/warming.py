@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from tinkerflow.backend.commands import CompileStatus
+from tinkerflow.backend.spec.commands import CompileStatus
 
 log = logging.getLogger(__name__)
 

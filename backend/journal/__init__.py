@@ -6,7 +6,7 @@
 Each aggregate's file holds what goes in (New..., effects), what comes out (...View) and its transactions.
 """
 
-from tinkerflow.backend.ids import CheckpointKind as CheckpointKind
+from tinkerflow.backend.core.ids import CheckpointKind as CheckpointKind
 from tinkerflow.backend.journal.base_models import BaseModels as BaseModels
 from tinkerflow.backend.journal.base_models import BaseModelView as BaseModelView
 from tinkerflow.backend.journal.checkpoint_search import CheckpointQuery as CheckpointQuery

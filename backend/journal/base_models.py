@@ -11,9 +11,9 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.commands import CompileStatus, GroupInfo
 from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.tables import BaseModelRow
+from tinkerflow.backend.spec.commands import CompileStatus, GroupInfo
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.ids import CheckpointKind
+from tinkerflow.backend.core.ids import CheckpointKind
 from tinkerflow.backend.journal.checkpoints import CheckpointView, exists
 from tinkerflow.backend.journal.database import Aggregate, as_view, newest_page, owned_by
 from tinkerflow.backend.journal.sessions import PROJECT, check_projects

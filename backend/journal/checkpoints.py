@@ -16,10 +16,8 @@ from typing import Any, Generic, TypeVar
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.checkpoint import Saved
-from tinkerflow.backend.commands import Optimizer
-from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.ids import CheckpointKind, new_id
+from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.core.ids import CheckpointKind, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import (
     Aggregate,
@@ -32,6 +30,8 @@ from tinkerflow.backend.journal.database import (
 )
 from tinkerflow.backend.journal.requests import Limits, storage_failure
 from tinkerflow.backend.journal.tables import Checkpoint, Model, WeightsShare
+from tinkerflow.backend.spec.checkpoint import Saved
+from tinkerflow.backend.spec.commands import Optimizer
 
 SHARE_PREFIX = "tfw-"
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from sqlalchemy import Row, event
 from sqlalchemy.engine import Dialect, make_url
 from sqlmodel import SQLModel, col
 
-from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.errors import FencedError, JournalBusyError, NotFoundError
+from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFoundError
 
 if TYPE_CHECKING:
     from tinkerflow.backend.journal.notify import Notifier

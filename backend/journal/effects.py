@@ -13,7 +13,7 @@ from typing import Literal
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.errors import Category
+from tinkerflow.backend.core.errors import Category
 from tinkerflow.backend.journal.notify import answered
 from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (

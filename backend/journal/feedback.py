@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.errors import TooManyError
+from tinkerflow.backend.core.errors import TooManyError
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view
 from tinkerflow.backend.journal.requests import NO_LIMITS, Limits

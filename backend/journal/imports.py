@@ -12,7 +12,7 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.ids import session_of
+from tinkerflow.backend.core.ids import session_of
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import CheckpointSaved, put_checkpoint
 from tinkerflow.backend.journal.database import Aggregate

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from tinkerflow.backend.clock import Clock, SystemClock
+from tinkerflow.backend.core.clock import Clock, SystemClock
 from tinkerflow.backend.journal.assets import Assets
 from tinkerflow.backend.journal.audit import Audit
 from tinkerflow.backend.journal.base_models import BaseModels

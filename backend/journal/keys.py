@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.ids import KEY_PREFIX, new_id
+from tinkerflow.backend.core.ids import KEY_PREFIX, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view, columns, insert_if_absent, missing
 from tinkerflow.backend.journal.tables import ApiKey, ServiceSecret

@@ -14,9 +14,8 @@ import orjson
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.commands import StabilityInfo
-from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
-from tinkerflow.backend.ids import custom_loss_id, new_id
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.core.ids import custom_loss_id, new_id
 from tinkerflow.backend.journal.database import Aggregate, get_owned, insert_if_absent
 from tinkerflow.backend.journal.tables import (
     CustomLossRow,
@@ -28,13 +27,14 @@ from tinkerflow.backend.journal.tables import (
     StabilityRow,
     session_over,
 )
+from tinkerflow.backend.spec.commands import StabilityInfo
 
 STABILITY_KEPT = timedelta(days=1)  # after the last use, as the documentation of StableReinforce says
 
 
 @dataclass(frozen=True)
 class NewCustomLoss:
-    """A loss that a client traced; its id is `{session_id}:loss:{n}` (tinkerflow.backend.ids.custom_loss_id).
+    """A loss that a client traced; its id is `{session_id}:loss:{n}` (tinkerflow.backend.core.ids.custom_loss_id).
 
     definition: its inputs and graph as JSON text, checked already; error: what was wrong with it, as in NewRequest.
     """

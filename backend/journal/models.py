@@ -10,9 +10,8 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.commands import Optimizer
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.ids import CheckpointKind
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.ids import CheckpointKind
 from tinkerflow.backend.journal.checkpoints import CheckpointView, Page, exists
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, insert_if_absent, missing, owned_by
 from tinkerflow.backend.journal.effects import end_models, forget
@@ -31,6 +30,7 @@ from tinkerflow.backend.journal.tables import (
     SessionState,
     session_over,
 )
+from tinkerflow.backend.spec.commands import Optimizer
 
 _IS_UNLOAD = sa.and_(col(Request.kind) == Kind.UNLOAD, IS_PENDING)
 _LABELS = ("name", "recipe_name")  # keys of metadata; the second one is the SDK cookbook's
@@ -39,7 +39,7 @@ _REVIVABLE = (ModelState.LOST, ModelState.FAILED)  # what made them is kept unti
 
 @dataclass(frozen=True)
 class NewModel:
-    """A training run about to be created; its id is `{session_id}:train:{n}` (tinkerflow.backend.ids.model_id)."""
+    """A training run about to be created; its id is `{session_id}:train:{n}` (tinkerflow.backend.core.ids.model_id)."""
 
     id: str
     session_id: str

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Self
 import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal.database import is_sqlite
 
 if TYPE_CHECKING:

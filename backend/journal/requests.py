@@ -24,9 +24,9 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Mapped
 from sqlmodel import col
 
-from tinkerflow.backend import tracing
-from tinkerflow.backend.errors import Category, ConflictError, TinkerflowError, TooManyError, UserError
-from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.core.errors import Category, ConflictError, TinkerflowError, TooManyError, UserError
+from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.journal.database import Aggregate, as_view, insert_if_absent, is_owned, missing
 from tinkerflow.backend.journal.notify import answered
 from tinkerflow.backend.journal.results import TAKE_NUMBER, Effect, Outcome, finish

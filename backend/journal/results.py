@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.errors import Category
+from tinkerflow.backend.core.errors import Category
 from tinkerflow.backend.journal.database import Aggregate, get_owned, in_chunks, insert_if_absent, is_owned, missing
 from tinkerflow.backend.journal.effects import end_models
 from tinkerflow.backend.journal.notify import CLONE_BLOCK, answered

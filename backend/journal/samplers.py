@@ -13,7 +13,7 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.errors import ConflictError, UserError
+from tinkerflow.backend.core.errors import ConflictError, UserError
 from tinkerflow.backend.journal.database import (
     Aggregate,
     as_view,
@@ -39,7 +39,7 @@ _JOIN = (
 
 @dataclass(frozen=True)
 class NewSampler:
-    """A sampling session; its id is `{session_id}:sample:{n}` (tinkerflow.backend.ids.sampler_id).
+    """A sampling session; its id is `{session_id}:sample:{n}` (tinkerflow.backend.core.ids.sampler_id).
 
     model_path: the checkpoint it samples (it can be loaded again); snapshot_id: its snapshot in the worker group.
     Both None: the base model itself.

@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.ids import inflight_id
+from tinkerflow.backend.core.ids import inflight_id
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, missing, owned_by
 from tinkerflow.backend.journal.requests import CANCELLED
 from tinkerflow.backend.journal.results import DROPPED, EXPIRED, FIRST_SHOWN, STORED_SIZE

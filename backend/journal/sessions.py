@@ -18,8 +18,8 @@ import sqlalchemy as sa
 from sqlalchemy.orm import aliased
 from sqlmodel import col
 
-from tinkerflow.backend.errors import Category, NotFoundError, StateLostError
-from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.core.errors import Category, NotFoundError, StateLostError
+from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import exists
 from tinkerflow.backend.journal.database import (

@@ -23,10 +23,10 @@ import numpy as np
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.commands import Candidates, NewTokens
 from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.notify import TOKENS, Waiter
 from tinkerflow.backend.journal.tables import StreamedRow
+from tinkerflow.backend.spec.commands import Candidates, NewTokens
 
 log = logging.getLogger(__name__)
 

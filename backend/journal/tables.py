@@ -13,7 +13,7 @@ from typing import Literal
 import sqlalchemy as sa
 from sqlmodel import Field, col
 
-from tinkerflow.backend.errors import Category, StateLostError, UserError
+from tinkerflow.backend.core.errors import Category, StateLostError, UserError
 from tinkerflow.backend.journal.database import Table, UtcDateTime
 
 PayloadType = Literal["json", "proto"]
@@ -146,8 +146,8 @@ class BaseModelRow(Table, table=True):
     """A base model that the engine serves.
 
     progress: what all its requests wait for, None when nothing holds them up. compile_status: which programs its worker
-    group has compiled, a tinkerflow.backend.commands.CompileStatus as JSON. worker_group: that group's GroupInfo as
-    JSON.
+    group has compiled, a CompileStatus (backend/spec/commands.py) as JSON. worker_group: that group's
+    GroupInfo as JSON.
     """
 
     __tablename__ = "base_model"

@@ -12,7 +12,7 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.ids import CheckpointKind
+from tinkerflow.backend.core.ids import CheckpointKind
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import CheckpointView, exists, is_shared
 from tinkerflow.backend.journal.database import Aggregate, columns

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.errors import ConflictError, UserError
+from tinkerflow.backend.core.errors import ConflictError, UserError
 from tinkerflow.backend.journal.checkpoints import CheckpointSaved
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned
 from tinkerflow.backend.journal.imports import record_import

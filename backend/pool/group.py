@@ -22,17 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tinkerflow.backend.checkpoint import Digest
-from tinkerflow.backend.commands import (
-    Command,
-    FetchState,
-    GroupConfig,
-    GroupInfo,
-    Reply,
-    SampleStep,
-    WriteState,
-)
-from tinkerflow.backend.errors import (
+from tinkerflow.backend.core.errors import (
     OUT_OF_MEMORY,
     AllocationError,
     DeadlineError,
@@ -62,6 +52,16 @@ from tinkerflow.backend.pool.protocol.messages import (
     to_error,
 )
 from tinkerflow.backend.pool.protocol.software import code_version, contents_version
+from tinkerflow.backend.spec.checkpoint import Digest
+from tinkerflow.backend.spec.commands import (
+    Command,
+    FetchState,
+    GroupConfig,
+    GroupInfo,
+    Reply,
+    SampleStep,
+    WriteState,
+)
 from tinkerflow.backend.supervise import HeartbeatMonitor
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tinkerflow.backend.commands import GroupConfig
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.pool.compile_cache import CacheMender, agree, folder_of, write_with_notes
 from tinkerflow.backend.pool.host import devices
 from tinkerflow.backend.pool.protocol.messages import Start
+from tinkerflow.backend.spec.commands import GroupConfig
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
-from tinkerflow.backend import tracing
-from tinkerflow.backend.checkpoint import Digest
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.core.errors import GroupFailedError, StoreAwayError, SuspectError, TinkerflowError, UserError
+from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
+from tinkerflow.backend.pool.group import Group, PoolConfig
+from tinkerflow.backend.pool.host.places import Site
+from tinkerflow.backend.spec.checkpoint import Digest
+from tinkerflow.backend.spec.commands import (
     Command,
     FetchState,
     Forward,
@@ -24,10 +28,6 @@ from tinkerflow.backend.commands import (
     SampleStep,
     WriteState,
 )
-from tinkerflow.backend.errors import GroupFailedError, StoreAwayError, SuspectError, TinkerflowError, UserError
-from tinkerflow.backend.pool.group import Group, PoolConfig
-from tinkerflow.backend.pool.host.places import Site
-from tinkerflow.backend.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.packing import ATTENTION_TOKENS, micro_batches
 

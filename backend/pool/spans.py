@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from tinkerflow.backend import tracing
-from tinkerflow.backend.commands import Command, DeferredReply, Reply, SampleProgress, SampleStep
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.spec.commands import Command, DeferredReply, Reply, SampleProgress, SampleStep
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

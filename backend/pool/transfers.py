@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from tinkerflow.backend.checkpoint import Digest
-from tinkerflow.backend.commands import FetchState, Float32, GroupConfig, StoredState, WriteState
 from tinkerflow.backend.pool.protocol.messages import Transfer, Transferred, to_failed
+from tinkerflow.backend.spec.checkpoint import Digest
+from tinkerflow.backend.spec.commands import FetchState, Float32, GroupConfig, StoredState, WriteState
 
 if TYPE_CHECKING:
     from tinkerflow.backend.store.blobs import Blobs

@@ -31,9 +31,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import IO, Protocol, cast
 
-from tinkerflow.backend import tracing
-from tinkerflow.backend.commands import Command, DeferredReply, GroupConfig, Reply
-from tinkerflow.backend.errors import OUT_OF_MEMORY, DevicesError, UserError
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.core.errors import OUT_OF_MEMORY, DevicesError, UserError
 from tinkerflow.backend.pool.jax_setup import join_jax
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import Frame, WorkerLink
@@ -54,7 +53,8 @@ from tinkerflow.backend.pool.protocol.messages import (
 from tinkerflow.backend.pool.protocol.software import code_version
 from tinkerflow.backend.pool.spans import CommandSpans
 from tinkerflow.backend.pool.transfers import Transfers
-from tinkerflow.backend.processes import die_with_parent, give_back_memory
+from tinkerflow.backend.spec.commands import Command, DeferredReply, GroupConfig, Reply
+from tinkerflow.backend.supervise.processes import die_with_parent, give_back_memory
 
 log = logging.getLogger("tinkerflow.backend.pool.worker")
 

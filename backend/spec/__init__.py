@@ -1,1 +1,19 @@
-"""What exists, by name, and its bounds: plain facts that requests, engine and workers share. Nothing here loads JAX."""
+"""The vocabulary of requests: commands, losses, optimizers, limits, packing, checkpoint paths.
+
+Requests, the engine and the workers share these facts. Importing this room does not load JAX.
+"""
+
+__all__ = [
+    "checkpoint",
+    "commands",
+    "constraints",
+    "drift",
+    "images",
+    "limits",
+    "losses",
+    "optimizers",
+    "packing",
+    "ranks",
+    "registry",
+    "torch_names",
+]

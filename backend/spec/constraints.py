@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits

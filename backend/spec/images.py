@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.spec.limits import MAX_IMAGE_PIXELS, MAX_IMAGE_TOKENS
 
 _FORMATS = {"png": "PNG", "jpeg": "JPEG"}

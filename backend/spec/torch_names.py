@@ -1,6 +1,6 @@
 """What a traced loss may call: names of torch functions, Tensor methods, operators and math functions, each to an op.
 
-Everything else is refused. `backend/compute/custom_loss/ops.py` has the op of each name; a test holds the two together.
+Everything else is refused. `backend/compute/training/custom_loss/ops.py` implements each op; a test compares the two.
 """
 
 from __future__ import annotations

@@ -3,7 +3,21 @@
 The files are written under a new attempt, and `commit.json` last. A checkpoint without `commit.json` does not exist.
 """
 
-from tinkerflow.backend.checkpoint import BLOCK, RECOVERY, CheckpointMeta, CheckpointPath, Digest, Saved
+from tinkerflow.backend.spec.checkpoint import BLOCK, RECOVERY, CheckpointMeta, CheckpointPath, Digest, Saved
 from tinkerflow.backend.store.store import Store
 
-__all__ = ["BLOCK", "RECOVERY", "CheckpointMeta", "CheckpointPath", "Digest", "Saved", "Store"]
+__all__ = [
+    "BLOCK",
+    "RECOVERY",
+    "CheckpointMeta",
+    "CheckpointPath",
+    "Digest",
+    "Saved",
+    "Store",
+    "blobs",
+    "commit",
+    "gcs",
+    "parts",
+    "peft",
+    "upkeep",
+]

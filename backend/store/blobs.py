@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.store.local import LocalBlobs
 
 # Without this, gcsfs first asks another API over gRPC what kind of bucket it is: 88 s against an emulator. It reads the

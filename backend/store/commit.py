@@ -15,7 +15,10 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from tinkerflow.backend.checkpoint import (
+from tinkerflow.backend.core.encryption import SUFFIX
+from tinkerflow.backend.core.errors import NotFoundError, StoreError
+from tinkerflow.backend.core.ids import is_name
+from tinkerflow.backend.spec.checkpoint import (
     BLOCK,
     EXTERNAL_WEIGHTS,
     KINDS,
@@ -27,9 +30,6 @@ from tinkerflow.backend.checkpoint import (
     Saved,
     is_run_id,
 )
-from tinkerflow.backend.encryption import SUFFIX
-from tinkerflow.backend.errors import NotFoundError, StoreError
-from tinkerflow.backend.ids import is_name
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.ranks import LoraSpec
 from tinkerflow.backend.store.blobs import Blobs

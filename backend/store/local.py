@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tinkerflow.backend.disk import flush, make_folder
+from tinkerflow.backend.core.disk import flush, make_folder
 
 
 class LocalBlobs:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tinkerflow.backend.checkpoint import BLOCK, CheckpointPath, Digest
-from tinkerflow.backend.commands import StoredState
-from tinkerflow.backend.errors import NotFoundError, StoreAwayError, StoreError
+from tinkerflow.backend.core.errors import NotFoundError, StoreAwayError, StoreError
+from tinkerflow.backend.spec.checkpoint import BLOCK, CheckpointPath, Digest
+from tinkerflow.backend.spec.commands import StoredState
 from tinkerflow.backend.store import commit, peft
 from tinkerflow.backend.store.blobs import Blobs
 from tinkerflow.backend.store.peft import Floats

@@ -15,9 +15,9 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from tinkerflow.backend.commands import LORA_ALPHA, LoraSpec
-from tinkerflow.backend.errors import StoreError
-from tinkerflow.backend.ids import hub_name
+from tinkerflow.backend.core.errors import StoreError
+from tinkerflow.backend.core.ids import hub_name
+from tinkerflow.backend.spec.commands import LORA_ALPHA, LoraSpec
 from tinkerflow.backend.spec.ranks import peft_factor
 
 Floats = npt.NDArray[np.float32]

@@ -10,7 +10,11 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Self
 
-from tinkerflow.backend.checkpoint import (
+from tinkerflow.backend.core.clock import Clock, SystemClock
+from tinkerflow.backend.core.encryption import encrypt
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
+from tinkerflow.backend.core.ids import new_id
+from tinkerflow.backend.spec.checkpoint import (
     EXTERNAL_WEIGHTS,
     SAMPLER_WEIGHTS,
     UPLOADS,
@@ -21,11 +25,7 @@ from tinkerflow.backend.checkpoint import (
     Saved,
     check_run_id,
 )
-from tinkerflow.backend.clock import Clock, SystemClock
-from tinkerflow.backend.commands import AdapterKept, AdapterState, StoredState
-from tinkerflow.backend.encryption import encrypt
-from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
-from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.spec.commands import AdapterKept, AdapterState, StoredState
 from tinkerflow.backend.store import commit, parts, peft, upkeep
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 from tinkerflow.backend.store.commit import MODEL, OPTIMIZER

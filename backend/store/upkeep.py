@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from tinkerflow.backend.checkpoint import KINDS, RECOVERY, CheckpointPath
-from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.core.errors import StoreError
+from tinkerflow.backend.spec.checkpoint import KINDS, RECOVERY, CheckpointPath
 from tinkerflow.backend.store import commit
 from tinkerflow.backend.store.blobs import Blobs
 

@@ -7,4 +7,11 @@ engine uses them for its Prefect server.
 from tinkerflow.backend.supervise.heartbeat import BEATS, HeartbeatMonitor
 from tinkerflow.backend.supervise.process import ChildProcess, Ending, watch
 
-__all__ = ["BEATS", "ChildProcess", "Ending", "HeartbeatMonitor", "watch"]
+__all__ = [
+    "BEATS",
+    "ChildProcess",
+    "Ending",
+    "HeartbeatMonitor",
+    "processes",
+    "watch",
+]

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import orjson
 
-from tinkerflow.backend.commands import CustomLoss
-from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.core.errors import UserError, broken, shown
+from tinkerflow.backend.spec.commands import CustomLoss
 from tinkerflow.backend.spec.torch_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
 from tinkerflow.backend.wire.requests import GIVEN, Body, Text, whole
 

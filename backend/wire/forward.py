@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core.errors import UserError, broken, shown
+from tinkerflow.backend.spec.commands import (
     CustomLoss,
     Example,
     Float32,
@@ -29,7 +30,6 @@ from tinkerflow.backend.commands import (
     Int32,
     StabilityInfo,
 )
-from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.drift import kl_sample_train
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS, MAX_REQUEST_CELLS, MAX_TARGETS, MODEL_CONTEXT

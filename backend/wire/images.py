@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_REQUEST_PIXEL_BYTES
 from tinkerflow.backend.wire import tinker_pb2 as pb

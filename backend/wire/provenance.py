@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tinkerflow.backend.commands import Example, Int32, StabilityInfo
-from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.core.errors import UserError, broken
+from tinkerflow.backend.spec.commands import Example, Int32, StabilityInfo
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 Span = pb.PromptProvenanceSpan | pb.SampledProvenanceSpan

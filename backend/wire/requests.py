@@ -18,11 +18,11 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import core_schema as schemas
 
-from tinkerflow.backend.checkpoint import CheckpointPath
-from tinkerflow.backend.commands import LoraSpec, Optimizer, OptimResult, Priority
-from tinkerflow.backend.encryption import check_recipients
-from tinkerflow.backend.errors import UserError, broken, shown
-from tinkerflow.backend.ids import NAME_RULE, is_name
+from tinkerflow.backend.core.encryption import check_recipients
+from tinkerflow.backend.core.errors import UserError, broken, shown
+from tinkerflow.backend.core.ids import NAME_RULE, is_name
+from tinkerflow.backend.spec.checkpoint import CheckpointPath
+from tinkerflow.backend.spec.commands import LoraSpec, Optimizer, OptimResult, Priority
 from tinkerflow.backend.spec.limits import ALL_PARTS, MAX_RANK, MAX_SEQ
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams
 

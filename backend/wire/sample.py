@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core.errors import UserError, broken, shown
+from tinkerflow.backend.spec.commands import (
     Adjustments,
     Candidates,
     Constraint,
@@ -28,7 +29,6 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleResult,
 )
-from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.constraints import Kind as ConstraintKind
 from tinkerflow.backend.spec.constraints import check_constraint
 from tinkerflow.backend.spec.images import ImageProcessor

@@ -1,6 +1,6 @@
 """The launchers: each file of this folder is one way to start worker processes, declared by a `LAUNCHER`."""
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.registry import registered
 from tinkerflow.deployments.launching import Launcher

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from tinkerflow.backend.errors import ServerError, TinkerflowError, UserError
+from tinkerflow.backend.core.errors import ServerError, TinkerflowError, UserError
 from tinkerflow.deployments.launching import Launcher, Plan, Say, own_address
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

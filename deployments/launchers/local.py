@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from tinkerflow.backend.joining import parse_address
+from tinkerflow.backend.core.joining import parse_address
 from tinkerflow.backend.pool import HostConfig, serve_group
 from tinkerflow.deployments.launching import Launcher, Plan, Say
 

@@ -16,12 +16,12 @@ import signal
 import sys
 from typing import Any
 
-from tinkerflow.backend.clock import every_second
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.joining import parse_address
+from tinkerflow.backend.core.clock import every_second
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.joining import parse_address
 from tinkerflow.backend.pool import HostConfig, serve_group
-from tinkerflow.backend.processes import die_with_parent
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import die_with_parent
 from tinkerflow.deployments.keeper import Part
 from tinkerflow.deployments.launching import Launcher, Plan, Say, own_address
 from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say

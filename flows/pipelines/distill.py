@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prefect import flow
 from pydantic import Field
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.rl import RlRecipe, SamplingParameters

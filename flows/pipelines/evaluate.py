@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prefect import flow
 from pydantic import BaseModel, Field
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.champions import champion

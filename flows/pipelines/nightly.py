@@ -8,7 +8,7 @@ from typing import Literal
 from prefect import flow
 from pydantic import BaseModel, Field
 
-from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.flows.pipelines.evaluate import BASE, on_held_out, score_all, show_scores
 from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.registry import Pipeline

@@ -14,7 +14,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from pydantic import BaseModel, Field, model_validator
 
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.flows.pipelines.evaluate import BASE, on_held_out, score_all
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, run_name
 from tinkerflow.flows.pipelines.registry import Pipeline

@@ -29,10 +29,10 @@ from prefect.settings import (
 )
 from prefect.states import Crashed
 
-from tinkerflow.backend.errors import ServerError, UserError
-from tinkerflow.backend.processes import free_port
-from tinkerflow.backend.retry import STEADY_SECONDS, Restarts
+from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.server import is_healthy, start_server
 

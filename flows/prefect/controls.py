@@ -19,7 +19,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelled, Failed, Running
 
-from tinkerflow.backend.errors import TinkerflowError, UserError
+from tinkerflow.backend.core.errors import TinkerflowError, UserError
 from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.connection import PrefectConnection
 

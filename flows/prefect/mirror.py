@@ -19,7 +19,7 @@ from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed, Paused, Running
 
-from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.journal import Journal, Kind, Outcome, Trained
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, TaskRunRecord, sampling, training_run

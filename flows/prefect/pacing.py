@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.core.clock import Clock
 
 BURST = 20.0  # task runs that may be opened at once after a calm
 CREDIT_SECONDS = 2.0  # a flood of openings is forgotten after this long

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.journal import (
     CheckpointSaved,
     Curve,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import httpx
 
-from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.processes import tail
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.supervise import BEATS, ChildProcess, HeartbeatMonitor, watch
+from tinkerflow.backend.supervise.processes import tail
 
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
@@ -27,7 +27,7 @@ _BATCHED_SERVICES = {"TASK_RUN_RECORDER": "1", "EVENT_PERSISTER": "0.25"}
 # What `prefect server start` does, less its command line. Not a module of this room: importing it costs seconds.
 _CHILD = """
 import sys
-from tinkerflow.backend.processes import die_with_parent
+from tinkerflow.backend.supervise.processes import die_with_parent
 die_with_parent(int(sys.argv[2]))
 import uvicorn
 uvicorn.run(

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import ParamSpec, TypeVar
 
-from tinkerflow.backend import tracing
-from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.commands import AdapterState, Command, CreateAdapter, Forward, ImportAdapter, OptimStep, Reply
-from tinkerflow.backend.errors import (
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.errors import (
     AllocationError,
     DeadlineError,
     GroupFailedError,
@@ -28,6 +28,7 @@ from tinkerflow.backend.errors import (
     SuspectError,
     TinkerflowError,
 )
+from tinkerflow.backend.core.retry import retry
 from tinkerflow.backend.journal import (
     AWAY,
     Effect,
@@ -39,9 +40,16 @@ from tinkerflow.backend.journal import (
     SamplerLoaded,
     SamplerOpened,
 )
-from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Pool
-from tinkerflow.backend.retry import retry
+from tinkerflow.backend.spec.commands import (
+    AdapterState,
+    Command,
+    CreateAdapter,
+    Forward,
+    ImportAdapter,
+    OptimStep,
+    Reply,
+)
 from tinkerflow.backend.store import Store
 from tinkerflow.tasks.execution.project_room import ProjectRoom
 from tinkerflow.tasks.execution.sampling_snapshots import Snapshots

@@ -13,8 +13,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tinkerflow.backend.commands import AdapterState, Done, DropAdapter, ImportAdapter, StoredState
-from tinkerflow.backend.errors import (
+from tinkerflow.backend.core.errors import (
     AllocationError,
     GroupFailedError,
     NotFoundError,
@@ -24,8 +23,9 @@ from tinkerflow.backend.errors import (
     TinkerflowError,
     UserError,
 )
+from tinkerflow.backend.core.retry import retry
 from tinkerflow.backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
-from tinkerflow.backend.retry import retry
+from tinkerflow.backend.spec.commands import AdapterState, Done, DropAdapter, ImportAdapter, StoredState
 from tinkerflow.backend.store import Saved
 from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Saves, Sequencer

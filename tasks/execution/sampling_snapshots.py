@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from tinkerflow.backend.commands import SnapshotHeld
+from tinkerflow.backend.spec.commands import SnapshotHeld
 from tinkerflow.tasks.execution.sequencer import Saves
 
 

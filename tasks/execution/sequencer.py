@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
 
-from tinkerflow.backend.errors import GroupFailedError
+from tinkerflow.backend.core.errors import GroupFailedError
 
 MOST_DETACHED = 4  # saves of one model that are written at once: each holds a copy of the model
 

@@ -14,8 +14,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from tinkerflow.backend.checkpoint import RECOVERY
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core.errors import FencedError, GroupFailedError, NotFoundError, StoreError, TinkerflowError
+from tinkerflow.backend.core.ids import new_id
+from tinkerflow.backend.journal import AWAY, SnapshotTaken
+from tinkerflow.backend.spec.checkpoint import RECOVERY
+from tinkerflow.backend.spec.commands import (
     AdapterKept,
     AdapterState,
     Done,
@@ -27,9 +30,6 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.errors import FencedError, GroupFailedError, NotFoundError, StoreError, TinkerflowError
-from tinkerflow.backend.ids import new_id
-from tinkerflow.backend.journal import AWAY, SnapshotTaken
 from tinkerflow.backend.store import CheckpointMeta, Saved
 from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot

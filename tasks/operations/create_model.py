@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tinkerflow.backend.commands import CreateAdapter, Done, LoraSpec
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import CheckpointView, ModelLive, ModelView, Outcome
+from tinkerflow.backend.spec.commands import CreateAdapter, Done, LoraSpec
 from tinkerflow.backend.wire import encode_model_created
 from tinkerflow.tasks.execution.operation import Execution
 

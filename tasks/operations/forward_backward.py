@@ -6,9 +6,9 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from tinkerflow.backend.commands import Forward, ForwardResult
+from tinkerflow.backend.catalog.model_card import image_processor
 from tinkerflow.backend.journal import Effect, LossMeasured, Outcome, UsageKind, Used
-from tinkerflow.backend.model_card import image_processor
+from tinkerflow.backend.spec.commands import Forward, ForwardResult
 from tinkerflow.backend.spec.drift import KL_MEAN
 from tinkerflow.backend.wire import decode_forward, drift_metrics, encode_forward, load_custom_loss, read_forward
 from tinkerflow.tasks.execution.operation import INLINE_BYTES, Execution

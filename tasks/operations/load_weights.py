@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict, replace
 
-from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointView, Kind, ModelLive, ModelView, Outcome
+from tinkerflow.backend.spec.commands import AdapterState, Done, ImportAdapter
 from tinkerflow.backend.store import Saved
 from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
 from tinkerflow.tasks.execution.operation import Execution, ExecutionContext

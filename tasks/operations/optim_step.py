@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tinkerflow.backend.commands import OptimResult, OptimStep
 from tinkerflow.backend.journal import Outcome, StepMade, StepMeasured
+from tinkerflow.backend.spec.commands import OptimResult, OptimStep
 from tinkerflow.backend.wire import OptimStepBody, encode_optim_step
 from tinkerflow.tasks.execution.operation import Execution
 

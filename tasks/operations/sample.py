@@ -16,17 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from tinkerflow.backend import tracing
-from tinkerflow.backend.commands import (
-    NewTokens,
-    SampleProgress,
-    SampleRequest,
-    SampleResult,
-    SampleStep,
-    SnapshotHeld,
-    StabilityInfo,
-)
-from tinkerflow.backend.errors import (
+from tinkerflow.backend.catalog.model_card import image_processor
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.core.errors import (
     GroupFailedError,
     NotFoundError,
     ServerError,
@@ -46,7 +38,15 @@ from tinkerflow.backend.journal import (
     Used,
 )
 from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
-from tinkerflow.backend.model_card import image_processor
+from tinkerflow.backend.spec.commands import (
+    NewTokens,
+    SampleProgress,
+    SampleRequest,
+    SampleResult,
+    SampleStep,
+    SnapshotHeld,
+    StabilityInfo,
+)
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
 from tinkerflow.tasks.execution.operation import INLINE_BYTES, ExecutionContext, attribute_crash, failure

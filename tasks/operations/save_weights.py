@@ -26,17 +26,9 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-from tinkerflow.backend.commands import (
-    AdapterState,
-    Done,
-    DropSnapshot,
-    ExportAdapter,
-    MoveSnapshot,
-    PublishSnapshot,
-    SnapshotHeld,
-)
-from tinkerflow.backend.errors import FencedError, GroupFailedError
-from tinkerflow.backend.ids import inflight_id, sampler_id
+from tinkerflow.backend.core.errors import FencedError, GroupFailedError
+from tinkerflow.backend.core.ids import inflight_id, sampler_id
+from tinkerflow.backend.core.retry import retry
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
@@ -48,7 +40,15 @@ from tinkerflow.backend.journal import (
     UsageKind,
     Used,
 )
-from tinkerflow.backend.retry import retry
+from tinkerflow.backend.spec.commands import (
+    AdapterState,
+    Done,
+    DropSnapshot,
+    ExportAdapter,
+    MoveSnapshot,
+    PublishSnapshot,
+    SnapshotHeld,
+)
 from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.wire import SaveExternal, SaveForSampler, SaveWeights, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.operation import Execution

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tinkerflow.backend.commands import Done, DropAdapter
 from tinkerflow.backend.journal import ModelEnded, ModelState, Outcome
+from tinkerflow.backend.spec.commands import Done, DropAdapter
 from tinkerflow.tasks.execution.operation import Execution
 
 

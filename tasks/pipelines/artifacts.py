@@ -21,7 +21,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectException
 
-from tinkerflow.backend.clock import Clock, SystemClock
+from tinkerflow.backend.core.clock import Clock, SystemClock
 from tinkerflow.tasks.pipelines.curves import Points, data_url, picture
 from tinkerflow.tasks.pipelines.data import DataReport
 from tinkerflow.tasks.pipelines.progress import SegmentRecord, StepMetrics

@@ -10,8 +10,8 @@ from prefect.context import TaskRunContext
 from prefect.events import emit_event
 from pydantic import BaseModel
 
-from tinkerflow.backend.champions import champion_key, newest_champion
-from tinkerflow.backend.errors import ConflictError
+from tinkerflow.backend.catalog.champions import champion_key, newest_champion
+from tinkerflow.backend.core.errors import ConflictError
 from tinkerflow.tasks.pipelines.scoring import Scores
 from tinkerflow.tasks.pipelines.work import create_json, open_work, read_json
 

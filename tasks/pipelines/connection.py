@@ -14,7 +14,7 @@ from prefect.blocks.core import Block
 from prefect.utilities.asyncutils import run_coro_as_sync
 from pydantic import Field, SecretStr
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from tinkerflow.backend.plot import LINES, Line, plot
+from tinkerflow.backend.core.plot import LINES, Line, plot
 
 Points = Sequence[tuple[float, float]]
 

@@ -12,7 +12,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, ConfigDict, Field
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.rows import Row, RowError, Schema, guess_schema, parse_row
 from tinkerflow.tasks.pipelines.sources import RawRow, read_rows
 from tinkerflow.tasks.pipelines.work import create_once, digest, open_work

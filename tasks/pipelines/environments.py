@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.rows import Message, Row
 
 Facts = Mapping[str, Any]  # a row's fields, with `prompt` as messages and `completion`, if any, as a text

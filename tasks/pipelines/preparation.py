@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.connection import ServerClients, connect
 from tinkerflow.tasks.pipelines.data import DataReport, check_data, load_rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from tinkerflow.backend.champions import checked_name
-from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.catalog.champions import checked_name
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.tasks.pipelines.work import create_json, create_once, open_work, read_json
 
 

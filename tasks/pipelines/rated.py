@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 
-from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.tasks.pipelines.connection import address
 
 SCHEME = "journal://"

@@ -14,7 +14,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.data import load_rows
 from tinkerflow.tasks.pipelines.rows import Message, Row
 from tinkerflow.tasks.pipelines.work import create_once, digest, open_work

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypedDict, get_args
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 Schema = Literal["chat", "prompt_completion", "preference", "prompt"]
 ROLES = ("system", "user", "assistant", "tool")

@@ -16,7 +16,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.rated import SCHEME, rated_rows
 from tinkerflow.tasks.pipelines.rows import RowError
 

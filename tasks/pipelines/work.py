@@ -5,7 +5,7 @@
     rendered/<key>.npz            rows as tokens
     progress/<run>/segments/<n>   the segments that a training run has done
     progress/<run>/kept/<name>    measurements before its first step
-    champions/<name>/<n>.json     the champions of a name, one after another (backend/champions.py)
+    champions/<name>/<n>.json     the champions of a name, one after another (backend/catalog/champions.py)
 
 Objects are written once and never change; a second write of the same content does nothing.
 """

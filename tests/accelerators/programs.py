@@ -13,9 +13,9 @@ from typing import Any
 
 from tests.accelerators import environment
 
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.families import parse_config
-from tinkerflow.backend.compute.roofline_programs import Programs
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.families import parse_config
+from tinkerflow.backend.compute.planning.roofline_programs import Programs
 
 _QWEN3 = {
     "model_type": "qwen3",

@@ -25,16 +25,9 @@ from tests.manual_clock import ManualClock
 
 from tinkerflow.api.app import create_app
 from tinkerflow.api.serve import ApiServer
-from tinkerflow.backend.commands import (
-    AdapterState,
-    ForwardResult,
-    LoraSpec,
-    OptimResult,
-    SampledSequence,
-    SampleResult,
-)
-from tinkerflow.backend.errors import NotFoundError, TinkerflowError
-from tinkerflow.backend.ids import sampler_id
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import NotFoundError, TinkerflowError
+from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
@@ -49,8 +42,15 @@ from tinkerflow.backend.journal import (
     migrate,
 )
 from tinkerflow.backend.journal.notify import RECHECK_SECONDS
-from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.commands import (
+    AdapterState,
+    ForwardResult,
+    LoraSpec,
+    OptimResult,
+    SampledSequence,
+    SampleResult,
+)
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Store
 from tinkerflow.backend.wire import (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.api.conftest import KEY
 
 from tinkerflow.api.call import read_body
-from tinkerflow.backend.errors import BodyTooLargeError, UserError
+from tinkerflow.backend.core.errors import BodyTooLargeError, UserError
 
 LIMIT = 1000
 

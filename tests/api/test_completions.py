@@ -10,8 +10,8 @@ import pytest
 from tests.api.conftest import BASE, EOS, KEY, Engine, Running
 
 from tinkerflow.api.text import Tokenizer
-from tinkerflow.backend.errors import StateLostError
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import StateLostError
 
 pytestmark = pytest.mark.usefixtures("lettered")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.api.conftest import card_json
 
+from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal
 from tinkerflow.backend.journal.checkpoints import put_checkpoint
-from tinkerflow.backend.model_card import ModelCard
 
 MIXTURE = "org/mixture"
 

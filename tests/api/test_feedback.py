@@ -10,7 +10,7 @@ import pytest
 from tests.api.conftest import BASE, KEY, Engine, Running
 
 from tinkerflow.api.text import Tokenizer
-from tinkerflow.backend.commands import SampledSequence, SampleResult
+from tinkerflow.backend.spec.commands import SampledSequence, SampleResult
 from tinkerflow.backend.wire import encode_sample
 from tinkerflow.tasks.pipelines import DataSource, check_data, load_rows
 from tinkerflow.tasks.pipelines.rated import rated_rows

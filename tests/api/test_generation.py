@@ -19,10 +19,10 @@ from tinkerflow.api.app import create_app
 from tinkerflow.api.call import Call, Identity
 from tinkerflow.api.generation import generate, until_gone
 from tinkerflow.api.models import list_models, resolve
-from tinkerflow.backend.champions import champion_key
-from tinkerflow.backend.errors import NotFoundError, ServerError, TooManyError, UserError
+from tinkerflow.backend.catalog.champions import champion_key
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import NotFoundError, ServerError, TooManyError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal, NewSession
-from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.blobs import open_blobs

@@ -8,8 +8,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tinkerflow.api.metrics import Known, Metrics
-from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.journal import BaseModelView, Observed, ProcessView
+from tinkerflow.backend.spec.commands import CompileStatus
 
 
 def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> None:

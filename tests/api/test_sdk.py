@@ -185,7 +185,7 @@ def test_wrong_optimizer_values_are_named_and_change_nothing(
 def test_a_gradient_norm_that_is_not_finite_is_left_out_of_the_metrics(
     model: tinker.TrainingClient, engine: Any
 ) -> None:
-    from tinkerflow.backend.commands import OptimResult
+    from tinkerflow.backend.spec.commands import OptimResult
     from tinkerflow.backend.wire import encode_optim_step
 
     engine.next_outcome = lambda r: r.done(encode_optim_step(OptimResult(float("nan"), 1)), "json")

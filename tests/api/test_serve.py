@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tinkerflow.backend.journal import Journal, NewModel, NewRequest, NewSession, migrate
-from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.supervise.processes import free_port
 
 CODE = """
 import logging, resource

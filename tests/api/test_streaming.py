@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tests.api.conftest import BASE, KEY, Running
 
-from tinkerflow.backend.commands import NewTokens, SampledSequence, SampleResult
 from tinkerflow.backend.journal import Journal, Pending
 from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
+from tinkerflow.backend.spec.commands import NewTokens, SampledSequence, SampleResult
 from tinkerflow.backend.wire import encode_sample
 
 pytestmark = pytest.mark.usefixtures("lettered")

@@ -19,11 +19,11 @@ from tests.api.conftest import BASE, Running
 from tests.api.test_auth import routes_of
 from tests.api.test_uploads import ASKED as UPLOAD
 from tests.api.test_uploads import FILES as ADAPTER_FILES
-from tests.test_peft_import import CONFIG as TINY
+from tests.catalog.test_peft_import import CONFIG as TINY
 from tests.wire.test_custom_losses import GOOD as CUSTOM_LOSS
 
 from tinkerflow.api import console
-from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 NOBODYS = {

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkerflow.api.text import Detokenizer, Tokenizer, Tokenizers
-from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.deployments.tiny_model import make_tiny
 
 

@@ -21,7 +21,7 @@ from tinker.cli.__main__ import main_cli
 
 from tinkerflow.api.call import REMEMBERED_SECONDS
 from tinkerflow.api.tokens import TOKEN_LIFETIME, BadTokenError, Claims, read_token, sign_token
-from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SECRET = bytes(range(32))

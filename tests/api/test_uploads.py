@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from tests.api.conftest import BASE, Running, card_json
-from tests.test_peft_import import CONFIG, DENSE, tensors
+from tests.catalog.test_peft_import import CONFIG, DENSE, tensors
 
 from tinkerflow.api.routes import uploads
-from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.catalog.peft_import import largest_size
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.journal.uploads import MOST_OPEN
-from tinkerflow.backend.model_card import ModelCard
-from tinkerflow.backend.peft_import import largest_size
+from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.flows.expiry import delete_uploads

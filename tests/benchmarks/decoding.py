@@ -30,7 +30,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,12 @@ import numpy as np
 from jax.profiler import ProfileData
 from tests.benchmarks.small_model import make_small
 
-from tinkerflow.backend.commands import GroupConfig, SampleRequest, SampleStep
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.memory import plan_group
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.params import load_params
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.params import load_params
+from tinkerflow.backend.compute.planning.memory import plan_group
 from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.spec.commands import GroupConfig, SampleRequest, SampleStep
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SLOTS, CHUNK, LONGEST = 64, 8, 2048
@@ -58,8 +57,8 @@ class Measured:
         cfg, mesh = load_config(folder), make_mesh(1, 1)
         config = GroupConfig(str(folder), "float32", 1, 1, LONGEST + CHUNK, 1024, SLOTS, CHUNK, "")
         plan = plan_group(cfg, config)
-        plan = replace(plan, pages=int(1.2 * plan.pages))  # so that no case waits for pages
-        self.sampler = Sampler(cfg, load_params(cfg, folder, mesh, "float32"), mesh, config, plan)
+        params, pages = load_params(cfg, folder, mesh, "float32"), int(1.2 * plan.pages)  # no case waits for pages
+        self.sampler = Sampler(cfg, params, mesh, config, pages=pages, states=plan.states)
         self.chance, self.asked = np.random.default_rng(0), 0
 
     def request(self, user: int, prompt: int, most: int, samples: int = 1) -> SampleRequest:

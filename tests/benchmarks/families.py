@@ -25,9 +25,9 @@ from tests.benchmarks.decoding import Measured
 from tests.benchmarks.small_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, VOCAB
 from tests.compute.conftest import PROCESSOR, QWEN_VISION, biases_are_not_zero
 
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.roofline import useful_flops
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.planning.roofline import useful_flops
 
 SIZE = {
     "vocab_size": VOCAB,

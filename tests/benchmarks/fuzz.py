@@ -33,9 +33,9 @@ from tests.benchmarks.waiters import cpu_seconds, memory
 
 from tinkerflow.api.app import create_app
 from tinkerflow.backend.journal import Journal, migrate
-from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
+from tinkerflow.backend.supervise.processes import free_port
 
 
 def run(target: Target, document: dict[str, Any], requests: int, pid: int, number: int) -> None:

@@ -31,7 +31,7 @@ from tests.benchmarks.service import tree
 from tests.benchmarks.waiters import Connection, cpu_seconds, memory, shown
 
 from tinkerflow.backend.journal import Journal
-from tinkerflow.backend.processes import allow_open_files
+from tinkerflow.backend.supervise.processes import allow_open_files
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 _BURST = 8

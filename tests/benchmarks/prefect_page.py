@@ -40,10 +40,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE.parent / "flows"), os.envir
 from browser import open_page  # noqa: E402
 from service import cpu_seconds  # noqa: E402
 
-from tinkerflow.backend.ids import model_id  # noqa: E402
+from tinkerflow.backend.core.ids import model_id  # noqa: E402
 from tinkerflow.backend.journal import Journal, Kind, NewModel, NewRequest, NewSession  # noqa: E402
-from tinkerflow.backend.processes import free_port  # noqa: E402
 from tinkerflow.backend.settings import Settings  # noqa: E402
+from tinkerflow.backend.supervise.processes import free_port  # noqa: E402
 from tinkerflow.backend.wire import tinker_pb2 as pb  # noqa: E402
 from tinkerflow.deployments.tiny_model import make_tiny  # noqa: E402
 from tinkerflow.flows import run_engine  # noqa: E402

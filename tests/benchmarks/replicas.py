@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tinkerflow.backend.joining import make_secret
-from tinkerflow.backend.processes import free_port, tail
+from tinkerflow.backend.core.joining import make_secret
+from tinkerflow.backend.supervise.processes import free_port, tail
 
 START_SECONDS = 600.0
 _RIGHTS = () if os.getuid() == 0 else ("--map-root-user",)

@@ -38,7 +38,7 @@ from tests.benchmarks.service import at_once, cpu_seconds, datum, random_ids, se
 from tests.benchmarks.small_model import make_small
 from tinker import types
 
-from tinkerflow.backend.compute.families import load_config, projections
+from tinkerflow.backend.compute.models.families import load_config, projections
 from tinkerflow.deployments.tiny_model import make_tiny
 
 RANK = 32

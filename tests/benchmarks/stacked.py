@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.lora import Lora, init_lora
-from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.optimizer import fresh_state, step
-from tinkerflow.backend.compute.params import load_params
-from tinkerflow.backend.compute.train import DeviceBatch, make_steps
-from tinkerflow.backend.compute.training_memory import Budget
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.lora import Lora, init_lora
+from tinkerflow.backend.compute.models.params import load_params
+from tinkerflow.backend.compute.training.budget import Budget
+from tinkerflow.backend.compute.training.losses import choose
+from tinkerflow.backend.compute.training.optimizer import fresh_state, step
+from tinkerflow.backend.compute.training.train import DeviceBatch, make_steps
+from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.losses import packed_inputs
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams

@@ -24,10 +24,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from tinkerflow.backend.ids import sampler_id
+from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import Journal, Kind, NewRequest, NewSampler, NewSession, migrate
-from tinkerflow.backend.processes import allow_open_files, free_port
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import allow_open_files, free_port
 
 OWNER, KEY = "local", "tml-bench"
 TICK = os.sysconf("SC_CLK_TCK")

@@ -18,7 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.compute.executor import Executor
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.commands import (
     Command,
     CreateAdapter,
     DropAdapter,
@@ -31,10 +33,8 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleStep,
 )
-from tinkerflow.backend.compute.executor import Executor
-from tinkerflow.backend.processes import give_back_memory
-from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+from tinkerflow.backend.supervise.processes import give_back_memory
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.groups import group_config
 

@@ -14,7 +14,10 @@ import torch
 import transformers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.compute.executor import Executor
+from tinkerflow.backend.compute.models.families import registered
+from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.spec.commands import (
     CreateAdapter,
     Example,
     ExportAdapter,
@@ -27,9 +30,6 @@ from tinkerflow.backend.commands import (
     SampleResult,
     SampleStep,
 )
-from tinkerflow.backend.compute.executor import Executor
-from tinkerflow.backend.compute.families import registered
-from tinkerflow.backend.compute.sampler import Sampler
 
 VOCAB = 96
 SHAPE = {

@@ -18,19 +18,19 @@ def main() -> None:
     import numpy as np
     from jax.sharding import AxisType
 
-    from tinkerflow.backend.commands import LoraSpec
-    from tinkerflow.backend.compute import grouped_tpu
-    from tinkerflow.backend.compute.experts import MLP, mixture
-    from tinkerflow.backend.compute.families import load_config, projections
-    from tinkerflow.backend.compute.lora import LoraPair, apply_one
-    from tinkerflow.backend.compute.matmul import OfLayer
+    from tinkerflow.backend.compute.kernels import grouped_tpu
+    from tinkerflow.backend.compute.kernels.matmul import OfLayer
     from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
-    from tinkerflow.backend.compute.params import load_params, params_like
+    from tinkerflow.backend.compute.models.families import load_config, projections
+    from tinkerflow.backend.compute.models.layers.experts import MLP, mixture
+    from tinkerflow.backend.compute.models.lora import LoraPair, apply_one
+    from tinkerflow.backend.compute.models.params import load_params, params_like
     from tinkerflow.backend.compute.platforms import TPU, compiling_for
     from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
-    from tinkerflow.backend.compute.train import make_steps
-    from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
-    from tinkerflow.backend.compute.training_memory import Budget
+    from tinkerflow.backend.compute.training.budget import Budget
+    from tinkerflow.backend.compute.training.train import make_steps
+    from tinkerflow.backend.compute.training.train_programs import adapter_like, batch_like
+    from tinkerflow.backend.spec.commands import LoraSpec
 
     folder, file = sys.argv[1:]
     cfg = load_config(folder)

@@ -18,7 +18,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     import numpy as np
 
-    from tinkerflow.backend.commands import (
+    from tinkerflow.backend.compute.executor import Executor
+    from tinkerflow.backend.compute.planning.device_bytes import held_bytes
+    from tinkerflow.backend.spec.commands import (
         CreateAdapter,
         Example,
         ExportAdapter,
@@ -31,8 +33,6 @@ def main() -> None:
         SampleRequest,
         SampleStep,
     )
-    from tinkerflow.backend.compute.device_bytes import held_bytes
-    from tinkerflow.backend.compute.executor import Executor
     from tinkerflow.backend.spec.optimizers.adamw import AdamParams
     from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 

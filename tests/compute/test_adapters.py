@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.lora import from_peft, init_lora, to_peft
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.lora import from_peft, init_lora, to_peft
+from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute import attention
 from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.training import attention
 
 SINKS = jnp.array([-1.0, 0.5, 2.0, 5.0])
 HOW = [(None, None), (2, None), (7, None), (40, None), (None, SINKS), (20, SINKS)]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.compute.families import load_config, parse_config
-from tinkerflow.backend.compute.rope import Llama3Rope
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.models.families import load_config, parse_config
+from tinkerflow.backend.compute.models.rope import Llama3Rope
+from tinkerflow.backend.core.errors import UserError
 
 FIELDS: dict[str, Any] = {
     "model_type": "llama",

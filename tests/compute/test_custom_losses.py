@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from tests.compute.closeness import close
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
-from tinkerflow.backend.commands import CustomLoss, Example, Forward
-from tinkerflow.backend.compute.custom_loss import custom_losses
-from tinkerflow.backend.compute.custom_loss.ops import DTYPES, OPS
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.training.custom_loss import custom_losses
+from tinkerflow.backend.compute.training.custom_loss.ops import DTYPES, OPS
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec import torch_names
+from tinkerflow.backend.spec.commands import CustomLoss, Example, Forward
 from tinkerflow.backend.wire import read_custom_loss
 
 Fn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -19,8 +19,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from tinkerflow.backend.compute.config import DeltaNet
-from tinkerflow.backend.compute.deltanet import (
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.models.config import DeltaNet
+from tinkerflow.backend.compute.models.layers.deltanet import (
     DeltaState,
     chunk_tokens,
     empty_state,
@@ -28,7 +29,6 @@ from tinkerflow.backend.compute.deltanet import (
     mix,
     recur_segments,
 )
-from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
 
 SHAPE = DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4, fused=False)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.spec.optimizers.dimuon import COEFFICIENTS, ITERATIONS, DimuonParams, direction
 

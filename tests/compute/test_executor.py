@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.compute.executor import Executor
+from tinkerflow.backend.compute.planning import training_memory
+from tinkerflow.backend.compute.sampler import snapshot_cache
+from tinkerflow.backend.compute.training import adapters, forward_backward, train
+from tinkerflow.backend.core.errors import AllocationError, DevicesError, NotFoundError, ServerError, UserError
+from tinkerflow.backend.pool.pool import in_parts
+from tinkerflow.backend.pool.worker import ReplyCollector
+from tinkerflow.backend.spec.commands import (
     AdapterState,
     Command,
     CreateAdapter,
@@ -31,12 +38,6 @@ from tinkerflow.backend.commands import (
     SampleStep,
     SnapshotHeld,
 )
-from tinkerflow.backend.compute import adapters, forward_backward, train, training_memory
-from tinkerflow.backend.compute.executor import Executor
-from tinkerflow.backend.compute.sampler import snapshot_cache
-from tinkerflow.backend.errors import AllocationError, DevicesError, NotFoundError, ServerError, UserError
-from tinkerflow.backend.pool.pool import in_parts
-from tinkerflow.backend.pool.worker import ReplyCollector
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 LENGTHS = (100, 90, 80, 70, 60)  # several micro-batches of 256 tokens

@@ -17,12 +17,12 @@ import torch
 from tests.compute.closeness import close_logprobs
 from tests.compute.conftest import build
 
-from tinkerflow.backend.commands import LORA_ALPHA, ExportAdapter, ImportAdapter
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.lora import from_peft, to_peft
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.params import count, load_params
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.lora import from_peft, to_peft
+from tinkerflow.backend.compute.models.params import count, load_params
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import LORA_ALPHA, ExportAdapter, ImportAdapter
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 
 LENGTHS = (1, 7, 30)

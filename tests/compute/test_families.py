@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec
-from tinkerflow.backend.compute import families
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.decoder import POST_NORMS, decoder_tensors
-from tinkerflow.backend.compute.families import family_of, load_config, parse_config, projections, registered
-from tinkerflow.backend.compute.peft_names import targets
-from tinkerflow.backend.compute.vision_config import tower_tensors
-from tinkerflow.backend.compute.weight_files import open_tensors
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.compute.models import families
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import POST_NORMS, decoder_tensors
+from tinkerflow.backend.compute.models.families import family_of, load_config, parse_config, projections, registered
+from tinkerflow.backend.compute.models.peft_names import targets
+from tinkerflow.backend.compute.models.vision_config import tower_tensors
+from tinkerflow.backend.compute.weights.files import open_tensors
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, LoraSpec
 
 TOY = """
-from tinkerflow.backend.compute.decoder import decoder_config, decoder_projections, decoder_tensors
-from tinkerflow.backend.compute.families import Family
+from tinkerflow.backend.compute.models.decoder import decoder_config, decoder_projections, decoder_tensors
+from tinkerflow.backend.compute.models.families import Family
 
 LAYER = "decoder.blocks.{}."
 
@@ -61,7 +61,7 @@ def toy(qwen3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     save_file(tensors, folder / "model.safetensors")
     yield type(qwen3)(folder, qwen3.model)
     registered.cache_clear()
-    sys.modules.pop("tinkerflow.backend.compute.families.toy", None)
+    sys.modules.pop("tinkerflow.backend.compute.models.families.toy", None)
 
 
 def test_a_family_is_one_file(toy, qwen3, shared_executor, examples, forward):
@@ -133,7 +133,7 @@ def test_a_norm_that_would_not_be_computed_is_refused():
 
 
 def test_families_are_known_without_jax():
-    code = "import sys; from tinkerflow.backend import model_card; print({'jax', 'flax', 'torch'} & set(sys.modules))"
+    code = "import sys, tinkerflow.backend.catalog.model_card; print({'jax', 'flax', 'torch'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute.attention import attend_segments
-from tinkerflow.backend.compute.flash import flash_attention
+from tinkerflow.backend.compute.kernels.flash import flash_attention
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
+from tinkerflow.backend.compute.training.attention import attend_segments
 
 B, H, G = 2, 4, 2
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.compute.conftest import SHAPE, random_model
 
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.fp8 import dequantised
+from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.params import load_params
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.params import load_params
+from tinkerflow.backend.compute.weights.fp8 import dequantised
+from tinkerflow.backend.core.errors import UserError
 
 BITS = torch.tensor(np.arange(256, dtype=np.uint8)).view(torch.float8_e4m3fn)
 KEPT = ("embed", "norm", "lm_head", "bias")

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from tinkerflow.backend.checkpoint import Digest
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.compute.planning import training_memory
+from tinkerflow.backend.core.errors import AllocationError, UserError
+from tinkerflow.backend.spec.checkpoint import Digest
+from tinkerflow.backend.spec.commands import (
     AdapterState,
     CreateAdapter,
     DropAdapter,
@@ -25,8 +27,6 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.compute import training_memory
-from tinkerflow.backend.errors import AllocationError, UserError
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 ALL = LoraSpec(0)

@@ -8,8 +8,11 @@ import torch
 from tests.compute.conftest import build
 from tests.compute.test_parity import scores
 
-from tinkerflow.backend.checkpoint import Digest
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.catalog.merging import merge
+from tinkerflow.backend.compute.models.families import family_of, load_config
+from tinkerflow.backend.compute.weights.files import open_tensors
+from tinkerflow.backend.spec.checkpoint import Digest
+from tinkerflow.backend.spec.commands import (
     CreateAdapter,
     ExportAdapter,
     FetchState,
@@ -20,9 +23,6 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.compute.families import family_of, load_config
-from tinkerflow.backend.compute.weight_files import open_tensors
-from tinkerflow.backend.merging import merge
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.compute.config import GLOBAL
-from tinkerflow.backend.compute.families import family_of, layers_with, parse_config, projections
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.models.config import GLOBAL
+from tinkerflow.backend.compute.models.families import family_of, layers_with, parse_config, projections
+from tinkerflow.backend.core.errors import UserError
 
 PLAIN = {"model_type": "gemma4_text", "final_logit_softcapping": 30.0, "num_attention_heads": 8, "head_dim": 256}
 NO_INPUTS = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "sliding_window": 1024}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute import grouped_gpu, grouped_tpu
-from tinkerflow.backend.compute.grouped import Groups, by_blocks, differentiable
-from tinkerflow.backend.compute.matmul import OfLayer
+from tinkerflow.backend.compute.kernels import grouped_gpu, grouped_tpu
+from tinkerflow.backend.compute.kernels.grouped import Groups, by_blocks, differentiable
+from tinkerflow.backend.compute.kernels.matmul import OfLayer
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
-from tinkerflow.backend.compute.quantized import Int8
+from tinkerflow.backend.compute.weights.quantized import Int8
 
 ROWS, INS, OUTS = 150, 12, 20
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tests.compute.conftest import SHAPE, build
 
-from tinkerflow.backend.commands import GroupConfig
-from tinkerflow.backend.compute import memory
-from tinkerflow.backend.compute.config import DeltaNet
-from tinkerflow.backend.compute.families import parse_config, projections
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.compute.models.config import DeltaNet
+from tinkerflow.backend.compute.models.families import parse_config, projections
+from tinkerflow.backend.compute.planning import memory
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import GroupConfig
 
 GB = 10**9
 QWEN3_5_9B: dict[str, Any] = {

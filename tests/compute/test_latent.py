@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from tests.compute.test_routed import numbers
 
-from tinkerflow.backend.commands import GroupConfig
-from tinkerflow.backend.compute import memory
-from tinkerflow.backend.compute.config import Latent
-from tinkerflow.backend.compute.families import parse_config
-from tinkerflow.backend.compute.lora import LoraPair
 from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.models.config import Latent
+from tinkerflow.backend.compute.models.families import parse_config
+from tinkerflow.backend.compute.models.lora import LoraPair
+from tinkerflow.backend.compute.planning import memory
+from tinkerflow.backend.compute.planning.roofline import useful_flops
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
-from tinkerflow.backend.compute.quantized import Int8
-from tinkerflow.backend.compute.roofline import useful_flops
 from tinkerflow.backend.compute.sampler.absorbed import absorbed
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.weights.quantized import Int8
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import GroupConfig
 
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",

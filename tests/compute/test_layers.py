@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tinkerflow.backend.compute import layers
-from tinkerflow.backend.compute.config import LayerKind, ModelConfig
-from tinkerflow.backend.compute.layers import over_layers, runs
-from tinkerflow.backend.compute.lora import LoraPair
+from tinkerflow.backend.compute.models import layer_loop as layers
+from tinkerflow.backend.compute.models.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.models.layer_loop import over_layers, runs
+from tinkerflow.backend.compute.models.lora import LoraPair
 
 KINDS = {"f": LayerKind(None), "s": LayerKind(None, 4), "d": LayerKind(None, mixer="delta")}
 

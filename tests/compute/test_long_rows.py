@@ -11,20 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import GroupConfig, LoraSpec
-from tinkerflow.backend.compute import memory, train, training_memory
-from tinkerflow.backend.compute.config import LayerKind
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.layers import groups, kept_carries
-from tinkerflow.backend.compute.long_rows import in_chunks
-from tinkerflow.backend.compute.lora import init_lora
-from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.params import load_params
+from tinkerflow.backend.compute.models.config import LayerKind
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.layer_loop import groups, kept_carries
+from tinkerflow.backend.compute.models.long_rows import in_chunks
+from tinkerflow.backend.compute.models.lora import init_lora
+from tinkerflow.backend.compute.models.params import load_params
+from tinkerflow.backend.compute.models.transformer import Keep
+from tinkerflow.backend.compute.planning import memory, training_memory
 from tinkerflow.backend.compute.platforms import CPU, CUDA, compiling_for
-from tinkerflow.backend.compute.train import DeviceBatch, make_steps
-from tinkerflow.backend.compute.training_memory import Budget
-from tinkerflow.backend.compute.transformer import Keep
+from tinkerflow.backend.compute.training import budget as budget_module
+from tinkerflow.backend.compute.training import train
+from tinkerflow.backend.compute.training.budget import Budget
+from tinkerflow.backend.compute.training.losses import choose
+from tinkerflow.backend.compute.training.train import DeviceBatch, make_steps
+from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.spec.losses import packed_inputs
 
 GB = 10**9
@@ -120,13 +122,13 @@ def test_the_plan_recomputes_groups_only_where_the_inputs_of_layers_do_not_fit(q
     config = GroupConfig("m", "bfloat16", 1, 1, 131072, 0, 64, 8, "")
     with compiling_for(CUDA):
         large, small = (memory.plan_memory(cfg, config, limit * GB) for limit in (78, 26))
-        keeps = partial(training_memory.what_is_kept, cfg, 7 * 32)
+        keeps = partial(budget_module.what_is_kept, cfg, 7 * 32)
         assert [keeps(tokens, "bfloat16", large.budget) for tokens in (4096, 32768)] == [Keep.RESULTS, Keep.INPUTS]
         assert keeps(131072, "bfloat16", large.budget) is Keep.GROUPS
         assert keeps(32768, "bfloat16", small.budget) is Keep.GROUPS
         assert keeps(small.budget.microbatch_tokens, "bfloat16", small.budget) is not Keep.GROUPS
         assert large.context >= 65536
-        inputs, grouped = (training_memory.kept_bytes(cfg, 7 * 32, 32768, "bfloat16", keep) for keep in list(Keep)[1:])
+        inputs, grouped = (budget_module.kept_bytes(cfg, 7 * 32, 32768, "bfloat16", keep) for keep in list(Keep)[1:])
         assert inputs == 3 * grouped
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute.lora import LoraPair, apply_one
+from tinkerflow.backend.compute.models.lora import LoraPair, apply_one
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, Platform, compiling_for
 
 B, T, D, R, OUTS = 2, 8, 16, 4, (12, 6, 6)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute.losses import PER_TOKEN, choose, losses_and_slopes, token_losses
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.training.losses import PER_TOKEN, choose, losses_and_slopes, token_losses
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.losses import LOSSES, packed_inputs
 
 Values = tuple[np.ndarray, np.ndarray]  # of each token: the loss, and its slope by the logprob

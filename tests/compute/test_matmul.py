@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute import grouped_gpu
-from tinkerflow.backend.compute.matmul import IN_PLACE, OfLayer, matmul
-from tinkerflow.backend.compute.quantized import Int8
+from tinkerflow.backend.compute.kernels import grouped_gpu
+from tinkerflow.backend.compute.kernels.matmul import IN_PLACE, OfLayer, matmul
+from tinkerflow.backend.compute.weights.quantized import Int8
 
 IN, OUT = 48, 80
 

@@ -12,16 +12,17 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.compute.conftest import Reference
 
-from tinkerflow.backend.commands import GroupConfig, LoraSpec
-from tinkerflow.backend.compute import device_bytes, memory, training_memory
-from tinkerflow.backend.compute.adapters import AdapterStore
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
-from tinkerflow.backend.compute.params import count, load_params
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.params import count, load_params
+from tinkerflow.backend.compute.planning import device_bytes, memory, training_memory
+from tinkerflow.backend.compute.planning.roofline import parse_topology
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
-from tinkerflow.backend.compute.roofline import parse_topology
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.training import budget as budget_module
+from tinkerflow.backend.compute.training.adapters import AdapterStore
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 
 GB = 10**9
 
@@ -38,7 +39,7 @@ def qwen3_4b(qwen3: Reference) -> ModelConfig:
 def budget_of(qwen3_4b: ModelConfig) -> Any:
     """budget_of(limit, weights, tokens): in GB, on a GPU."""
 
-    def budget(limit: float, weights: float, tokens: int = 0) -> training_memory.Budget:
+    def budget(limit: float, weights: float, tokens: int = 0) -> budget_module.Budget:
         return training_memory.budget_for(qwen3_4b, jnp.bfloat16, 1, int(limit * GB) - int(weights * GB), tokens)
 
     return budget
@@ -58,7 +59,7 @@ def test_micro_batches_grow_with_memory_and_layers_are_computed_again_with_littl
 ) -> None:
     budget = budget_of(limit, weights)
     assert budget.microbatch_tokens == tokens
-    assert (training_memory.kept_bytes(qwen3_4b, 7 * 32, tokens, "bfloat16") > budget.kept_bytes) == again
+    assert (budget_module.kept_bytes(qwen3_4b, 7 * 32, tokens, "bfloat16") > budget.kept_bytes) == again
 
 
 def test_a_size_that_is_set_is_kept(budget_of: Any) -> None:
@@ -73,7 +74,7 @@ def config_of(name: str = "m", **changes: Any) -> GroupConfig:
 
 def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
     plan = memory.plan_group(load_config(qwen3.folder), config_of(max_context=300))
-    assert plan.budget == training_memory.Budget(1024, 2**30)
+    assert plan.budget == budget_module.Budget(1024, 2**30)
     assert (plan.limit, plan.uses, plan.context, plan.rule) == (None, None, 300, "the model's context")
     by_use = plan.by_use(load_config(qwen3.folder), config_of(max_context=300))
     assert by_use.keys() == {"weights", "kv_cache"} and min(by_use.values()) > 0

@@ -15,7 +15,7 @@ from tests.compute.closeness import close_logprobs
 from tests.compute.conftest import build
 
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 TRAINED = "adamw,dimuon,full"
 

@@ -10,11 +10,11 @@ from safetensors.numpy import load_file, save_file
 from tests.compute.conftest import build
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.mxfp4 import dequantised
-from tinkerflow.backend.compute.params import load_params
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.params import load_params
+from tinkerflow.backend.compute.weights.mxfp4 import dequantised
+from tinkerflow.backend.core.errors import UserError
 
 
 def drawn(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,9 +10,9 @@ import pytest
 from tests.compute.closeness import close
 from tests.compute.test_dimuon import matrix_sign
 
-from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec, OptimStep
-from tinkerflow.backend.compute.optimizer import fresh_state, step
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.training.optimizer import fresh_state, step
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, LoraSpec, OptimStep
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS, check_classes, optimizer_of
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkerflow.backend.commands import Example
-from tinkerflow.backend.compute.packing import pack
+from tinkerflow.backend.compute.training.packing import pack
+from tinkerflow.backend.spec.commands import Example
 from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket, layout, micro_batches
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)

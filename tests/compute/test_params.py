@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from tinkerflow.backend.compute.families import family_of, layers_with, load_config
 from tinkerflow.backend.compute.mesh import WEIGHTS, make_mesh
-from tinkerflow.backend.compute.params import by_layer, count, load_params, params_like
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.models.families import family_of, layers_with, load_config
+from tinkerflow.backend.compute.models.params import by_layer, count, load_params, params_like
+from tinkerflow.backend.core.errors import UserError
 
 _STORED = ("e_score_correction_bias", "layer_scalar")  # buffers of transformers that files hold
 

@@ -17,8 +17,11 @@ from tests.compiled import forget_programs
 from tests.compute.closeness import close, close_logprobs
 from tests.compute.conftest import FAMILY_SHAPE, SEEING, VOCAB, build, inputs_of, seeing
 
-from tinkerflow.backend.checkpoint import Digest
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.catalog.merging import merge
+from tinkerflow.backend.catalog.peft_import import import_adapter
+from tinkerflow.backend.compute.models.families import load_config, registered
+from tinkerflow.backend.spec.checkpoint import Digest
+from tinkerflow.backend.spec.commands import (
     CreateAdapter,
     Example,
     ExportAdapter,
@@ -30,9 +33,6 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.compute.families import load_config, registered
-from tinkerflow.backend.merging import merge
-from tinkerflow.backend.peft_import import import_adapter
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 

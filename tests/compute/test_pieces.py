@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tinkerflow.backend.checkpoint import Digest
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.spec.checkpoint import Digest
+from tinkerflow.backend.spec.commands import (
     AdapterKept,
     AdapterState,
     CreateAdapter,
@@ -22,7 +23,6 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.errors import ServerError, UserError
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 SPEC = LoraSpec(4)

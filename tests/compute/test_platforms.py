@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 from tests.compute.conftest import Reference
 
-from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute import platforms
-from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
-from tinkerflow.backend.compute.optimizer import fresh_state
-from tinkerflow.backend.compute.params import by_layer, load_params
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.params import by_layer, load_params
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
@@ -29,10 +27,12 @@ from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import Widths, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
 from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
-from tinkerflow.backend.compute.train import make_steps
-from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
-from tinkerflow.backend.compute.training_memory import Budget
+from tinkerflow.backend.compute.training.budget import Budget
+from tinkerflow.backend.compute.training.optimizer import fresh_state
+from tinkerflow.backend.compute.training.train import make_steps
+from tinkerflow.backend.compute.training.train_programs import adapter_like, batch_like
 from tinkerflow.backend.compute.warming import like
+from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
 SLOTS, CHUNK, TOP, LENGTH = 4, 8, 5, 256

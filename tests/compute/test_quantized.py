@@ -11,11 +11,11 @@ import pytest
 import torch
 from tests.compute.closeness import close_logprobs
 
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.matmul import matmul
+from tinkerflow.backend.compute.kernels.matmul import matmul
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.params import by_layer, count, load_params
-from tinkerflow.backend.compute.quantized import Int8, rounded, scales
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.params import by_layer, count, load_params
+from tinkerflow.backend.compute.weights.quantized import Int8, rounded, scales
 
 
 def rounded_copy(model: torch.nn.Module) -> torch.nn.Module:

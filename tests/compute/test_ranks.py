@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import LORA_ALPHA, LoraSpec
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.lora import check_spec, from_shared_scale, init_lora, to_shared_scale
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.lora import check_spec, from_shared_scale, init_lora, to_shared_scale
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import LORA_ALPHA, LoraSpec
 from tinkerflow.backend.spec.ranks import expert_rank, peft_factor
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.roofline import DEVICES, parse_topology, seconds, useful_flops
-from tinkerflow.backend.compute.roofline_text import Work
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.planning.roofline import DEVICES, parse_topology, seconds, useful_flops
+from tinkerflow.backend.compute.planning.roofline_text import Work
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import LoraSpec
 
 QWEN3_4B = ModelConfig("qwen3", 151936, 2560, 36, 32, 8, 128, 9728, 1e-6, 1e6, None, 40960, True, True)
 

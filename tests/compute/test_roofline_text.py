@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend.compute.roofline_text import Counts, Loop, count
+from tinkerflow.backend.compute.planning.roofline_text import Counts, Loop, count
 
 MATMUL = 2 * 4096 * 2560 * 9728
 LOOP = """HloModule jit_f, is_scheduled=true

@@ -10,9 +10,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tinkerflow.backend.compute.families import parse_config
-from tinkerflow.backend.compute.rope import rope_frequencies
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.models.families import parse_config
+from tinkerflow.backend.compute.models.rope import rope_frequencies
+from tinkerflow.backend.core.errors import UserError
 
 FIELDS: dict[str, Any] = {
     "model_type": "llama",

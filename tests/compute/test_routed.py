@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.compute.conftest import FAMILY_SHAPE, SHAPE, build, random_model
 
-from tinkerflow.backend.compute.experts import route
-from tinkerflow.backend.compute.families import load_config, parse_config, projections
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.params import load_params
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.models.families import load_config, parse_config, projections
+from tinkerflow.backend.compute.models.layers.experts import route
+from tinkerflow.backend.compute.models.params import load_params
+from tinkerflow.backend.core.errors import UserError
 
 GLM_4_5_AIR: dict[str, Any] = {
     "model_type": "glm4_moe",

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.compute.closeness import close
 
-from tinkerflow.backend.commands import Example, Forward
-from tinkerflow.backend.compute.losses import judge
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.training.losses import judge
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import Example, Forward
 from tinkerflow.backend.spec.losses import LOSSES
 
 LENGTHS = (3, 40, 17, 5)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.spec.commands import (
     CreateAdapter,
     DropAdapter,
     ExportAdapter,
@@ -14,7 +15,6 @@ from tinkerflow.backend.commands import (
     LoraSpec,
     OptimStep,
 )
-from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 

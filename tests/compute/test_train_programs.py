@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import CreateAdapter, DropAdapter, LoraSpec
 from tinkerflow.backend.compute import executor as executor_module
-from tinkerflow.backend.compute import train_programs
-from tinkerflow.backend.compute.train import Steps
-from tinkerflow.backend.compute.train_programs import StepsByShape
+from tinkerflow.backend.compute.training import train_programs
+from tinkerflow.backend.compute.training.train import Steps
+from tinkerflow.backend.compute.training.train_programs import StepsByShape
+from tinkerflow.backend.spec.commands import CreateAdapter, DropAdapter, LoraSpec
 
 
 def make() -> Steps:

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.lora import Lora, init_lora
-from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.params import load_params
-from tinkerflow.backend.compute.train import DeviceBatch, make_steps
-from tinkerflow.backend.compute.training_memory import Budget
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.lora import Lora, init_lora
+from tinkerflow.backend.compute.models.params import load_params
+from tinkerflow.backend.compute.training.budget import Budget
+from tinkerflow.backend.compute.training.losses import choose
+from tinkerflow.backend.compute.training.train import DeviceBatch, make_steps
+from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.losses import packed_inputs
 
 ROWS, TOKENS, RANK = 2, 64, 4

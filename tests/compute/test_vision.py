@@ -13,19 +13,20 @@ import torch
 from tests.compute.conftest import IMAGE_TOKEN, PROCESSOR, SHAPE, TOWER, inputs_of, random_example, random_model, seeing
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tinkerflow.backend.commands import GroupConfig
-from tinkerflow.backend.compute import vision
-from tinkerflow.backend.compute.families import parse_config
-from tinkerflow.backend.compute.losses import choose
-from tinkerflow.backend.compute.memory import plan_memory
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.packing import pack
-from tinkerflow.backend.compute.train import to_devices
-from tinkerflow.backend.compute.train_programs import batch_like, seen_like
-from tinkerflow.backend.compute.transformer import Params
-from tinkerflow.backend.compute.vision import Eyes, image_positions, patches_like, to_patches, tower_bytes
-from tinkerflow.backend.compute.vision_config import open_processor
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.models import vision
+from tinkerflow.backend.compute.models.families import parse_config
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.models.vision import Eyes, image_positions, patches_like, to_patches, tower_bytes
+from tinkerflow.backend.compute.models.vision_config import open_processor
+from tinkerflow.backend.compute.planning.memory import plan_memory
+from tinkerflow.backend.compute.training.images import image_features
+from tinkerflow.backend.compute.training.losses import choose
+from tinkerflow.backend.compute.training.packing import pack
+from tinkerflow.backend.compute.training.train import to_devices
+from tinkerflow.backend.compute.training.train_programs import batch_like, seen_like
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import GroupConfig
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +109,10 @@ def test_programs_that_are_compiled_early_are_those_of_batches_with_images(sees,
     params = Params(np.zeros((1, 1), np.float32), {}, np.zeros(1), None, tower={})
     eyes = Eyes(cfg, mesh, params, np.ones((2, 3), np.float32))
     (batch,) = pack(data, microbatch_tokens=128)
-    seen, choice = eyes.seen(data, batch), choose("cross_entropy", {})
+    seen, choice = image_features(eyes, data, batch), choose("cross_entropy", {})
     assert seen.here_BT.sum() == 6 == seen.vectors_BTED[seen.here_BT].sum() / (2 * cfg.hidden)
     assert not seen.vectors_BTED[~seen.here_BT].any()
-    assert eyes.seen(data[1:], pack(data[1:], microbatch_tokens=128)[0]) is None
+    assert image_features(eyes, data[1:], pack(data[1:], microbatch_tokens=128)[0]) is None
     made, shape = to_devices(batch, choice, mesh, seen), batch.tokens_BT.shape
     early = replace(batch_like(mesh, *shape), seen=seen_like(eyes, mesh, *shape))
     described = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree) for tree in (made, early)]

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 from tests.compute.conftest import SHAPE, VOCAB, build, random_example
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.compute import executor as executor_module
+from tinkerflow.backend.compute.training.packing import pack
+from tinkerflow.backend.compute.warming import Program, WarmUp
+from tinkerflow.backend.spec.commands import (
     CompileStatus,
     CreateAdapter,
     DropSnapshot,
@@ -27,9 +30,6 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleStep,
 )
-from tinkerflow.backend.compute import executor as executor_module
-from tinkerflow.backend.compute.packing import pack
-from tinkerflow.backend.compute.warming import Program, WarmUp
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.spec.packing import micro_batch_shapes
 

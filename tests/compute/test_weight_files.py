@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tinkerflow.backend.compute.weight_files import INDEX, WEIGHTS, open_tensors
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.weights.files import INDEX, WEIGHTS, open_tensors
+from tinkerflow.backend.core.errors import UserError
 
 
 def test_parts_of_a_bfloat16_matrix(tmp_path):

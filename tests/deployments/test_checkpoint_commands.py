@@ -13,14 +13,13 @@ import pytest
 from click.testing import Result
 from safetensors.numpy import load_file, save
 from tests import test_merging as merging
-from tests.test_peft_import import CONFIG as TINY
-from tests.test_peft_import import tensors
+from tests.catalog.test_peft_import import CONFIG as TINY
+from tests.catalog.test_peft_import import tensors
 from typer.testing import CliRunner
 
-from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.commands import AdapterState, LoraSpec
-from tinkerflow.backend.compute.families import parse_config
-from tinkerflow.backend.errors import NotFoundError, StoreError, UserError
+from tinkerflow.backend.compute.models.families import parse_config
+from tinkerflow.backend.core.clock import SystemClock
+from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
@@ -33,6 +32,7 @@ from tinkerflow.backend.journal import (
     access_hash,
 )
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.commands import AdapterState, LoraSpec
 from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.deployments.cli import app

@@ -12,12 +12,12 @@ from threading import Thread
 
 import pytest
 
-from tinkerflow.backend.commands import CompileStatus
-from tinkerflow.backend.errors import ServerError, StoreError, UserError
+from tinkerflow.backend.core.errors import ServerError, StoreError, UserError
 from tinkerflow.backend.journal import migrate
-from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.store import blobs
+from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import doctor
 from tinkerflow.deployments.options import plain_console
 from tinkerflow.deployments.parts import open_journal

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.supervise import ChildProcess
 from tinkerflow.deployments.keeper import Part
 

@@ -16,7 +16,7 @@ pytest.importorskip("kubernetes_validate")
 
 from tests.deployments.fake_kubernetes import TOKEN, FakeKubernetes
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.launchers import kubernetes
 from tinkerflow.deployments.launchers.kubernetes import Cluster, keep, waited_for

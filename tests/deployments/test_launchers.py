@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.launchers import LAUNCHERS, launcher_of, ray, slurm
 from tinkerflow.deployments.launching import Plan, own_address

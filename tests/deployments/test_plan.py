@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.accelerators.programs import MODELS
 
-from tinkerflow.backend.compute.memory import MemoryUses
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.compute.planning.memory import MemoryUses
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.plan import describe_plan
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tinkerflow.backend.errors import ServerError, UserError
-from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import run as module
 from tinkerflow.deployments.run import as_text, find, prefect_api, read_config, run, see_again, wait_for_prefect
 

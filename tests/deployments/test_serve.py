@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.deployments.run import example_file, read_config
 from tinkerflow.deployments.serve import Deployment, make_deployment, read_deployments, read_tag_limits
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.deployments.pig_latin import LESSONS
 from tinkerflow.deployments.tiny_model import VOCAB, make_tiny
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.up import Stack
 

@@ -24,7 +24,7 @@ from tests.docs.pages import DOCS
 
 from tinkerflow.api.chat import parsers as chat_parsers
 from tinkerflow.api.chat.parsers import PARSERS
-from tinkerflow.backend.compute.families import registered
+from tinkerflow.backend.compute.models.families import registered
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS

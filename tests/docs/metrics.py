@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 
 from tinkerflow.api.metrics import Answered, Known, Metrics
-from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.journal import BaseModelView, Observed, ProcessView
+from tinkerflow.backend.spec.commands import CompileStatus
 
 
 @dataclass(frozen=True)

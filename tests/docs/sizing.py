@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from tinkerflow.backend.commands import GroupConfig
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.device_bytes import weight_bytes
-from tinkerflow.backend.compute.memory import GB, MemoryPlan, plan_memory
-from tinkerflow.backend.compute.roofline import DEVICES, Device
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.planning.device_bytes import weight_bytes
+from tinkerflow.backend.compute.planning.memory import GB, MemoryPlan, plan_memory
+from tinkerflow.backend.compute.planning.roofline import DEVICES, Device
+from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
-from tinkerflow.backend.compute.training_memory import adapter_bytes
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import GroupConfig
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 
 Dtype = Literal["float32", "bfloat16"]

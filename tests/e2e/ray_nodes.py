@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from tinkerflow.backend.processes import die_with_parent
+from tinkerflow.backend.supervise.processes import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.supervise.processes import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo")
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"

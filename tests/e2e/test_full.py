@@ -15,7 +15,7 @@ import torch
 import transformers
 from tinker import types
 
-from tinkerflow.backend.merging import merge
+from tinkerflow.backend.catalog.merging import merge
 from tinkerflow.backend.store import Store
 
 STEP = types.AdamParams(learning_rate=1e-3, weight_decay=0.01)

@@ -11,7 +11,7 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
 from tests.store.fake_gcs import FakeGcs
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import ensure_results
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.deployments.run import example_file, read_config
 from tinkerflow.flows.pipelines import pipelines as registered
 from tinkerflow.flows.pipelines.dpo import DpoRecipe

@@ -13,10 +13,10 @@ import numpy as np
 import orjson
 import pytest
 
-from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
-from tinkerflow.backend.errors import GroupFailedError, SuspectError
-from tinkerflow.backend.ids import model_id, sampler_id
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.clock import SystemClock
+from tinkerflow.backend.core.errors import GroupFailedError, SuspectError
+from tinkerflow.backend.core.ids import model_id, sampler_id
 from tinkerflow.backend.journal import (
     Journal,
     Kind,
@@ -28,8 +28,8 @@ from tinkerflow.backend.journal import (
     ResultSubscriptions,
     migrate,
 )
-from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import GroupLost
+from tinkerflow.backend.spec.commands import Command, GroupConfig, GroupInfo, Reply
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.prefect.connection import PrefectConnection

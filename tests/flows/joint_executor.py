@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy_executor import GRAD, Unigram
 
-from tinkerflow.backend.commands import Forward, ForwardResult, GroupConfig
+from tinkerflow.backend.spec.commands import Forward, ForwardResult, GroupConfig
 
 
 class Joint(Unigram):

@@ -13,7 +13,8 @@ from typing import assert_never
 
 import numpy as np
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.spec.commands import (
     AdapterState,
     Command,
     CreateAdapter,
@@ -43,7 +44,6 @@ from tinkerflow.backend.commands import (
     SampleStep,
     SnapshotHeld,
 )
-from tinkerflow.backend.errors import NotFoundError
 
 VOCAB = 32
 CHUNK = 4

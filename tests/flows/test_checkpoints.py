@@ -12,7 +12,7 @@ import pyrage
 import pytest
 from safetensors.numpy import load as load_safetensors
 
-from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.core.errors import StoreError
 from tinkerflow.backend.journal import CheckpointSaved, Kind, Retention, access_hash
 from tinkerflow.backend.wire import hash_token
 from tinkerflow.flows.expiry import delete_checkpoints, note_changes

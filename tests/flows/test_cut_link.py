@@ -16,7 +16,7 @@ import orjson
 import pytest
 from tests.netns import NetHost, Network, NotHereError, network
 
-from tinkerflow.backend.joining import make_secret
+from tinkerflow.backend.core.joining import make_secret
 from tinkerflow.backend.journal import Journal, Kind
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store

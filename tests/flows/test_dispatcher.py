@@ -10,10 +10,10 @@ from uuid import uuid4
 import orjson
 import pytest
 
-from tinkerflow.backend.commands import DropSnapshot
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.commands import DropSnapshot
 from tinkerflow.flows.dispatcher import Dispatcher, _drop
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.mirror import Mirror

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Journal, Kind, ModelState
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store

@@ -17,7 +17,7 @@ from prefect.client.schemas.actions import LogCreate
 from prefect.states import Cancelled, Cancelling, Completed, Failed, Running, State
 from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.journal import Kind, Outcome, StepMeasured
 from tinkerflow.flows.prefect import flow_run, mirror
 from tinkerflow.flows.prefect.connection import PrefectConnection

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.groups import group_config
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.joining import make_secret
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.joining import make_secret
 from tinkerflow.backend.journal import Journal, ModelState
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.tiny_model import make_tiny

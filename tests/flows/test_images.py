@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tinkerflow.backend.commands import Forward, SampleStep
 from tinkerflow.backend.journal import Kind
+from tinkerflow.backend.spec.commands import Forward, SampleStep
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.sampling_runner import SamplingRunner

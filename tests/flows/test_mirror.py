@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.clock import SystemClock
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Kind, Outcome, Pending
-from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing

@@ -18,10 +18,10 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.journal import ModelState
-from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.flows.dispatcher import Dispatcher, observed
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect

@@ -15,11 +15,11 @@ import orjson
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from tinkerflow.backend.commands import ExportAdapter, ImportAdapter, LoadSnapshot, OptimStep, SampleStep
-from tinkerflow.backend.errors import ServerError, StoreAwayError, StoreError
-from tinkerflow.backend.ids import sampler_id
+from tinkerflow.backend.core.errors import ServerError, StoreAwayError, StoreError
+from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import BaseModels, Kind, ModelState, Recovery, Requests, SamplerOpened
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.commands import ExportAdapter, ImportAdapter, LoadSnapshot, OptimStep, SampleStep
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel

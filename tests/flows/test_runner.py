@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from tinkerflow.backend.errors import StateLostError
+from tinkerflow.backend.core.errors import StateLostError
 from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.runner import Why

@@ -12,9 +12,9 @@ import numpy as np
 import orjson
 import pytest
 
-from tinkerflow.backend.commands import MoveSnapshot, NewTokens, SampleStep
 from tinkerflow.backend.journal import Kind, UsageKind
 from tinkerflow.backend.journal.streams import Listener
+from tinkerflow.backend.spec.commands import MoveSnapshot, NewTokens, SampleStep
 from tinkerflow.backend.wire import SampleBody
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.dispatcher import observed

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.commands import ExportAdapter
 from tinkerflow.backend.journal import Kind
+from tinkerflow.backend.spec.commands import ExportAdapter
 from tinkerflow.flows.runner import IN_FLIGHT, SnapshotPolicy
 from tinkerflow.tasks.operations import SAVES
 

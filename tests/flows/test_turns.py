@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tests.manual_clock import ManualClock
 
-from tinkerflow.backend import errors
+from tinkerflow.backend.core import errors
 from tinkerflow.backend.journal import Journal, Kind, ModelLive, ModelState
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.wire import tinker_pb2 as pb

@@ -17,7 +17,7 @@ from tests.house.source import ROOMS
 
 WINDOWS = 6  # what runs in each of them belongs to the request; sweeps and heartbeats run in some
 SETTLE_SECONDS = 0.05
-LEAVES = {"backend/errors.py", "backend/ids.py", "backend/clock.py", "backend/retry.py"}
+LEAVES = {"backend/core/errors.py", "backend/core/ids.py", "backend/core/clock.py", "backend/core/retry.py"}
 
 
 def trace(tree: Path) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.ids import model_id, sampler_id
+from tinkerflow.backend.core.ids import model_id, sampler_id
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,

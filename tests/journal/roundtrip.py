@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from tinkerflow.backend.ids import model_id
+from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import Journal, Kind, ModelLive, NewModel, NewRequest, NewSession, StepMade, migrate
 
 CALLS = ("submit", "ready", "finish", "result")

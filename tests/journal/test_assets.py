@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import Limits
 from tinkerflow.backend.journal.requests import NO_LIMITS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkerflow.backend.commands import CompileStatus, GroupInfo
+from tinkerflow.backend.spec.commands import CompileStatus, GroupInfo
 
 
 def test_registering_replaces_the_list(scene):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import CheckpointKind, access_hash
 from tinkerflow.backend.journal.checkpoints import BeforeSave
 

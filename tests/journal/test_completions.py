@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import sqlalchemy as sa
 
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import Completions, Journal, Outcome
 from tinkerflow.backend.journal.notify import CLONE_BLOCK
 from tinkerflow.backend.journal.requests import CANCELLED

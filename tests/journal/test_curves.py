@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import LossMeasured, ModelLive, StepMeasured, Trained
 from tinkerflow.backend.journal.database import driver_url
 from tinkerflow.backend.journal.tables import TrainingStep

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import Journal, NewSession, database
 from tinkerflow.backend.journal.database import Database, driver_url
 

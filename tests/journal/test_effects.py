@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from tinkerflow.backend.errors import StateLostError, UserError
+from tinkerflow.backend.core.errors import StateLostError, UserError
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.errors import TooManyError
+from tinkerflow.backend.core.errors import TooManyError
 from tinkerflow.backend.journal import Limits, feedback
 from tinkerflow.backend.journal.feedback import NewFeedback
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError
 
 
 def test_a_key_opens_its_project(scene, clock):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend.errors import FencedError
+from tinkerflow.backend.core.errors import FencedError
 from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.journal.leases import LEASE_SECONDS
 

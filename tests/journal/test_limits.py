@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from tinkerflow.backend.errors import TooManyError
-from tinkerflow.backend.ids import model_id
+from tinkerflow.backend.core.errors import TooManyError
+from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal, Kind, Limits, NewModel, NewRequest
 
 

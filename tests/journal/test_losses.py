@@ -7,7 +7,7 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from tinkerflow.backend.errors import ConflictError, NotFoundError
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError
 from tinkerflow.backend.journal import NewCustomLoss
 
 

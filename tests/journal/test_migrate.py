@@ -14,10 +14,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from tinkerflow.backend import journal
-from tinkerflow.backend.commands import CompileStatus
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import Journal, Kind, SamplerState, migrate
 from tinkerflow.backend.journal.database import Table, driver_url
+from tinkerflow.backend.spec.commands import CompileStatus
 
 NEWEST = max(file.name[:5] for file in (Path(journal.__file__).parent / "migrations" / "versions").glob("v*.py"))
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

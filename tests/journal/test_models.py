@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import ModelEnded, ModelState
 
 

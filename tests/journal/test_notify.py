@@ -14,7 +14,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import Notifier
 from tinkerflow.backend.journal.notify import packed, socket_folder, unpacked
 

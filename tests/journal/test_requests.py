@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tinkerflow.backend.errors import ConflictError, NotFoundError
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError
 from tinkerflow.backend.journal import Kind, ModelEnded, ModelState, NewModel, NewRequest, SessionState
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 
 
 def test_pending_then_answered_and_re_readable(scene):

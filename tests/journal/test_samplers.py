@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.journal import SamplerState
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal.requests import CANCELLED
 from tinkerflow.backend.journal.results import FIRST_SHOWN
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend.errors import NotFoundError, StateLostError
+from tinkerflow.backend.core.errors import NotFoundError, StateLostError
 from tinkerflow.backend.journal import (
     ModelEnded,
     ModelState,

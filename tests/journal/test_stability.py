@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import StabilityInfo
-from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import SequencesRecorded
+from tinkerflow.backend.spec.commands import StabilityInfo
 
 
 def record(scene, session, *names):

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.commands import Candidates, NewTokens
-from tinkerflow.backend.errors import FencedError
+from tinkerflow.backend.core.errors import FencedError
 from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.journal.streams import KEPT_SECONDS, Listener, StreamedTokens, TokenSubscriptions, stream_name
+from tinkerflow.backend.spec.commands import Candidates, NewTokens
 
 
 def new(start: int, end: int, *, index: int = 0, top: int = 0, last: int = 10**9) -> NewTokens:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Limits, NewUpload
 from tinkerflow.backend.journal.requests import NO_LIMITS
 from tinkerflow.backend.journal.uploads import MOST_OPEN

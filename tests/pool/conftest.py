@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.commands import GroupConfig
 from tinkerflow.backend.pool import Pool, PoolConfig, ThisMachine
+from tinkerflow.backend.spec.commands import GroupConfig
 
 HERE = Path(__file__).parent
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]

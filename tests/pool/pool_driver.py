@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from tinkerflow.backend.commands import CreateAdapter, GroupConfig, LoraSpec, OptimStep
 from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
 from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.spec.commands import CreateAdapter, GroupConfig, LoraSpec, OptimStep
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 

@@ -18,7 +18,19 @@ from pathlib import Path
 
 import numpy as np
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core.errors import (
+    AllocationError,
+    ConflictError,
+    DevicesError,
+    NotFoundError,
+    StateLostError,
+    StoreError,
+    UserError,
+)
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.frames import header
+from tinkerflow.backend.pool.protocol.messages import Ack
+from tinkerflow.backend.spec.commands import (
     AdapterKept,
     AdapterState,
     Command,
@@ -42,18 +54,6 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.errors import (
-    AllocationError,
-    ConflictError,
-    DevicesError,
-    NotFoundError,
-    StateLostError,
-    StoreError,
-    UserError,
-)
-from tinkerflow.backend.pool.protocol import frames
-from tinkerflow.backend.pool.protocol.frames import header
-from tinkerflow.backend.pool.protocol.messages import Ack
 
 
 class Echo:

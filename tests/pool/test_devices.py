@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.commands import GroupConfig
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.pool import Pool, jax_setup
 from tinkerflow.backend.pool.host import devices
 from tinkerflow.backend.pool.host.devices import accelerator, gpu_count, place_in_pod, seen, share
 from tinkerflow.backend.pool.jax_setup import check_platform, join_jax, share_of_host
 from tinkerflow.backend.pool.protocol.messages import Start
+from tinkerflow.backend.spec.commands import GroupConfig
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 

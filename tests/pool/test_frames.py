@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tinkerflow.backend import commands as c
-from tinkerflow.backend.checkpoint import BLOCK, Digest
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol import messages as m
+from tinkerflow.backend.spec import commands as c
+from tinkerflow.backend.spec.checkpoint import BLOCK, Digest
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 

@@ -13,8 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend import errors
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core import errors
+from tinkerflow.backend.pool import HostConfig, Hosts, Pool, PoolConfig, serve_group
+from tinkerflow.backend.pool.host import agent
+from tinkerflow.backend.pool.host.places import LocalWorker
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
+from tinkerflow.backend.pool.protocol.messages import Offer, Spawned, Welcome
+from tinkerflow.backend.pool.protocol.software import software
+from tinkerflow.backend.spec.commands import (
     CreateAdapter,
     DropAdapter,
     Example,
@@ -25,14 +33,6 @@ from tinkerflow.backend.commands import (
     OptimResult,
     OptimStep,
 )
-from tinkerflow.backend.pool import HostConfig, Hosts, Pool, PoolConfig, serve_group
-from tinkerflow.backend.pool.host import agent
-from tinkerflow.backend.pool.host.places import LocalWorker
-from tinkerflow.backend.pool.protocol import frames
-from tinkerflow.backend.pool.protocol.frames import LoopLink
-from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
-from tinkerflow.backend.pool.protocol.messages import Offer, Spawned, Welcome
-from tinkerflow.backend.pool.protocol.software import software
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 HERE = Path(__file__).parent

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core.errors import GroupFailedError, SuspectError
+from tinkerflow.backend.pool import Pool
+from tinkerflow.backend.spec.commands import (
     Example,
     Forward,
     ForwardResult,
@@ -24,8 +26,6 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleStep,
 )
-from tinkerflow.backend.errors import GroupFailedError, SuspectError
-from tinkerflow.backend.pool import Pool
 from tinkerflow.deployments.tiny_model import make_tiny
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]

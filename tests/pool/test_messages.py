@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend import errors
+from tinkerflow.backend.core import errors
 from tinkerflow.backend.pool.protocol.messages import Failed, same_outcome, to_error, to_failed
 
 USER_ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.UserError)]

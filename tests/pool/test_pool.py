@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend import errors
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core import errors
+from tinkerflow.backend.core.errors import GroupFailedError, SuspectError, UserError
+from tinkerflow.backend.core.retry import Restarts
+from tinkerflow.backend.pool import GroupLost, Pool
+from tinkerflow.backend.pool.host.places import LocalWorker
+from tinkerflow.backend.spec.commands import (
     AdapterState,
     Command,
     CreateAdapter,
@@ -35,10 +39,6 @@ from tinkerflow.backend.commands import (
     SampleProgress,
     SampleStep,
 )
-from tinkerflow.backend.errors import GroupFailedError, SuspectError, UserError
-from tinkerflow.backend.pool import GroupLost, Pool
-from tinkerflow.backend.pool.host.places import LocalWorker
-from tinkerflow.backend.retry import Restarts
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]

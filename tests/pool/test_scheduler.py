@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.compute.training.packing import pack
+from tinkerflow.backend.core.errors import GroupFailedError
+from tinkerflow.backend.pool.pool import CommandScheduler, in_parts
+from tinkerflow.backend.spec.commands import (
     AdapterState,
     Command,
     Done,
@@ -26,9 +29,6 @@ from tinkerflow.backend.commands import (
     SampleProgress,
     SampleStep,
 )
-from tinkerflow.backend.compute.packing import pack
-from tinkerflow.backend.errors import GroupFailedError
-from tinkerflow.backend.pool.pool import CommandScheduler, in_parts
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 

@@ -12,10 +12,10 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tinkerflow.backend import tracing
-from tinkerflow.backend.commands import DropAdapter, Ping, SampleProgress, SampleStep
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.pool.spans import CommandSpans
+from tinkerflow.backend.spec.commands import DropAdapter, Ping, SampleProgress, SampleStep
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -13,8 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tinkerflow.backend.checkpoint import RECOVERY
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.core.errors import GroupFailedError, NotFoundError, StoreAwayError, StoreError
+from tinkerflow.backend.pool import Pool, transfers
+from tinkerflow.backend.pool import pool as pool_module
+from tinkerflow.backend.spec.checkpoint import RECOVERY
+from tinkerflow.backend.spec.commands import (
     AdapterKept,
     ExportAdapter,
     FetchState,
@@ -23,9 +26,6 @@ from tinkerflow.backend.commands import (
     Ping,
     WriteState,
 )
-from tinkerflow.backend.errors import GroupFailedError, NotFoundError, StoreAwayError, StoreError
-from tinkerflow.backend.pool import Pool, transfers
-from tinkerflow.backend.pool import pool as pool_module
 from tinkerflow.backend.store import CheckpointMeta, Saved, Store, parts
 
 StartPool = Callable[..., Awaitable[Pool]]

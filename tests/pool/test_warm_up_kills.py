@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.pool import Pool
+from tinkerflow.backend.spec.commands import (
     CompileStatus,
     CreateAdapter,
     Example,
@@ -23,7 +24,6 @@ from tinkerflow.backend.commands import (
     LoraSpec,
     ReadCompileStatus,
 )
-from tinkerflow.backend.pool import Pool
 from tinkerflow.deployments.tiny_model import make_tiny
 
 KILLS = int(os.environ.get("WARM_UP_KILLS", "2"))

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tinkerflow.backend.commands import Done, GroupConfig, OptimStep, Ping
 from tinkerflow.backend.pool.host.places import LocalWorker, worker_environment
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, next_connection
 from tinkerflow.backend.pool.protocol.messages import Beat, Fatal, Left, Progress, Ready, Start
+from tinkerflow.backend.spec.commands import Done, GroupConfig, OptimStep, Ping
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import pytest
 from tests.manual_clock import ManualClock
 from tests.store.fake_gcs import FakeGcs
 
-from tinkerflow.backend.commands import AdapterState, LoraSpec
+from tinkerflow.backend.spec.commands import AdapterState, LoraSpec
 from tinkerflow.backend.store import CheckpointMeta, Store
 
 

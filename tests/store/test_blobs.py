@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 from tinkerflow.backend.store.local import LocalBlobs
 from tinkerflow.backend.store.objects import ObjectBlobs

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.commands import AdapterState
-from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError
+from tinkerflow.backend.core.clock import SystemClock
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, StoreError
+from tinkerflow.backend.spec.commands import AdapterState
 from tinkerflow.backend.store import CheckpointMeta, Store
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 
@@ -180,7 +180,7 @@ def test_kill_9_at_any_time_leaves_only_whole_checkpoints(tmp_path: Path) -> Non
 def _start_saver(url: str) -> subprocess.Popen[str]:
     code = """
 import sys, itertools, numpy as np
-from tinkerflow.backend.commands import AdapterState, LoraSpec
+from tinkerflow.backend.spec.commands import AdapterState, LoraSpec
 from tinkerflow.backend.store import CheckpointMeta, Store
 store = Store.open(sys.argv[1])
 for i in itertools.count():

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save as save_safetensors
 
-from tinkerflow.backend import checkpoint
-from tinkerflow.backend.commands import AdapterState
-from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.core.errors import StoreError
+from tinkerflow.backend.spec import checkpoint
+from tinkerflow.backend.spec.commands import AdapterState
 from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Digest, Store, commit
 from tinkerflow.backend.store.blobs import Blobs
 from tinkerflow.backend.store.commit import seal

@@ -15,9 +15,9 @@ import pyrage
 import pytest
 from safetensors.numpy import load as load_safetensors
 
-from tinkerflow.backend.commands import AdapterState
-from tinkerflow.backend.encryption import check_recipients
-from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError, UserError
+from tinkerflow.backend.core.encryption import check_recipients
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, StoreError, UserError
+from tinkerflow.backend.spec.commands import AdapterState
 from tinkerflow.backend.store import CheckpointMeta, Saved, Store
 
 RUN, OTHER = "sess-1:train:0", "copy-1:train:0"

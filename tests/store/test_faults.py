@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.manual_clock import ManualClock
 from tests.store.faulty_fs import Crash, Fault, FaultyFileSystem, Wrong
 
-from tinkerflow.backend.commands import AdapterState, LoraSpec
-from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, StoreError
+from tinkerflow.backend.spec.commands import AdapterState, LoraSpec
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Store
 from tinkerflow.backend.store.objects import ObjectBlobs
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from tests.store.fake_gcs import FakeGcs, Fault
 
-from tinkerflow.backend.commands import AdapterState
+from tinkerflow.backend.spec.commands import AdapterState
 from tinkerflow.backend.store import CheckpointMeta, Store
 from tinkerflow.backend.store import gcs as gcs_module
 from tinkerflow.backend.store.gcs import GcsBlobs

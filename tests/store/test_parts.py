@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import AdapterKept, LoraSpec, StoredState
-from tinkerflow.backend.errors import NotFoundError, StoreError
+from tinkerflow.backend.core.errors import NotFoundError, StoreError
+from tinkerflow.backend.spec.commands import AdapterKept, LoraSpec, StoredState
 from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Saved, Store, parts
 from tinkerflow.backend.store.blobs import Blobs
 

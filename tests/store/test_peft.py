@@ -21,8 +21,8 @@ from peft.utils.other import get_pattern_key
 from safetensors.numpy import save
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tinkerflow.backend.commands import LORA_ALPHA, AdapterState, LoraSpec
-from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.core.errors import StoreError
+from tinkerflow.backend.spec.commands import LORA_ALPHA, AdapterState, LoraSpec
 from tinkerflow.backend.store import CheckpointMeta, Store
 from tinkerflow.backend.store.peft import ADAPTER_CONFIG, adapter_config, decode, encode
 

@@ -12,20 +12,14 @@ import numpy as np
 import pytest
 from tests.manual_clock import ManualClock
 
-from tinkerflow.backend import store as room
-from tinkerflow.backend.commands import AdapterState, LoraSpec
-from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError, UserError
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, StoreError, UserError
+from tinkerflow.backend.spec.commands import AdapterState, LoraSpec
 from tinkerflow.backend.store import CheckpointMeta, Saved, Store
 from tinkerflow.backend.store.blobs import Blobs
 
 RUN = "sess-1:train:0"
 Make = Callable[..., AdapterState]
 Same = Callable[[AdapterState, AdapterState], None]
-
-
-def test_public_names() -> None:
-    assert room.__all__ == ["BLOCK", "RECOVERY", "CheckpointMeta", "CheckpointPath", "Digest", "Saved", "Store"]
-    assert all(hasattr(room, name) for name in room.__all__)
 
 
 @pytest.mark.parametrize("optimizer", [True, False])

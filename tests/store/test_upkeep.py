@@ -8,8 +8,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.commands import AdapterState
+from tinkerflow.backend.core.clock import SystemClock
+from tinkerflow.backend.spec.commands import AdapterState
 from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Store
 
 RUN = "sess-1:train:0"

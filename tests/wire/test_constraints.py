@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.wire.test_sample import body, decode
 
-from tinkerflow.backend.commands import Constraint
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import Constraint
 from tinkerflow.backend.spec.constraints import on_large_stack
 
 

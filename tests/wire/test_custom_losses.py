@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.wire import (
     CustomLossAddress,
     decode_forward,

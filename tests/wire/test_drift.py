@@ -9,7 +9,7 @@ import pytest
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker.types import ForwardBackwardOutput
 
-from tinkerflow.backend.commands import Example, Forward, ForwardResult
+from tinkerflow.backend.spec.commands import Example, Forward, ForwardResult
 from tinkerflow.backend.spec.drift import KL_MAX, KL_MEAN, kl_sample_train
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.wire import drift_metrics

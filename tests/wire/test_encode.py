@@ -16,7 +16,7 @@ from tinker.types import (
     SaveWeightsResponse,
 )
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.spec.commands import (
     NO_LOGPROB,
     Candidates,
     ForwardResult,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tinker import types
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS
 from tinkerflow.backend.spec.losses import LOSSES

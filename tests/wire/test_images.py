@@ -7,7 +7,7 @@ import base64
 import orjson
 import pytest
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.backend.wire import with_files, with_files_to_train
 

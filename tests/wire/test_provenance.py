@@ -9,8 +9,8 @@ import pytest
 from tinker import types
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
-from tinkerflow.backend.commands import StabilityInfo
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import StabilityInfo
 from tinkerflow.backend.wire import decode_forward, read_forward
 from tinkerflow.backend.wire import tinker_pb2 as pb
 

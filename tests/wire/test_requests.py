@@ -14,8 +14,8 @@ from tinker import types
 from tinker._compat import model_dump
 from tinker.types.optim_step_request import OptimStepRequest
 
-from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 from tinkerflow.backend.wire import (

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tinkerflow.backend.commands import Adjustments, PromptWishes, SampleRequest
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import Adjustments, PromptWishes, SampleRequest
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import NumSamples, SampleBody, images, parse, sample_request, with_seed
 

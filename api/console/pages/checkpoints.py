@@ -11,7 +11,7 @@ from tinkerflow.api import models
 from tinkerflow.api.call import PageOffset
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
 from tinkerflow.api.routes.downloads import archive_link
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView
 from tinkerflow.backend.store import CheckpointPath
 

@@ -11,9 +11,9 @@ from fastapi.responses import Response
 from tinkerflow.api.call import Identity
 from tinkerflow.api.console.charts import chart
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.core.plot import LINES, Line
 from tinkerflow.backend.journal import KeyView, UsageKind
-from tinkerflow.backend.plot import LINES, Line
 
 _DAYS = 30
 _LONGEST = 128

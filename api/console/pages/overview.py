@@ -24,7 +24,7 @@ from tinkerflow.api.console.visit import (
     visiting,
 )
 from tinkerflow.api.links import base_url
-from tinkerflow.backend.ids import KEY_PREFIX
+from tinkerflow.backend.core.ids import KEY_PREFIX
 from tinkerflow.backend.settings import Settings
 
 _RECENT = 8

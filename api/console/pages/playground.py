@@ -21,7 +21,7 @@ from tinkerflow.api.generation import Generation, SamplePiece, generate, until_g
 from tinkerflow.api.models import Target, list_models, resolve
 from tinkerflow.api.sse import EventStream, event
 from tinkerflow.api.text import Detokenizer, Tokenizer
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 TOP = 5  # of the most likely tokens, shown beside each
 _MOST_MODELS = 200

@@ -14,8 +14,8 @@ from markupsafe import Markup
 from tinkerflow.api.console.charts import bars
 from tinkerflow.api.console.render import number, size
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
+from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.journal import LEASE_SECONDS, BaseModelView, UsageKind
-from tinkerflow.backend.model_card import ModelCard
 
 _OTHERS = "other projects"
 _TOKENS = frozenset(UsageKind) - {UsageKind.CHECKPOINT, UsageKind.CACHED_PREFILL}  # what devices compute

@@ -14,9 +14,9 @@ from tinkerflow.api.call import PageOffset
 from tinkerflow.api.console.charts import chart
 from tinkerflow.api.console.samples import shown
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.plot import LINES, Line
 from tinkerflow.backend.journal import Curve, ModelState, ModelView, StepFigures
-from tinkerflow.backend.plot import LINES, Line
 
 PAGE = 50
 _OF_A_RUN = 100  # checkpoints of a run, shown

@@ -11,8 +11,8 @@ from tinkerflow.api.console import samples
 from tinkerflow.api.console.charts import chart
 from tinkerflow.api.console.pages.keys import NAMES
 from tinkerflow.api.console.visit import Visiting, page_router
+from tinkerflow.backend.core.plot import Line
 from tinkerflow.backend.journal import UsageKind
-from tinkerflow.backend.plot import Line
 
 _HOURS = 48
 _KINDS = (UsageKind.SAMPLE, UsageKind.PREFILL, UsageKind.CACHED_PREFILL)

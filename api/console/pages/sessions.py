@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from tinkerflow.api.console.visit import Visiting, page_router
 from tinkerflow.api.links import link
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import SessionQuery, plain_metadata
 
 _MOST = 200  # runs and samplers of one session, shown

@@ -7,4 +7,15 @@ one serves models of which all parameters were trained (`whole`).
 from tinkerflow.backend.compute.sampler.sampler import Sampler
 from tinkerflow.backend.compute.sampler.whole import GroupSampler, WholeSampler
 
-__all__ = ["GroupSampler", "Sampler", "WholeSampler"]
+__all__ = [
+    "GroupSampler",
+    "Sampler",
+    "WholeSampler",
+    "decode",
+    "kv_cache",
+    "pages",
+    "prefill",
+    "prompt_scores",
+    "shapes",
+    "snapshot_cache",
+]

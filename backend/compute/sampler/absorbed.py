@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.config import Latent
-from tinkerflow.backend.compute.lora import LoraPair
 from tinkerflow.backend.compute.mesh import WEIGHTS, Array, sharding
-from tinkerflow.backend.compute.quantized import Int8, Weight
+from tinkerflow.backend.compute.models.config import Latent
+from tinkerflow.backend.compute.models.lora import LoraPair
+from tinkerflow.backend.compute.models.transformer import Attend
 from tinkerflow.backend.compute.sampler.snapshot_cache import own_columns
-from tinkerflow.backend.compute.transformer import Attend
+from tinkerflow.backend.compute.weights.quantized import Int8, Weight
 
 
 def absorbed(

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from tinkerflow.backend.compute.lora import LoraPair
 from tinkerflow.backend.compute.mesh import Array
-from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS
+from tinkerflow.backend.compute.models.lora import LoraPair
+from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 
 _TOKENS = 8  # of a block of rows, at least
 

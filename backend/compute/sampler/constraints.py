@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.commands import Constraint
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import Constraint
 from tinkerflow.backend.spec.constraints import first_lines, grammar_of, limits, on_large_stack
 
 if TYPE_CHECKING:

@@ -15,12 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.config import LayerKind, ModelConfig
-from tinkerflow.backend.compute.deltanet import mix
-from tinkerflow.backend.compute.experts import MLP
-from tinkerflow.backend.compute.families import projections
-from tinkerflow.backend.compute.layers import LayerParams, over_layers
-from tinkerflow.backend.compute.lora import Lora, LoraPair
 from tinkerflow.backend.compute.mesh import (
     FSDP,
     WEIGHTS,
@@ -31,15 +25,13 @@ from tinkerflow.backend.compute.mesh import (
     sampling_mesh,
     sharding,
 )
-from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
-from tinkerflow.backend.compute.quantized import Int8
-from tinkerflow.backend.compute.sampler.absorbed import absorbed
-from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
-from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, by_mixer
-from tinkerflow.backend.compute.sampler.sampling import Choice, greedy_choice, sample
-from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
-from tinkerflow.backend.compute.sampler.states import States, put, state_of, take, with_layer
-from tinkerflow.backend.compute.transformer import (
+from tinkerflow.backend.compute.models.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.models.families import projections
+from tinkerflow.backend.compute.models.layer_loop import LayerParams, over_layers
+from tinkerflow.backend.compute.models.layers.deltanet import mix
+from tinkerflow.backend.compute.models.layers.experts import MLP
+from tinkerflow.backend.compute.models.lora import Lora, LoraPair
+from tinkerflow.backend.compute.models.transformer import (
     Mixers,
     Params,
     Seen,
@@ -53,6 +45,14 @@ from tinkerflow.backend.compute.transformer import (
     rope_tables,
     unembed,
 )
+from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
+from tinkerflow.backend.compute.sampler.absorbed import absorbed
+from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
+from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, by_mixer
+from tinkerflow.backend.compute.sampler.sampling import Choice, greedy_choice, sample
+from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
+from tinkerflow.backend.compute.sampler.states import States, put, state_of, take, with_layer
+from tinkerflow.backend.compute.weights.quantized import Int8
 
 Carry = tuple[KVCache, States, jax.Array, jax.Array]  # from layer to layer, with hidden states and the layer's number
 

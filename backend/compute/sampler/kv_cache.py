@@ -27,15 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tinkerflow.backend.commands import CacheFormat
-from tinkerflow.backend.compute.config import ATTENTION, GLOBAL, ModelConfig
-from tinkerflow.backend.compute.deltanet import DeltaState
+from tinkerflow.backend.compute.kernels import paged_gpu, paged_tpu
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, Array, cache_mesh
+from tinkerflow.backend.compute.models.config import ATTENTION, GLOBAL, ModelConfig
+from tinkerflow.backend.compute.models.families import layers_with
+from tinkerflow.backend.compute.models.layers.deltanet import DeltaState
+from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, on_cpu, platform
-from tinkerflow.backend.compute.sampler import paged_gpu, paged_tpu
 from tinkerflow.backend.compute.sampler.pages import PageCopy, PagePool
 from tinkerflow.backend.compute.sampler.states import empty_pool, pool_sharding
-from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.spec.commands import CacheFormat
 
 COPIES = 16  # pages that one dispatch copies, at most
 _MASKED = -1e30
@@ -101,8 +102,10 @@ def by_mixer(
 
 def _together(cfg: ModelConfig, mesh: Mesh, mixer: str, dtype: str) -> bool:
     """Whether keys and values lie in one array."""
-    tensor = cache_mesh(mesh, cfg.split_heads).shape[TENSOR]
-    return platform() is TPU and paged_tpu.takes(cfg, mixer, tensor, jnp.dtype(dtype).itemsize)
+    if platform() is not TPU or cfg.latent is not None or "sinks" in layers_with(cfg):
+        return False
+    own, tensor = cfg.heads_of(mixer), cache_mesh(mesh, cfg.split_heads).shape[TENSOR]
+    return paged_tpu.takes(own.kv_heads // tensor, own.head_dim, jnp.dtype(dtype).itemsize)
 
 
 def _cache_spec(*, together: bool) -> PartitionSpec:

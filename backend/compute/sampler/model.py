@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import CacheFormat
-from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.mesh import put, replicated, to_host
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.models.vision import Eyes
 from tinkerflow.backend.compute.sampler.adjustments import adjusted_rows
 from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decode, empty_rows
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, cache_shape, copy_pages, empty_cache
@@ -27,8 +28,7 @@ from tinkerflow.backend.compute.sampler.sampling import width_for
 from tinkerflow.backend.compute.sampler.scheduler import Held
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
 from tinkerflow.backend.compute.sampler.views import Views
-from tinkerflow.backend.compute.transformer import Params
-from tinkerflow.backend.compute.vision import Eyes
+from tinkerflow.backend.spec.commands import CacheFormat
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import Array, Scalar, replicated
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.models.transformer import Params, Seen
 from tinkerflow.backend.compute.sampler.decode import layers, pin_cache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceQueries, PieceScores, Widths, empty_queries, score
 from tinkerflow.backend.compute.sampler.states import put, take
-from tinkerflow.backend.compute.transformer import Params, Seen
 
 
 @flax.struct.dataclass

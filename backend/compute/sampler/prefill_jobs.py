@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from tinkerflow.backend.commands import Int32
 from tinkerflow.backend.compute.sampler.pages import Key, PageTable, pages_for
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, PieceScores, Widths
 from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
 from tinkerflow.backend.compute.sampler.shapes import SHORT_PROMPT, prefill_piece, prefill_pieces
+from tinkerflow.backend.spec.commands import Int32
 
 
 @dataclass(eq=False)

@@ -16,21 +16,22 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import CacheFormat, LoraSpec
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import replicated
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.models.vision import Eyes
+from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.adjustments import warm_rows
 from tinkerflow.backend.compute.sampler.decode import decode, empty_rows
 from tinkerflow.backend.compute.sampler.kv_cache import COPIES, cache_shape, copied, copied_states, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prefill import empty_piece, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN
-from tinkerflow.backend.compute.sampler.shapes import LARGE_AFTER, RANK_COLUMNS, Shapes, rank_columns
+from tinkerflow.backend.compute.sampler.shapes import LARGE_AFTER, Shapes, rank_columns
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack, frozen, placed, widths_of
-from tinkerflow.backend.compute.transformer import Params
-from tinkerflow.backend.compute.vision import Eyes
 from tinkerflow.backend.compute.warming import Program, like, result_of
+from tinkerflow.backend.spec.commands import CacheFormat, LoraSpec
 
 _PLAIN = 0  # columns for the base model alone
 _WIDTHS = (RANK_COLUMNS, rank_columns(RANK_COLUMNS + 1))

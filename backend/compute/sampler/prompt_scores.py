@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import NO_LOGPROB, Candidates, Float32, PromptWishes, SampleRequest, SampleResult
-from tinkerflow.backend.compute.logprobs import MOST_LOGITS, chunk_size
-from tinkerflow.backend.compute.long_rows import join_chunks, split_chunks
-from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import Array, by_rows
+from tinkerflow.backend.compute.models.long_rows import join_chunks, split_chunks
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.sampler.decode import unembedded
 from tinkerflow.backend.compute.sampler.sampling import (
@@ -33,7 +32,8 @@ from tinkerflow.backend.compute.sampler.sampling import (
     sample,
     width_for,
 )
-from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.training.logprobs import MOST_LOGITS, chunk_size
+from tinkerflow.backend.spec.commands import NO_LOGPROB, Candidates, Float32, PromptWishes, SampleRequest, SampleResult
 
 _OF_TRAINING = 4  # on CPUs a quarter of its logits exist at a time: their caches are small
 _ROWS = 256  # elsewhere, whose logits exist at a time: the KV cache takes the memory

@@ -14,13 +14,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.commands import Candidates, Int32, NewTokens, SampledSequence, SampleRequest, SampleResult
 from tinkerflow.backend.compute.sampler.constraints import Matcher
 from tinkerflow.backend.compute.sampler.pages import PageTable
 from tinkerflow.backend.compute.sampler.prompt_scores import PromptScores
 from tinkerflow.backend.compute.sampler.sampling import UniformStream, normal_temperature, normal_top_p
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 from tinkerflow.backend.compute.sampler.stops import StopDetector
+from tinkerflow.backend.spec.commands import Candidates, Int32, NewTokens, SampledSequence, SampleRequest, SampleResult
 
 
 @dataclass(frozen=True)

@@ -21,27 +21,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import (
-    Candidates,
-    Constraint,
-    GroupConfig,
-    LoraSpec,
-    NewTokens,
-    SampleProgress,
-    SampleRequest,
-    SampleResult,
-    SampleStep,
-)
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import FSDP, cache_mesh
-from tinkerflow.backend.compute.params import by_layer
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.models.params import by_layer
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.models.vision import Eyes, image_shift
 from tinkerflow.backend.compute.platforms import on_cpu, platform
 from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
@@ -55,13 +45,19 @@ from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache, usual_spec
 from tinkerflow.backend.compute.sampler.stops import Decode, StopDetector, load_decode
-from tinkerflow.backend.compute.transformer import Params
-from tinkerflow.backend.compute.vision import Eyes, image_shift
 from tinkerflow.backend.compute.warming import Program
-from tinkerflow.backend.errors import OUT_OF_MEMORY, UserError
-
-if TYPE_CHECKING:  # memory.py counts in this room's pages
-    from tinkerflow.backend.compute.memory import MemoryPlan
+from tinkerflow.backend.core.errors import OUT_OF_MEMORY, UserError
+from tinkerflow.backend.spec.commands import (
+    Candidates,
+    Constraint,
+    GroupConfig,
+    LoraSpec,
+    NewTokens,
+    SampleProgress,
+    SampleRequest,
+    SampleResult,
+    SampleStep,
+)
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +77,10 @@ class Sampler:
         params: Params,
         mesh: Mesh,
         config: GroupConfig,
-        plan: MemoryPlan,
         *,
+        pages: int,
+        states: int = 0,
+        snapshot_bytes: int | None = None,
         page: int = PAGE,
         prefill_budget: int | None = None,
         eyes: Eyes | None = None,
@@ -91,9 +89,11 @@ class Sampler:
         """An idle sampler.
 
         cfg, params: the base model. mesh: the devices that `params` are on. config: slots, chunk, context and the
-        number of resident snapshots. plan: how many pages the KV cache has, and what resident snapshots may take. page:
-        positions of a page, a multiple of 32. prefill_budget: prompt tokens, padding included, that one step prefills;
-        None: as many as two of the largest pieces have. eyes: the tower of models that see images.
+        number of resident snapshots. pages: of each shard of the KV cache, the page of zeros included. states: how many
+        sequences' states each shard holds for layers with linear attention. snapshot_bytes: how much of each device
+        resident snapshots may take; None: no limit. page: positions of a page, a multiple of 32. prefill_budget: prompt
+        tokens, padding included, that one step prefills; None: as many as two of the largest pieces have. eyes: the
+        tower of models that see images.
         weights: what `params` are, in errors.
         """
         self._weights = weights
@@ -105,7 +105,7 @@ class Sampler:
         self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, pieces=sizes, rows_are_dear=on_cpu())
         windows = {kind.window for kind in cfg.layer_kinds if kind.attends}
         window = max((one for one in windows if one), default=None) if None not in windows else None
-        self._pool = PagePool(plan.pages, shards=shards, page=page, states=plan.states, window=window)
+        self._pool = PagePool(pages, shards=shards, page=page, states=states, window=window)
         self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
         self._runs_ahead = not on_cpu()  # on CPUs, decoding after an end costs more than the host's work
@@ -123,14 +123,13 @@ class Sampler:
             eyes=eyes,
         )
         most = None if on_cpu() else config.resident_snapshots
-        most_bytes = plan.uses.snapshots if plan.uses else None
         self.snapshots = SnapshotCache(
             cfg,
             mesh,
             dtype.name,
             by_layer=params.apart,
             most_resident=most,
-            most_bytes=most_bytes,
+            most_bytes=snapshot_bytes,
             usual=usual,
             plain=self._runs_ahead,
         )

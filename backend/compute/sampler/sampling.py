@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinkerflow.backend.commands import Float32
 from tinkerflow.backend.compute.mesh import Array
+from tinkerflow.backend.spec.commands import Float32
 
 _TINY = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for 0
 _COLUMNS = 128

@@ -31,12 +31,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from tinkerflow.backend.commands import Int32, SampleResult
 from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup, PrefillJob, scope_for
 from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
 from tinkerflow.backend.compute.sampler.shapes import Shapes, at_least
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
+from tinkerflow.backend.spec.commands import Int32, SampleResult
 
 _MOST_OVERTAKING = 256  # sequences that go before a batch request that came earlier
 

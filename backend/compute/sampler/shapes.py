@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinkerflow.backend.compute.platforms import CPU
+from tinkerflow.backend.compute.platforms import CPU, RANK_COLUMNS
 
 SHORT_PROMPT = 128  # prompts up to this many tokens are prefilled together, longer ones alone
 PREFILL_ROWS = (1, 4, 16)
 LARGE_AFTER = 4  # a piece of the largest size is at most a quarter of what comes before it
-RANK_COLUMNS = 32
 _FACTOR = 4
 _FEW_SLOTS = 4  # a step of two takes nearly as long
 

@@ -25,19 +25,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.decoder import Projection
-from tinkerflow.backend.compute.families import projections
-from tinkerflow.backend.compute.grouped import Groups
-from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair, scale, shardings
-from tinkerflow.backend.compute.matmul import IN_PLACE, OfLayer
+from tinkerflow.backend.compute.kernels import adapter_gpu
+from tinkerflow.backend.compute.kernels.grouped import Groups
+from tinkerflow.backend.compute.kernels.matmul import IN_PLACE, OfLayer
 from tinkerflow.backend.compute.mesh import Array, put, replicated, to_host
-from tinkerflow.backend.compute.platforms import on_cpu
-from tinkerflow.backend.compute.sampler import adapter_gpu
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import Projection
+from tinkerflow.backend.compute.models.families import projections
+from tinkerflow.backend.compute.models.lora import Lora, LoraApply, LoraPair, scale, shardings
+from tinkerflow.backend.compute.platforms import RANK_COLUMNS, on_cpu
 from tinkerflow.backend.compute.sampler.adapter_runs import by_runs
-from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS, rank_columns
-from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.compute.sampler.shapes import rank_columns
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.ranks import RankRule, expert_rank
 
 _FEW_COLUMNS = 128  # by which all rows are multiplied on CPUs, too: by runs they take as long

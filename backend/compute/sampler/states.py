@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.deltanet import DeltaState, Pooled, empty_state
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, cache_mesh
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.layers.deltanet import DeltaState, Pooled, empty_state
 
 # Of rows that were taken out of the pool: [L, S, ...], or L of [S, ...] by layer. None in models without states.
 States = DeltaState | tuple[DeltaState, ...] | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerflow.backend.compute.mesh import to_host
+from tinkerflow.backend.compute.models.transformer import Seen
+from tinkerflow.backend.compute.models.vision import Eyes, image_positions
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillJob
-from tinkerflow.backend.compute.transformer import Seen
-from tinkerflow.backend.compute.vision import Eyes, image_positions
 
 
 class Views:

@@ -26,14 +26,21 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import LoraSpec, SampleProgress, SampleRequest, SampleResult, SampleStep, SnapshotHeld
-from tinkerflow.backend.compute import full
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.full import Trained
 from tinkerflow.backend.compute.mesh import put, replicated, to_host
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.sampler.sampler import Sampler
-from tinkerflow.backend.compute.transformer import Params
-from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.compute.training import full
+from tinkerflow.backend.compute.training.full import Trained
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.spec.commands import (
+    LoraSpec,
+    SampleProgress,
+    SampleRequest,
+    SampleResult,
+    SampleStep,
+    SnapshotHeld,
+)
 from tinkerflow.backend.spec.ranks import NOT_SAMPLED
 
 log = logging.getLogger(__name__)

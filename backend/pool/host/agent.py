@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.pool.host.devices import place_in_pod
 from tinkerflow.backend.pool.host.places import LocalWorker, generation_secret
 from tinkerflow.backend.pool.protocol import frames
@@ -37,8 +38,7 @@ from tinkerflow.backend.pool.protocol.messages import (
     Welcome,
 )
 from tinkerflow.backend.pool.protocol.software import software
-from tinkerflow.backend.processes import free_port
-from tinkerflow.backend.retry import Restarts
+from tinkerflow.backend.supervise.processes import free_port
 
 log = logging.getLogger(__name__)
 

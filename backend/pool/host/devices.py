@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 log = logging.getLogger(__name__)
 

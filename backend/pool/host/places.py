@@ -14,8 +14,8 @@ from typing import Protocol
 import tinkerflow
 from tinkerflow.backend.pool.host.devices import expected
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec
-from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.supervise import ChildProcess, Ending
+from tinkerflow.backend.supervise.processes import free_port
 
 _PACKAGES = Path(tinkerflow.__file__).parents[1]
 _MALLOC = {  # C libraries without tunables ignore them

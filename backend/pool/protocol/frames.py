@@ -26,8 +26,8 @@ from typing import Any, get_args, get_type_hints
 import msgpack
 import numpy as np
 
-from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
 from tinkerflow.backend.pool.protocol.messages import HostMessage, WorkerMessage
+from tinkerflow.backend.spec.commands import Command, GroupConfig, GroupInfo, Reply
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
 Buffer = bytes | memoryview

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tinkerflow.backend import errors
-from tinkerflow.backend.checkpoint import Digest
-from tinkerflow.backend.commands import Command, FetchState, GroupConfig, WriteState
+from tinkerflow.backend.core import errors
+from tinkerflow.backend.spec.checkpoint import Digest
+from tinkerflow.backend.spec.commands import Command, FetchState, GroupConfig, WriteState
 
 # The errors that an executor may raise by name: it cannot pretend that its group failed. Only classes of
-# backend/errors.py: classes that other rooms derive take more than a message, and no executor raises them.
+# backend/core/errors.py: classes that other rooms derive take more than a message, and no executor raises them.
 _ERRORS: dict[str, type[errors.TinkerflowError]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -85,7 +85,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Failed:
-    """A command's outcome in place of a Reply: the name of an error of tinkerflow.backend.errors, and its message."""
+    """A command's outcome in place of a Reply: the name of an error in backend/core/errors.py, and its message."""
 
     error: str
     message: str

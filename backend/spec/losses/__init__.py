@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.core.errors import UserError, broken, shown
 from tinkerflow.backend.spec.limits import Bounds
 from tinkerflow.backend.spec.registry import registered
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.core.errors import UserError, broken, shown
 from tinkerflow.backend.spec.limits import Bounds
 from tinkerflow.backend.spec.registry import registered
 

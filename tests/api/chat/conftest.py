@@ -14,9 +14,9 @@ import pytest
 import tokenizers
 from tests.api.conftest import BASE, KEY, Engine, Running, card_json
 
-from tinkerflow.backend.commands import SampledSequence, SampleResult
+from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.journal import Journal, Outcome, Pending
-from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.spec.commands import SampledSequence, SampleResult
 from tinkerflow.backend.wire import SampleBody, encode_sample, parse
 from tinkerflow.deployments.tiny_model import VOCAB, make_tiny
 

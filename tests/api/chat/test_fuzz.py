@@ -16,8 +16,8 @@ from tests.api.chat.test_openai import CALL, TOOLS
 from tests.api.conftest import BASE, KEY, Running
 from tests.api.fuzz import _BYTES, _EDITS, broken, edited
 
-from tinkerflow.backend.commands import Candidates, SampledSequence, SampleResult
 from tinkerflow.backend.journal import Outcome, Pending
+from tinkerflow.backend.spec.commands import Candidates, SampledSequence, SampleResult
 from tinkerflow.backend.wire import SampleBody, encode_sample, parse
 
 OPENAI = {

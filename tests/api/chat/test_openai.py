@@ -15,10 +15,10 @@ from sqlmodel import col
 from tests.api.chat.conftest import END, Speaker
 from tests.api.conftest import BASE, KEY, Running
 
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import Journal, Outcome, Pending
 from tinkerflow.backend.journal.tables import Request
-from tinkerflow.backend.model_card import ModelCard
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 TOOLS: Any = [

@@ -21,9 +21,9 @@ from tests.api.conftest import BASE
 from tinkerflow.api import generation
 from tinkerflow.api.chat import pictures
 from tinkerflow.api.models import Target
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Journal, Outcome, Pending
-from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import SampleBody, parse, sample_request
 from tinkerflow.backend.wire.images import pixels_of

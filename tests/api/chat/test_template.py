@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tinkerflow.api.chat.template import load_template
-from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.deployments.tiny_model import make_tiny
 
 TEMPLATES = {

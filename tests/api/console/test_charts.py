@@ -8,7 +8,7 @@ import re
 from xml.etree import ElementTree
 
 from tinkerflow.api.console.charts import bars, chart
-from tinkerflow.backend.plot import Line
+from tinkerflow.backend.core.plot import Line
 
 
 def svg_of(figure: str) -> ElementTree.Element:

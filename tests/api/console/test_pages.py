@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.api.console.conftest import of_checkpoint
 
-from tinkerflow.backend.champions import champion_key
+from tinkerflow.backend.catalog.champions import champion_key
 from tinkerflow.backend.store.blobs import open_blobs
 
 EMPTY = {
@@ -140,7 +140,7 @@ def test_a_checkpoint_has_its_lineage_and_what_can_be_done(browser: Any, server:
 
 
 def test_the_pool_shows_parts_groups_memory_and_who_waits(browser: Any, server: Any, furnish: Any) -> None:
-    from tinkerflow.backend.commands import CompileStatus, GroupInfo
+    from tinkerflow.backend.spec.commands import CompileStatus, GroupInfo
 
     furnish()
     journal = server.journal

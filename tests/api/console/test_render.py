@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from tinkerflow.api.console.render import number, path_parts, seconds, size, when
-from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.core.clock import SystemClock
 
 
 def test_numbers_and_sizes() -> None:

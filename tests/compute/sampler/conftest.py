@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from tests.compute.conftest import FAMILY_SHAPE, random_model
 
-from tinkerflow.backend.commands import GroupConfig, LoraSpec
-from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.lora import Lora, init_lora
-from tinkerflow.backend.compute.memory import plan_group
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.params import load_params
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.lora import Lora, init_lora
+from tinkerflow.backend.compute.models.params import load_params
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.planning.memory import plan_group
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
-from tinkerflow.backend.compute.training_memory import Budget
-from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.training.budget import Budget
+from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 
 VOCAB = 320
 CONTEXT = 600
@@ -60,8 +60,17 @@ class Tiny:
     ) -> Sampler:
         config = self.config(**changes)
         plan = plan_group(self.cfg, config)
-        plan = replace(plan, pages=pages or plan.pages)
-        return Sampler(self.cfg, self.params, self.mesh, config, plan, page=page, prefill_budget=prefill_budget)
+        return Sampler(
+            self.cfg,
+            self.params,
+            self.mesh,
+            config,
+            pages=pages or plan.pages,
+            states=plan.states,
+            snapshot_bytes=plan.snapshot_bytes,
+            page=page,
+            prefill_budget=prefill_budget,
+        )
 
 
 def _save(folder: Path, architecture: str) -> None:
@@ -180,10 +189,10 @@ def prompt() -> Callable[..., list[int]]:
 @pytest.fixture(scope="session")
 def training_logprobs() -> Callable[..., np.ndarray[Any, Any]]:
     """training_logprobs(tiny, lora, tokens): what the training forward says of tokens[1:], float32 [T - 1]."""
-    from tinkerflow.backend.commands import Example
-    from tinkerflow.backend.compute.losses import choose
-    from tinkerflow.backend.compute.packing import pack
-    from tinkerflow.backend.compute.train import make_steps, to_devices
+    from tinkerflow.backend.compute.training.losses import choose
+    from tinkerflow.backend.compute.training.packing import pack
+    from tinkerflow.backend.compute.training.train import make_steps, to_devices
+    from tinkerflow.backend.spec.commands import Example
 
     def run(tiny: Tiny, lora: Lora | None, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         lora = lora or init_lora(tiny.cfg, LoraSpec(rank=1), 0)

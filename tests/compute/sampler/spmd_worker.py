@@ -30,14 +30,21 @@ def main() -> None:
             heartbeat_timeout_seconds=30,
             shutdown_timeout_seconds=10,
         )
-    from tinkerflow.backend.commands import Adjustments, Constraint, GroupConfig, LoraSpec, SampleRequest, SampleStep
-    from tinkerflow.backend.compute.families import load_config
-    from tinkerflow.backend.compute.lora import init_lora
-    from tinkerflow.backend.compute.memory import plan_group
     from tinkerflow.backend.compute.mesh import make_mesh
-    from tinkerflow.backend.compute.params import load_params
+    from tinkerflow.backend.compute.models.families import load_config
+    from tinkerflow.backend.compute.models.lora import init_lora
+    from tinkerflow.backend.compute.models.params import load_params
+    from tinkerflow.backend.compute.planning.memory import plan_group
     from tinkerflow.backend.compute.sampler import Sampler
     from tinkerflow.backend.compute.sampler import sampler as sampler_module
+    from tinkerflow.backend.spec.commands import (
+        Adjustments,
+        Constraint,
+        GroupConfig,
+        LoraSpec,
+        SampleRequest,
+        SampleStep,
+    )
 
     if told["ahead"]:
         sampler_module.on_cpu = lambda: False
@@ -46,7 +53,10 @@ def main() -> None:
     )
     cfg, mesh = load_config(told["folder"]), make_mesh(told["fsdp"], told["tensor"])
     params = load_params(cfg, told["folder"], mesh, "float32")
-    sampler = Sampler(cfg, params, mesh, config, plan_group(cfg, config))
+    plan = plan_group(cfg, config)
+    sampler = Sampler(
+        cfg, params, mesh, config, pages=plan.pages, states=plan.states, snapshot_bytes=plan.snapshot_bytes
+    )
     spec = LoraSpec(4)
     lora = init_lora(cfg, spec, 0)
     for pair in lora.layers.values():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute.lora import LoraPair
-from tinkerflow.backend.compute.sampler.adapter_gpu import in_place
+from tinkerflow.backend.compute.kernels.adapter_gpu import in_place
+from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
 
 WIDTH, LAYERS, INS, OUTS = 160, 2, 700, 70  # sums in two parts; tiles that neither inputs nor outputs fill

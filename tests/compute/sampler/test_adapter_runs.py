@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close, close_logprobs
 
-from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.lora import LoraPair
+from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.sampler import snapshot_cache
 from tinkerflow.backend.compute.sampler.adapter_runs import by_runs
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
+from tinkerflow.backend.spec.commands import LoraSpec
 
 WIDTH = 256
 PLACES = [(0, 32), (32, 40), (40, 168), (176, 200), (224, 256)]  # one begins in the middle of a block, and is wide

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkerflow.backend.commands import Adjustments, SampleStep
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.constraints import everything
 from tinkerflow.backend.compute.sampler.decode import decode
+from tinkerflow.backend.spec.commands import Adjustments, SampleStep
 
 VOCAB = 40
 WISHES = {

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from tests.compute.sampler.tokenizer import END, save_tokenizer
 
-from tinkerflow.backend.commands import Adjustments, Constraint
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.constraints import everything, new_matcher, words
 from tinkerflow.backend.compute.sampler.decode import decode
 from tinkerflow.backend.compute.sampler.model import SamplerModel
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import Adjustments, Constraint
 
 SCHEMA = {
     "type": "object",

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from tests.compute.sampler.conftest import make_tiny
 
-from tinkerflow.backend.compute import grouped_gpu
-from tinkerflow.backend.compute.params import by_layer
+from tinkerflow.backend.compute.kernels import adapter_gpu, grouped_gpu
+from tinkerflow.backend.compute.models.params import by_layer
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
-from tinkerflow.backend.compute.sampler import adapter_gpu
 from tinkerflow.backend.compute.sampler import decode as decode_module
 from tinkerflow.backend.compute.sampler.decode import Rows, decode, layers
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache

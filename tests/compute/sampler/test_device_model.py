@@ -16,14 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import Adjustments, Constraint, PromptWishes, SampleRequest, SampleResult, SampleStep
-from tinkerflow.backend.compute.config import LayerKind
 from tinkerflow.backend.compute.mesh import FSDP
+from tinkerflow.backend.compute.models.config import LayerKind
 from tinkerflow.backend.compute.platforms import CPU, CUDA
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.pages import PageTable
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores
-from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.spec.commands import (
+    Adjustments,
+    Constraint,
+    PromptWishes,
+    SampleRequest,
+    SampleResult,
+    SampleStep,
+)
 
 STOP, VOCABULARY = 99, 97
 Cell = tuple[int, Any, bool] | None  # a digest of the tokens up to here, the snapshot, whether it is finite
@@ -278,9 +285,9 @@ def test_random_traffic(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch)
     cfg: Any = SimpleNamespace(max_positions=10**6, vocab=100, layer_kinds=kinds, split_heads=1)
     params: Any = SimpleNamespace(embed_VD=SimpleNamespace(dtype=SimpleNamespace(name="float32")), apart=True)
     mesh: Any = SimpleNamespace(shape={FSDP: shards})
-    plan: Any = SimpleNamespace(pages=chance.choice([3, 5, 9, 40]), states=0, uses=None)
+    pages = chance.choice([3, 5, 9, 40])
     budget = chance.choice([32, 200, 1024])
-    sampler = sampler_module.Sampler(cfg, params, mesh, config, plan, page=32, prefill_budget=budget)
+    sampler = sampler_module.Sampler(cfg, params, mesh, config, pages=pages, page=32, prefill_budget=budget)
     snapshots: Any = sampler.snapshots
     snapshots.held |= {name: Snapshot(name, wild=name == "wild") for name in ("tame", "wild")}
 
@@ -320,5 +327,5 @@ def test_random_traffic(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch)
     devices: Any = sampler._model
     devices.settle()
     for shard in range(shards):
-        assert not any(devices.cells[shard * plan.pages]), "the page of zeros is not empty"
+        assert not any(devices.cells[shard * pages]), "the page of zeros is not empty"
         assert all(cell is None or cell[2] for page in sampler.pages._free[shard] for cell in devices.cells[page])

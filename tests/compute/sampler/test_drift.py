@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.spec.commands import (
     CreateAdapter,
     Example,
     Forward,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
 
-from tinkerflow.backend.commands import Example, ExportAdapter, LoraSpec, PublishSnapshot
-from tinkerflow.backend.compute.families import load_config
+from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, usual_spec, widths_of
+from tinkerflow.backend.spec.commands import Example, ExportAdapter, LoraSpec, PublishSnapshot
 
 
 @pytest.mark.parametrize(

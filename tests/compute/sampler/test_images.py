@@ -12,7 +12,11 @@ import pytest
 import torch
 from tests.compute.conftest import IMAGE_TOKEN, Reference, build, inputs_of, random_example, seeing
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.compute.compiles import CompileCounter
+from tinkerflow.backend.compute.executor import Executor
+from tinkerflow.backend.compute.models.vision import Eyes
+from tinkerflow.backend.compute.sampler.sampler import Sampler
+from tinkerflow.backend.spec.commands import (
     CreateAdapter,
     Example,
     Forward,
@@ -22,10 +26,6 @@ from tinkerflow.backend.commands import (
     SampleResult,
     SampleStep,
 )
-from tinkerflow.backend.compute.compiles import CompileCounter
-from tinkerflow.backend.compute.executor import Executor
-from tinkerflow.backend.compute.sampler.sampler import Sampler
-from tinkerflow.backend.compute.vision import Eyes
 
 LENGTH = 200  # tokens of the longest prompt: more than a page
 IMAGES = ((20, 2, 3), (120, 4, 4))  # the second one lies across the end of a page

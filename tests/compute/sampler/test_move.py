@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
 
-from tinkerflow.backend.commands import LoraSpec, SampleStep
 from tinkerflow.backend.compute.compiles import CompileCounter
-from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.spec.commands import LoraSpec, SampleStep
 
 
 def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(

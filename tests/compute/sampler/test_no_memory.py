@@ -10,11 +10,11 @@ import jax
 import pytest
 from tests.compute.closeness import close_logprobs
 
-from tinkerflow.backend.commands import Constraint, LoraSpec, SampleStep
 from tinkerflow.backend.compute.sampler import model as model_module
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.constraints import everything
 from tinkerflow.backend.compute.sampler.model import SamplerModel
+from tinkerflow.backend.spec.commands import Constraint, LoraSpec, SampleStep
 
 
 def requests_in(work: Any) -> set[str]:

@@ -13,12 +13,13 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import get_min_heads_per_blk
 from tests.compute.sampler.test_kv_cache import PAGE, scattered
 
-from tinkerflow.backend.commands import CacheFormat
-from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.kernels import paged_gpu, paged_tpu
 from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
-from tinkerflow.backend.compute.sampler import kv_cache, paged_gpu, paged_tpu
+from tinkerflow.backend.compute.sampler import kv_cache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, cache_sharding, empty_cache
+from tinkerflow.backend.spec.commands import CacheFormat
 
 ENDS = {1: [160, 129, 128, 65, 33, 32, 2, 1], 32: [160, 96, 64, 32]}  # by queries of a row: its last position + 1
 

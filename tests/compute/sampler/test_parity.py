@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
 
-from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.spec.commands import LoraSpec
 
 
 def hugging_face(folder: Any, prompt: list[int], tokens: int) -> list[int]:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import LoraSpec, PromptWishes, SampleRequest, SampleResult, SampleStep
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.model import SamplerModel
+from tinkerflow.backend.spec.commands import LoraSpec, PromptWishes, SampleRequest, SampleResult, SampleStep
 
 SPEC = LoraSpec(4)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
 
-from tinkerflow.backend.commands import NO_LOGPROB, PromptWishes
 from tinkerflow.backend.compute.sampler.sampling import ALTERNATIVES, UniformStream
+from tinkerflow.backend.spec.commands import NO_LOGPROB, PromptWishes
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from tests.compute.closeness import close_logprobs
 from tests.compute.sampler.conftest import make_tiny
 from tests.compute.sampler.tokenizer import END, save_tokenizer
 
-from tinkerflow.backend.commands import Adjustments, Constraint, SampleStep
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.model import SamplerModel
+from tinkerflow.backend.spec.commands import Adjustments, Constraint, SampleStep
 
 SMALL = {"sample_slots": 4, "decode_chunk": 4}
 

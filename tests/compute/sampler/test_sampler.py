@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
 
-from tinkerflow.backend.commands import LoraSpec, SampledSequence, SampleStep
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
-from tinkerflow.backend.errors import ConflictError
+from tinkerflow.backend.core.errors import ConflictError
+from tinkerflow.backend.spec.commands import LoraSpec, SampledSequence, SampleStep
 
 
 def tokens_of(sequence: SampledSequence) -> list[int]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import PromptWishes, SampleRequest, SampleResult
 from tinkerflow.backend.compute.platforms import CUDA
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, prompt_scores
@@ -18,6 +17,7 @@ from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import make_shapes
 from tinkerflow.backend.compute.sampler.stops import StopDetector
+from tinkerflow.backend.spec.commands import PromptWishes, SampleRequest, SampleResult
 
 SHAPES = make_shapes(max_slots=16, fsdp=1)
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.lora import Lora, LoraPair, apply_one
+from tinkerflow.backend.compute.models.lora import Lora, LoraPair, apply_one
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache, placed, stack_apply
-from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.spec.commands import LoraSpec
 
 
 @pytest.fixture(params=[True, False], ids=["by layer", "stacked"])

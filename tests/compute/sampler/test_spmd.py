@@ -14,7 +14,7 @@ import pytest
 from tests.compute.closeness import close_logprobs
 from tests.compute.sampler.tokenizer import END, save_tokenizer
 
-from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.supervise.processes import free_port
 
 REPOSITORY = Path(__file__).parents[3]
 

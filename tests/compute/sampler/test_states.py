@@ -16,15 +16,15 @@ from tests.compute.closeness import close
 from tests.compute.sampler.conftest import Tiny, make_tiny
 from tests.compute.sampler.test_prefix_cache import assert_same
 
-from tinkerflow.backend.commands import SampleRequest, SampleStep
-from tinkerflow.backend.compute import delta_gpu, delta_tpu
-from tinkerflow.backend.compute.lora import Lora
+from tinkerflow.backend.compute.kernels import delta_gpu, delta_tpu
+from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler import decode as decode_module
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE, Key, PagePool, PageTable
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
+from tinkerflow.backend.spec.commands import SampleRequest, SampleStep
 
 
 @pytest.fixture(scope="module")

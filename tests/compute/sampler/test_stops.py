@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkerflow.backend.compute.sampler.stops import StopDetector, load_decode
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 
 PIECES = [bytes([byte]) for byte in range(256)] + [b"ab", b"bc", b"abc", "\u20ac".encode(), b"\xe2\x82", b" a", b"ENDx"]
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from tests.compute.conftest import Reference
 
-from tinkerflow.backend.commands import (
+from tinkerflow.backend.compute.executor import Executor
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.spec.commands import (
     CreateAdapter,
     DropSnapshot,
     Example,
@@ -24,8 +26,6 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleStep,
 )
-from tinkerflow.backend.compute.executor import Executor
-from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 ALL = LoraSpec(0)

@@ -12,9 +12,8 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from sqlalchemy.exc import OperationalError
 
-from tinkerflow.backend import tracing
-from tinkerflow.backend.commands import Command, Done, DropAdapter, ExportAdapter, OptimStep, SnapshotHeld
-from tinkerflow.backend.errors import (
+from tinkerflow.backend.core import tracing
+from tinkerflow.backend.core.errors import (
     DeadlineError,
     GroupFailedError,
     JournalBusyError,
@@ -23,6 +22,7 @@ from tinkerflow.backend.errors import (
     UserError,
 )
 from tinkerflow.backend.journal import Kind, ModelEnded, ModelState, Outcome
+from tinkerflow.backend.spec.commands import Command, Done, DropAdapter, ExportAdapter, OptimStep, SnapshotHeld
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.tasks.execution.operation import (
     INLINE_BYTES,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.commands import Command, CreateAdapter, Forward
-from tinkerflow.backend.errors import (
+from tinkerflow.backend.core.errors import (
     AllocationError,
     GroupFailedError,
     NotFoundError,
@@ -18,6 +17,7 @@ from tinkerflow.backend.errors import (
     TinkerflowError,
 )
 from tinkerflow.backend.journal import Kind, ModelState
+from tinkerflow.backend.spec.commands import Command, CreateAdapter, Forward
 from tinkerflow.tasks.execution.restore import restore
 from tinkerflow.tasks.execution.sequencer import Sequencer
 from tinkerflow.tasks.execution.state_transfers import take

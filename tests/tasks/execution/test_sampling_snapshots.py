@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tinkerflow.backend.commands import SnapshotHeld
+from tinkerflow.backend.spec.commands import SnapshotHeld
 from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkerflow.backend.errors import GroupFailedError
+from tinkerflow.backend.core.errors import GroupFailedError
 from tinkerflow.tasks.execution.sequencer import MOST_DETACHED, Saves, SaveState, Sequencer, Slot
 
 

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.checkpoint import RECOVERY
-from tinkerflow.backend.commands import AdapterKept, AdapterState, ExportAdapter, FetchState, StoredState, WriteState
-from tinkerflow.backend.errors import GroupFailedError, StoreError
+from tinkerflow.backend.core.errors import GroupFailedError, StoreError
 from tinkerflow.backend.journal import SnapshotTaken
+from tinkerflow.backend.spec.checkpoint import RECOVERY
+from tinkerflow.backend.spec.commands import (
+    AdapterKept,
+    AdapterState,
+    ExportAdapter,
+    FetchState,
+    StoredState,
+    WriteState,
+)
 from tinkerflow.backend.store import CheckpointMeta
 from tinkerflow.tasks.execution.sequencer import Sequencer
 from tinkerflow.tasks.execution.state_transfers import Copy, bring, take

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.errors import ConflictError, UserError
+from tinkerflow.backend.core.errors import ConflictError, UserError
 from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
 from tinkerflow.tasks.pipelines.scoring import Scores
 

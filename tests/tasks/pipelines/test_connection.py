@@ -11,7 +11,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.connection import ServerClients, connect
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines import DataCheckError, DataSource, check_data, load_rows
 from tinkerflow.tasks.pipelines.work import open_work
 

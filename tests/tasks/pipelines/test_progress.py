@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.work import open_work
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.rated import rated_rows
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines import DataSource, Renderer, check_data, load_examples, render
 from tinkerflow.tasks.pipelines.render import TokenizedExample
 

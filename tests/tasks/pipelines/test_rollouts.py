@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines.rl import group_centred, kl_advantages
 from tinkerflow.tasks.pipelines import Renderer, Row, parse_row
 from tinkerflow.tasks.pipelines.environments import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.champions import checked_name
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.catalog.champions import checked_name
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.connection import ServerClients
 from tinkerflow.tasks.pipelines.parameters import RunParameters
 from tinkerflow.tasks.pipelines.work import create_json, create_once, digest, open_work, read_json

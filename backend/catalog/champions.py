@@ -1,0 +1,47 @@
+"""Champions: which weights are the best so far under a name, as the pipelines keep them in their work folder.
+
+    champions/<name>/<n>.json     the champions of a name, one after another
+
+A new champion is a new entry, so the history stays. `tasks/pipelines/champions.py` writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.store.blobs import Blobs
+
+_FOLDER = "champions"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def champion_names(work: Blobs) -> list[str]:
+    """The names under which there are champions, sorted."""
+    return work.children(_FOLDER)
+
+
+def champion_key(name: str, number: int) -> str:
+    """Where the champion of `name` with this number lies."""
+    return f"{_folder(name)}/{number:08d}.json"
+
+
+def newest_champion(work: Blobs, name: str) -> dict[str, Any] | None:
+    """The newest champion of `name` as it was written; None when nothing has been promoted yet."""
+    folder = _folder(name)
+    numbers = sorted(work.children(folder))
+    return None if not numbers else dict(orjson.loads(work.read(f"{folder}/{numbers[-1]}")))
+
+
+def checked_name(field: str, value: str) -> str:
+    """The name `value`, which becomes a part of a key; UserError when it could lead to another folder."""
+    if not _NAME.fullmatch(value):
+        raise UserError(f"{field} {value!r}: must be 1 to 128 of A-Z a-z 0-9 . _ - and begin with a letter or digit")
+    return value
+
+
+def _folder(name: str) -> str:
+    return f"{_FOLDER}/{checked_name('champion', name)}"

@@ -1,0 +1,137 @@
+"""What the service knows of a base model without loading it: read from its Hugging Face folder, kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+from tinkerflow.backend.catalog.model_source import find_model
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.families import family_of, load_config
+from tinkerflow.backend.compute.models.vision_config import open_processor
+from tinkerflow.backend.compute.weights.files import open_tensors, read_object
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.ids import hub_name
+from tinkerflow.backend.spec.commands import GroupInfo
+from tinkerflow.backend.spec.images import ImageProcessor
+from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT, MODEL_CONTEXT
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A base model in a few facts.
+
+    name: as it was given, and as clients call it. path: the absolute folder that holds it on this machine.
+    tokenizer_id: what `transformers.AutoTokenizer.from_pretrained` takes: the hub id, or the folder.
+    max_context: the longest sequence served, in tokens. eos_token_ids: what ends an answer; may be empty.
+    context_rule: why no longer sequence is served, as an error says it. parameters: numbers in the weights, a tied
+    unembedding counted once. experts_per_token: 0 without experts.
+    """
+
+    name: str
+    path: str
+    tokenizer_id: str
+    architecture: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    parameters: int
+    tied: bool
+    experts_per_token: int = 0
+    context_rule: str = MODEL_CONTEXT
+
+    @classmethod
+    def load(cls, name: str, *, max_context: int = 0) -> Self:
+        """The card of the model that `name` means (`find_model`), which is copied to this host on first use.
+
+        max_context 0 = what the model allows, up to 32768. UserError says what is missing, unreadable or not supported.
+        """
+        folder = find_model(name)
+        config = load_config(folder, name=name)
+        if not (folder / TOKENIZER).is_file():
+            raise UserError(f"base model {name!r}: {folder} has no {TOKENIZER}; a fast tokenizer's file is needed")
+        of_the_hub = hub_name(name)
+        return cls(
+            name=name,
+            path=str(folder),
+            tokenizer_id=str(folder) if of_the_hub is None else of_the_hub[0],
+            architecture=config.architecture,
+            vocab_size=config.vocab,
+            max_context=context_of(name, config, max_context),
+            eos_token_ids=_eos(name, folder, config),
+            parameters=_count_parameters(name, folder, config),
+            tied=config.tied,
+            experts_per_token=config.experts_per_token,
+        )
+
+    def served_by(self, group: GroupInfo) -> Self:
+        """The card with the context that fits the devices of the group that serves the model."""
+        if group.context >= self.max_context:
+            return self
+        return replace(self, max_context=group.context, context_rule=group.context_rule)
+
+    def to_json(self) -> str:
+        """The card as a JSON object."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`, also of cards from before a field existed; ValueError when it is not a card."""
+        values = json.loads(text)
+        known = {field.name for field in fields(cls)}
+        needed = {field.name for field in fields(cls) if field.default is MISSING}
+        if not isinstance(values, dict) or not needed <= set(values) <= known:
+            raise ValueError(f"not a model card: {text[:80]!r}; it must be an object with {', '.join(sorted(known))}")
+        return cls(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
+
+
+@cache
+def image_processor(folder: str) -> ImageProcessor | None:
+    """The image processor of the model in a card's folder; None when the model takes text.
+
+    UserError when it asks for something not done here.
+    """
+    return open_processor(load_config(folder), folder)
+
+
+def context_of(name: str, config: ModelConfig, wanted: int) -> int:
+    """The longest sequence to serve of a model, in tokens; UserError when `wanted` is more than it allows.
+
+    wanted: 0 = what it allows, up to 32768.
+    """
+    if wanted > config.max_positions:
+        raise UserError(f"base model {name!r}: max_context {wanted}; the model allows at most {config.max_positions}")
+    return wanted or min(config.max_positions, DEFAULT_MAX_CONTEXT)
+
+
+def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
+    """generation_config.json is what generation follows; config.json is the fallback, as in transformers."""
+    for file in ("generation_config.json", "config.json"):
+        path = folder / file
+        values = read_object(path, name) if path.is_file() else {}
+        text = values.get("text_config") or {}  # of a model that also sees images
+        ids = values.get("eos_token_id", text.get("eos_token_id"))
+        if ids is not None:
+            found = tuple(ids) if isinstance(ids, list) else (ids,)
+            if not all(isinstance(i, int) and 0 <= i < config.vocab for i in found):
+                raise UserError(
+                    f"base model {name!r}: eos_token_id {ids!r} in {file}; must be ids in 0..{config.vocab - 1}"
+                )
+            return found
+    return ()
+
+
+def _count_parameters(name: str, folder: Path, config: ModelConfig) -> int:
+    family = family_of(config)
+    tensors = family.unpack(config, open_tensors(folder, name))
+    shapes = {tensor: stored.shape for tensor, stored in tensors.items() if not tensor.startswith(family.skipped)}
+    if config.tied:
+        unembed = family.projections(config)["unembed"]
+        shapes.pop(f"{unembed.module}.weight", None)  # some exports store the shared matrix twice
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,6 +1,0 @@
-"""Llama 3: a dense decoder, its rotary frequencies stretched by Llama 3's rule."""
-
-from tinkerflow.backend.compute.decoder import decoder_config
-from tinkerflow.backend.compute.families import Family
-
-FAMILY = Family(model_type="llama", title="Llama 3", parse=decoder_config)

@@ -1,8 +1,0 @@
-"""Qwen3: a dense decoder with norms on each head of q and k."""
-
-from functools import partial
-
-from tinkerflow.backend.compute.decoder import decoder_config
-from tinkerflow.backend.compute.families import Family
-
-FAMILY = Family(model_type="qwen3", title="Qwen3", parse=partial(decoder_config, qk_norm=True))

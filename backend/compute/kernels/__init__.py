@@ -1,0 +1,19 @@
+"""Kernels for CPU, NVIDIA GPU and TPU: attention, softmax, grouped and small matmuls, gated DeltaNet.
+
+`NAME.py` is what models call; `NAME_gpu.py` and `NAME_tpu.py` are its kernels.
+"""
+
+__all__ = [
+    "adapter_gpu",
+    "delta_gpu",
+    "delta_tpu",
+    "flash",
+    "grouped",
+    "grouped_gpu",
+    "matmul",
+    "paged_gpu",
+    "paged_tpu",
+    "softmax",
+    "softmax_gpu",
+    "softmax_tpu",
+]

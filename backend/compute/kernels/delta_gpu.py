@@ -1,0 +1,71 @@
+"""One token of linear attention on GPUs, in the pool of states where it lies: a Pallas kernel through Triton.
+
+XLA takes the states of a batch out of the pool, goes over them once for the decay and what is read, once for the
+change and once for the query, and puts them back. This kernel reads a head's matrix once, and writes it once.
+
+A program has some of the columns of one head of one row: columns of a state do not depend on each other. It sums in
+one order, so results come out alike each time.
+
+Letters: those of `deltanet`, with L layers and N states; w, t: a program's tile of k and v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from tinkerflow.backend.compute.kernels.grouped_gpu import side
+
+_COLUMNS = 32  # of a tile, of which a row is 128 bytes
+
+
+def step(
+    S_LNHkv: jax.Array,
+    layer: jax.Array,
+    places_B: jax.Array,
+    q_BHk: jax.Array,
+    k_BHk: jax.Array,
+    v_BHv: jax.Array,
+    decay_BH: jax.Array,
+    beta_BH: jax.Array,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """What one token of each row reads, [B, H, v], and the pool, updated in place. Everything is float32.
+
+    S_LNHkv: the states of all layers. layer: int32 scalar. places_B int32: the row's state; 0 = none, which is read and
+    not written. q_BHk: scaled. k_BHk, v_BHv, beta_BH: as in `deltanet`. decay_BH: what is left of the state; where it
+    is 0, the state counts as zeros whatever it holds. interpret: run the kernel on a CPU, for tests.
+    """
+    (_, _, H, k, v), B = S_LNHkv.shape, len(places_B)
+    w, t = pl.next_power_of_2(k), side(v, _COLUMNS)
+
+    def kernel(S_ref: Any, layer_ref: Any, place_ref: Any, *refs: Any) -> None:
+        q_ref, k_ref, v_ref, decay_ref, beta_ref, o_ref, new_ref = refs
+        row, head, first = pl.program_id(2), pl.program_id(1), pl.program_id(0) * t
+        place, ins, outs = place_ref[row], jnp.arange(w) < k, first + jnp.arange(t) < v
+        here, there_wt = (layer_ref[0], place, head, pl.ds(0, w), pl.ds(first, t)), ins[:, None] & outs[None]
+        decay = decay_ref[row, head]
+        S_wt = triton.load(S_ref.at[here], mask=there_wt, other=0)
+        S_wt = jnp.where(decay == 0, 0, S_wt * decay)
+        q_w1, k_w1 = (triton.load(ref.at[row, head, pl.ds(0, w)], mask=ins, other=0)[:, None] for ref in (q_ref, k_ref))
+        wanted_t = triton.load(v_ref.at[row, head, pl.ds(first, t)], mask=outs, other=0)
+        change_t = (wanted_t - jnp.sum(S_wt * k_w1, axis=0)) * beta_ref[row, head]
+        S_wt = S_wt + k_w1 * change_t[None]
+        triton.store(o_ref.at[row, head, pl.ds(first, t)], jnp.sum(S_wt * q_w1, axis=0), mask=outs)
+        triton.store(new_ref.at[here], S_wt, mask=there_wt & (place > 0))
+
+    o_BHv, S_LNHkv = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(v_BHv.shape, jnp.float32), jax.ShapeDtypeStruct(S_LNHkv.shape, jnp.float32)],
+        grid=(pl.cdiv(v, t), H, B),
+        input_output_aliases={0: 1},
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="delta_step",
+    )(S_LNHkv, jnp.reshape(layer, 1), places_B, q_BHk, k_BHk, v_BHv, decay_BH, beta_BH)
+    return o_BHv, S_LNHkv

@@ -1,0 +1,19 @@
+"""Decoder models as pure functions on pytrees: configs, families, layers, adapters and images.
+
+`config`, `families` and the modules that they import do not load JAX, so the API and the engine can read them.
+"""
+
+__all__ = [
+    "config",
+    "decoder",
+    "families",
+    "layer_loop",
+    "layers",
+    "long_rows",
+    "lora",
+    "params",
+    "peft_names",
+    "transformer",
+    "vision",
+    "vision_config",
+]

@@ -1,0 +1,17 @@
+"""Gemma 3 as it is published with 4B parameters and more: the text model, and a part that sees images (not loaded)."""
+
+from tinkerflow.backend.compute.models.families.gemma3_text import FAMILY as TEXT_MODEL
+from tinkerflow.backend.compute.models.families.gemma3_text import gemma_tensors
+from tinkerflow.backend.compute.models.vision_text import inside
+
+# transformers' defaults, which Google's files leave out.
+_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+
+FAMILY = inside(TEXT_MODEL, model_type="gemma3", title="Gemma 3", tensors=gemma_tensors, defaults=_DEFAULTS)

@@ -1,0 +1,194 @@
+"""The loop over the layers of a model, alike or not.
+
+Layers of one kind are computed by one loop. Where kinds alternate (three layers with a window, one without), the loop
+goes over what repeats, and computes the layers of a period one after the other. A matrix is stacked over those layers
+that have it (`families.layers_with`), so layers with other matrices take no room in each other's stacks.
+
+Letters: L layers that have a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from tinkerflow.backend.compute.kernels.matmul import OfLayer
+from tinkerflow.backend.compute.models.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.models.families import layers_with
+from tinkerflow.backend.compute.models.lora import LoraPair
+
+LayerParams = Mapping[str, Any]  # arrays, and Weights where a matrix is multiplied
+LayerPairs = Mapping[str, Any]  # LoraPair, and OfLayer of them
+Carry = TypeVar("Carry")
+# layer(kind, carry, (place, weights, adapter pairs)) -> the next carry
+Layer = Callable[[LayerKind, Carry, tuple[Any, LayerParams, LayerPairs]], Carry]
+Step = Callable[[Carry, Any], Carry]
+
+
+def over_layers(
+    cfg: ModelConfig,
+    layer: Layer[Carry],
+    carry: Carry,
+    params: LayerParams | tuple[LayerParams, ...],
+    lora: LayerPairs,
+    in_place: frozenset[str] = frozenset(),
+    kept: Callable[[Step[Carry]], Step[Carry]] = lambda step: step,
+    grouped: bool = False,
+) -> Carry:
+    """The carry after `layer` of every layer.
+
+    cfg: has the kinds. layer: is given its kind, the carry, and (place, weights, adapter pairs) of the layer. Its place
+    is that of `ModelConfig.place`. The kind is known when it is traced, the place only if the
+    weights are by layer. carry: what the first layer is given. params: stacked weights are looped over; weights by
+    layer are computed one after the other. lora: stacked or by layer, as `params` are. in_place: the stacked matrices
+    of which, and of whose pairs, `layer` is given `OfLayer`. kept: `jax.checkpoint` of a step, with what a backward
+    pass keeps of it. A step takes a layer's weights out of their stack itself: as its arguments, copies of them all
+    would be kept, too. grouped: a backward pass keeps what `kept` keeps of one group of layers at a time (`groups`),
+    and of the other groups only the carry before them, so it computes each group again; stacked weights only.
+    """
+    kinds = cfg.layer_kinds
+    if isinstance(params, tuple):
+        homes = layers_with(cfg)
+        for number, (kind, weights) in enumerate(zip(kinds, params, strict=True)):
+            places = {name: homes[name].index(number) for name in lora if number in homes[name]}
+            pairs = {name: LoraPair(A=lora[name].A[place], B=lora[name].B[place]) for name, place in places.items()}
+            carry = kept(partial(layer, kind))(carry, (cfg.place(number), weights, pairs))
+        return carry
+    if grouped:
+        for start, period, repeats, size in groups(kinds):
+            run = partial(_run, start=start, period=period, repeats=repeats, group=size)
+            carry = run(cfg, layer, carry, params, lora, in_place, kept)
+        return carry
+    for start, period, repeats in runs(kinds):
+        if period == 1 and repeats == cfg.layers:
+            sliced, pairs = (
+                {name: stack for name, stack in stacks.items() if name not in in_place} for stacks in (params, lora)
+            )
+
+            def once(carry: Carry, stacked: tuple[Any, LayerParams, LayerPairs]) -> Carry:
+                number, weights, pairs = stacked
+                whole, adapted = (
+                    {name: OfLayer(stacks[name], number) for name in in_place if name in stacks}
+                    for stacks in (params, lora)
+                )
+                return kept(partial(layer, kinds[0]))(carry, (number, {**weights, **whole}, {**pairs, **adapted}))
+
+            return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), sliced, pairs))
+        carry = _run(cfg, layer, carry, params, lora, in_place, kept, start=start, period=period, repeats=repeats)
+    return carry
+
+
+def runs(kinds: tuple[LayerKind, ...]) -> Iterator[tuple[int, int, int]]:
+    """(start, period, repeats) of what repeats, in order: layers from `start`, `period` of them, `repeats` times.
+
+    From the first layer on, each run is the one that holds the most layers, and of these the one with the shortest
+    period.
+    """
+    start = 0
+    while start < len(kinds):
+        period, repeats = 1, 1
+        for length in range(1, (len(kinds) - start) // 2 + 1):
+            times = 1
+            while kinds[start + times * length :][:length] == kinds[start:][:length]:
+                times += 1
+            if times > 1 and times * length > period * repeats:
+                period, repeats = length, times
+        yield start, period, repeats
+        start += period * repeats
+
+
+def groups(kinds: tuple[LayerKind, ...]) -> Iterator[tuple[int, int, int, int]]:
+    """(start, period, repeats, size), as of `runs`, in order: `size` repeats, which divide `repeats`, are a group.
+
+    The sizes are those that keep the fewest carries: one before each group, and one before each layer of a group. What
+    a size leaves of a run is a group of its own.
+    """
+    for start, period, repeats in runs(kinds):
+        size = min(range(1, repeats + 1), key=lambda size: (-(-repeats // size) + size * period, repeats % size))
+        rest = repeats % size
+        yield start, period, repeats - rest, size
+        if rest:
+            yield start + (repeats - rest) * period, period, rest, rest
+
+
+def kept_carries(kinds: tuple[LayerKind, ...]) -> int:
+    """How many layers' carries a backward pass by `groups` keeps at the same time, at most."""
+    found = list(groups(kinds))
+    return sum(repeats // size for _, _, repeats, size in found) + max(size * period for _, period, _, size in found)
+
+
+def _run(
+    cfg: ModelConfig,
+    layer: Layer[Carry],
+    carry: Carry,
+    params: LayerParams,
+    lora: LayerPairs,
+    in_place: frozenset[str],
+    kept: Callable[[Step[Carry]], Step[Carry]],
+    *,
+    start: int,
+    period: int,
+    repeats: int,
+    group: int = 0,
+) -> Carry:
+    """The carry after one of `runs`, or of `groups`."""
+    homes, kinds = layers_with(cfg), cfg.layer_kinds
+    numbers = range(start, start + period)
+
+    def each(of: tuple[int, ...]) -> int:
+        """How many of a period's layers are among these."""
+        return sum(number in of for number in numbers)
+
+    def own(name: str) -> slice:
+        first = sum(number < start for number in homes[name])
+        return slice(first, first + repeats * each(homes[name]))
+
+    def one(number: int, carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
+        step, pairs = stacked
+        kind = kinds[number]
+        home: Any = cfg.place(number)
+        if kind.shares is None:
+            home = home + step * each(cfg.numbers(kind.mixer))
+        # A weight is taken out of the whole stack: a part of a stack would be a copy.
+        own_places = {
+            name: homes[name].index(number) + step * each(homes[name]) for name in params if number in homes[name]
+        }
+        weights = {
+            name: OfLayer(params[name], place)
+            if name in in_place
+            else jax.tree.map(partial(_at, place=place), params[name])
+            for name, place in own_places.items()
+        }
+        places = {name: homes[name].index(number) - own(name).start for name in pairs if number in homes[name]}
+        here = {name: LoraPair(A=pairs[name].A[place], B=pairs[name].B[place]) for name, place in places.items()}
+        whole = {
+            name: OfLayer(lora[name], place) for name, place in own_places.items() if name in in_place and name in lora
+        }
+        return layer(kind, carry, (home, weights, {**here, **whole}))
+
+    def once(carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
+        for number in numbers:
+            carry = kept(partial(one, number))(carry, stacked)
+        return carry
+
+    def split(name: str, stack: Any) -> jax.Array:
+        return stack[own(name)].reshape(repeats, each(homes[name]), *stack.shape[1:])
+
+    names = [name for name in lora if each(homes[name]) and name not in in_place]
+    pairs = {name: LoraPair(A=split(name, lora[name].A), B=split(name, lora[name].B)) for name in names}
+    return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), pairs), group)
+
+
+def _at(stack: jax.Array, *, place: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
+
+
+def _scanned(once: Callable[[Carry, Any], Carry], carry: Carry, stacked: Any, group: int = 0) -> Carry:
+    if group:
+        stacked = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), stacked)
+        return _scanned(jax.checkpoint(partial(_scanned, once)), carry, stacked)
+    return jax.lax.scan(lambda carry, one: (once(carry, one), None), carry, stacked)[0]

@@ -1,0 +1,304 @@
+"""Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5: a matrix a head in place of keys and values.
+
+A token changes the matrix S of its head by the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464,
+equation 10): S decays by exp(g), forgets what it held for the token's key by the share beta, and holds the token's
+value for it; the token reads S by its query. Queries, keys and values come out of a short causal convolution.
+
+Training and prefill compute chunks of some tokens at once (section 3.3 there): within a chunk the tokens' changes are
+the solution of one triangular system, and only S goes from chunk to chunk. Chunks begin at multiples of their size, as
+the pieces of a prompt do, so how a prompt was cut changes only the last bits. Examples that share a row share nothing
+else: a chunk's decays are 0 between segments, and so are the convolution's terms.
+
+Letters: B rows, T tokens, C channels of the convolution, W its taps, h key heads, r value heads of each, H = h * r
+value heads, k and v the dimensions of a key and a value head, n chunks, c and s tokens of a chunk, L layers, N states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from tinkerflow.backend.compute.kernels import delta_gpu, delta_tpu
+from tinkerflow.backend.compute.mesh import ROWS, TENSOR, Array, sharding
+from tinkerflow.backend.compute.models.config import DeltaNet
+from tinkerflow.backend.compute.platforms import TPU, on_cpu, platform
+
+_EPS = 1e-6  # of the norms of queries and keys
+
+# recur(weights, qkv_BTC, decay_BTH, beta_BTH) -> o_BTHv: what comes out of `in_*`, mixed over the tokens; the state is
+# kept by whoever made the function. weights: the layer's conv [C, 1, W], A_log [H] and dt_bias [H].
+Recur = Callable[[Mapping[str, Any], jax.Array, jax.Array, jax.Array], jax.Array]
+
+# project(x, *names): x times each of these matrices of the layer, with the adapters' updates.
+Project = Callable[..., tuple[jax.Array, ...]]
+
+
+@flax.struct.dataclass
+class Pooled:
+    """The matrices of the rows where they lie in the pool of all layers and sequences: a kernel changes them there.
+
+    S float32 [L, N, H, k, v]. layer: int32 scalar. places_B int32: the state of each row; 0 = none. fresh_B bool: which
+    rows have no token yet.
+    """
+
+    S: jax.Array
+    layer: jax.Array
+    places_B: jax.Array
+    fresh_B: jax.Array
+
+
+@flax.struct.dataclass
+class DeltaState:
+    """What a layer keeps of earlier tokens: conv [B, W-1, C], the convolution's last inputs; float32 S [B, H, k, v]."""
+
+    conv: jax.Array
+    S: jax.Array | Pooled
+
+
+def chunk_tokens() -> int:
+    """How many tokens are computed at once: they divide the smallest piece of a prompt.
+
+    Off CPUs a state that is read and written by twice as many tokens costs more than a larger triangular system.
+    """
+    return 32 if on_cpu() else 64
+
+
+def empty_state(shape: DeltaNet, rows: int, dtype: Any) -> DeltaState:
+    """The state before the first token. dtype: of the activations."""
+    conv = jnp.zeros((rows, shape.taps - 1, shape.channels), dtype)
+    return DeltaState(conv, jnp.zeros((rows, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32))
+
+
+def delta_net(
+    shape: DeltaNet, eps: float, weights: Mapping[str, Any], y_BTD: jax.Array, project: Project, recur: Recur
+) -> jax.Array:
+    """What the layer gives for its input, [B, T, H * v]: what its matrix `out` [D, H * v] multiplies.
+
+    shape, eps: of the layer, and of its norm. weights: conv [C, 1, W], A_log and dt_bias [H], out_norm [v], and what
+    `project` multiplies by: in_qkv [C, D], in_z [H * v, D], in_b and in_a [H, D]. If they are fused,
+    in_qkvz and in_ba: of each key head its q, k, v and z, and its b and a. y_BTD: normalised. project: multiplies by
+    these matrices. recur: mixes the tokens.
+    """
+    B, T, _ = y_BTD.shape
+    if shape.fused:
+        r = shape.value_heads // shape.key_heads
+        heads = [x.reshape(B, T, shape.key_heads, -1) for x in project(y_BTD, "in_qkvz", "in_ba")]
+        ends = np.cumsum([shape.key_dim, shape.key_dim, r * shape.value_dim])
+        q, k, v, z = (x.reshape(B, T, -1) for x in jnp.split(heads[0], ends, axis=-1))
+        b, a = (x.reshape(B, T, -1) for x in jnp.split(heads[1], 2, axis=-1))
+        qkv = jnp.concatenate([q, k, v], axis=-1)
+    else:
+        qkv, z, b, a = project(y_BTD, "in_qkv", "in_z", "in_b", "in_a")
+    o_BTHv = recur(weights, qkv, a, b)
+    normed = gated_norm(o_BTHv, z.reshape(o_BTHv.shape), weights["out_norm"], eps)
+    return normed.reshape(B, T, -1)
+
+
+def recur_segments(shape: DeltaNet, segments_BT: jax.Array, mesh: Mesh) -> Recur:
+    """The `Recur` of training: a token sees itself and earlier tokens of its own segment. Rows are split over ROWS."""
+    rows = sharding(mesh, segments_BT.shape, ROWS).spec[0]
+
+    def recur(weights: Mapping[str, Any], qkv_BTC: jax.Array, decay_BTH: jax.Array, beta_BTH: jax.Array) -> jax.Array:
+        fresh = empty_state(shape, qkv_BTC.shape[0], qkv_BTC.dtype)
+        o_BTHv, _ = mix(shape, mesh, weights, fresh, qkv_BTC, decay_BTH, beta_BTH, rows=rows, segments_BT=segments_BT)
+        return checkpoint_name(o_BTHv, "attended")
+
+    return recur
+
+
+def mix(
+    shape: DeltaNet,
+    mesh: Mesh,
+    weights: Mapping[str, Any],
+    state: DeltaState,
+    qkv_BTC: jax.Array,
+    decay_BTH: jax.Array,
+    beta_BTH: jax.Array,
+    *,
+    rows: Any = None,
+    segments_BT: jax.Array | None = None,
+    valid_B: Array | None = None,
+) -> tuple[jax.Array, DeltaState]:
+    """What the tokens read, [B, T, H, v] in the dtype of qkv, and the state after them.
+
+    shape: of the layer. mesh: heads are split over its tensor axis where that divides the key heads. weights: conv
+    [C, 1, W] in the dtype of qkv, A_log and dt_bias float32 [H]. state: before the first token; `Pooled` only for one
+    token. qkv_BTC: queries, keys and values side by side, before the convolution. decay_BTH and beta_BTH: the results
+    of `in_a` and `in_b`. rows: the mesh axes that rows are split over. segments_BT: the segment of each token; None =
+    all are of one. valid_B: how many tokens of each row count, the rest fill up; None = all.
+    """
+    B, T, _ = qkv_BTC.shape
+    mixed_BTC, conv = _convolved(weights["conv"][:, 0], state.conv, qkv_BTC, segments_BT, valid_B)
+    queries = shape.key_heads * shape.key_dim
+    q, k, v = jnp.split(mixed_BTC.astype(jnp.float32), (queries, 2 * queries), axis=-1)
+    q_BThk, k_BThk = (_unit(x.reshape(B, T, shape.key_heads, shape.key_dim)) for x in (q, k))
+    v_BTHv = v.reshape(B, T, shape.value_heads, shape.value_dim)
+    g_BTH = -jnp.exp(weights["A_log"]) * jax.nn.softplus(decay_BTH.astype(jnp.float32) + weights["dt_bias"])
+    beta_BTH = jax.nn.sigmoid(beta_BTH.astype(jnp.float32))
+    if valid_B is not None:
+        counts_BT1 = (jnp.arange(T) < valid_B[:, None])[..., None]
+        g_BTH, beta_BTH = (jnp.where(counts_BT1, x, 0) for x in (g_BTH, beta_BTH))
+    if segments_BT is None:
+        segments_BT = jnp.zeros((B, T), jnp.int32)
+    heads = TENSOR if shape.key_heads % mesh.shape[TENSOR] == 0 else None
+    tokens, each = PartitionSpec(rows, None, heads), PartitionSpec(rows)
+    held: Any = PartitionSpec(rows, heads)
+    mixed: Callable[..., tuple[jax.Array, Any]] = _step if T == 1 else _chunks
+    if isinstance(state.S, Pooled):
+        held = Pooled(PartitionSpec(None, rows, heads), PartitionSpec(), each, each)  # type: ignore[arg-type]
+        mixed = _step_in_pool
+    local = jax.shard_map(
+        mixed,
+        mesh=mesh,
+        in_specs=(held, tokens, tokens, tokens, tokens, tokens, each),
+        out_specs=(tokens, held),
+        check_vma=False,
+    )
+    o_BTHv, S = local(state.S, q_BThk * shape.key_dim**-0.5, k_BThk, v_BTHv, g_BTH, beta_BTH, segments_BT)
+    return o_BTHv.astype(qkv_BTC.dtype), DeltaState(conv, S)
+
+
+def gated_norm(x_BTHv: jax.Array, z_BTHv: jax.Array, weight_v: jax.Array, eps: float) -> jax.Array:
+    """x over its root mean square along v, times weight, times silu(z), in the dtype of x."""
+    wide = x_BTHv.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    normed = weight_v * wide.astype(x_BTHv.dtype)
+    return (normed * jax.nn.silu(z_BTHv.astype(jnp.float32))).astype(x_BTHv.dtype)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)
+
+
+def _convolved(
+    conv_CW: jax.Array,
+    before: jax.Array,
+    x_BTC: jax.Array,
+    segments_BT: jax.Array | None,
+    valid_B: Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """silu of the causal convolution of each channel, in the dtype of x; and the last W - 1 inputs that count."""
+    T, past = x_BTC.shape[1], before.shape[1]
+    inputs = jnp.concatenate([before, x_BTC], axis=1)
+    total = jnp.zeros(x_BTC.shape, jnp.float32)
+    for tap in range(past + 1):
+        term = inputs[:, tap : tap + T].astype(jnp.float32) * conv_CW[:, tap].astype(jnp.float32)
+        if segments_BT is not None and tap < past:
+            earlier = jnp.pad(segments_BT, ((0, 0), (past - tap, 0)), constant_values=-1)[:, :T]
+            term = jnp.where((earlier == segments_BT)[..., None], term, 0)
+        total = total + term
+    if valid_B is None:
+        after = inputs[:, T:]
+    else:
+        after = jnp.take_along_axis(inputs, (valid_B[:, None] + jnp.arange(past))[..., None], axis=1)
+    return jax.nn.silu(total).astype(x_BTC.dtype), after
+
+
+def _step(
+    S_BHkv: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, _: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One token: float32 throughout."""
+    H, h = v.shape[2], k.shape[2]
+    q_BHk1, k_BHk1 = (jnp.repeat(x[:, 0], H // h, axis=1)[..., None] for x in (q, k))
+    S_BHkv = S_BHkv * jnp.exp(g[:, 0])[..., None, None]
+    held_BHv = jnp.sum(S_BHkv * k_BHk1, axis=2)
+    change_BHv = (v[:, 0] - held_BHv) * beta[:, 0, :, None]
+    S_BHkv = S_BHkv + k_BHk1 * change_BHv[:, :, None, :]
+    return jnp.sum(S_BHkv * q_BHk1, axis=2)[:, None], S_BHkv
+
+
+def _step_in_pool(
+    pool: Pooled, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, _: jax.Array
+) -> tuple[jax.Array, Pooled]:
+    """`_step` by a kernel."""
+    q_BHk, k_BHk = (jnp.repeat(x[:, 0], v.shape[2] // k.shape[2], axis=1) for x in (q, k))
+    decay_BH = jnp.where(pool.fresh_B[:, None], 0, jnp.exp(g[:, 0]))
+    step = delta_tpu.step if platform() is TPU else delta_gpu.step
+    o_BHv, S = step(pool.S, pool.layer, pool.places_B, q_BHk, k_BHk, v[:, 0], decay_BH, beta[:, 0])
+    return o_BHv[:, None], replace(pool, S=S)
+
+
+def _chunks(
+    S_BHkv: jax.Array,
+    q_BThk: jax.Array,
+    k_BThk: jax.Array,
+    v_BTHv: jax.Array,
+    g_BTH: jax.Array,
+    beta_BTH: jax.Array,
+    segments_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """All tokens, chunk by chunk, in float32."""
+    B, T, h, k = k_BThk.shape
+    (H, v), c = v_BTHv.shape[2:], chunk_tokens()
+    r, n = H // h, -(-T // c)
+    fill = n * c - T
+
+    def by_chunk(x: jax.Array, *heads: int) -> jax.Array:
+        """[B, T, heads, ...] -> [n, B, *heads, c, ...]; zeros fill the last chunk."""
+        x = jnp.pad(x, ((0, 0), (0, fill), *((0, 0) for _ in x.shape[2:])))
+        x = x.reshape(B, n, c, *heads, *x.shape[3:])
+        return jnp.moveaxis(x, (1, 2), (0, 2 + len(heads)))
+
+    q, k_, v_ = by_chunk(q_BThk, h), by_chunk(k_BThk, h), by_chunk(v_BTHv, h, r)
+    g, beta = by_chunk(g_BTH, h, r), by_chunk(beta_BTH, h, r)
+    # What fills up is of the last segment, so that the state comes through.
+    segments = jnp.pad(segments_BT, ((0, 0), (0, fill)), mode="edge").reshape(B, n, c).swapaxes(0, 1)
+    before = jnp.concatenate([segments_BT[None, :, 0], segments[:-1, :, -1]])  # the segment that S comes from
+
+    earlier = jnp.tril(jnp.ones((c, c), bool))
+    seen = (earlier & (segments[..., :, None] == segments[..., None, :]))[:, :, None, None]
+    log = jnp.sum(jnp.where(seen, g[..., None, :], 0), axis=-1)  # since the segment, or the chunk, began
+    decay = jnp.exp(jnp.where(seen, log[..., :, None] - log[..., None, :], -jnp.inf))  # [n, B, h, r, c, s]
+    kept = jnp.where((segments == before[..., None])[:, :, None, None], jnp.exp(log), 0)  # of S, by token
+
+    alike = jnp.einsum("nbhck,nbhsk->nbhcs", k_, k_)[:, :, :, None]
+    system = jnp.tril(alike * decay * beta[..., None], -1)
+    # The values, and the keys by which S is read.
+    wanted = jnp.concatenate([v_ * beta[..., None], k_[:, :, :, None] * (beta * kept)[..., None]], axis=-1)
+    solved = _inverse(system) @ wanted
+    reads = jnp.einsum("nbhck,nbhsk->nbhcs", q, k_)[:, :, :, None] * decay
+
+    def chunk(S: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k_, solved, reads, last, kept = parts
+        change = solved[..., :v] - jnp.einsum("bhrck,bhrkv->bhrcv", solved[..., v:], S)
+        o = jnp.einsum("bhck,bhrkv->bhrcv", q, S) * kept[..., None] + jnp.einsum("bhrcs,bhrsv->bhrcv", reads, change)
+        S = S * kept[..., -1, None, None] + jnp.einsum("bhsk,bhrs,bhrsv->bhrkv", k_, last, change)
+        return S, o
+
+    S = S_BHkv.reshape(B, h, r, k, v)
+    parts = (q, k_, solved, reads, decay[..., -1, :], kept)
+    S, o = jax.lax.scan(jax.checkpoint(chunk) if on_cpu() else chunk, S, parts)
+    o_BTHv = jnp.moveaxis(o, (0, 4), (1, 2)).reshape(B, n * c, H, v)[:, :T]
+    return o_BTHv, S.reshape(B, H, k, v)
+
+
+_exact = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)  # a rounded inverse is of no use
+
+
+def _inverse(below: jax.Array) -> jax.Array:
+    """The inverse of 1 + `below` [..., c, c], whose diagonal and what is above it are 0; c is a power of two.
+
+    Blocks along the diagonal are inverted, two of them make one of twice the size: matmuls alone, on every platform.
+    As a sum of powers of `below` it would lose all digits where keys are alike.
+    """
+    c = below.shape[-1]
+    inverse, size = jnp.ones((*below.shape[:-1], 1, 1), below.dtype), 1  # [..., blocks, size, size]
+    while size < c:
+        pairs = below.reshape(*below.shape[:-2], c // (2 * size), 2 * size, c // (2 * size), 2 * size)
+        corners = jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate(
+            [above, jnp.concatenate([-_exact(_exact(second, corners), first), second], axis=-1)], axis=-2
+        )
+        size *= 2
+    return inverse[..., 0, :, :]

@@ -1,0 +1,98 @@
+"""Parts of a layer computed for a few tokens at a time, forward and backward.
+
+The arrays inside a layer are larger than what it is given: gate and up of 32,768 tokens of Qwen3-4B are 0.6 GB each,
+and their backward pass holds five of that size. But around attention each token is computed by itself. So where a
+backward pass computes a layer again, it computes these parts again for some tokens, differentiates them, and goes on to
+the next ones. Only queries, keys and values are computed once more than without, because attention needs them of all
+tokens.
+
+Letters: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts, sharding
+from tinkerflow.backend.compute.models.decoder import ROW_PARALLEL
+from tinkerflow.backend.compute.weights.quantized import Int8
+
+Tree = TypeVar("Tree")
+
+
+def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any, own_buffers: bool = False) -> Tree:
+    """part(*arrays), which computes each token by itself, for at most `most` tokens of each device at a time.
+
+    arrays: pytrees of [B, T, ...], as what `part` gives; the first is an array. T is a power of two. A backward pass
+    keeps nothing of `part` but its arguments. own_buffers: each loop writes to memory of its own, for GPUs, where a
+    backward pass computes this twice: XLA fills what a loop writes to with zeros, and all loops of one shape share
+    these zeros there, so they stay from the first loop to the last.
+    """
+    B, T = arrays[0].shape[:2]
+    size = T
+    while size > 1 and size * max(1, B // row_parts(mesh)) > most:
+        size //= 2
+    if size == T:
+        return part(*arrays)
+    run = partial(_into_own_buffers, mesh) if own_buffers else jax.lax.map
+    made = run(lambda chunk: jax.checkpoint(part)(*chunk), split_chunks(arrays, size))
+    joined: Tree = jax.tree.map(join_chunks, made)
+    return joined
+
+
+def split_chunks(tree: Tree, size: int) -> Tree:
+    """Every leaf [B, T, ...] -> [T / size, B, size, ...]: along T, because the mesh has split B already."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0), tree)
+
+
+def join_chunks(x: jax.Array) -> jax.Array:
+    """The inverse of `split_chunks`, of one array."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _into_own_buffers(mesh: Mesh, part: Callable[[Any], Tree], split: Any) -> Tree:
+    """As `jax.lax.map`. part: gives arrays of [B, T, heads, ...].
+
+    What the loop writes to is filled with a number of its arguments: no other loop fills memory with that number.
+    """
+    first = jax.lax.stop_gradient(jax.tree.leaves(split)[0])
+
+    def place(like: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = (len(first), *like.shape)
+        filled = jnp.full(shape, first[(0,) * first.ndim].astype(like.dtype))
+        return jax.lax.with_sharding_constraint(filled, sharding(mesh, shape, None, ROWS, None, TENSOR))
+
+    def one(made: Tree, numbered: tuple[jax.Array, Any]) -> tuple[Tree, None]:
+        number, chunk = numbered
+        placed = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+        return jax.tree.map(placed, made, part(chunk)), None
+
+    made = jax.tree.map(place, jax.eval_shape(part, jax.tree.map(lambda x: x[0], split)))
+    made, _ = jax.lax.scan(one, made, (jnp.arange(len(first)), split))
+    return made
+
+
+def gathered(mesh: Mesh, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The matrices of one layer, by plain names, gathered over fsdp: else every chunk would gather them again."""
+
+    def whole(name: str, matrix: Any) -> Any:
+        values = matrix.values if isinstance(matrix, Int8) else matrix
+        axes: tuple[str | None, ...] = (None, TENSOR) if name in ROW_PARALLEL else (TENSOR, None)
+        scaled = axes[:1]
+        if values.ndim == len("Eio"):
+            axes, scaled = (EXPERT, *axes[::-1]), (EXPERT, *scaled)
+        if isinstance(matrix, Int8):
+            return Int8(pinned(values, axes), pinned(matrix.scale, scaled))
+        return pinned(values, axes)
+
+    def pinned(array: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, sharding(mesh, array.shape, *axes))
+
+    return {name: whole(name, matrix) for name, matrix in weights.items()} if mesh.shape[FSDP] > 1 else dict(weights)

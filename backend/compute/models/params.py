@@ -1,0 +1,326 @@
+"""Base weights: from the safetensors of a Hugging Face folder, stacked by layer, straight to their places on the mesh.
+
+A device's part is read when that device asks for it, so no process holds more of the model than its devices do. Threads
+read the layers of a part, convert on the way, and write to where the part stays: there is no second copy.
+Letters: D hidden, V vocabulary, L layers, E experts; i inputs and o outputs of a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import count as counter
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, WEIGHTS, from_callback, sharding
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import ROW_PARALLEL, LayerTensor, Projection, plain_name
+from tinkerflow.backend.compute.models.families import family_of, layers_with
+from tinkerflow.backend.compute.models.layer_loop import LayerParams
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.models.vision_config import tower_tensors
+from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.weights.files import DTYPES, StoredTensor, Tensor, open_tensors
+from tinkerflow.backend.compute.weights.quantized import Int8, Weight, rounded, scales
+from tinkerflow.backend.core.errors import UserError
+
+_UNUSED = (".rotary_emb.inv_freq", ".masked_bias")  # buffers that old releases of transformers saved
+Loaded = TypeVar("Loaded", bound=Weight)
+Array = npt.NDArray[Any]
+Axis = str | tuple[str, ...] | None  # of the mesh: what splits a dimension
+Part = Callable[..., None]  # (out, stored tensor or layer, slices...): write that part into `out`
+_THREADS = 8  # or one for each processor, if these are fewer
+_ROWS = 4096  # of an embedding that are copied by one thread
+_BLOCK = 32  # rows of a matrix that is turned
+_ALIGN = 64
+
+
+def load_params(
+    cfg: ModelConfig,
+    folder: str | Path,
+    mesh: Mesh,
+    dtype: str,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    base_weights: Literal["full", "int8"] = "full",
+) -> Params:
+    """The model in `folder` on `mesh`; UserError names a tensor that is missing or has another shape or dtype.
+
+    cfg: parsed from the folder's `config.json`. folder: has the safetensors files. mesh: how arrays are split over
+    devices. dtype: of the weights on the devices, "float32" or "bfloat16". progress: called with a line of text after
+    each tensor of all layers, e.g. "loading weights 3/12". base_weights: with "int8" the layers' matrices are rounded
+    (`quantized`); the embedding and the unembedding are not, because their errors show in logprobs.
+    """
+    _check_expert_axis(cfg, folder, mesh)
+    stored = family_of(cfg).unpack(cfg, open_tensors(Path(folder), str(folder)))
+    _check_surplus(cfg, folder, mesh, stored)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="weights") as threads:
+        return _params(_Loader(cfg, folder, mesh, jnp.dtype(dtype), stored, base_weights == "int8", threads), progress)
+
+
+def params_like(cfg: ModelConfig, mesh: Mesh, dtype: str, *, base_weights: Literal["full", "int8"] = "full") -> Params:
+    """The weights that `load_params` makes of such a model, without values: shapes, dtypes and shardings."""
+    _check_expert_axis(cfg, cfg.architecture, mesh)
+    return _params(_Loader(cfg, "", mesh, jnp.dtype(dtype), None, base_weights == "int8"))
+
+
+def _params(load: _Loader, progress: Callable[[str], None] = lambda _: None) -> Params:
+    cfg = load.cfg
+    family = family_of(cfg)
+    matrices, tensors, inputs = family.projections(cfg), family.tensors(cfg), family.inputs(cfg)
+    unembed = matrices.pop("unembed")
+    seeing = {} if cfg.vision is None else tower_tensors(cfg.vision, cfg.hidden)
+    ends = 2 if cfg.tied else 3
+    numbers, total = counter(1), ends + len(matrices) + len(tensors) + len(seeing) + len(inputs)
+
+    def told(weight: Loaded) -> Loaded:
+        progress(f"loading weights {next(numbers)}/{total}")
+        return weight
+
+    layers = {name: told(load.matrices(matrix, plain_name(name) in ROW_PARALLEL)) for name, matrix in matrices.items()}
+    layers |= {name: told(load.layer_tensors(tensor)) for name, tensor in tensors.items()}
+    return Params(
+        embed_VD=told(load.whole(family.embed, (cfg.vocab, cfg.hidden), *load.axes(cfg.vocab))),
+        layers=layers,
+        final_norm_D=told(load.whole(family.final_norm, (cfg.hidden,), None)),
+        unembed_VD=None
+        if cfg.tied
+        else told(load.whole(f"{unembed.module}.weight", (unembed.outputs, unembed.inputs), *load.axes(cfg.vocab))),
+        tower={name: told(load.layer_tensors(tensor)) for name, tensor in seeing.items()} or None,
+        inputs={name: told(load.whole(*tensor, *(TENSOR, FSDP)[: len(tensor[1])])) for name, tensor in inputs.items()}
+        or None,
+        softcap=cfg.softcap,
+    )
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """Reads tensors of one folder and puts them on the mesh. dtype: of what it makes. int8: matrices are rounded.
+
+    stored: the folder's tensors; None = make shapes and shardings alone. threads: read, and convert on the way; None =
+    there is nothing to read. used: gets the name of every tensor.
+    """
+
+    cfg: ModelConfig
+    folder: str | Path
+    mesh: Mesh
+    dtype: np.dtype[Any]
+    stored: Mapping[str, Tensor] | None
+    int8: bool
+    threads: ThreadPoolExecutor | None = None
+    used: set[str] = field(default_factory=set)
+
+    def whole(self, name: str, shape: tuple[int, ...], *axes: Axis) -> jax.Array:
+        """One tensor of the checkpoint; `axes` split its dimensions."""
+        tensor = self._tensor(name, shape)
+
+        def fill(out: Array, rows: slice, *where: slice) -> None:
+            numbers = range(shape[0])[rows]
+
+            def some(first: int) -> None:
+                part = out[first : first + _ROWS]
+                _copy(part, tensor, slice(numbers[first], numbers[first] + len(part)), *where)
+
+            self._all(some, range(0, len(out), _ROWS))
+
+        return self._place(shape, axes, self.dtype, fill)
+
+    def layer_tensors(self, tensor: LayerTensor) -> jax.Array:
+        """A norm, a bias or a router of every layer, stacked [L, ...]."""
+        numbers = range(self.cfg.layers) if tensor.layers is None else tensor.layers
+        each = [self._tensor(tensor.tensor.format(number), tensor.shape) for number in numbers]
+        axes = (TENSOR if tensor.split else None, *(None for _ in tensor.shape[1:]))
+        shape = (len(each), *tensor.shape)
+        dtype = np.dtype(np.float32) if tensor.wide else self.dtype
+        return self._stack(shape, axes, dtype, lambda out, layer, *where: _copy(out, each[layer], *where))
+
+    def matrices(self, matrix: Projection, row_parallel: bool) -> Weight:
+        """A matrix of every layer, stacked [L, o, i], or of every layer and expert, [L, E, i, o]."""
+        shape = (matrix.outputs, matrix.inputs)
+        axes = self.axes(matrix.inputs)[::-1] if row_parallel else self.axes(matrix.outputs)
+        each = np.empty(matrix.stack, object)
+        for place in np.ndindex(matrix.stack):
+            each[place] = self._tensor(f"{matrix.name(place)}.weight", shape)
+
+        def stacked(part: Part, shape: tuple[int, ...], axes: tuple[Axis, ...], dtype: Any) -> jax.Array:
+            if len(matrix.stack) == 1:
+                place = (len(each), *shape)
+                return self._stack(place, axes, dtype, lambda out, layer, *where: part(out, each[layer], *where))
+
+            # Grouped matmuls take [i, o], so an expert's matrix is transposed.
+            def fill(out: Array, layer: int, experts: slice, *where: slice) -> None:
+                for own, tensor in zip(out, each[layer, experts], strict=True):
+                    part(own.T, tensor, *where[::-1])
+
+            return self._stack((*matrix.stack, *shape[::-1]), (EXPERT, *axes[::-1]), dtype, fill)
+
+        if self.int8:
+            values = stacked(self._values, shape, axes, jnp.int8)
+            return Int8(values, stacked(self._scales, shape[:1], axes[:1], self.dtype))
+        return stacked(_copy, shape, axes, self.dtype)
+
+    def axes(self, long: int) -> tuple[Any, Any]:
+        """What splits the dimensions of a matrix: WEIGHTS its first, of size `long`; else each axis one of the two.
+
+        The first is that which a device computes a part of by itself, in training on the tensor axis and in sampling
+        on all of WEIGHTS (`mesh.sampling_mesh`). Its parts are gathered over fsdp in training.
+        """
+        devices = math.prod(self.mesh.shape[axis] for axis in WEIGHTS)
+        return (TENSOR, FSDP) if long % devices else (WEIGHTS, None)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.used.add(name)
+        if self.stored is None:
+            return StoredTensor(shape, "", np.empty(0, np.uint8))
+        tensor = self.stored.get(name)
+        if tensor is None or tensor.shape != shape:
+            wrong = "is missing" if tensor is None else f"has shape {tensor.shape}"
+            raise UserError(
+                f"base model {str(self.folder)!r}: tensor {name!r} {wrong}; config.json asks for shape {shape}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise UserError(
+                f"base model {str(self.folder)!r}: tensor {name!r} is {tensor.dtype}; supported: {', '.join(DTYPES)}"
+            )
+        return tensor
+
+    def _stack(self, shape: tuple[int, ...], axes: tuple[Axis, ...], dtype: Any, part: Part) -> jax.Array:
+        """An array of `shape`, L first; part(out, layer, *slices) writes a device's part of a layer into `out`.
+
+        axes: split the dimensions after L.
+        """
+
+        def fill(out: Array, layers: slice, *where: slice) -> None:
+            numbers = range(shape[0])[layers]
+            self._all(lambda place: part(out[place], numbers[place], *where), range(len(numbers)))
+
+        return self._place(shape, (None, *axes), dtype, fill)
+
+    def _all(self, do: Callable[[int], None], numbers: range) -> None:
+        """`do` of each number, in threads: copies of large arrays do not hold the interpreter's lock."""
+        assert self.threads is not None
+        for _ in self.threads.map(do, numbers):
+            pass
+
+    def _place(self, shape: tuple[int, ...], axes: tuple[Axis, ...], dtype: Any, fill: Part) -> jax.Array:
+        """An array of `shape`; fill(out, *slices of shape) writes each device's part into `out`."""
+        where = sharding(self.mesh, shape, *axes)
+        if self.stored is None:
+            return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=where))
+
+        def read(index: tuple[slice, ...]) -> Array:
+            out = _empty([len(range(size)[one]) for size, one in zip(shape, index, strict=True)], np.dtype(dtype))
+            fill(out, *index)
+            return out
+
+        return from_callback(shape, where, read)
+
+    def _values(self, out: Array, tensor: Tensor, o: slice, i: slice) -> None:
+        whole = _floats(tensor, o)  # the scale of a row is that of the whole row
+        out[...] = rounded(whole[:, i], scales(whole, self.dtype))
+
+    def _scales(self, out: Array, tensor: Tensor, o: slice) -> None:
+        out[...] = scales(_floats(tensor, o), self.dtype)
+
+
+def _floats(tensor: Tensor, rows: slice) -> Array:
+    return np.asarray(tensor.view(DTYPES[tensor.dtype])[rows], dtype=np.float32)
+
+
+def _empty(shape: list[int], dtype: np.dtype[Any]) -> Array:
+    """An array without values, aligned so that a CPU device keeps this memory instead of a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGN, np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _copy(out: Array, tensor: Tensor, *where: slice) -> None:
+    """Copy a part of a stored tensor into `out`, in its dtype; as bits where these are the same, which is faster."""
+    source = tensor.view(DTYPES[tensor.dtype])[where]
+    if out.flags.c_contiguous:
+        _convert(out, source)
+    else:  # turned: block by block, which the processor's cache holds
+        for row in range(0, len(out), _BLOCK):
+            _convert(out[row : row + _BLOCK], source[row : row + _BLOCK])
+
+
+def _convert(out: Array, source: Array) -> None:
+    if source.dtype == out.dtype:
+        bits = f"u{source.itemsize}"
+        out.view(bits)[...] = source.view(bits)
+    elif source.dtype == jnp.bfloat16 and out.dtype == np.float32:  # its first half
+        np.left_shift(source.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[...] = source
+
+
+def by_layer(cfg: ModelConfig, params: Params) -> Params:
+    """The same weights with separate arrays for each layer. On CPU devices they are views of the stacked arrays.
+
+    XLA:CPU copies a layer out of the stack before it multiplies by it, which takes most of a decode step's time
+    (81.8M parameters, one row: 98 ms against 35). Other platforms read the stack in place and prefer the shorter
+    program of a loop. Int8 matrices stay stacked: in a program without a loop, XLA:CPU converts the matrices of all
+    layers to floats before it decodes, and holds them through the chunk (for 3.15 MB of matrices it takes 3.3 MB,
+    against 0.9 MB in a loop).
+    """
+    if not on_cpu() or isinstance(params.layers, tuple) or _has_int8(params.layers):
+        return params
+    stacked = params.layers
+
+    def one(array: jax.Array, layer: int) -> jax.Array:
+        where = array.sharding
+        assert isinstance(where, NamedSharding)
+        parts = [
+            jax.device_put(np.asarray(shard.data)[layer], shard.device, may_alias=True)
+            for shard in array.addressable_shards
+        ]
+        inner = NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
+        return jax.make_array_from_single_device_arrays(array.shape[1:], inner, parts)
+
+    places = [
+        {name: numbers.index(layer) for name, numbers in layers_with(cfg).items() if layer in numbers}
+        for layer in range(cfg.layers)
+    ]
+    layers = tuple({name: one(stacked[name], place) for name, place in layer.items()} for layer in places)
+    return replace(params, layers=layers)
+
+
+def count(params: Params) -> int:
+    """The number of base parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8)))
+
+
+def _has_int8(layers: LayerParams) -> bool:
+    return any(isinstance(weight, Int8) for weight in layers.values())
+
+
+def _check_surplus(cfg: ModelConfig, folder: str | Path, mesh: Mesh, stored: Mapping[str, Tensor]) -> None:
+    """A tensor that nothing computes with means that the model is another one than the one that would be computed."""
+    family, used = family_of(cfg), {"lm_head.weight"}  # an unembedding may be stored beside a tied embedding
+    _params(_Loader(cfg, "", mesh, jnp.dtype("float32"), None, False, used=used))
+    skipped = (name for name in stored if name.startswith(family.skipped) or name.endswith(_UNUSED))
+    surplus = sorted(set(stored) - used - set(skipped))
+    if surplus:
+        more = f" ({len(surplus) - 1} others are not, either)" if surplus[1:] else ""
+        raise UserError(
+            f"base model {str(folder)!r}: tensor {surplus[0]!r} is not part of this {family.title} model{more}"
+        )
+
+
+def _check_expert_axis(cfg: ModelConfig, folder: str | Path, mesh: Mesh) -> None:
+    size = mesh.shape[EXPERT]
+    if size > 1 and (not cfg.experts or cfg.experts % size):
+        raise UserError(
+            f"base model {str(folder)!r}: {cfg.experts} experts, expert_parallel {size}; it must divide their number"
+        )

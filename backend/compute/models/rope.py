@@ -1,0 +1,226 @@
+"""Rotary position embeddings: how fast each pair of a head's dimensions turns. No JAX.
+
+Each class here is one `rope_type` of Hugging Face's `config.json`. The formulas are those of transformers'
+`modeling_rope_utils.py`, which names their papers; `tests/compute/test_rope.py` compares with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinkerflow.backend.core.errors import UserError
+
+Frequencies = tuple[float, ...]
+_SUPPORTED = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's rule for stretching slow rotary frequencies beyond the context of pre-training."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN (arXiv 2309.00071): slow frequencies are divided by `factor`, fast ones stay, those between are blended.
+
+    attention: what cos and sin are multiplied by. truncate: the blend begins and ends at whole dimensions. query_beta:
+    queries at position p are multiplied by 1 + query_beta * log(1 + floor(p / original_max_positions)) (Llama 4).
+    """
+
+    factor: float
+    attention: float
+    beta_fast: float
+    beta_slow: float
+    original_max_positions: int
+    truncate: bool
+    query_beta: float = 0.0
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (arXiv 2402.13753): a factor for each frequency, one list for short contexts and one for long ones.
+
+    attention: what cos and sin are multiplied by. long: which list is used; `for_context` sets it.
+    """
+
+    short_factor: Frequencies
+    long_factor: Frequencies
+    attention: float
+    original_max_positions: int
+    long: bool
+
+
+@dataclass(frozen=True)
+class ProportionalRope:
+    """A share of a head's frequencies, counted as if all turned; the other pairs do not turn (Gemma 4)."""
+
+    factor: float
+    share: float
+
+
+Scaling = LinearRope | Llama3Rope | YarnRope | LongRope | ProportionalRope
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of some layers.
+
+    theta: the base of the frequencies. dims: how many of a head's dimensions turn, the first ones; the others stay.
+    """
+
+    theta: float
+    dims: int
+    scaling: Scaling | None = None
+
+    @property
+    def attention(self) -> float:
+        """What cos and sin are multiplied by."""
+        return self.scaling.attention if isinstance(self.scaling, YarnRope | LongRope) else 1.0
+
+    def for_context(self, context: int) -> Rope:
+        """The embedding for sequences of up to `context` tokens.
+
+        Only LongRoPE depends on it. A sequence may not change its frequencies while it grows, because its cached keys
+        must fit the tokens that follow.
+        """
+        if not isinstance(self.scaling, LongRope):
+            return self
+        return replace(self, scaling=replace(self.scaling, long=context > self.scaling.original_max_positions))
+
+
+def rope_frequencies(rope: Rope) -> Frequencies:
+    """The angular frequencies (radians per position) of `rope.dims` / 2 pairs of dimensions."""
+    plain = tuple(rope.theta ** (-2 * i / rope.dims) for i in range(rope.dims // 2))
+    match rope.scaling:
+        case None:
+            return plain
+        case LinearRope(factor):
+            return tuple(frequency / factor for frequency in plain)
+        case Llama3Rope():
+            return tuple(_stretched(rope.scaling, frequency) for frequency in plain)
+        case LongRope(short_factor, long_factor, long=long):
+            factors = long_factor if long else short_factor
+            return tuple(frequency / factor for frequency, factor in zip(plain, factors, strict=True))
+        case ProportionalRope(factor, share):
+            turning = int(share * rope.dims // 2)
+            return tuple(frequency / factor if i < turning else 0.0 for i, frequency in enumerate(plain))
+        case YarnRope():
+            return tuple(
+                frequency * (share / rope.scaling.factor + 1 - share)
+                for frequency, share in zip(plain, _interpolated(rope, rope.scaling), strict=True)
+            )
+
+
+def read_rope(
+    values: Mapping[str, Any], *, theta: float, head_dim: int, max_positions: int, error: Callable[[str], UserError]
+) -> Rope:
+    """The embedding that a `rope_parameters` or `rope_scaling` of `config.json` describes.
+
+    values: that object, empty for the default. theta: where it has no `rope_theta`. head_dim: of a head. max_positions:
+    the model's longest sequence, for scalings that are given by their ratio to it. error: makes the UserError for a
+    type without fixed frequencies and for a field that is missing or no number.
+    """
+
+    def number(key: str, default: float | None = None) -> float:
+        value = values.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise error(f"config.json has no field {key!r}, which rope_type {kind!r} needs")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise error(f"{key} is {value!r} in config.json; it must be a number")
+        return float(value)
+
+    def factors(key: str, count: int) -> Frequencies:
+        value = values.get(key)
+        if not isinstance(value, list) or len(value) != count or not all(isinstance(one, int | float) for one in value):
+            raise error(f"{key} of rope_type {kind!r} must be a list of {count} numbers in config.json")
+        return tuple(map(float, value))
+
+    kind = values.get("rope_type") or values.get("type") or "default"
+    share = number("partial_rotary_factor", 1.0)
+    rope = Rope(number("rope_theta", theta), head_dim if kind == "proportional" else int(head_dim * share))
+    original = int(number("original_max_position_embeddings", max_positions))
+    if rope.dims < 2 or rope.dims % 2:
+        raise error(f"partial_rotary_factor {share} of head_dim {head_dim} is {rope.dims}; it must be even, at least 2")
+    match kind:
+        case "default":
+            return rope
+        case "linear":
+            return replace(rope, scaling=LinearRope(number("factor")))
+        case "llama3":
+            factor, low, high = (number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+            return replace(rope, scaling=Llama3Rope(factor, low, high, original))
+        case "proportional":
+            return replace(rope, scaling=ProportionalRope(number("factor", 1.0), share))
+        case "longrope" | "su":
+            factor = number("factor", max_positions / original)
+            attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            short, long = (factors(key, rope.dims // 2) for key in ("short_factor", "long_factor"))
+            attention = number("attention_factor", attention)
+            return replace(rope, scaling=LongRope(short, long, attention, original, max_positions > original))
+        case "yarn":
+            factor = number("factor", max_positions / original if "factor" in values else None)
+            attention = _yarn_attention(factor, number("mscale", 0.0), number("mscale_all_dim", 0.0))
+            scaling = YarnRope(
+                factor=factor,
+                attention=number("attention_factor", attention),
+                beta_fast=number("beta_fast", 32.0) or 32.0,
+                beta_slow=number("beta_slow", 1.0) or 1.0,
+                original_max_positions=original,
+                truncate=bool(values.get("truncate", True)),
+                query_beta=number("llama_4_scaling_beta", 0.0),
+            )
+            if scaling.query_beta and rope.dims < head_dim:
+                raise error("llama_4_scaling_beta is not supported with a partial_rotary_factor")
+            return replace(rope, scaling=scaling)
+    reason = "its frequencies change while a sequence grows; " if kind == "dynamic" else ""
+    raise error(f"rope_type {kind!r} is not supported; {reason}supported: {', '.join(_SUPPORTED)}")
+
+
+def _stretched(scaling: Llama3Rope, frequency: float) -> float:
+    """Llama 3: keep fast frequencies, divide slow ones by `factor`, blend those between."""
+    turns = scaling.original_max_positions * frequency / (2 * math.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = min(1.0, max(0.0, blend))
+    return frequency * (blend + (1 - blend) / scaling.factor)
+
+
+def _interpolated(rope: Rope, scaling: YarnRope) -> Frequencies:
+    """How much of each frequency is divided by `factor`: 0 of fast ones, 1 of slow ones, a ramp between."""
+
+    def dimension(turns: float) -> float:
+        return rope.dims * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dims - 1)
+    if low == high:
+        high += 0.001
+    return tuple(min(1.0, max(0.0, (i - low) / (high - low))) for i in range(rope.dims // 2))
+
+
+def _yarn_attention(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    both = mscale and mscale_all_dim
+    return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim) if both else yarn_scale(factor, 1.0)
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """How much YaRN's attention grows with `factor`; DeepSeek V3 multiplies its scores by the square of it."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

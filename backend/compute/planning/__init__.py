@@ -1,0 +1,9 @@
+"""The memory plan: how a worker group divides each device's memory between weights, training and sampling."""
+
+__all__ = [
+    "device_bytes",
+    "memory",
+    "roofline",
+    "roofline_programs",
+    "training_memory",
+]

@@ -1,0 +1,59 @@
+"""What arrays take of each device, counted from their shapes and shardings: no device is asked.
+
+Letters: V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
+from tinkerflow.backend.compute.models.config import DeltaNet, ModelConfig
+from tinkerflow.backend.compute.models.params import params_like
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.spec.commands import GroupConfig
+
+
+def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
+    """What the base model takes of each device."""
+    return held_bytes(params_like(cfg, abstract_mesh(config), config.dtype, base_weights=config.base_weights))
+
+
+def step_weights(cfg: ModelConfig, config: GroupConfig, tokens: int) -> float:
+    """What a step for so many tokens reads of the base model on each device."""
+    return read_bytes(params_like(cfg, abstract_mesh(config), config.dtype, base_weights=config.base_weights), tokens)
+
+
+def read_bytes(params: Params, tokens: int) -> float:
+    """What a step for so many tokens reads of the base weights on each device: of tables of embeddings only rows.
+
+    params: the arrays, or shapes with shardings. An embedding that is the unembedding, too, is read whole.
+    """
+    tables = [] if params.unembed_VD is None else [params.embed_VD]
+    tables += [] if params.inputs is None else [params.inputs["embed"]]
+    return held_bytes(params) - sum(held_bytes(table) * max(0, 1 - tokens / table.shape[0]) for table in tables)
+
+
+def held_bytes(arrays: Any) -> int:
+    """Bytes that a pytree of arrays takes on one device."""
+    leaves = jax.tree.leaves(arrays)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def abstract_mesh(config: GroupConfig) -> Any:
+    """The group's mesh without devices."""
+    return AbstractMesh((config.fsdp, config.expert, config.tensor), (FSDP, EXPERT, TENSOR))
+
+
+def share(size: int, parts: int) -> int:
+    """How much of a dimension a device holds; one that the mesh's axis does not divide stays whole."""
+    return size // parts if size % parts == 0 else size
+
+
+def state_heads(delta: DeltaNet, config: GroupConfig) -> int:
+    """How many value heads' states a device holds: they go with the key heads."""
+    return share(delta.key_heads, config.tensor) * (delta.value_heads // delta.key_heads)

@@ -1,0 +1,165 @@
+"""The programs of a model as the server makes them, with shapes in the place of arrays, compiled for accelerators.
+
+Letters: B rows, T tokens, S slots, Q tokens of a piece of a prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tinkerflow.backend.compute.mesh import FSDP, TENSOR, cache_mesh, replicated, sharding
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.lora import Lora, gathered, shardings
+from tinkerflow.backend.compute.models.params import params_like
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.planning.memory import plan_memory
+from tinkerflow.backend.compute.planning.roofline import parse_topology
+from tinkerflow.backend.compute.planning.roofline_targets import Figures, compile_for, mesh_for
+from tinkerflow.backend.compute.platforms import compiling_for
+from tinkerflow.backend.compute.sampler.decode import decode, empty_rows
+from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
+from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
+from tinkerflow.backend.compute.sampler.prefill import empty_piece, prefill
+from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN
+from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack
+from tinkerflow.backend.compute.training.logprobs import score_and_grads
+from tinkerflow.backend.compute.training.optimizer import fresh_state
+from tinkerflow.backend.compute.training.train import Steps, make_steps
+from tinkerflow.backend.compute.training.train_programs import adapter_like, batch_like
+from tinkerflow.backend.compute.warming import like, result_of
+from tinkerflow.backend.spec.commands import CacheFormat, GroupConfig, LoraSpec
+from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from tinkerflow.backend.spec.ranks import expert_rank
+
+_SLOTS, _CHUNK = 64, 8  # of a sampler, where the settings say nothing else
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs of one model on one target; each method compiles one, `more` is as in `compile_for`.
+
+    cfg: the model. target: a topology by name. rank: of adapters. tensor, expert: axes of the mesh. kv_cache: the
+    number format of keys and values in pages. memory: GB of each device that the memory budget is for, 0 = all.
+    """
+
+    cfg: ModelConfig
+    target: str
+    rank: int = 32
+    tensor: int = 1
+    expert: int = 1
+    kv_cache: CacheFormat = "full"
+    memory: int = 0
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Over the target's devices."""
+        return mesh_for(self.target, tensor=self.tensor, expert=self.expert)
+
+    @cached_property
+    def params(self) -> Params:
+        """The base model's weights, bfloat16."""
+        return params_like(self.cfg, self.mesh, "bfloat16")
+
+    @property
+    def spec(self) -> LoraSpec:
+        """Of the adapter."""
+        return LoraSpec(self.rank, expert_rank=expert_rank(self.rank, self.cfg.experts_per_token, "divided"))
+
+    @cached_property
+    def lora(self) -> Lora:
+        """An adapter of all matrices."""
+        made = adapter_like(self.cfg, self.mesh, self.spec)
+        assert isinstance(made, Lora)
+        return made
+
+    @property
+    def limit(self) -> int:
+        """Bytes of each device that the memory budget is for."""
+        return self.memory * 10**9 or parse_topology(self.target).device.limit
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The jitted functions, which keep as much for the backward pass as the memory budget allows."""
+        fsdp, longest = self.mesh.shape[FSDP], min(DEFAULT_MAX_CONTEXT, self.cfg.max_positions)
+        name, sizes = self.cfg.architecture, (fsdp, self.tensor, longest, 0, _SLOTS, _CHUNK)
+        config = GroupConfig(name, "bfloat16", *sizes, compile_cache_dir="", expert=self.expert)
+        with self.compiling():
+            plan = plan_memory(self.cfg, config, self.limit)
+            return make_steps(self.cfg, self.mesh, plan.budget)
+
+    @property
+    def _plain(self) -> tuple[str, bool]:
+        return self.params.embed_VD.dtype.name, self.params.apart
+
+    def _stack(self, columns: int) -> Any:
+        widths = columns, columns // divisor_of(self.cfg, self.spec)
+        return result_of(empty_stack, self.cfg, self.mesh, widths, *self._plain)
+
+    def compiling(self) -> Any:
+        """Within this context functions are traced for the target's platform."""
+        return compiling_for(parse_topology(self.target).device.platform)
+
+    def forward_backward(self, B: int, T: int, **more: Any) -> Figures:
+        """A micro-batch of B rows of T tokens."""
+        with self.compiling():
+            args = (self.params, self.lora, self.lora, batch_like(self.mesh, B, T))
+        return compile_for(self.target, self.steps.backward, *args, **more)
+
+    def forward(self, B: int, T: int, **more: Any) -> Figures:
+        """The same without gradients."""
+        with self.compiling():
+            args = (self.params, self.lora, batch_like(self.mesh, B, T))
+        return compile_for(self.target, self.steps.forward, *args, **more)
+
+    def optim_step(self, kind: Any = DEFAULT_OPTIMIZER, **more: Any) -> Figures:
+        """One optimizer step."""
+        spec, fresh = OPTIMIZERS[kind], fresh_state(kind, self.lora)
+        state = jax.tree.map(like, fresh, shardings(self.mesh, fresh))
+        hyper = like(spec.vector(spec.example), replicated(self.mesh))
+        return compile_for(self.target, self.steps.optimize, self.lora, self.lora, state, hyper, **more)
+
+    def loss(self, B: int, T: int, **more: Any) -> Figures:
+        """From hidden states to logprobs and gradients, without the layers."""
+        with self.compiling():
+            batch = batch_like(self.mesh, B, T)
+            shape = (B, T, self.cfg.hidden)
+            hidden = jax.ShapeDtypeStruct(shape, self.params.embed_VD.dtype, sharding=sharding(self.mesh, shape, FSDP))
+
+            def scored(params: Params, lora: Lora, hidden: Any, batch: Any) -> Any:
+                head = jax.lax.with_sharding_constraint(params.head, sharding(self.mesh, params.head.shape, TENSOR))
+                params = replace(params, unembed_VD=head)
+                pair, rows = gathered(self.mesh, lora).unembed, (batch.targets, batch.choice, batch.inputs)
+                return score_and_grads(params, pair, hidden, *rows, self.mesh)
+
+            return compile_for(self.target, jax.jit(scored), self.params, self.lora, hidden, batch, **more)
+
+    def decode(self, S: int, length: int, *, columns: int = 32, chunk: int = _CHUNK, **more: Any) -> Figures:
+        """`chunk` tokens of each of S slots with `length` positions. columns: ranks of the adapters in the batch."""
+        with self.compiling():
+            stack = self._stack(columns)
+            rows = empty_rows(S, pages_for(length), chunk, states=self.cfg.delta is not None)
+            cache = self._cache(S, length)
+            args = (self.cfg, self.mesh, chunk, 0, self.params, stack, cache, rows, np.int32(chunk))
+        return compile_for(self.target, decode, *args, **more)
+
+    def prefill(self, B: int, Q: int, length: int, *, columns: int = 32, **more: Any) -> Figures:
+        """Q tokens of each of B prompts, in pages for `length` positions of each."""
+        with self.compiling():
+            stack = self._stack(columns)
+            piece = empty_piece(PLAIN, B, Q, pages_for(length), states=self.cfg.delta is not None)
+            args = (self.cfg, self.mesh, PLAIN, self.params, stack, self._cache(B, length), piece)
+        return compile_for(self.target, prefill, *args, **more)
+
+    def _cache(self, rows: int, length: int) -> Any:
+        """A cache with pages for `length` positions of each of `rows`."""
+        shards = cache_mesh(self.mesh, self.cfg.split_heads).shape[FSDP]
+        pages = (-(-rows // shards) * pages_for(length) + 1) * shards
+        states = 0 if self.cfg.delta is None else (-(-rows // shards) + 1) * shards
+        return result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain, states, self.kv_cache)

@@ -1,0 +1,17 @@
+"""Training steps: packed micro-batches, losses, gradients and optimizer updates, for adapters and all parameters."""
+
+__all__ = [
+    "adapter_shards",
+    "adapters",
+    "attention",
+    "budget",
+    "forward_backward",
+    "full",
+    "images",
+    "logprobs",
+    "losses",
+    "optimizer",
+    "packing",
+    "train",
+    "train_programs",
+]

@@ -1,0 +1,198 @@
+"""Attention of a packed training batch: causal, and only within a segment.
+
+A block of queries at a time, so that scores stay in the caches. Of these, a backward pass keeps one number a query, the
+logarithm of their softmax's denominator, and computes the rest again, as FlashAttention does (arXiv 2205.14135, section
+3.1 and appendix B.4): kept, they would be the largest thing that training holds. JAX's own derivative of the same
+forward took 1.2 times the CPU time at 128 tokens and 1.6 times at 512. NVIDIA GPUs and TPUs have kernels (`flash`).
+cuDNN's attention is not among them: backward it adds in no fixed order unless XLA is told to do without all that does
+(openxla/xla, pull request 14125), and what is replayed after a crash must come out bit for bit.
+
+Letters: B rows, T and S tokens (queries, keys), H query heads, G key-value heads, d head dimension, m the H / G query
+heads of a key-value head times the queries of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+
+from tinkerflow.backend.compute.kernels.flash import flash_attention
+from tinkerflow.backend.compute.models.transformer import Attend
+
+_BLOCK = 256  # queries scored at once
+_MOST_BLOCKS = 8
+_SCORE_BYTES = 12  # weights and their slopes, float32, and both again in the dtype of a product's inputs
+_UNSEEN = np.finfo(np.float32).min
+
+Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]
+
+
+def attend_segments(segments_BT: jax.Array, mesh: Mesh, *, save_memory: bool = False) -> Attend:
+    """The `Attend` in which a token sees itself and earlier tokens of its own segment, by position in the row.
+
+    mesh: rows and heads are split over it. save_memory: as of `flash_attention`. On CPUs, and for rows that no kernel
+    of `flash` takes, it is that of here.
+    """
+
+    def attend(
+        q_BTHd: jax.Array,
+        k_BTGd: jax.Array | None,
+        v_BTGd: jax.Array | None,
+        *,
+        window: int | None = None,
+        sinks_H: jax.Array | None = None,
+    ) -> jax.Array:
+        assert k_BTGd is not None and v_BTGd is not None
+        kernel = flash_attention(mesh, segments_BT.shape[1], window, head_dim=q_BTHd.shape[-1], save_memory=save_memory)
+        if kernel is not None:
+            return kernel(q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)
+        return _attend(window, q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)
+
+    return attend
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    window: int | None,
+    q_BTHd: jax.Array,
+    k_BTGd: jax.Array,
+    v_BTGd: jax.Array,
+    segments_BT: jax.Array,
+    sinks_H: jax.Array | None,
+) -> jax.Array:
+    """softmax(q k / sqrt(d)) v over the keys seen; softmax in float32, result in the dtype of v."""
+    return _forward(window, q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)[0]
+
+
+def _forward(
+    window: int | None,
+    q_BTHd: jax.Array,
+    k_BTGd: jax.Array,
+    v_BTGd: jax.Array,
+    segments_BT: jax.Array,
+    sinks_H: jax.Array | None,
+) -> tuple[jax.Array, Residuals]:
+    k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
+    outputs, log_totals = [], []
+    for start, end in _blocks(q_BTHd.shape[1]):
+        first = _first(window, start)
+        q_BGmd = _grouped(_scaled(q_BTHd[:, start:end]), k_BTGd.shape[2])
+        scores_BGmS = _scores(window, q_BGmd, k_BGSd[:, :, first:end], segments_BT, start, end)
+        top = jnp.max(scores_BGmS, axis=-1, keepdims=True)
+        weights = jnp.exp(scores_BGmS - top)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        if sinks_H is not None:
+            total = total + jnp.exp(_sinks(sinks_H, k_BTGd.shape[2], end - start) - top)
+        o_BGmd = _product("bgms,bgsd->bgmd", weights.astype(v_BGSd.dtype), v_BGSd[:, :, first:end]) / total
+        outputs.append(_ungrouped(o_BGmd.astype(v_BGSd.dtype), end - start))
+        log_totals.append(checkpoint_name(top + jnp.log(total), "log_totals"))
+    o_BTHd = checkpoint_name(jnp.concatenate(outputs, axis=1), "attended")
+    return o_BTHd, (q_BTHd, k_BTGd, v_BTGd, segments_BT, o_BTHd, tuple(log_totals))
+
+
+def _backward(
+    window: int | None, kept: Residuals, d_o_BTHd: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    q_BTHd, k_BTGd, v_BTGd, segments_BT, o_BTHd, log_totals = kept
+    G = k_BTGd.shape[2]
+    k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
+    d_k, d_v = jnp.zeros(k_BGSd.shape, jnp.float32), jnp.zeros(v_BGSd.shape, jnp.float32)
+    d_q = []
+    for (start, end), log_total in zip(_blocks(q_BTHd.shape[1]), log_totals, strict=True):
+        here, first = slice(start, end), _first(window, start)
+        k, v = k_BGSd[:, :, first:end], v_BGSd[:, :, first:end]
+        q_BGmd, o_BGmd, d_o_BGmd = (
+            _grouped(x, G) for x in (_scaled(q_BTHd[:, here]), o_BTHd[:, here], d_o_BTHd[:, here])
+        )
+        # With a sink these are the weights of all but the sink, which has no value: the slope is the same.
+        weights = jnp.exp(_scores(window, q_BGmd, k, segments_BT, start, end) - log_total)
+        # The slope of a softmax: its weights times what their gradients exceed their mean by; that mean is d_o . o.
+        mean = jnp.sum(d_o_BGmd.astype(jnp.float32) * o_BGmd, axis=-1, keepdims=True)
+        d_scores = (weights * (_product("bgmd,bgsd->bgms", d_o_BGmd, v) - mean)).astype(q_BGmd.dtype)
+        d_v = d_v.at[:, :, first:end].add(_product("bgms,bgmd->bgsd", weights.astype(v.dtype), d_o_BGmd))
+        d_k = d_k.at[:, :, first:end].add(_product("bgms,bgmd->bgsd", d_scores, q_BGmd))
+        d_q.append(_ungrouped(_scaled(_product("bgms,bgsd->bgmd", d_scores, k)), end - start))
+    return (
+        jnp.concatenate(d_q, axis=1).astype(q_BTHd.dtype),
+        _heads_first(d_k).astype(k_BTGd.dtype),
+        _heads_first(d_v).astype(v_BTGd.dtype),
+        None,
+        None,
+    )
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _sinks(sinks_H: jax.Array, G: int, queries: int) -> jax.Array:
+    """[G, m, 1]: the sink of each row of `_grouped`."""
+    return jnp.repeat(sinks_H.astype(jnp.float32).reshape(G, -1), queries, axis=1)[..., None]
+
+
+def _blocks(T: int) -> Iterator[tuple[int, int]]:
+    """Queries [start, end); keys from `end` on and before `_first` are never seen, so they are not multiplied."""
+    step = _step(T)
+    return ((start, min(start + step, T)) for start in range(0, T, step))
+
+
+def _step(T: int) -> int:
+    return max(_BLOCK, T // _MOST_BLOCKS)
+
+
+def score_bytes(T: int, window: int | None, heads: int) -> int:
+    """What the scores of a block of queries take while a row of T tokens is differentiated without a kernel, at most.
+
+    window: as of `Attend`. heads: of a device.
+    """
+    queries = min(T, _step(T))
+    keys = T if window is None else min(T, queries + window - 1)
+    return heads * queries * keys * _SCORE_BYTES
+
+
+def _first(window: int | None, start: int) -> int:
+    """The first key that the query at `start` sees."""
+    return 0 if window is None else max(0, start - window + 1)
+
+
+def _scores(
+    window: int | None, q_BGmd: jax.Array, k_BGSd: jax.Array, segments_BT: jax.Array, start: int, end: int
+) -> jax.Array:
+    scores_BGmS = _product("bgmd,bgsd->bgms", q_BGmd, k_BGSd)
+    B, G, m, S = scores_BGmS.shape
+    first = _first(window, start)
+    same = segments_BT[:, start:end, None] == segments_BT[:, None, first:end]
+    queries, keys = jnp.arange(start, end)[:, None], jnp.arange(first, end)[None, :]
+    earlier = queries >= keys if window is None else (queries >= keys) & (queries - keys < window)
+    by_head = scores_BGmS.reshape(B, G, m // (end - start), end - start, S)
+    return jnp.where((same & earlier)[:, None, None], by_head, _UNSEEN).reshape(B, G, m, S)
+
+
+def _product(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(letters, left, right, preferred_element_type=jnp.float32)
+
+
+def _scaled(x: jax.Array) -> jax.Array:
+    return x * x.shape[-1] ** -0.5
+
+
+def _heads_first(x_BTGd: jax.Array) -> jax.Array:
+    """[B, G, T, d]; its own inverse."""
+    return jnp.swapaxes(x_BTGd, 1, 2)
+
+
+def _grouped(x_BTHd: jax.Array, G: int) -> jax.Array:
+    """[B, G, m, d]: the query heads of a key-value head, one after another."""
+    B, T, H, d = x_BTHd.shape
+    return x_BTHd.reshape(B, T, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * T, d)
+
+
+def _ungrouped(x_BGmd: jax.Array, T: int) -> jax.Array:
+    """The inverse of `_grouped`."""
+    B, G, m, d = x_BGmd.shape
+    return x_BGmd.reshape(B, G, m // T, T, d).transpose(0, 3, 1, 2, 4).reshape(B, T, G * m // T, d)

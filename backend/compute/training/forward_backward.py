@@ -1,0 +1,219 @@
+"""A Forward command, executed one micro-batch at a time: logprobs, loss, and with `backward` the adapter's gradients.
+
+A loss per token takes one pass over the examples. Any other loss takes a pass for the logprobs, then its formula on the
+host, then (with `backward`) a pass that trains with the formula's slopes as weights. `LossSpec.passes` says how many
+there are and `spec.packing` how many micro-batches a pass has: the pool counts with both, and sends a command for each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tinkerflow.backend.compute.mesh import row_parts, to_host
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.models.vision import Eyes
+from tinkerflow.backend.compute.platforms import platform
+from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore, Unsure
+from tinkerflow.backend.compute.training.images import image_features
+from tinkerflow.backend.compute.training.logprobs import Scored
+from tinkerflow.backend.compute.training.losses import choose, judge
+from tinkerflow.backend.compute.training.packing import MicroBatch, pack
+from tinkerflow.backend.compute.training.train import Steps, to_devices
+from tinkerflow.backend.core.errors import OUT_OF_MEMORY, AllocationError, ServerError
+from tinkerflow.backend.spec.commands import DeferredReply, Done, Float32, Forward, ForwardResult, LoraSpec
+from tinkerflow.backend.spec.losses import LOSSES
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ReadResult = Callable[[], ForwardResult]  # waits for the devices
+
+
+@dataclass(frozen=True)
+class Training:
+    """What passes need of the executor.
+
+    steps: of a shape of adapters. microbatch_tokens: of a micro-batch at most, padding included.
+    announce(what, adapter, batch) is called before each micro-batch. read(reply) waits for the devices; a failure there
+    is a DevicesError. eyes: None in models that take text.
+    """
+
+    params: Params
+    steps: Callable[[LoraSpec], Steps]
+    mesh: Mesh
+    adapters: AdapterStore
+    microbatch_tokens: int
+    announce: Callable[[str, Adapter, MicroBatch], None]
+    read: Callable[[ReadResult], ForwardResult]
+    eyes: Eyes | None = None
+
+
+class ForwardRun:
+    """A Forward command under way. Call `step` until `done`."""
+
+    def __init__(self, training: Training, command: Forward) -> None:
+        """Nothing is computed yet. `command` has at least one example."""
+        self.done = False
+        self._training, self._command = training, command
+        self._pass: _Pass | None = None
+        self._scored: ReadResult | None = None  # the logprobs that a loss of whole sequences needs
+        self._result: ForwardResult | None = None  # what such a loss gives
+        self._one_pass = LOSSES[command.loss].per_token is not None
+
+    def step(self) -> DeferredReply:
+        """Start the next micro-batch. The reply is Done, or the ForwardResult after the last one.
+
+        NotFoundError: the adapter is not here. ServerError: computing failed; with `backward` the adapter's gradients
+        are cleared. UserError: the loss is not finite. AllocationError, also when the reply is read: the devices had no
+        memory left, and the adapter is as it was. The run cannot go on after an error.
+        """
+        return partial(_or_no_memory, self._command, _or_no_memory(self._command, self._step))
+
+    def _step(self) -> DeferredReply:
+        current = self._pass or self._begin()
+        scored = current.step()
+        if not current.done:
+            self._pass = current
+            return partial(_wait_for, scored)
+        self._pass, finished = None, current.finish()
+        if self._one_pass:
+            self.done = True
+            return finished
+        if self._scored is None:
+            self._scored = finished
+            if self._command.backward:
+                return partial(_wait_for, scored)
+            _, result = self._judge(finished)
+            self.done = True
+            return lambda: result
+        assert self._result is not None
+        self.done = True
+        return partial(_after, finished, self._result)
+
+    def _begin(self) -> _Pass:
+        if self._one_pass:
+            return _Pass(self._training, self._command)
+        plain = replace(self._command, loss="cross_entropy", config={}, custom=None)
+        if self._scored is None:
+            return _Pass(self._training, replace(plain, backward=False))
+        surrogate, self._result = self._judge(self._scored)
+        return _Pass(self._training, replace(plain, examples=surrogate.examples))
+
+    def _judge(self, scored: ReadResult) -> tuple[Forward, ForwardResult]:
+        """The command with the examples to train on, and the result."""
+        forward = self._training.read(scored)
+        judged = judge(self._command, forward.logprobs)
+        surrogate = replace(self._command, examples=judged.surrogates)
+        return surrogate, replace(forward, loss_sum=judged.loss_sum, metrics=judged.metrics)
+
+
+class _Pass:
+    """One pass of a loss per token over the examples of a command."""
+
+    def __init__(self, training: Training, command: Forward) -> None:
+        self._training, self._command = training, command
+        self._adapter = training.adapters.get(command.adapter_id)
+        self._steps = training.steps(self._adapter.spec)
+        self._grads = self._adapter.grads  # zeros that can be made again, or what is to survive a failure
+        if command.backward and self._adapter.pending:
+            self._grads = self._steps.copy(self._grads)
+        self._choice = choose(command.loss, command.config)
+        self._batches = pack(
+            command.examples,
+            microbatch_tokens=training.microbatch_tokens,
+            row_multiple=row_parts(training.mesh),
+            attention_tokens=platform().attention_tokens,
+            inputs=[one.name for one in LOSSES[command.loss].inputs],
+        )
+        self._scored: list[Scored] = []
+
+    @property
+    def done(self) -> bool:
+        return len(self._scored) == len(self._batches)
+
+    def step(self) -> Scored:
+        training, command, batch = self._training, self._command, self._batches[len(self._scored)]
+        try:
+            training.announce("forward_backward" if command.backward else "forward", self._adapter, batch)
+            seen = image_features(training.eyes, command.examples, batch) if training.eyes else None
+            arrays = to_devices(batch, self._choice, training.mesh, seen)
+            if command.backward:
+                self._grads, scored = self._steps.backward(training.params, self._adapter.lora, self._grads, arrays)
+            else:
+                scored = self._steps.forward(training.params, self._adapter.lora, arrays)
+        except Exception as error:
+            if not command.backward or OUT_OF_MEMORY in str(error):
+                raise
+            training.adapters.clear_gradients(command.adapter_id)
+            raise ServerError(
+                f"forward_backward of {len(command.examples)} examples failed ({type(error).__name__}: {error}); "
+                f"the gradients that adapter {command.adapter_id!r} had accumulated are cleared"
+            ) from error
+        self._scored.append(scored)
+        return scored
+
+    def finish(self) -> ReadResult:
+        """Keep the gradients; the result, still on the devices."""
+        gathered = partial(_gather, self._command, self._batches, self._scored)
+        if not self._command.backward:
+            return gathered
+        unsure = Unsure(self._adapter.grads if self._adapter.pending else None)
+        after = replace(self._adapter, grads=self._grads, pending=True, unsure=unsure)
+        self._training.adapters.set(self._command.adapter_id, after)
+        return partial(_computed, gathered, unsure)
+
+
+def _or_no_memory(command: Forward, run: Callable[[], T]) -> T:
+    try:
+        return run()
+    except Exception as error:
+        if OUT_OF_MEMORY in str(error):
+            raise _no_memory(command, error) from error
+        raise
+
+
+def _no_memory(command: Forward, error: Exception) -> AllocationError:
+    """What the owner of a Forward is told for which the devices had no memory left."""
+    log.error("no memory was left on the devices for a Forward", exc_info=error)
+    lengths = [len(example.tokens_T) for example in command.examples]
+    return AllocationError(
+        f"data of {len(lengths)} examples, the longest of {max(lengths)} tokens: the devices had no memory left for "
+        "them. The model is as it was before. Shorter examples take less; the same request may work when there are "
+        "fewer models"
+    )
+
+
+def _wait_for(scored: Scored) -> Done:
+    jax.block_until_ready(scored)
+    return Done()
+
+
+def _after(trained: ReadResult, result: ForwardResult) -> ForwardResult:
+    trained()
+    return result
+
+
+def _computed(scored: ReadResult, unsure: Unsure) -> ForwardResult:
+    """The result. The programs that gave it gave the gradients: nobody needs what these were before."""
+    result = scored()
+    unsure.before = None
+    return result
+
+
+def _gather(command: Forward, batches: list[MicroBatch], on_devices: list[Scored]) -> ForwardResult:
+    results = to_host(on_devices)
+    logprobs: list[Float32] = [np.empty(0, np.float32)] * len(command.examples)
+    for batch, scored in zip(batches, results, strict=True):
+        for place in batch.places:
+            example = command.examples[place.example]
+            rows = scored.logprobs_BTK[place.row, place.start : place.start + place.length]
+            logprobs[place.example] = np.array(rows[:, 0] if example.flat else rows[:, : example.targets_TK.shape[1]])
+    return ForwardResult(tuple(logprobs), float(sum(np.float64(scored.loss) for scored in results)))

@@ -1,0 +1,255 @@
+"""From hidden states to logprobs and loss, in chunks of tokens: [tokens, V] never exists whole.
+
+A token's loss depends on no logprob but its own, so each chunk finishes its loss and its gradients while its logits are
+at hand: nothing of size V is kept for a backward pass, and the matmul with the unembedding is not done again for one.
+
+Every chunk reads the whole unembedding. Off CPUs that is what a chunk costs, so a chunk has as many rows as memory
+allows of each device, and kernels keep the logits on the chip. On CPUs a chunk's logits stay in the caches.
+
+Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabulary, R rank; M rows and N parts of the
+vocabulary, as kernels know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from tinkerflow.backend.compute.kernels import softmax_gpu, softmax_tpu
+from tinkerflow.backend.compute.kernels.softmax import Product, Slopes
+from tinkerflow.backend.compute.mesh import ROWS, TENSOR
+from tinkerflow.backend.compute.models.long_rows import join_chunks, split_chunks
+from tinkerflow.backend.compute.models.lora import LoraPair, apply_one, low_rank
+from tinkerflow.backend.compute.models.transformer import Params, capped, capped_pullback, unembed, unembed_pullback
+from tinkerflow.backend.compute.platforms import CUDA, SCORED_ROWS, on_cpu, platform
+from tinkerflow.backend.compute.training.losses import LossChoice, TokenInputs, losses_and_slopes, token_losses
+
+MOST_LOGITS = 2**24  # of one chunk on CPUs: 64 MiB in float32
+
+
+@flax.struct.dataclass
+class Scored:
+    """loss: float32 scalar, the sum over all tokens; logprobs_BTK: float32, of the full softmax."""
+
+    loss: jax.Array
+    logprobs_BTK: jax.Array
+
+
+def score(
+    params: Params,
+    pair: LoraPair | None,
+    hidden_BTD: jax.Array,
+    targets_BTK: jax.Array,
+    choice: LossChoice,
+    inputs: TokenInputs,
+    mesh: Mesh | None = None,
+    *,
+    most_logits: int | None = None,
+    interpret: bool = False,
+) -> Scored:
+    """Logprobs of the targets and the loss, without gradients.
+
+    params: the base model. pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power
+    of two. targets_BTK int32. choice: the loss, of `inputs` by name, each [B, T, K]. mesh: B is split over it, evenly;
+    CPUs need none. most_logits: how many are computed at a time (off CPUs: on each device); None = as many as the
+    platform does best with. interpret: run the kernels of other platforms on a CPU, for tests.
+    """
+    whole = (hidden_BTD, targets_BTK, inputs)
+    if not on_cpu():
+        return _by_device(params, pair, whole, choice, mesh, most_logits, interpret, keep=False)[0]
+
+    def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[jax.Array, jax.Array]:
+        x_BcD, targets_BcK, here = part
+        logits_BcV = _from_largest(_logits(params, x_BcD, _update(x_BcD, pair)))
+        logprobs_BcK = _pick(logits_BcV, targets_BcK) - _log_total(logits_BcV)
+        return loss + jnp.sum(token_losses(choice, logprobs_BcK, here)), logprobs_BcK
+
+    B, T, _ = hidden_BTD.shape
+    parts = split_chunks(whole, chunk_size(B, T, params, most_logits or MOST_LOGITS))
+    loss, logprobs = jax.lax.scan(chunk, jnp.float32(0), parts)
+    return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
+
+
+def score_and_grads(
+    params: Params,
+    pair: LoraPair | None,
+    hidden_BTD: jax.Array,
+    targets_BTK: jax.Array,
+    choice: LossChoice,
+    inputs: TokenInputs,
+    mesh: Mesh | None = None,
+    *,
+    most_logits: int | None = None,
+    by_head: bool = False,
+    interpret: bool = False,
+) -> tuple[Scored, jax.Array, Any]:
+    """As `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (None when that is).
+
+    params, targets_BTK, choice, inputs, mesh, most_logits, interpret: as of `score`. by_head: the last gradient is that
+    by the unembedding, float32 [V, D]; there must be no pair then.
+    """
+    assert not (by_head and pair is not None)
+    whole = (hidden_BTD, targets_BTK, inputs)
+    if not on_cpu():
+        return _by_device(params, pair, whole, choice, mesh, most_logits, interpret, by_head=by_head)
+
+    def chunk(carry: tuple[jax.Array, Any, Any], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
+        loss, d_pair, d_head = carry
+        x_BcD, targets_BcK, here = part
+        update, pull = jax.vjp(_update, x_BcD, pair)
+        whole_BcV = _logits(params, x_BcD, update)
+        logits_BcV = _from_largest(whole_BcV)
+        log_total = _log_total(logits_BcV)
+        logprobs_BcK = _pick(logits_BcV, targets_BcK) - log_total
+        value, slope_BcK = jax.value_and_grad(lambda lp: jnp.sum(token_losses(choice, lp, here)))(logprobs_BcK)
+        d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK)
+        d_logits = capped_pullback(params, whole_BcV, d_logits).astype(x_BcD.dtype)
+        d_x, more = pull(None if update is None else d_logits)
+        d_x += unembed_pullback(params, d_logits)
+        if by_head:
+            d_head += jnp.einsum("bcv,bcd->vd", d_logits, x_BcD, preferred_element_type=jnp.float32)
+        return (loss + value, jax.tree.map(jnp.add, d_pair, more), d_head), (logprobs_BcK, d_x)
+
+    B, T, _ = hidden_BTD.shape
+    parts = split_chunks(whole, chunk_size(B, T, params, most_logits or MOST_LOGITS))
+    zeros = jax.tree.map(jnp.zeros_like, pair), jnp.zeros(params.head.shape) if by_head else None
+    (loss, d_pair, d_head), (logprobs, d_hidden) = jax.lax.scan(chunk, (jnp.float32(0), *zeros), parts)
+    scored = Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
+    return scored, join_chunks(d_hidden), d_head if by_head else d_pair
+
+
+def _by_device(
+    params: Params,
+    pair: LoraPair | None,
+    whole: tuple[jax.Array, jax.Array, TokenInputs],
+    choice: LossChoice,
+    mesh: Mesh | None,
+    most_logits: int | None,
+    interpret: bool,
+    *,
+    keep: bool = True,
+    by_head: bool = False,
+) -> tuple[Scored, jax.Array, Any]:
+    """`score_and_grads` off CPUs; the gradients are None unless `keep`.
+
+    Every device scores its own rows. On the tensor axis each has a part of the vocabulary, where the axis divides it.
+    What devices sum over their rows is summed once, after the last chunk.
+
+    params, pair, choice, mesh, most_logits, interpret, by_head: as of `score_and_grads`. whole: hidden_BTD, targets_BTK
+    and inputs.
+    """
+    assert mesh is not None
+    hidden_BTD, targets_BTK, inputs = whole
+    low_BTR, pull = (None, None) if pair is None else jax.vjp(low_rank, hidden_BTD, pair)
+    axis = TENSOR if params.head.shape[0] % mesh.shape[TENSOR] == 0 else None
+    kernels = softmax_gpu if platform() is CUDA else softmax_tpu
+
+    def over_vocabulary(summed: Callable[[jax.Array, str], jax.Array], x: jax.Array) -> jax.Array:
+        return x if axis is None else summed(x, axis)
+
+    def of_device(head_VD: jax.Array, B_RV: jax.Array | None, choice: LossChoice, *rows: Any) -> tuple[Any, ...]:
+        V, (b, T, _) = head_VD.shape[0], rows[0].shape
+        first = 0 if axis is None else jax.lax.axis_index(axis) * V
+
+        def chunk(sums: tuple[jax.Array, Any, Any], part: tuple[Any, ...]) -> tuple[Any, Any]:
+            loss, d_B_RV, d_head_VD = sums
+            x_MD, low_MR, targets_MK, here = part
+            targets_MK -= first
+            given = Product(x_MD, head_VD, low_MR, B_RV, targets_MK, params.softcap, interpret)
+            found = kernels.totals(given, keep=keep)
+            largest_M = over_vocabulary(jax.lax.pmax, jnp.max(found.largest_NM, axis=0))
+            total_M = jnp.sum(found.total_NM * jnp.exp(found.largest_NM - largest_M), axis=0)
+            log_total_M = jnp.log(over_vocabulary(jax.lax.psum, total_M))
+            picked_MK = jnp.where((targets_MK >= 0) & (targets_MK < V), found.picked_MK, 0)
+            picked_MK = over_vocabulary(jax.lax.psum, picked_MK)
+            # A logprob near 0 would otherwise have the rounding error of logits that may be near 100.
+            logprobs_MK = picked_MK - largest_M[:, None] - log_total_M[:, None]
+            losses_MK, slope_MK = losses_and_slopes(choice, logprobs_MK, here)
+            loss += jnp.sum(losses_MK)
+            if not keep:
+                return (loss, None, None), (logprobs_MK, None, None)
+            slopes = kernels.slopes(given, found, largest_M, log_total_M, slope_MK)
+            if by_head:
+                d_head_VD += jnp.einsum("mv,md->vd", slopes.d_MV, x_MD, preferred_element_type=jnp.float32)
+            d_x_MD = over_vocabulary(jax.lax.psum, jnp.einsum("mv,vd->md", slopes.d_MV, head_VD))
+            if low_MR is None:
+                return (loss, None, d_head_VD), (logprobs_MK, d_x_MD, None)
+            d_low_MR, more_RV = _by_adapter(given, slopes)
+            d_low_MR = over_vocabulary(jax.lax.psum, d_low_MR).astype(low_MR.dtype)
+            return (loss, d_B_RV + more_RV, d_head_VD), (logprobs_MK, d_x_MD, d_low_MR)
+
+        size = chunk_size(1, b * T, params, most_logits or SCORED_ROWS * params.embed_VD.shape[0])
+        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), rows)
+        zeros = jnp.zeros_like(B_RV) if keep and B_RV is not None else None
+        d_head = jnp.zeros(head_VD.shape, jnp.float32) if by_head else None
+        sums, of_rows = jax.lax.scan(chunk, (jnp.float32(0), zeros, d_head), parts)
+        return *jax.tree.map(lambda x: x[None], sums), *jax.tree.map(lambda x: x.reshape(b, T, -1), of_rows)
+
+    each, B_RV = PartitionSpec(ROWS), None if pair is None else jnp.asarray(pair.B)
+    local = jax.shard_map(
+        of_device,
+        mesh=mesh,
+        in_specs=(PartitionSpec(axis), PartitionSpec(None, axis), PartitionSpec(), each, each, each, each),
+        out_specs=(each, PartitionSpec(ROWS, None, axis), PartitionSpec(ROWS, axis), each, each, each),
+        check_vma=False,
+    )
+    found = local(params.head, B_RV, choice, hidden_BTD, low_BTR, targets_BTK, inputs)
+    loss, d_B_RV, d_head_VD, logprobs_BTK, d_hidden_BTD, d_low_BTR = found
+    scored = Scored(jnp.sum(loss), logprobs_BTK)
+    if not keep or pull is None:
+        return scored, d_hidden_BTD, jnp.sum(d_head_VD, axis=0) if by_head else None
+    d_more_BTD, d_pair = pull(d_low_BTR)
+    return scored, d_hidden_BTD + d_more_BTD, d_pair.replace(B=jnp.sum(d_B_RV, axis=0))
+
+
+def _by_adapter(given: Product, slopes: Slopes) -> tuple[jax.Array, jax.Array]:
+    """The gradients by low [M, R] and by B [R, V], float32."""
+    if slopes.d_low_MR is not None and slopes.d_B_RV is not None:
+        return slopes.d_low_MR, slopes.d_B_RV
+    assert given.low_MR is not None and given.B_RV is not None
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    by_low = product("mv,rv->mr", slopes.d_MV, given.B_RV.astype(slopes.d_MV.dtype))
+    return by_low, product("mr,mv->rv", given.low_MR, slopes.d_MV)
+
+
+def _update(x: jax.Array, pair: LoraPair | None) -> jax.Array | None:
+    return None if pair is None else apply_one(x, (pair,))[0]
+
+
+def _logits(params: Params, x: jax.Array, update: jax.Array | None) -> jax.Array:
+    logits = unembed(params, x)
+    return capped(params, logits if update is None else logits + update.astype(jnp.float32))
+
+
+def _from_largest(logits_BcV: jax.Array) -> jax.Array:
+    # A logprob near 0 would otherwise have the rounding error of logits that may be near 100.
+    return logits_BcV - jnp.max(logits_BcV, axis=-1, keepdims=True)
+
+
+def _log_total(logits_BcV: jax.Array) -> jax.Array:
+    return jnp.log(jnp.sum(jnp.exp(logits_BcV), axis=-1, keepdims=True))
+
+
+def _pick(logits_BcV: jax.Array, targets_BcK: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(logits_BcV, targets_BcK, axis=-1)
+
+
+def _d_logits(logits_BcV: jax.Array, log_total: jax.Array, targets_BcK: jax.Array, slope_BcK: jax.Array) -> jax.Array:
+    """The gradient by the logits: d logprob[t] / d logits = onehot(t) - softmax. A target named twice counts twice."""
+    d_logits = jnp.exp(logits_BcV - log_total) * -jnp.sum(slope_BcK, axis=-1, keepdims=True)
+    B, c, _ = targets_BcK.shape
+    rows, columns = jnp.arange(B)[:, None, None], jnp.arange(c)[None, :, None]
+    return d_logits.at[rows, columns, targets_BcK].add(slope_BcK)
+
+
+def chunk_size(rows: int, tokens: int, params: Params, most_logits: int) -> int:
+    """How many tokens of each row go through the unembedding at a time; `tokens` of a row, a power of two."""
+    while tokens > 1 and tokens * rows * params.embed_VD.shape[0] > most_logits:
+        tokens //= 2
+    return tokens

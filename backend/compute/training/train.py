@@ -1,0 +1,199 @@
+"""The compiled steps of training: forward, forward and backward into donated gradients, optimizer step.
+
+Frozen weights are arguments, never closed over, because a jitted function cannot close over an array that spans
+processes. Output shardings are pinned: a first call and a restored state must be the same executable.
+Letters: B rows, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, sharding
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.families import layers_with, projections
+from tinkerflow.backend.compute.models.layers.deltanet import recur_segments
+from tinkerflow.backend.compute.models.lora import Lora, apply_one, gathered
+from tinkerflow.backend.compute.models.transformer import Keep, Mixers, Params, Seen, forward
+from tinkerflow.backend.compute.platforms import CUDA, platform
+from tinkerflow.backend.compute.training.attention import attend_segments
+from tinkerflow.backend.compute.training.budget import Budget, at_once, what_is_kept
+from tinkerflow.backend.compute.training.full import Trained, computed, pinned, with_head_gradient
+from tinkerflow.backend.compute.training.logprobs import Scored, score, score_and_grads
+from tinkerflow.backend.compute.training.losses import LossChoice, TokenInputs
+from tinkerflow.backend.compute.training.optimizer import Leaf, OptimizerState, Stepped, step
+from tinkerflow.backend.compute.training.packing import MicroBatch
+from tinkerflow.backend.spec.losses import packed_inputs
+
+Result = TypeVar("Result")
+_NO_ADAPTER = Lora(layers={}, unembed=None)
+
+
+@flax.struct.dataclass
+class DeviceBatch:
+    """A micro-batch on the devices, rows split over ROWS, and the loss to compute of it.
+
+    As few arrays as its dtypes allow, because each costs a copy to the devices: ints_BTI int32 is tokens, positions,
+    segments and then the K targets; floats_BTJK float32 has the losses' inputs, in the order of `packed_inputs`.
+    """
+
+    ints_BTI: Leaf
+    floats_BTJK: Leaf
+    choice: LossChoice
+    seen: Seen | None = None
+
+    @property
+    def tokens(self) -> jax.Array:
+        """The tokens, int32 [B, T]."""
+        return cast(jax.Array, self.ints_BTI)[..., 0]
+
+    @property
+    def positions(self) -> jax.Array:
+        """Their positions [B, T], from 0 in each segment."""
+        return cast(jax.Array, self.ints_BTI)[..., 1]
+
+    @property
+    def segments(self) -> jax.Array:
+        """The number of each token's example in its row, int32 [B, T], from 1; 0 = padding."""
+        return cast(jax.Array, self.ints_BTI)[..., 2]
+
+    @property
+    def targets(self) -> jax.Array:
+        """The tokens that are scored at each position, int32 [B, T, K]."""
+        return cast(jax.Array, self.ints_BTI)[..., 3:]
+
+    @property
+    def inputs(self) -> TokenInputs:
+        """What the loss reads beside logprobs, by name, each [B, T, K]."""
+        floats_BTJK = cast(jax.Array, self.floats_BTJK)
+        return {name: floats_BTJK[:, :, place] for place, name in enumerate(packed_inputs())}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The jitted functions. Each compiles once for every shape of batch and adapter, and for nothing else.
+
+    forward(params, lora, batch) -> Scored
+    backward(params, lora, grads, batch) -> (grads, Scored): the loss's gradient is added; `grads` is donated
+    copy(grads) -> grads, of gradients that are to survive a backward that fails
+    optimize(lora, grads, state, hyper) -> Stepped, of the optimizer whose state it is: all but `hyper` is donated
+
+    Where all parameters are trained, these are given in place of `lora`.
+    """
+
+    forward: Callable[[Params, Trained, DeviceBatch], Scored]
+    backward: Callable[[Params, Trained, Trained, DeviceBatch], tuple[Trained, Scored]]
+    copy: Callable[[Trained], Trained]
+    optimize: Callable[[Trained, Trained, OptimizerState, Leaf], Stepped]
+
+
+def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
+    """The steps of the model `cfg` on `mesh`. Adapters, gradients and moments lie as `lora.shardings` says.
+
+    budget: says what a backward pass may keep. Where all parameters are trained, it keeps at least every layer's input.
+    """
+
+    def constrain(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, ROWS))
+
+    def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, keep: Keep, some: int = 0) -> jax.Array:
+        recur = None if cfg.delta is None else recur_segments(cfg.delta, batch.segments, mesh)
+        save_memory = keep is Keep.GROUPS
+        attend = attend_segments(batch.segments, mesh, save_memory=save_memory)
+        mixers = Mixers(attend, recur, heads_again=save_memory and platform() is CUDA)
+        tokens, positions = batch.tokens, batch.positions
+        given = (cfg, mesh, params, lora, tokens, positions, mixers, apply_one)
+        return forward(*given, constrain=constrain, keep=keep, at_once=some, seen=batch.seen)
+
+    def with_head(params: Params) -> Params:
+        # The unembedding gathered over fsdp once, not again for every chunk of logits.
+        head = jax.lax.with_sharding_constraint(params.head, sharding(mesh, params.head.shape, TENSOR))
+        return replace(params, unembed_VD=head)
+
+    def at_head(
+        scoring: Callable[..., Result],
+        params: Params,
+        lora: Lora,
+        hidden_BTD: jax.Array,
+        batch: DeviceBatch,
+        **more: bool,
+    ) -> Result:
+        rows = batch.targets, batch.choice, batch.inputs
+        return scoring(with_head(params), lora.unembed, hidden_BTD, *rows, mesh, **more)
+
+    def kept(lora: Lora, params: Params, batch: DeviceBatch, budget: Budget = budget) -> Keep:
+        tokens, dtype = batch.tokens.size // mesh.shape[FSDP], params.embed_VD.dtype
+        return what_is_kept(cfg, _ranks(cfg, lora), tokens, dtype, budget)
+
+    def forward_step(params: Params, lora: Trained, batch: DeviceBatch) -> Scored:
+        if isinstance(lora, Params):
+            params, lora = computed(cfg, params, lora), _NO_ADAPTER
+        lora = gathered(mesh, lora)
+        return at_head(score, params, lora, hidden(params, lora, batch, keep=Keep.RESULTS), batch)
+
+    def full_backward(base: Params, weights: Params, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
+        params = computed(cfg, base, weights)
+        # Not groups: each would add gradients of all stacked weights.
+        keep = kept(_NO_ADAPTER, base, batch, replace(budget, input_bytes=None))
+
+        def of(weights: Params) -> jax.Array:
+            return hidden(computed(cfg, base, weights), _NO_ADAPTER, batch, keep=keep)
+
+        hidden_BTD, pull = jax.vjp(of, weights)
+        scored, d_hidden_BTD, by_head = at_head(score_and_grads, params, _NO_ADAPTER, hidden_BTD, batch, by_head=True)
+        (more,) = pull(d_hidden_BTD)
+        more = with_head_gradient(more, by_head)
+        added = jax.tree.map(jnp.add, grads, more)
+        return pinned(cfg, mesh, added), jax.lax.with_sharding_constraint(scored, whole)
+
+    def backward_step(params: Params, lora: Trained, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
+        if isinstance(lora, Params):
+            return full_backward(params, lora, grads, batch)
+        lora = gathered(mesh, lora)
+        keep = kept(lora, params, batch)
+        some = at_once(keep)
+        hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, keep=keep, some=some), lora)
+        scored, d_hidden_BTD, d_unembed = at_head(score_and_grads, params, lora, hidden_BTD, batch)
+        (d_lora,) = pull(d_hidden_BTD)
+        d_lora = d_lora.replace(unembed=d_unembed)
+        return pinned(cfg, mesh, jax.tree.map(jnp.add, grads, d_lora)), jax.lax.with_sharding_constraint(scored, whole)
+
+    def optimize(lora: Trained, grads: Trained, state: OptimizerState, hyper: Leaf) -> Stepped:
+        return pinned(cfg, mesh, step(lora, grads, state, cast(jax.Array, hyper)))
+
+    whole = replicated(mesh)
+    return Steps(
+        forward=jax.jit(forward_step, out_shardings=whole),
+        backward=jax.jit(backward_step, donate_argnums=2),
+        copy=jax.jit(lambda grads: pinned(cfg, mesh, jax.tree.map(jnp.copy, grads))),
+        optimize=jax.jit(optimize, donate_argnums=(0, 1, 2)),
+    )
+
+
+def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh, seen: Seen | None = None) -> DeviceBatch:
+    """Copy a micro-batch to the devices, with its images. Rows are split over ROWS."""
+    single = (batch.tokens_BT, batch.positions_BT, batch.segments_BT)
+    host = DeviceBatch(
+        ints_BTI=np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1),
+        floats_BTJK=np.stack([batch.inputs_BTK[name] for name in packed_inputs()], axis=2),
+        choice=choice,
+        seen=seen,
+    )
+    rows = sharding(mesh, batch.tokens_BT.shape, ROWS)
+    images = jax.tree.map(lambda _: rows, seen)
+    return put(host, DeviceBatch(ints_BTI=rows, floats_BTJK=rows, choice=LossChoice(replicated(mesh)), seen=images))
+
+
+def _ranks(cfg: ModelConfig, lora: Lora) -> int:
+    """The ranks of all pairs that a token goes through in a layer on average; of experts', those of its own."""
+    matrices, homes = projections(cfg), layers_with(cfg)
+    ranks = [pair.A.shape[-2] * matrices[name].per_token * len(homes[name]) for name, pair in lora.layers.items()]
+    return sum(ranks) // cfg.layers

@@ -1,0 +1,136 @@
+"""The training programs of an adapter's shape: every shape of micro-batch that packing may make, and optimizer steps.
+
+Programs take memory, and on a CPU hundreds of the few memory maps that a process may have (65,530 by default on Linux):
+without maps the compiler ends the process. So programs go when their shape is not used any more (`StepsByShape`).
+
+Letters: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tinkerflow.backend.compute.mesh import ROWS, replicated, row_parts, sharding
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.transformer import Params, Seen
+from tinkerflow.backend.compute.models.vision import Eyes
+from tinkerflow.backend.compute.training.full import Trained, shapes, shardings
+from tinkerflow.backend.compute.training.losses import choose
+from tinkerflow.backend.compute.training.optimizer import fresh_state
+from tinkerflow.backend.compute.training.train import DeviceBatch, Steps
+from tinkerflow.backend.compute.warming import Program, like, result_of
+from tinkerflow.backend.spec.commands import LoraSpec, Optimizer
+from tinkerflow.backend.spec.losses import packed_inputs
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+from tinkerflow.backend.spec.packing import micro_batch_shapes
+
+_FORWARD = 3  # added to the distance of forward passes alone: they are rarer
+_UNUSED_SHAPES = 16  # without an adapter, whose programs stay for the next one
+_CROWDED = 0.75  # of the memory maps: then shapes lose their programs although adapters have them
+
+
+class StepsByShape:
+    """The jitted steps of each shape of adapters. With a shape's steps go the programs that were compiled for it."""
+
+    def __init__(
+        self, make: Callable[[], Steps], maps_used: Callable[[], float], forgotten: Callable[[LoraSpec], None]
+    ) -> None:
+        """No steps yet. make: new ones.
+
+        maps_used: which part of its memory maps this process uses, 0 to 1. forgotten(shape) is called when the steps of
+        a shape are forgotten, and has to let go of what refers to them.
+        """
+        self._make, self._maps_used, self._forgotten = make, maps_used, forgotten
+        self._steps: dict[LoraSpec, Steps] = {}  # least recently used first
+
+    def of(self, spec: LoraSpec) -> Steps:
+        """The steps of adapters of that shape."""
+        steps = self._steps.pop(spec, None) or self._make()
+        self._steps[spec] = steps
+        return steps
+
+    def trim(self, used: Collection[LoraSpec]) -> None:
+        """Forget the steps of shapes that nobody will miss. used: the shapes of the adapters there are.
+
+        While memory maps are few, the least recently used shapes go, but not the last one: their programs are compiled
+        again, or read from the cache, when they are wanted.
+        """
+        unused = [spec for spec in self._steps if spec not in used]
+        self._forget(unused[: max(0, len(unused) - _UNUSED_SHAPES)])
+        while len(self._steps) > 1 and self._maps_used() > _CROWDED:
+            self._forget([next(iter(self._steps))])
+
+    def _forget(self, gone: Collection[LoraSpec]) -> None:
+        for spec in gone:
+            del self._steps[spec]
+            self._forgotten(spec)
+        if gone:
+            gc.collect()  # functions and what JAX keeps for them refer to each other
+
+
+def adapter_like(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Trained:
+    """An adapter of that shape on the devices, without values."""
+    host = shapes(cfg, mesh, spec)
+    lora: Trained = jax.tree.map(like, host, shardings(cfg, mesh, host))
+    return lora
+
+
+def training_programs(
+    mesh: Mesh,
+    params: Params,
+    steps: Steps,
+    lora: Trained,
+    *,
+    optimizer: Optimizer,
+    microbatch_tokens: int,
+    max_context: int,
+    eyes: Eyes | None = None,
+) -> Iterator[Program]:
+    """The programs of an adapter like `lora`, full micro-batches of short rows first; targets are of one dimension.
+
+    mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
+    optimizer: the adapter's. microbatch_tokens: padded tokens of a micro-batch at most. max_context: tokens of an
+    example at most. eyes: of models that see images, for the programs of batches with images.
+    """
+    whole = replicated(mesh)
+    fresh = fresh_state(optimizer, lora)
+    state = replace(fresh, count=like(fresh.count, whole))
+    spec = OPTIMIZERS[optimizer]
+    hyper = like(spec.vector(spec.example), whole)
+    what = "all parameters" if isinstance(lora, Params) else f"rank {jax.tree.leaves(lora)[0].shape[-2]}"
+    of = f"{what}, {optimizer}"
+    yield Program(f"optim_step, {of}", 1, partial(result_of, steps.optimize, lora, lora, state, hyper))
+    yield Program(f"a copy of gradients, {of}", 1, partial(result_of, steps.copy, lora))
+    for B, T in micro_batch_shapes(microbatch_tokens, max_context, row_parts(mesh)):
+        distance = (microbatch_tokens // (B * T)).bit_length() + (T // 512).bit_length()
+        kinds = [("", batch := batch_like(mesh, B, T))]
+        if eyes is not None:
+            kinds.append((" with images", replace(batch, seen=seen_like(eyes, mesh, B, T))))
+        for what, batch in kinds:
+            backward = partial(result_of, steps.backward, params, lora, lora, batch)
+            yield Program(f"forward_backward of {B}x{T} tokens{what}, {of}", distance, backward)
+            forward = partial(result_of, steps.forward, params, lora, batch)
+            yield Program(f"forward of {B}x{T} tokens{what}, {of}", distance + _FORWARD, forward)
+
+
+def batch_like(mesh: Mesh, B: int, T: int) -> DeviceBatch:
+    """A micro-batch on the devices, without values."""
+    rows = sharding(mesh, (B, T), ROWS)
+    return DeviceBatch(
+        ints_BTI=jax.ShapeDtypeStruct((B, T, 4), np.int32, sharding=rows),
+        floats_BTJK=jax.ShapeDtypeStruct((B, T, len(packed_inputs()), 1), np.float32, sharding=rows),
+        choice=like(choose("cross_entropy", {}), replicated(mesh)),
+    )
+
+
+def seen_like(eyes: Eyes, mesh: Mesh, B: int, T: int) -> Seen:
+    """The images of a micro-batch of B rows of T tokens on the devices, without values."""
+    seen: Seen = like(eyes.nothing(B, T), sharding(mesh, (B, T), ROWS))
+    return seen

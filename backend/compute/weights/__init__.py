@@ -1,0 +1,11 @@
+"""How weights are stored: safetensors files, and matrices in FP8, MXFP4 and int8.
+
+This room imports no model: a model names the tensors that it reads.
+"""
+
+__all__ = [
+    "files",
+    "fp8",
+    "mxfp4",
+    "quantized",
+]

@@ -1,0 +1,153 @@
+"""The safetensors files of a Hugging Face folder: which there are, and what is in them. No JAX."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import safetensors
+
+from tinkerflow.backend.compute.weights.fp8 import BLOCK, dequantised, scales_shape
+from tinkerflow.backend.core.errors import UserError
+
+WEIGHTS = "model.safetensors"
+_FP8, _SCALES = "F8_E4M3", "_scale_inv"  # of a matrix in blocks; `key` + _SCALES has its scales
+INDEX = "model.safetensors.index.json"
+# By safetensors' names: what weights may be stored as.
+DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file. dtype: safetensors' name of its dtype, such as "BF16". raw: its bytes, in a memory map."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    raw: npt.NDArray[np.uint8]
+
+    def view(self, dtype: Any) -> npt.NDArray[Any]:
+        """Its elements as an array of `dtype`, NumPy's for its own. The file is read where the array is."""
+        elements: npt.NDArray[Any] = self.raw.view(dtype)
+        return elements.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class MadeTensor:
+    """A tensor that is made of others in the files when it is read: a part of a fused one, or quantised blocks.
+
+    make: called with NumPy's name of its dtype, gives its elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    make: Callable[[Any], npt.NDArray[Any]]
+
+    def view(self, dtype: Any) -> npt.NDArray[Any]:
+        """Its elements, of `dtype`, which must be NumPy's for its own."""
+        made = self.make(dtype)
+        assert made.shape == self.shape
+        assert made.dtype == np.dtype(dtype)
+        return made
+
+
+Tensor = StoredTensor | MadeTensor
+
+
+def read_object(path: Path, name: str) -> Mapping[str, Any]:
+    """The JSON object in a file of the base model `name`; UserError when it is missing, unreadable or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"base model {name!r}: {path} cannot be read as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"base model {name!r}: {path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def open_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    """Every tensor of the base model `name`, by Hugging Face's name; the files stay mapped as long as it is held.
+
+    Matrices in FP8 blocks (`fp8`) are as if the files had them in float32.
+    Errors (UserError) name the file that is missing or no safetensors file.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in _files(folder, name):
+        path = folder / file
+        try:
+            tensors |= _open_file(path)
+        except FileNotFoundError as error:
+            raise _broken(name, f"there is no {path}; weights must be safetensors") from error
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _broken(name, f"{path} is not a safetensors file ({error})") from error
+    return _without_blocks(tensors, name)
+
+
+def _without_blocks(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors with plain matrices in place of those in FP8 and their scales."""
+    found = dict(tensors)
+    for scaled in [key for key in tensors if key.endswith(_SCALES)]:
+        key = scaled.removesuffix(_SCALES)
+        scales, blocks = tensors[scaled], tensors.get(key)
+        if blocks is None or blocks.dtype != _FP8:
+            continue  # named as a tensor that the model does not use
+        if scales.shape != scales_shape(blocks.shape) or scales.dtype not in ("F32", "BF16"):
+            raise _broken(
+                name,
+                f"tensor {scaled!r} is {scales.dtype} of shape {scales.shape}; must be F32 or BF16 of shape "
+                f"{scales_shape(blocks.shape)}, a scale for each {BLOCK} x {BLOCK} of {key!r}",
+            )
+        del found[scaled]
+        found[key] = MadeTensor(blocks.shape, "F32", partial(_of_blocks, blocks, scales))
+    return found
+
+
+def _of_blocks(blocks: Tensor, scales: Tensor, _: Any) -> npt.NDArray[Any]:
+    if scales.dtype == "F32":
+        return dequantised(blocks.view(np.uint8), scales.view(np.float32))
+    wide = scales.view(np.uint16).astype(np.uint32) << 16  # BF16 is the first half of F32
+    return dequantised(blocks.view(np.uint8), wide.view(np.float32))
+
+
+def _open_file(path: Path) -> dict[str, StoredTensor]:
+    # safetensors reads the header, and refuses files whose tensors do not lie one after the other up to the end. Its
+    # own slices are copies: a model took twice the CPU time to load with them as with a memory map.
+    opened: Any = safetensors.safe_open(path, framework="numpy")
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    tensors: dict[str, StoredTensor] = {}
+    end = len(data)
+    for key in reversed(opened.offset_keys()):
+        stored = opened.get_slice(key)
+        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        begin = end - prod(shape) * _bits(dtype) // 8
+        tensors[key] = StoredTensor(shape, dtype, data[begin:end])
+        end = begin
+    return tensors
+
+
+def _bits(dtype: str) -> int:
+    """The size of an element: the first number in safetensors' name, as in "BF16" and "F8_E4M3"; of "BOOL", 8."""
+    size = re.search(r"\d+", dtype)
+    return int(size[0]) if size else 8
+
+
+def _files(folder: Path, name: str) -> list[str]:
+    index = folder / INDEX
+    if not index.is_file():
+        return [WEIGHTS]
+    weight_map = read_object(index, name).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise _broken(name, f"{index} has no object 'weight_map'")
+    return sorted(set(weight_map.values()))
+
+
+def _broken(name: str, why: str) -> UserError:
+    return UserError(f"base model {name!r}: its safetensors cannot be read: {why}")

@@ -1,0 +1,13 @@
+"""Small parts that every room uses: errors, ids, time, retries, secrets, files. They import no other room."""
+
+__all__ = [
+    "clock",
+    "disk",
+    "encryption",
+    "errors",
+    "ids",
+    "joining",
+    "plot",
+    "retry",
+    "tracing",
+]

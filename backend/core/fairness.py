@@ -1,0 +1,97 @@
+"""Fair sharing between owners: one queue, used wherever projects wait for the same thing.
+
+`FairQueue` is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each ticket gets a start tag: the later of
+the queue's virtual time and the end of its owner's previous ticket. Tickets are served by their start tags, and a
+ticket ends `cost / weight` after its start. Over any period in which two owners always wait, the cost served to them,
+divided by their weights, differs by at most one ticket of each.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Ticket(Generic[T]):
+    """One item in the queue. start: its start tag. cost: how much it takes of its owner's share."""
+
+    owner: str
+    item: T
+    start: float
+    cost: float
+
+
+class FairQueue(Generic[T]):
+    """Items of several owners in the order in which they are served. An owner's own items keep their order."""
+
+    def __init__(self, weight: Callable[[str], float] = lambda owner: 1.0) -> None:
+        """An empty queue. weight: of an owner, above 0; an owner with weight 2 is served twice as much."""
+        self._weight = weight
+        self._tickets: list[Ticket[T]] = []  # by start tag; equal ones in the order in which they came
+        self._now = 0.0  # virtual time: the start tag of the ticket that was served last
+        self._ends: dict[str, float] = {}  # by owner: when its last ticket ends; dropped once that is past
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket[T]]:
+        """The tickets, first the one that is served next."""
+        return iter(tuple(self._tickets))
+
+    def push(self, owner: str, item: T, cost: float = 1.0) -> Ticket[T]:
+        """Queue an item behind its owner's other items, before the excess of other owners. cost: above 0."""
+        start = max(self._now, self._ends.get(owner, 0.0))
+        self._ends[owner] = start + cost / self._weight(owner)
+        ticket = Ticket(owner, item, start, cost)
+        bisect.insort(self._tickets, ticket, key=lambda queued: queued.start)
+        return ticket
+
+    def peek(self) -> Ticket[T] | None:
+        """The ticket that is served next; None in an empty queue."""
+        return self._tickets[0] if self._tickets else None
+
+    def serve(self, ticket: Ticket[T]) -> T:
+        """Remove a ticket because it is served now; its item. It need not be the first: one that fits may overtake."""
+        self._tickets.remove(ticket)
+        self._now = max(self._now, ticket.start)
+        self._ends = {owner: end for owner, end in self._ends.items() if end > self._now}
+        return ticket.item
+
+    def withdraw(self, ticket: Ticket[T]) -> None:
+        """Remove a ticket that is not wanted any more. Its owner pays nothing for it."""
+        self._tickets.remove(ticket)
+        saved = ticket.cost / self._weight(ticket.owner)
+        for queued in self._tickets:
+            if queued.owner == ticket.owner and queued.start > ticket.start:
+                queued.start = max(self._now, queued.start - saved)
+        self._tickets.sort(key=lambda queued: queued.start)
+        self._ends[ticket.owner] = max(self._now, self._ends.get(ticket.owner, 0.0) - saved)
+
+    def charge(self, owner: str, cost: float) -> None:
+        """Take `cost` of the owner's share for work that no ticket stood for; its next ticket starts later."""
+        self._ends[owner] = max(self._now, self._ends.get(owner, 0.0)) + cost / self._weight(owner)
+
+
+def equal_places(places: int, taken: Mapping[str, int], waiting: Mapping[str, int]) -> dict[str, int]:
+    """How many more items to take of each owner, so that the owners with the fewest places come first.
+
+    places: free places. taken: the places that each owner has. waiting: how many more each owner asks for.
+    """
+    line = [(taken.get(owner, 0), owner) for owner, count in waiting.items() if count > 0]
+    heapq.heapify(line)
+    shares: Counter[str] = Counter()
+    while line and shares.total() < places:
+        have, owner = line[0]
+        shares[owner] += 1
+        if shares[owner] < waiting[owner]:
+            heapq.heapreplace(line, (have + 1, owner))
+        else:
+            heapq.heappop(line)
+    return dict(shares)

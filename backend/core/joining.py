@@ -1,0 +1,42 @@
+"""The address of a group's driver, and the secret by which the driver and its hosts know each other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from tinkerflow.backend.core.errors import UserError
+
+_LEAST_BYTES = 16
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """A name or IPv4 address, and a port, of "host:port". ValueError for anything else."""
+    host, _, port = text.rpartition(":")
+    if not host or ":" in host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ValueError(f"{text!r} must be HOST:PORT, with a name or an IPv4 address and a port of 0 to 65535")
+    return host, int(port)
+
+
+def read_secret(path: Path) -> bytes:
+    """The group's secret: the file's content without white space around it. UserError when there is none."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise UserError(f"the group's secret cannot be read ({error}): copy the file from the driver's host") from error
+    if len(secret) < _LEAST_BYTES:
+        raise UserError(f"{path} holds {len(secret)} bytes: a group's secret has {_LEAST_BYTES} or more")
+    return secret
+
+
+def make_secret(path: Path) -> bytes:
+    """The group's secret. When the file does not exist, it is made, readable by its owner only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read_secret(path)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+    return read_secret(path)

@@ -1,0 +1,97 @@
+"""OpenTelemetry traces: one for each request of a client, from the API over the engine to its worker group.
+
+Nothing is imported or noted unless OTEL_EXPORTER_OTLP_ENDPOINT (or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) says where spans
+go. These and the other OTEL_ variables are those of OpenTelemetry's SDK. The context of a span travels as the text of
+a `traceparent` header (https://www.w3.org/TR/trace-context/): in the request's row of the journal, and with commands.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from tinkerflow.backend.core.errors import UserError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_HEADER = "traceparent"
+T = TypeVar("T")
+tracer: Tracer | None = None  # of this process; None: nobody wants spans
+current: ContextVar[str | None] = ContextVar(_HEADER, default=None)  # the context of the span that we are in
+
+
+def export(part: str) -> bool:
+    """Send this process's spans to the endpoint in the environment; whether there is one. part: its name, as `api`.
+
+    UserError when the packages for it are not installed.
+    """
+    if tracer is not None or not any(map(os.environ.get, _ENDPOINTS)):
+        return tracer is not None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        named = next(name for name in _ENDPOINTS if os.environ.get(name))
+        raise UserError(f"{named} is set: traces need the extra `otel` ({error})") from error
+    service = os.environ.get("OTEL_SERVICE_NAME", "tinkerflow")
+    provider = TracerProvider(resource=Resource.create({"service.name": f"{service}-{part}"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    use(provider)
+    return True
+
+
+def use(provider: TracerProvider | None) -> None:
+    """Give spans to `provider`; None: make none. It is ours alone: spans of other libraries do not go there."""
+    global tracer  # noqa: PLW0603  one for the process, as its environment
+    tracer = None if provider is None else provider.get_tracer("tinkerflow")
+
+
+def begin(name: str, parent: str, **attributes: str) -> Span | None:
+    """A span inside the one that `parent` is the context of; whoever begins it ends it. None: nobody wants spans."""
+    return None if tracer is None else tracer.start_span(name, _context(parent), attributes=attributes)
+
+
+@contextmanager
+def span(
+    name: str, parent: str | None, kind: Literal["INTERNAL", "SERVER"] = "INTERNAL", **attributes: str
+) -> Iterator[Span | None]:
+    """Be in a span inside that of `parent`. An error that leaves the block is noted. None: nobody wants spans.
+
+    parent: the context of another span; None: the span begins a trace of its own.
+    """
+    if tracer is None:
+        yield None
+        return
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    with tracer.start_as_current_span(name, _context(parent), SpanKind[kind], attributes) as made:
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier)
+        before = current.set(carrier.get(_HEADER))
+        try:
+            yield made
+        finally:
+            current.reset(before)
+
+
+async def inside(parent: str, work: Awaitable[T], name: str, **attributes: str) -> T:
+    """What `work` returns, in a span inside that of `parent`."""
+    with span(name, parent, "INTERNAL", **attributes):
+        return await work
+
+
+def _context(parent: str | None) -> Context:
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator().extract({} if parent is None else {_HEADER: parent}, Context())

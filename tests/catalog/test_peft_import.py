@@ -1,0 +1,206 @@
+"""Adapters in PEFT's files: what comes in computes the same; what we cannot compute is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tinkerflow.backend.catalog.peft_import import _of, import_adapter, largest_size
+from tinkerflow.backend.compute.models.families import parse_config
+from tinkerflow.backend.compute.models.peft_names import matrix_rank, modules, pair_names
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import LoraSpec
+from tinkerflow.backend.store.peft import adapter_config
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {**EXPERTS, "model_type": "glm4_moe", "n_routed_experts": 4}
+MINIMAX = {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2}
+DENSE = parse_config(CONFIG, name="tiny")
+SPEC = LoraSpec(4)
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+
+
+def tensors(cfg: Any = DENSE, spec: LoraSpec = SPEC) -> dict[str, Any]:
+    rng, found = np.random.default_rng(0), {}
+    for module, projection in modules(cfg, spec).items():
+        rank = matrix_rank(spec, projection)
+        for name, shape in zip(
+            pair_names(module), ((rank, projection.inputs), (projection.outputs, rank)), strict=True
+        ):
+            found[name] = rng.normal(size=shape).astype(np.float32)
+    return found
+
+
+def taken(arrays: dict[str, Any], asked: LoraSpec | None = SPEC, cfg: Any = DENSE, **fields: Any) -> Any:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, **fields}
+    return import_adapter(cfg, json.dumps(config).encode(), safetensors.numpy.save(arrays), asked)
+
+
+def test_an_adapter_with_our_alpha_keeps_its_bits() -> None:
+    arrays = tensors()
+    state = taken(arrays)
+    assert (state.spec, state.step) == (SPEC, 0) and state.weights.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(state.weights[name], array)
+
+
+def test_another_alpha_goes_into_B() -> None:
+    arrays = tensors()
+    state = taken(arrays, lora_alpha=8, alpha_pattern={"self_attn.k_proj": 64, "^model.layers.1.mlp.up_proj": 3.5})
+    for name, array in arrays.items():
+        alpha = 64 if "self_attn.k_proj" in name else 3.5 if "layers.1.mlp.up_proj" in name else 8
+        wanted = array * np.float32(alpha / 32) if "lora_B" in name else array
+        np.testing.assert_array_equal(state.weights[name], wanted)
+
+
+def test_the_first_key_that_fits_decides() -> None:
+    arrays = tensors()
+    first = taken(arrays, alpha_pattern={"k_proj": 64, "self_attn.k_proj": 8}).weights
+    second = taken(arrays, alpha_pattern={"self_attn.k_proj": 8, "k_proj": 64}).weights
+    other = taken(arrays, alpha_pattern={"roj": 64}).weights
+    B = Q.format("B").replace("q_proj", "k_proj")
+    for weights, factor in ((first, 2), (second, 0.25), (other, 1)):
+        np.testing.assert_array_equal(weights[B], arrays[B] * np.float32(factor))
+
+
+def test_patterns_of_many_keys_cost_no_more_for_each_module() -> None:
+    asked: list[str] = []
+
+    class Counting(dict[str, Any]):
+        def __contains__(self, key: object) -> bool:
+            asked.append(str(key))
+            return super().__contains__(key)
+
+        def items(self) -> Any:
+            pytest.fail("looked through")
+
+    assert _of(Counting(), "a.b.c", 1) == 1 and asked == ["^a.b.c", "a.b.c", "b.c", "c"]
+
+
+def test_an_alpha_that_leaves_float32_is_refused() -> None:
+    with pytest.raises(UserError, match=r"lora_B\.weight', times 3\.125e\+298 for its alpha, holds a number that is"):
+        taken(tensors(), lora_alpha=1e300)
+
+
+def test_half_precision_is_widened() -> None:
+    arrays = tensors()
+    for dtype in (ml_dtypes.bfloat16, np.float16):
+        state = taken({name: array.astype(dtype) for name, array in arrays.items()})
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(state.weights[name], array.astype(dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize("parts", [("train_attn",), ("train_mlp", "train_unembed")])
+def test_what_the_files_adapt_is_found(parts: tuple[str, ...]) -> None:
+    switches = ("train_attn", "train_mlp", "train_unembed")
+    spec = LoraSpec(4, **{switch: switch in parts for switch in switches})
+    assert taken(tensors(spec=spec), None).spec == spec
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, ROUTED, MINIMAX])
+@pytest.mark.parametrize("own", [1, 2, None])
+def test_experts_have_the_rank_of_their_tensors(own: int | None, experts: dict[str, Any]) -> None:
+    """And no others: shared experts, and layers that are dense, have the rank of the adapter."""
+    cfg, spec = parse_config({**CONFIG, **experts}, name="tiny"), LoraSpec(4, expert_rank=own)
+    arrays = tensors(cfg, spec)
+    config = adapter_config("tiny", spec, arrays)
+    state = import_adapter(cfg, config, safetensors.numpy.save(arrays), LoraSpec(4))
+    assert state.spec == spec
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(state.weights[name], array)
+
+
+def test_experts_of_no_rank_are_refused() -> None:
+    cfg = parse_config({**CONFIG, **EXPERTS}, name="tiny")
+    arrays = {name: np.zeros((), np.float32) if ".experts." in name else array for name, array in tensors(cfg).items()}
+    with pytest.raises(UserError, match=r"experts\.0\.gate_proj\.lora_A\.weight' has rank 0: must be 1 to r, 4"):
+        taken(arrays, cfg=cfg)
+
+
+def test_the_largest_size_is_no_less_than_the_file() -> None:
+    size = len(safetensors.numpy.save(tensors()))
+    assert size <= largest_size(DENSE, SPEC) < 2 * size + 2**15
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA': must be 'LORA'"),
+        ({"bias": "all"}, "bias is 'all': must be 'none'"),
+        ({"use_dora": True}, "use_dora is True: must be left out"),
+        ({"use_rslora": True}, "use_rslora is True: must be left out"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]: must be left out"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True: must be left out"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters is"),
+        ({"something_new": 1}, "something_new is 1: must be left out"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa': must not change the base model"),
+        ({"r": 8}, r"r is 8: must be 4, lora_config\.rank"),
+        ({"r": 4.0}, r"r is 4\.0: must be a whole number from 1 to"),
+        ({"lora_alpha": 0}, "lora_alpha is 0: must be a number above 0"),
+        ({"lora_alpha": True}, "lora_alpha is True: must be a number above 0"),
+        ({"alpha_pattern": {"q_proj": "x"}}, r"alpha_pattern of 'model\.layers\.0\.self_attn\.q_proj' is 'x'"),
+        ({"alpha_pattern": {"(a+)+$": 1}}, r"alpha_pattern has the key '\(a\+\)\+\$': must be a module's name"),
+        ({"rank_pattern": {"q_proj": 2}}, r"the rank of 'model\.layers\.0\.self_attn\.q_proj' is 2: must be 4"),
+        ({"rank_pattern": [1]}, r"rank_pattern is \[1\]: must be an object"),
+    ],
+)
+def test_configs_that_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=r"adapter_config\.json: " + message):
+        taken(tensors(), **fields)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(b"{", b"[]", b"\xff", b'{"\\ud800": 1}'),
+        pytest.param(b'{"lora_alpha": 1%s}' % (400 * b"0"), id="huge"),
+        pytest.param(b'{"x":' + b"[" * 1000 + b"]" * 1000 + b"}", id="nested"),
+        pytest.param(b"[" * 100_000, id="more nested"),
+    ],
+)
+def test_configs_that_are_none(config: bytes) -> None:
+    with pytest.raises(UserError, match=r"adapter_config\.json: it"):
+        import_adapter(DENSE, config, safetensors.numpy.save(tensors()), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda all_: all_.pop(Q.format("B")), r"tensor '.*q_proj\.lora_B\.weight' is missing: must be there with"),
+        (lambda all_: all_.update(x=np.zeros(1, np.float32)), "tensor 'x' is no part of an adapter of rank 4"),
+        (lambda all_: all_.update({Q.format("A"): np.zeros((4, 3), np.float32)}), r"has shape \(4, 3\): must be"),
+        (lambda all_: all_[Q.format("A")].__setitem__((0, 0), np.nan), "holds a number that is not finite"),
+        (lambda all_: all_.update({Q.format("A"): np.zeros((4, 16), np.int8)}), "is I8; it must be F32, F16 or BF16"),
+        (lambda all_: all_.update({Q.format("A"): np.zeros((), np.float32)}), r"has shape \(\): must be"),
+        (dict.clear, "is missing"),
+    ],
+)
+def test_tensors_that_are_refused(change: Any, message: str) -> None:
+    arrays = tensors()
+    change(arrays)
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors: .*" + message):
+        taken(arrays)
+
+
+def test_files_that_are_no_adapter_of_this_model() -> None:
+    with pytest.raises(UserError, match="no tensor is that of a matrix of this base model"):
+        taken({"x": np.zeros(1, np.float32)}, None)
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors: it is not a safetensors file"):
+        import_adapter(DENSE, b'{"r": 4}', b"12345", SPEC)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkerflow.backend.core.fairness import FairQueue, Ticket, equal_places
+
+COSTS = st.lists(st.floats(0.1, 10), min_size=40, max_size=40)
+
+
+@given(COSTS, COSTS, st.floats(0.5, 4), st.integers(1, 79))
+def test_owners_that_always_wait_get_their_weights_worth(
+    a: list[float], b: list[float], weight: float, served: int
+) -> None:
+    """The bound of Goyal, Vin and Cheng (theorem 1): at any time a difference of at most one ticket of each."""
+    queue: FairQueue[float] = FairQueue(lambda owner: weight if owner == "a" else 1.0)
+    for cost_a, cost_b in zip(a, b, strict=True):
+        queue.push("a", cost_a, cost_a)
+        queue.push("b", cost_b, cost_b)
+    got = Counter[str]()
+    for _ in range(served):
+        ticket = queue.peek()
+        assert ticket is not None
+        got[ticket.owner] += queue.serve(ticket)
+        if len({each.owner for each in queue}) < 2:
+            return  # one of them waits no more
+        assert abs(got["a"] / weight - got["b"]) <= max(a) / weight + max(b) + 1e-6
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.1, 10), st.booleans()), max_size=60))
+def test_an_owners_items_keep_their_order(steps: list[tuple[str, float, bool]]) -> None:
+    queue: FairQueue[int] = FairQueue()
+    served: list[Ticket[int]] = []
+    for number, (owner, cost, serve) in enumerate(steps):
+        queue.push(owner, number, cost)
+        if serve and (ticket := queue.peek()):
+            queue.serve(ticket)
+            served.append(ticket)
+    served += list(queue)
+    for owner in "abc":
+        own = [ticket.item for ticket in served if ticket.owner == owner]
+        assert own == sorted(own)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0.1, 10)), min_size=1, max_size=30), st.data())
+def test_a_withdrawn_ticket_costs_nothing(pushes: list[tuple[str, float]], data: st.DataObject) -> None:
+    out = data.draw(st.integers(0, len(pushes) - 1))
+    queue: FairQueue[int] = FairQueue()
+    tickets = [queue.push(owner, number, cost) for number, (owner, cost) in enumerate(pushes)]
+    queue.withdraw(tickets[out])
+    without: FairQueue[int] = FairQueue()
+    for number, (owner, cost) in enumerate(pushes):
+        if number != out:
+            without.push(owner, number, cost)
+    starts = [{ticket.item: pytest.approx(ticket.start) for ticket in each} for each in (queue, without)]
+    assert starts[0] == starts[1]
+
+
+def test_who_comes_later_does_not_pay_for_others_past_and_is_paid_nothing_for_its_own() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(10):
+        queue.push("early", f"early {number}")
+    for _ in range(5):
+        queue.serve(next(iter(queue)))
+    queue.push("late", "late 0")
+    queue.push("late", "late 1")
+    assert [ticket.item for ticket in queue][:4] == ["late 0", "early 5", "late 1", "early 6"] or [
+        ticket.item for ticket in queue
+    ][:4] == ["early 5", "late 0", "early 6", "late 1"]
+
+
+def test_one_at_a_time_owners_share_by_cost_too() -> None:
+    """Owners that send the next item only after the last was served: the cheap one is served more often."""
+    queue: FairQueue[str] = FairQueue()
+    queue.push("dear", "", 10)
+    queue.push("cheap", "", 1)
+    got = Counter[str]()
+    for _ in range(110):
+        ticket = queue.peek()
+        assert ticket is not None
+        queue.serve(ticket)
+        got[ticket.owner] += 1
+        queue.push(ticket.owner, "", ticket.cost)
+    assert got["cheap"] == pytest.approx(10 * got["dear"], abs=10)
+
+
+def test_a_charge_delays_the_owners_next_ticket() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.charge("a", 2.5)
+    queue.push("a", "a")
+    for number in range(4):
+        queue.push("b", f"b{number}")
+    assert [ticket.item for ticket in queue] == ["b0", "b1", "b2", "a", "b3"]
+
+
+def test_starts_ascend() -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number in range(20):
+        queue.push("ab"[number % 2], number, 1 + number % 3)
+    assert all(first.start <= second.start for first, second in pairwise(queue))
+
+
+def test_places_go_to_whoever_has_the_fewest() -> None:
+    assert equal_places(4, {"a": 2}, {"a": 9, "b": 9}) == {"b": 3, "a": 1}
+    assert equal_places(9, {}, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
+    assert equal_places(0, {}, {"a": 1}) == {}

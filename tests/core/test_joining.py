@@ -1,0 +1,38 @@
+"""Addresses and secrets of groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.joining import make_secret, parse_address, read_secret
+
+
+def test_addresses_are_hosts_with_ports() -> None:
+    assert parse_address("node-1.example:7000") == ("node-1.example", 7000)
+    assert parse_address("10.0.0.1:0") == ("10.0.0.1", 0)
+
+
+@pytest.mark.parametrize("text", ["", "7000", ":7000", "host", "host:", "host:x", "host:70000", "::1:7000", "host:²"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be HOST:PORT"):
+        parse_address(text)
+
+
+def test_a_secret_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "group.secret"
+    secret = make_secret(path)
+    assert len(secret) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert make_secret(path) == read_secret(path) == secret
+    assert make_secret(tmp_path / "other") != secret
+
+
+def test_a_secret_that_cannot_be_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"absent'\): copy the file from the driver's host"):
+        read_secret(tmp_path / "absent")
+    (tmp_path / "short").write_text(" 0123456789\n")
+    with pytest.raises(UserError, match="short holds 10 bytes: a group's secret has 16 or more"):
+        read_secret(tmp_path / "short")

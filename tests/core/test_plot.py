@@ -1,0 +1,37 @@
+"""Plots: every value has its place, gaps stay gaps, and axes have round numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from tinkerflow.backend.core.plot import Line, plot
+
+BOX = (10, 0, 110, 100)
+
+
+def drawn(*lines: Line) -> str:
+    made = plot(lines, BOX, "{:g}".format)
+    assert made is not None
+    return made[0]
+
+
+def test_values_have_their_places() -> None:
+    made = plot([Line("a", [(0, 0.0), (10, 5.0)]), Line("b", [(5, 2.5)])], BOX, "{:g}".format)
+    assert made is not None and made[1:] == ((0, 10), (0.0, 5.0))
+    assert 'class="line line-0" d="M10.0 100.0L110.0 0.0"' in made[0]
+    assert 'class="dot line-1" cx="60.0" cy="50.0"' in made[0]
+
+
+def test_lines_have_gaps_where_no_finite_value_is() -> None:
+    svg = drawn(Line("a", [(0, 1.0), (1, None), (2, 2.0), (3, math.nan), (4, 3.0), (5, 3.0)]))
+    (path,) = re.findall('class="line line-0" d="(.*?)"', svg)
+    assert path.count("M") == 3 and path.count("L") == 1
+    assert plot([Line("a", [(0, None), (1, math.inf)])], BOX, str) is None
+
+
+def test_axes_have_round_numbers_whole_ones_where_all_are() -> None:
+    numbers = re.findall(r">(\S+?)</text>", drawn(Line("a", [(1, 0.0), (3, 1.0)])))
+    assert numbers == ["0", "0.5", "1", "1", "2", "3"]
+    numbers = re.findall(r">(\S+?)</text>", drawn(Line("a", [(1e-4, 0.0), (5e-4, 1.0)])))
+    assert numbers[3:] == ["0.0001", "0.0002", "0.0003", "0.0004", "0.0005"]
