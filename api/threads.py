@@ -3,35 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any, ParamSpec, TypeVar
+
+from tinkerflow.backend.core.fairness import FairQueue
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class FairThreads:
-    """Threads that projects share. One project has at most half of them, and its further work waits in its own line.
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """A call that waits for a thread. result: the caller's; if the caller gives up first, the call is never made."""
 
-    So a project with a hundred slow requests lets others wait for one of its pieces of work, and not for all of them.
-    The event loop's own threads, which ask the journal, never do this work.
+    call: Callable[[], Any]
+    result: asyncio.Future[Any]
+
+
+class FairThreads:
+    """Threads that projects share fairly. One project has at most half of them at a time.
+
+    A project with a hundred slow calls therefore delays other projects by one of its calls and not by all of them.
+    Journal queries have threads of their own.
     """
 
     def __init__(self, name: str, count: int) -> None:
         """Begin no thread yet. name: of the threads. count: how many there may be; a project may always use one."""
         self._threads = ThreadPoolExecutor(count, name)
+        self._count = count
         self._most = max(1, count // 2)
-        self._lines: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._busy: Counter[str] = Counter()  # threads by project
+        self._queue: FairQueue[_Work] = FairQueue()
 
     async def run(self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` returns, in a thread of the project `owner`. Work that has begun keeps its thread to its end."""
-        line = self._lines.get(owner)
-        if line is None:
-            line = self._lines[owner] = asyncio.Semaphore(self._most)
-        await line.acquire()
-        working = asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
-        working.add_done_callback(lambda _: line.release())
-        return await asyncio.shield(working)
+        """The result of `work(...)`, called in a thread of the project `owner`. A call that has begun is finished."""
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.push(owner, _Work(partial(work, *args, **kwargs), result))
+        self._begin_calls()
+        return await result
+
+    def _begin_calls(self) -> None:
+        for ticket in self._queue:
+            if ticket.item.result.cancelled():
+                self._queue.withdraw(ticket)
+            elif self._busy.total() < self._count and self._busy[ticket.owner] < self._most:
+                work = self._queue.serve(ticket)
+                self._busy[ticket.owner] += 1
+                calling = asyncio.get_running_loop().run_in_executor(self._threads, work.call)
+                calling.add_done_callback(partial(self._end_call, ticket.owner, work.result))
+
+    def _end_call(self, owner: str, result: asyncio.Future[Any], calling: asyncio.Future[Any]) -> None:
+        self._busy -= Counter((owner,))  # drops projects whose count is 0
+        if not result.done():
+            if (error := calling.exception()) is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(calling.result())
+        self._begin_calls()

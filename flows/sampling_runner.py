@@ -1,21 +1,20 @@
 """The runner of one base model's samples: all samplers share one decode batch.
 
-Three schedulers share out a base model's devices, one at each level. Here, `shared_out` decides whose sampling requests
-leave the journal when more wait than fit: the next place goes to the owner who has the fewest requests taken. In the
-sampler (backend/compute/sampler/scheduler.py), start-time fair queueing decides which owner's requests get the slots of
-the decode batch. In the pool (backend/pool/pool.py), deficit round robin alternates between the models' training
-commands and the steps of the decode batch, so that neither waits for the other to finish. docs/architecture.md has the
-whole picture.
+Three queues share out a base model's devices between projects (backend/core/fairness.py). Here, `equal_places` decides
+whose sampling requests leave the journal when more wait than fit: the next place goes to the project that has the
+fewest requests taken. In the sampler (backend/compute/sampler/scheduler.py), a fair queue decides whose requests get
+the slots of the decode batch. In the pool (backend/pool/scheduler.py), a fair queue of training commands takes turns
+with the steps of the decode batch, so that neither waits for the other to finish.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 
+from tinkerflow.backend.core.fairness import equal_places
 from tinkerflow.backend.journal import Outcome, Pending
 from tinkerflow.flows.prefect.mirror import RunMirror
 from tinkerflow.flows.runner import STOPPED, End
@@ -123,7 +122,7 @@ class SamplingRunner:
             waiting = await self._context.read(self._context.journal.queue.waiting_samples, self._context.card.name)
             if many or len(waiting) > 1:
                 more = {owner: min(count, self._most) - taken[owner] for owner, count in waiting.items()}
-                shares = shared_out(room, taken, more)
+                shares = equal_places(room, taken, more)
                 rows = [row for owner, share in shares.items() for row in await self._pending(batch, share, owner)]
         for row in rows:
             answered = batch.take(row)
@@ -152,18 +151,3 @@ class SamplingRunner:
         self._freed()
         if not answered.cancelled() and answered.exception() is None and answered.result() is None:
             self._woken.set()  # its worker group ended
-
-
-def shared_out(places: int, taken: Mapping[str, int], waiting: Mapping[str, int]) -> dict[str, int]:
-    """How many more requests to take of each owner: one after the other of whoever then has the fewest."""
-    line = [(taken.get(owner, 0), owner) for owner, count in waiting.items() if count > 0]
-    heapq.heapify(line)
-    shares: Counter[str] = Counter()
-    while line and shares.total() < places:
-        have, owner = line[0]
-        shares[owner] += 1
-        if shares[owner] < waiting[owner]:
-            heapq.heapreplace(line, (have + 1, owner))
-        else:
-            heapq.heappop(line)
-    return dict(shares)

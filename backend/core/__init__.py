@@ -5,6 +5,7 @@ __all__ = [
     "disk",
     "encryption",
     "errors",
+    "fairness",
     "ids",
     "joining",
     "plot",

@@ -104,7 +104,18 @@ def test_starts_ascend() -> None:
     assert all(first.start <= second.start for first, second in pairwise(queue))
 
 
-def test_places_go_to_whoever_has_the_fewest() -> None:
-    assert equal_places(4, {"a": 2}, {"a": 9, "b": 9}) == {"b": 3, "a": 1}
-    assert equal_places(9, {}, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
-    assert equal_places(0, {}, {"a": 1}) == {}
+@pytest.mark.parametrize(
+    ("places", "taken", "waiting", "expected"),
+    [
+        (4, {}, {"a": 9, "b": 9}, {"a": 2, "b": 2}),
+        (4, {"a": 8}, {"a": 9, "b": 9}, {"b": 4}),
+        (4, {"a": 2}, {"a": 9, "b": 9}, {"b": 3, "a": 1}),
+        (8, {"a": 8}, {"a": 9, "b": 2, "c": 0}, {"b": 2, "a": 6}),
+        (8, {}, {"a": 3}, {"a": 3}),
+        (0, {}, {"a": 3}, {}),
+    ],
+)
+def test_places_go_to_the_owners_with_the_fewest(
+    places: int, taken: dict[str, int], waiting: dict[str, int], expected: dict[str, int]
+) -> None:
+    assert equal_places(places, taken, waiting) == expected

@@ -20,7 +20,7 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.dispatcher import observed
 from tinkerflow.flows.prefect.mirror import Mirror, RunMirror
 from tinkerflow.flows.runner import Why
-from tinkerflow.flows.sampling_runner import SamplingRunner, shared_out
+from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.operation import ExecutionContext, Operation
 
 
@@ -232,23 +232,6 @@ async def test_a_person_does_not_wait_for_the_batch_that_a_program_of_the_same_p
     assert len(tokens(await client.result(asked))[0]) == 12
     assert len(client.journal.results.finished(many)) <= 100
     assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
-
-
-@pytest.mark.parametrize(
-    ("places", "taken", "waiting", "expected"),
-    [
-        (4, {}, {"a": 9, "b": 9}, {"a": 2, "b": 2}),
-        (4, {"a": 8}, {"a": 9, "b": 9}, {"b": 4}),
-        (4, {"a": 2}, {"a": 9, "b": 9}, {"b": 3, "a": 1}),
-        (8, {"a": 8}, {"a": 9, "b": 2, "c": 0}, {"b": 2, "a": 6}),
-        (8, {}, {"a": 3}, {"a": 3}),
-        (0, {}, {"a": 3}, {}),
-    ],
-)
-def test_places_are_shared_out(
-    places: int, taken: dict[str, int], waiting: dict[str, int], expected: dict[str, int]
-) -> None:
-    assert shared_out(places, taken, waiting) == expected
 
 
 async def test_a_bad_request_fails_alone(sampling: Any, client: Any) -> None:
