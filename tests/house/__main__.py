@@ -30,7 +30,11 @@ def main() -> None:
         print(f"files that name {change}: {len(files)}  ({', '.join(files)})")
     twice = source.class_names_used_twice(tree)
     print(f"class names used twice: {len(twice)}  ({', '.join(sorted(twice))})")
-    print(f"lines outside tests: {source.lines_outside_tests(tree)}")
+    print(f"lines outside tests: {source.lines_outside_tests(tree)}; of tests: {source.lines_of_tests(tree)}")
+    for name, lines in source.long_classes(tree).items():
+        print(f"a class over 250 lines: {name} ({lines})")
+    for folder, (count, arrows, circles) in source.rooms(tree).items():
+        print(f"{folder}: {count} modules, {arrows} arrows" + (f", {circles} circles" if circles else ""))
     bare = source.undocumented(tree)
     print(f"functions with five or more parameters that leave some undocumented: {len(bare)}")
     print(f"modules of the execution room without a unit test: {', '.join(source.untested(tree)) or 'none'}")

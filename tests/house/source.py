@@ -37,6 +37,66 @@ def lines_outside_tests(tree: Path) -> int:
     return sum(len(file.read_text().splitlines()) for file in modules(tree))
 
 
+def lines_of_tests(tree: Path) -> int:
+    """Lines of all Python files of the tests."""
+    return sum(len(file.read_text().splitlines()) for file in (tree / "tests").rglob("*.py"))
+
+
+def long_classes(tree: Path, most: int = 250) -> dict[str, int]:
+    """The classes with more than `most` lines, each with its number of lines."""
+    return {
+        f"{file.relative_to(tree)} {node.name}": lines
+        for file in modules(tree)
+        for node in ast.walk(_parse(file))
+        if isinstance(node, ast.ClassDef) and (lines := (node.end_lineno or 0) - node.lineno + 1) > most
+    }
+
+
+def rooms(tree: Path) -> dict[str, tuple[int, int, int]]:
+    """For each folder with Python files: its modules, and the arrows and circles between its children.
+
+    An arrow is an import of one child by another; imports inside functions and for type checkers count.
+    """
+    folders = sorted({file.parent for file in modules(tree)})
+    return {
+        folder.relative_to(tree).as_posix(): (len(list(folder.glob("*.py"))), *_arrows_and_circles(tree, folder))
+        for folder in folders
+    }
+
+
+def _arrows_and_circles(tree: Path, folder: Path) -> tuple[int, int]:
+    prefix = ".".join(["tinkerflow", *folder.relative_to(tree).parts]) + "."
+    graph: dict[str, set[str]] = {}
+    for file in folder.rglob("*.py"):
+        child = file.relative_to(folder).parts[0].removesuffix(".py")
+        for node in ast.walk(_parse(file)):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}." for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [f"{alias.name}." for alias in node.names]
+            else:
+                continue
+            others = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
+            graph.setdefault(child, set()).update(
+                other for other in others - {child} if (folder / other).is_dir() or (folder / f"{other}.py").is_file()
+            )
+    reached = {child: _reached(graph, child) for child in graph}
+    circles = {
+        frozenset({child, *(other for other in reached[child] if child in reached.get(other, ()))}) for child in graph
+    }
+    return sum(map(len, graph.values())), sum(len(circle) > 1 for circle in circles)
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for other in graph.get(waiting.pop(), set()) - reached:
+            reached.add(other)
+            waiting.append(other)
+    return reached
+
+
 def files_that_name(tree: Path) -> dict[str, list[str]]:
     """For each kind of thing that people add: the files whose code, docstrings apart, names one of them."""
     texts = {file: _code(file) for file in modules(tree)}
