@@ -17,7 +17,7 @@ from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import StoreError, UserError
 from tinkerflow.backend.core.ids import LOCAL_OWNER, new_id
-from tinkerflow.backend.journal import CheckpointSaved
+from tinkerflow.backend.journal import CheckpointSaved, command_line_actor
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
@@ -191,7 +191,7 @@ def share(
 ) -> None:
     """Make a weights_access_token for a checkpoint as it is now; the token is shown once."""
     with open_journal(settings_with(data_dir=data_dir)) as journal:
-        made, token = journal.shares.create(path, None, ttl)
+        made, token = journal.shares.create(path, None, ttl, actor=command_line_actor())
         print(f"{made.id}: {token}")
 
 
@@ -216,4 +216,4 @@ def unshare(
 ) -> None:
     """Revoke a token."""
     with open_journal(settings_with(data_dir=data_dir)) as journal:
-        print(f"revoked the token for {journal.shares.revoke(share_id).path}")
+        print(f"revoked the token for {journal.shares.revoke(share_id, actor=command_line_actor()).path}")

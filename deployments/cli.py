@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.backend.journal import command_line_actor
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import checkpoint_commands
 from tinkerflow.deployments.options import DataDir, minute, plain_console, setting, settings_with
@@ -252,7 +253,7 @@ def create_key(
 ) -> None:
     """Create an API key; its secret is shown once."""
     with open_journal(settings_with(data_dir=data_dir)) as journal:
-        key, secret = journal.keys.create(name, project, admin=admin)
+        key, secret = journal.keys.create(name, project, admin=admin, actor=command_line_actor())
         print(f"{key.id}: {secret}")
 
 
@@ -276,7 +277,7 @@ def revoke_key(
 ) -> None:
     """Revoke an API key."""
     with open_journal(settings_with(data_dir=data_dir)) as journal:
-        print(f"revoked {journal.keys.revoke(key_id).name}")
+        print(f"revoked {journal.keys.revoke(key_id, actor=command_line_actor()).name}")
 
 
 if __name__ == "__main__":

@@ -63,5 +63,5 @@ async def revoke_own_key(call: Authorised) -> None:
     """Revoke the caller's own key, which every key may do. Its tokens end with it."""
     if not call.key_id:
         raise UserError("there is no key to revoke: this server listens on loopback, and none was ever made for it")
-    await asyncio.to_thread(call.journal.keys.revoke, call.key_id)
+    await asyncio.to_thread(call.journal.keys.revoke, call.key_id, actor=call.key_id)
     call.services.auth.forget(call.key_id)

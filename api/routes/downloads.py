@@ -102,7 +102,7 @@ async def read_archive(name: str, saved: LinkedTo, services: Linked, request: Re
 
 def _readable(call: Call, path: CheckpointPath, purpose: str) -> Saved:
     """The commit of a checkpoint that the caller may read. The audit log notes the access."""
-    call.journal.checkpoints.read(str(path), call.owner, purpose)
+    call.journal.checkpoints.get_for_download(str(path), call.owner, purpose, call.key_id)
     return _committed(call.services.store, path)
 
 

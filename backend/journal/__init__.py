@@ -7,6 +7,9 @@ Each aggregate's file holds what goes in (New..., effects), what comes out (...V
 """
 
 from tinkerflow.backend.core.ids import CheckpointKind as CheckpointKind
+from tinkerflow.backend.journal.audit import AuditedEvent as AuditedEvent
+from tinkerflow.backend.journal.audit import actor_of_key as actor_of_key
+from tinkerflow.backend.journal.audit import command_line_actor as command_line_actor
 from tinkerflow.backend.journal.base_models import BaseModels as BaseModels
 from tinkerflow.backend.journal.base_models import BaseModelView as BaseModelView
 from tinkerflow.backend.journal.checkpoint_search import CheckpointQuery as CheckpointQuery

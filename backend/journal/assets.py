@@ -61,7 +61,7 @@ class Assets(Aggregate):
             connection.execute(sa.update(AssetRow).where(first).values(piece=piece))
             row = get_owned(connection, AssetRow, asset_id, owner)
             if row.piece == piece:
-                self._note(connection, audit.Event.ASSET_UPLOADED, row, key_id)
+                self._note(connection, audit.AuditedEvent.ASSET_UPLOADED, row, key_id)
         return str(row.piece)
 
     def page(self, owner: str, *, limit: int, offset: int) -> list[AssetView]:
@@ -85,7 +85,7 @@ class Assets(Aggregate):
         with self._write() as connection:
             row = get_owned(connection, AssetRow, asset_id, owner, lock=True)
             if row.piece:  # else a deletion that was cut off has told it
-                self._note(connection, audit.Event.ASSET_DELETED, row, key_id)
+                self._note(connection, audit.AuditedEvent.ASSET_DELETED, row, key_id)
             connection.execute(sa.update(AssetRow).where(col(AssetRow.id) == asset_id).values(piece=""))
 
     def forget(self, asset_id: str, owner: str) -> str:
@@ -94,6 +94,7 @@ class Assets(Aggregate):
         with self._write() as connection:
             return connection.execute(its.returning(col(AssetRow.piece))).scalar_one_or_none() or ""
 
-    def _note(self, connection: sa.Connection, event: audit.Event, row: sa.Row[Any], key_id: str) -> None:
+    def _note(self, connection: sa.Connection, event: audit.AuditedEvent, row: sa.Row[Any], key_id: str) -> None:
         details = {"asset_id": row.id, "size_bytes": row.size_bytes, "key_id": key_id}
-        audit.note(connection, self._now(), owner=row.owner, event=event, details=details)
+        actor = audit.actor_of_key(key_id)
+        audit.write_event(connection, self._now(), owner=row.owner, event=event, actor=actor, details=details)

@@ -1,10 +1,11 @@
-"""Who did what to a project's keys, sessions, checkpoints and images: written in the transaction that does it.
+"""The audit log: who did what to a project's keys, sessions, checkpoints, images and samples.
 
-The entries are read by day.
+An event that changes something is written in the transaction that makes the change. Entries are read by day.
 """
 
 from __future__ import annotations
 
+import getpass
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
@@ -14,17 +15,24 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
+from tinkerflow.backend.core.ids import LOCAL_OWNER
 from tinkerflow.backend.journal.database import Aggregate, owned_by
-from tinkerflow.backend.journal.tables import AuditEvent
+from tinkerflow.backend.journal.tables import ApiKey, AuditEvent
 
-MOST = 10_000  # entries of one answer
+MOST_ENTRIES = 10_000  # of one answer
+SERVICE = "service"  # the actor of what the service does by itself, such as the expiry of a checkpoint
+_REFUSALS_PER_HOUR = 1_000  # entries for refused keys; attempts beyond them are not written
 
 
-class Event(StrEnum):
-    """`{resource}_{action}`; the resource is what `GET audit?event_type=` chooses by. A key is one of its project's."""
+class AuditedEvent(StrEnum):
+    """`{resource}_{action}`. `GET audit?event_type=` filters by resource. Keys belong to the resource `project`."""
 
     PROJECT_KEY_CREATED = "project_key_created"
     PROJECT_KEY_REVOKED = "project_key_revoked"
+    PROJECT_KEY_REFUSED = "project_key_refused"
+    PROJECT_SIGNED_IN = "project_signed_in"
+    PROJECT_SIGNED_OUT = "project_signed_out"
+    PROJECT_SAMPLE_READ = "project_sample_read"
     PROJECT_SESSION_ASSIGNED = "project_session_assigned"
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_DELETED = "checkpoint_deleted"
@@ -44,69 +52,130 @@ class Event(StrEnum):
 
 @dataclass(frozen=True)
 class AuditView:
-    """An entry of the audit log. event: `{resource}_{action}`; details hold what else is known, and repeat the ids."""
+    """An entry of the audit log.
+
+    owner: the project whose log it is in; "" for refused keys that belong to no project. actor: who did it, see
+    `write_event`. details: JSON values; they repeat the actor, model_id, tinker_path and purpose.
+    """
 
     at: datetime
     owner: str
     event: str
+    actor: str
     model_id: str | None
     tinker_path: str | None
     purpose: str | None
     details: Mapping[str, object]
 
 
-def note(
+def actor_of_key(key_id: str) -> str:
+    """The actor of a request: its key, or LOCAL_OWNER on a server that needs no keys."""
+    return key_id or LOCAL_OWNER
+
+
+def command_line_actor() -> str:
+    """The actor of a command: the user of the operating system who runs it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = "unknown"
+    return f"command line: {user}"
+
+
+def write_event(
     connection: sa.Connection,
     now: datetime,
     *,
     owner: str,
-    event: Event,
+    event: AuditedEvent,
+    actor: str,
     model_id: str | None = None,
     tinker_path: str | None = None,
     purpose: str | None = None,
     details: Mapping[str, object] | None = None,
 ) -> None:
-    """Write an event into the caller's transaction: it is kept exactly when what it tells of happened.
+    """Write an event in the caller's transaction, so that the entry is kept exactly when the change is.
 
     connection: of the caller's transaction. now: when it happened. owner: the project whose log it is in.
-    model_id, tinker_path and purpose are repeated in the details, which is where clients are told to read them.
-    details: JSON values.
+    actor: the id of an API key, LOCAL_OWNER, SERVICE, or `command_line_actor()`. details: JSON values.
+    Clients read the actor, model_id, tinker_path and purpose in the details, where they are repeated.
     """
     named = {"model_id": model_id, "tinker_path": tinker_path, "purpose": purpose}
-    known = {name: value for name, value in named.items() if value is not None}
-    values = {"owner": owner, "at": now, "event": event, "details": {**known, **(details or {})}, **named}
-    connection.execute(sa.insert(AuditEvent).values(values))
+    repeated = {name: value for name, value in named.items() if value is not None}
+    row = {"owner": owner, "at": now, "event": event, "actor": actor, **named}
+    all_details = {**repeated, **(details or {}), "actor": actor}
+    connection.execute(sa.insert(AuditEvent).values(**row, details=all_details))
 
 
-def note_checkpoint(
+def write_checkpoint_event(
     connection: sa.Connection,
     now: datetime,
-    event: Event,
-    of: Any,
+    event: AuditedEvent,
+    checkpoint: Any,
+    *,
+    actor: str,
     details: Mapping[str, object] | None = None,
     purpose: str | None = None,
 ) -> None:
     """Write what happened to a checkpoint into its owner's log, in the caller's transaction.
 
-    of: the checkpoint's row, or a view or effect with the same fields. The others are as in `note`: connection, now,
-    event, details, purpose.
+    checkpoint: its row, or a view or effect with the same fields. The other arguments are those of `write_event`.
     """
-    told = {"model_id": of.run_id, "tinker_path": of.path, "purpose": purpose, "details": details}
-    note(connection, now, owner=of.owner, event=event, **told)
+    write_event(
+        connection,
+        now,
+        owner=checkpoint.owner,
+        event=event,
+        actor=actor,
+        model_id=checkpoint.run_id,
+        tinker_path=checkpoint.path,
+        purpose=purpose,
+        details=details,
+    )
 
 
 class Audit(Aggregate):
     """The audit log."""
 
+    def record(
+        self, event: AuditedEvent, *, owner: str, actor: str, model_id: str | None = None, details: Mapping[str, object]
+    ) -> None:
+        """Write an event that changes no other row, such as a sign-in. The arguments are those of `write_event`."""
+        with self._write() as connection:
+            write_event(
+                connection, self._now(), owner=owner, event=event, actor=actor, model_id=model_id, details=details
+            )
+
+    def record_refused_key(self, key_hash: str, address: str) -> None:
+        """Write that a request from `address` was refused because of its key.
+
+        key_hash: see keys.hash_key. A revoked key's entry is in its project's log, and names the key. An unknown key's
+        entry belongs to no project, so that only admins read it. After _REFUSALS_PER_HOUR entries in one hour, nothing
+        more is written: strangers must not fill the database.
+        """
+        refused = (col(AuditEvent.event) == AuditedEvent.PROJECT_KEY_REFUSED, col(AuditEvent.at) > self._ago(3600))
+        recent = sa.select(sa.literal(1)).where(*refused).limit(_REFUSALS_PER_HOUR).subquery()
+        revoked = sa.select(ApiKey).where(col(ApiKey.key_hash) == key_hash)
+        with self._read() as connection:
+            full = connection.execute(sa.select(sa.func.count()).select_from(recent)).scalar_one() >= _REFUSALS_PER_HOUR
+            key = connection.execute(revoked).one_or_none()
+        if full:
+            return
+        owner, actor = ("", "unknown key") if key is None else (key.project, key.id)
+        known = {} if key is None else {"key_id": key.id, "name": key.name, "prefix": key.prefix}
+        self.record(AuditedEvent.PROJECT_KEY_REFUSED, owner=owner, actor=actor, details={**known, "address": address})
+
     def entries(self, owner: str | None, *, resource: str | None = None, day: date | None = None) -> list[AuditView]:
-        """What was done on a UTC day (default: today), oldest first, the latest MOST at most.
+        """The entries of a UTC day (default: today), oldest first; the latest MOST_ENTRIES at most.
 
         owner: whose log, None: all. resource: the first word of the events, None: any.
         """
         start = datetime.combine(day or self._now().date(), time(), UTC)
         at = col(AuditEvent.at)
-        where = [at >= start, at < start + timedelta(days=1), *owned_by(AuditEvent, owner)]
+        where = [at >= start, *owned_by(AuditEvent, owner)]
+        if start.date() < date.max:  # no day follows the last day of the calendar
+            where.append(at < start + timedelta(days=1))
         if resource is not None:
             where.append(col(AuditEvent.event).startswith(f"{resource}_", autoescape=True))
         latest = (at.desc(), col(AuditEvent.id).desc())
-        return self._views(AuditView, sa.select(AuditEvent).where(*where).order_by(*latest).limit(MOST))[::-1]
+        return self._views(AuditView, sa.select(AuditEvent).where(*where).order_by(*latest).limit(MOST_ENTRIES))[::-1]

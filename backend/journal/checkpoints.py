@@ -29,7 +29,7 @@ from tinkerflow.backend.journal.database import (
     owned_by,
 )
 from tinkerflow.backend.journal.requests import Limits, storage_failure
-from tinkerflow.backend.journal.tables import Checkpoint, Model, WeightsShare
+from tinkerflow.backend.journal.tables import Checkpoint, Model, Session, WeightsShare
 from tinkerflow.backend.spec.checkpoint import Saved
 from tinkerflow.backend.spec.commands import Optimizer
 
@@ -89,7 +89,9 @@ class CheckpointSaved:
         """Write the row, and into the audit log."""
         put_checkpoint(connection, self, now)
         details = {"kind": self.kind, "step": self.step, "size_bytes": self.size_bytes}
-        audit.note_checkpoint(connection, now, audit.Event.CHECKPOINT_SAVED, self, details)
+        saved_by = _key_of_run(connection, self.run_id)
+        event = audit.AuditedEvent.CHECKPOINT_SAVED
+        audit.write_checkpoint_event(connection, now, event, self, actor=saved_by, details=details)
         return ()
 
 
@@ -146,12 +148,16 @@ class SavedCheckpoints(Aggregate):
         with self._read() as connection:
             return _readable(connection, path, owner, access, self._now())
 
-    def read(self, path: str, owner: str | None, purpose: str) -> CheckpointView:
-        """As `get`, and the reading goes into the audit log of the checkpoint's owner."""
+    def get_for_download(self, path: str, owner: str | None, purpose: str, key_id: str = "") -> CheckpointView:
+        """The checkpoint at `path`, as `get`; writes the download into the audit log of the checkpoint's owner.
+
+        key_id: who downloads it.
+        """
         now = self._now()
         with self._write() as connection:
             found = _readable(connection, path, owner, None, now)
-            audit.note_checkpoint(connection, now, audit.Event.CHECKPOINT_READ, found, purpose=purpose)
+            event, actor = audit.AuditedEvent.CHECKPOINT_READ, audit.actor_of_key(key_id)
+            audit.write_checkpoint_event(connection, now, event, found, actor=actor, purpose=purpose)
         return found
 
     def page(
@@ -193,14 +199,14 @@ class SavedCheckpoints(Aggregate):
 
         key_id: who deletes it, for the audit log.
         """
-        return self._change(path, owner, key_id, audit.Event.CHECKPOINT_DELETED, {"deleted_at": self._now()})
+        return self._change(path, owner, key_id, audit.AuditedEvent.CHECKPOINT_DELETED, {"deleted_at": self._now()})
 
     def publish(self, path: str, owner: str | None, public: bool = True, key_id: str = "") -> CheckpointView:
         """Let all keys read a checkpoint, or (public false) its owner's alone again. Repeating changes nothing.
 
         key_id: who asks, for the audit log.
         """
-        event = audit.Event.CHECKPOINT_PUBLISHED if public else audit.Event.CHECKPOINT_UNPUBLISHED
+        event = audit.AuditedEvent.CHECKPOINT_PUBLISHED if public else audit.AuditedEvent.CHECKPOINT_UNPUBLISHED
         return self._change(path, owner, key_id, event, {"public": public, "noted": False})
 
     def set_ttl(self, path: str, owner: str | None, seconds: float | None, key_id: str = "") -> CheckpointView:
@@ -208,14 +214,14 @@ class SavedCheckpoints(Aggregate):
         expires_at = None if seconds is None else self._now() + timedelta(seconds=seconds)
         details = {"expires_at": None if expires_at is None else expires_at.isoformat()}
         values = {"expires_at": expires_at, "noted": False}
-        return self._change(path, owner, key_id, audit.Event.CHECKPOINT_TTL_SET, values, details)
+        return self._change(path, owner, key_id, audit.AuditedEvent.CHECKPOINT_TTL_SET, values, details)
 
     def _change(
         self,
         path: str,
         owner: str | None,
         key_id: str,
-        event: audit.Event,
+        event: audit.AuditedEvent,
         values: Mapping[str, object],
         details: Mapping[str, object] | None = None,
     ) -> CheckpointView:
@@ -226,7 +232,8 @@ class SavedCheckpoints(Aggregate):
             row = connection.execute(changed).one_or_none()
             if row is None:
                 raise _missing(path)
-            audit.note_checkpoint(connection, now, event, row, {**(details or {}), "key_id": key_id})
+            actor, details = audit.actor_of_key(key_id), {**(details or {}), "key_id": key_id}
+            audit.write_checkpoint_event(connection, now, event, row, actor=actor, details=details)
         return as_view(CheckpointView, row)
 
 
@@ -265,6 +272,13 @@ def _readable(
     return as_view(CheckpointView, row)
 
 
+def _key_of_run(connection: sa.Connection, run_id: str) -> str:
+    """The actor of what a run does: the key that made its session."""
+    of_run = sa.select(col(Session.key_id)).join(Model, col(Model.session_id) == col(Session.id))
+    key_id = connection.execute(of_run.where(col(Model.id) == run_id)).scalar()
+    return audit.SERVICE if key_id is None else audit.actor_of_key(key_id)
+
+
 def _missing(path: str) -> NotFoundError:
     return NotFoundError(f"checkpoint {path!r} does not exist")
 
@@ -276,10 +290,13 @@ class Shares(Aggregate):
     That hash is what the journal's own requests carry, too: no token is ever stored.
     """
 
-    def create(self, path: str, owner: str | None, seconds: float | None = None) -> tuple[ShareView, str]:
+    def create(
+        self, path: str, owner: str | None, seconds: float | None = None, *, actor: str = audit.SERVICE
+    ) -> tuple[ShareView, str]:
         """Make a token that opens a checkpoint for so many seconds, None: until revoked; its row, and the token.
 
-        The token is never shown again. NotFoundError: no checkpoint that the owner may read.
+        The token is never shown again. actor: who makes it, for the audit log. NotFoundError: no checkpoint that the
+        owner may read.
         """
         now, token = self._now(), SHARE_PREFIX + secrets.token_urlsafe(32)
         with self._write() as connection:
@@ -289,7 +306,7 @@ class Shares(Aggregate):
             values["expires_at"] = None if seconds is None else now + timedelta(seconds=seconds)
             made = sa.insert(WeightsShare).values(**values).returning(*columns(WeightsShare))
             row = connection.execute(made).one()
-            _note_share(connection, row, checkpoint.owner, audit.Event.CHECKPOINT_SHARED, now)
+            _write_share_event(connection, row, checkpoint.owner, audit.AuditedEvent.CHECKPOINT_SHARED, now, actor)
         return as_view(ShareView, row), token
 
     def all(self, path: str | None = None) -> list[ShareView]:
@@ -298,8 +315,11 @@ class Shares(Aggregate):
         oldest = (col(WeightsShare.created_at), col(WeightsShare.id))
         return self._views(ShareView, sa.select(WeightsShare).where(*where).order_by(*oldest))
 
-    def revoke(self, share_id: str) -> ShareView:
-        """Make a token useless from now on; a revoked one stays as it is. NotFoundError: unknown id."""
+    def revoke(self, share_id: str, *, actor: str = audit.SERVICE) -> ShareView:
+        """Make a token useless from now on; a revoked one stays as it is. NotFoundError: unknown id.
+
+        actor: who revokes it, for the audit log.
+        """
         revoked, now = col(WeightsShare.revoked_at), self._now()
         of_path = sa.select(col(Checkpoint.owner)).where(col(Checkpoint.path) == col(WeightsShare.path))
         usable = sa.select(of_path.scalar_subquery()).where(col(WeightsShare.id) == share_id, revoked.is_(None))
@@ -311,7 +331,7 @@ class Shares(Aggregate):
             if row is None:
                 raise missing(WeightsShare, share_id)
             if owner is not None:
-                _note_share(connection, row, owner, audit.Event.CHECKPOINT_UNSHARED, now)
+                _write_share_event(connection, row, owner, audit.AuditedEvent.CHECKPOINT_UNSHARED, now, actor)
         return as_view(ShareView, row)
 
 
@@ -331,7 +351,10 @@ def is_shared(now: datetime) -> sa.ColumnElement[bool]:
     )
 
 
-def _note_share(connection: sa.Connection, row: sa.Row[Any], owner: str, event: audit.Event, now: datetime) -> None:
+def _write_share_event(
+    connection: sa.Connection, row: sa.Row[Any], owner: str, event: audit.AuditedEvent, now: datetime, actor: str
+) -> None:
     due = row.expires_at
     details = {"share_id": row.id, "expires_at": None if due is None else due.isoformat()}
-    audit.note(connection, now, owner=owner, event=event, tinker_path=row.path, details=details)
+    named = {"owner": owner, "event": event, "actor": actor, "tinker_path": row.path}
+    audit.write_event(connection, now, **named, details=details)

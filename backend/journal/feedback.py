@@ -70,8 +70,16 @@ class FeedbackGiven(Aggregate):
             row = {**asdict(new), "at": now}
             made = connection.execute(sa.insert(FeedbackRow).values(**row).returning(col(FeedbackRow.id))).scalar_one()
             details = {"sample_id": new.sample_id, "key_id": new.key_id}
-            event = audit.Event.FEEDBACK_GIVEN
-            audit.note(connection, now, owner=new.owner, event=event, tinker_path=new.model_path, details=details)
+            event = audit.AuditedEvent.FEEDBACK_GIVEN
+            audit.write_event(
+                connection,
+                now,
+                owner=new.owner,
+                event=event,
+                actor=audit.actor_of_key(new.key_id),
+                tinker_path=new.model_path,
+                details=details,
+            )
         return int(made or 0)
 
     def page(

@@ -41,7 +41,7 @@ class Imports(Aggregate):
         session = NewSession(saved.owner, "", key_id=key_id, project_id=project_id)
         details = {"source_path": source_path}
         with self._write() as connection:
-            event, detail = audit.Event.CHECKPOINT_COPIED, f"it holds a copy of {source_path}"
+            event, detail = audit.AuditedEvent.CHECKPOINT_COPIED, f"it holds a copy of {source_path}"
             record(connection, self._now(), session_id, session, saved, event, detail, details)
         return saved.path
 
@@ -80,7 +80,7 @@ def record_import(
 
     connection, now: of that transaction. session_id, session: made for the import. saved: what the store has committed.
     """
-    event, detail = audit.Event.CHECKPOINT_IMPORTED, "it holds an adapter that was made elsewhere"
+    event, detail = audit.AuditedEvent.CHECKPOINT_IMPORTED, "it holds an adapter that was made elsewhere"
     record(connection, now, session_id, session, saved, event, detail, {})
 
 
@@ -90,7 +90,7 @@ def record(
     session_id: str,
     session: NewSession,
     saved: CheckpointSaved,
-    event: audit.Event,
+    event: audit.AuditedEvent,
     detail: str,
     details: Mapping[str, object],
 ) -> None:
@@ -102,7 +102,8 @@ def record(
     if _insert_session(connection, session_id, session, detail, now):
         _insert_run(connection, saved, {}, detail, now)
         put_checkpoint(connection, saved, now)
-        audit.note_checkpoint(connection, now, event, saved, {**details, "size_bytes": saved.size_bytes})
+        actor, details = audit.actor_of_key(session.key_id), {**details, "size_bytes": saved.size_bytes}
+        audit.write_checkpoint_event(connection, now, event, saved, actor=actor, details=details)
 
 
 def _insert_session(connection: sa.Connection, session_id: str, session: NewSession, detail: str, at: datetime) -> bool:

@@ -18,7 +18,7 @@ from sqlmodel import col
 from tinkerflow.backend.core.ids import KEY_PREFIX, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view, columns, insert_if_absent, missing
-from tinkerflow.backend.journal.tables import ApiKey, ServiceSecret
+from tinkerflow.backend.journal.tables import ApiKey, EndedToken, ServiceSecret
 
 _SHOWN = len(KEY_PREFIX) + 6
 _USE_NOTED_EVERY = timedelta(minutes=1)  # so that checking a key is a read, nearly always
@@ -49,28 +49,36 @@ class KeyView:
 class Keys(Aggregate):
     """API keys, and the service's secrets."""
 
-    def create(self, name: str, project: str, *, admin: bool = False) -> tuple[KeyView, str]:
-        """Make an API key; what is stored of it, and its secret (`tml-...`), which is never shown again."""
+    def create(
+        self, name: str, project: str, *, admin: bool = False, actor: str = audit.SERVICE
+    ) -> tuple[KeyView, str]:
+        """Make an API key; what is stored of it, and its secret (`tml-...`), which is never shown again.
+
+        actor: who makes it, for the audit log; see `audit.write_event`.
+        """
         secret, now = KEY_PREFIX + secrets.token_urlsafe(32), self._now()
-        values = {"id": new_id("key"), "key_hash": _hash(secret), "prefix": secret[:_SHOWN], "created_at": now}
+        values = {"id": new_id("key"), "key_hash": hash_key(secret), "prefix": secret[:_SHOWN], "created_at": now}
         made = sa.insert(ApiKey).values(**values, name=name, project=project, admin=admin).returning(*columns(ApiKey))
         with self._write() as connection:
             row = connection.execute(made).one()
-            _note(connection, now, row, audit.Event.PROJECT_KEY_CREATED)
+            _write_event(connection, now, row, audit.AuditedEvent.PROJECT_KEY_CREATED, actor)
         return as_view(KeyView, row), secret
 
     def all(self) -> list[KeyView]:
         """All keys, revoked ones too, oldest first."""
         return self._views(KeyView, sa.select(ApiKey).order_by(col(ApiKey.created_at), col(ApiKey.id)))
 
-    def revoke(self, key_id: str) -> KeyView:
-        """Make a key useless from now on; a revoked one stays as it is. NotFoundError: unknown id."""
+    def revoke(self, key_id: str, *, actor: str = audit.SERVICE) -> KeyView:
+        """Make a key useless from now on; a revoked one stays as it is. NotFoundError: unknown id.
+
+        actor: who revokes it, for the audit log; see `audit.write_event`.
+        """
         now = self._now()
         with self._write() as connection:
             revoked = sa.update(ApiKey).where(col(ApiKey.id) == key_id, col(ApiKey.revoked_at).is_(None))
             row = connection.execute(revoked.values(revoked_at=now).returning(*columns(ApiKey))).one_or_none()
             if row is not None:
-                _note(connection, now, row, audit.Event.PROJECT_KEY_REVOKED)
+                _write_event(connection, now, row, audit.AuditedEvent.PROJECT_KEY_REVOKED, actor)
             else:
                 row = connection.execute(sa.select(ApiKey).where(col(ApiKey.id) == key_id)).one_or_none()
         if row is None:
@@ -79,7 +87,7 @@ class Keys(Aggregate):
 
     def verify(self, secret: str) -> KeyView | None:
         """The key with this secret, None when there is none or it was revoked. Its use is noted once a minute."""
-        hashed = _hash(secret)
+        hashed = hash_key(secret)
         with self._read() as connection:
             row = connection.execute(_FIND, {"hashed": hashed}).one_or_none()
         # The look-up is by a hash that nobody can steer. Comparing again costs nothing, whatever the index does.
@@ -90,6 +98,19 @@ class Keys(Aggregate):
         with self._read() as connection:
             row = connection.execute(_USABLE, {"key_id": key_id}).one_or_none()
         return self._used(row)
+
+    def end_token(self, token: str, expires_at: datetime) -> None:
+        """Sign a token out, for all processes and for good. expires_at: when it would have ended by itself."""
+        row = {"token_hash": hash_key(token), "expires_at": expires_at}
+        with self._write() as connection:
+            connection.execute(sa.delete(EndedToken).where(col(EndedToken.expires_at) < self._now()))
+            insert_if_absent(connection, EndedToken, row)
+
+    def is_ended(self, token: str) -> bool:
+        """Whether this token was signed out."""
+        ended = sa.select(sa.literal(1)).where(col(EndedToken.token_hash) == hash_key(token))
+        with self._read() as connection:
+            return connection.execute(ended).first() is not None
 
     def has_any(self) -> bool:
         """Whether a key was ever made: revoking the last one must not open the door again."""
@@ -114,10 +135,13 @@ class Keys(Aggregate):
         return as_view(KeyView, row)
 
 
-def _note(connection: sa.Connection, now: datetime, row: sa.Row[Any], event: audit.Event) -> None:
+def _write_event(
+    connection: sa.Connection, now: datetime, row: sa.Row[Any], event: audit.AuditedEvent, actor: str
+) -> None:
     details = {"key_id": row.id, "name": row.name, "prefix": row.prefix, "admin": row.admin}
-    audit.note(connection, now, owner=row.project, event=event, details=details)
+    audit.write_event(connection, now, owner=row.project, event=event, actor=actor, details=details)
 
 
-def _hash(secret: str) -> str:
+def hash_key(secret: str) -> str:
+    """The SHA-256 of a key or token, in hex: all that the journal keeps of it."""
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -237,8 +237,9 @@ class Sessions(Aggregate):
                 "previous_project_id": before.project_id,
                 "key_id": key_id,
             }
-            event = audit.Event.PROJECT_SESSION_ASSIGNED
-            audit.note(connection, self._now(), owner=before.owner, event=event, details=details)
+            event = audit.AuditedEvent.PROJECT_SESSION_ASSIGNED
+            actor = audit.actor_of_key(key_id)
+            audit.write_event(connection, self._now(), owner=before.owner, event=event, actor=actor, details=details)
 
     def ids(self, owner: str | None, *, limit: int, offset: int) -> list[str]:
         """Ids of sessions, newest first. One statement."""

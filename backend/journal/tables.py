@@ -127,7 +127,7 @@ class ApiKey(Table, table=True):
 
 
 class AuditEvent(Table, table=True):
-    """What was done to a key, a session or a checkpoint of a project. Rows are only ever added."""
+    """An entry of the audit log (audit.AuditView). Rows are only ever added. actor: "" in rows of earlier releases."""
 
     __tablename__ = "audit_event"
     __table_args__ = (sa.Index("ix_audit_event_owner_at", "owner", "at"),)
@@ -136,10 +136,20 @@ class AuditEvent(Table, table=True):
     owner: str
     at: datetime = Field(sa_type=UtcDateTime, index=True)
     event: str
+    actor: str = Field(default="", sa_column_kwargs={"server_default": ""})
     model_id: str | None = None
     tinker_path: str | None = None
     purpose: str | None = None
     details: dict[str, object] = Field(sa_type=sa.JSON)
+
+
+class EndedToken(Table, table=True):
+    """A token that was signed out before its time: the SHA-256 of the token. The row goes when the token expires."""
+
+    __tablename__ = "ended_token"
+
+    token_hash: str = Field(primary_key=True)
+    expires_at: datetime = Field(sa_type=UtcDateTime, index=True)
 
 
 class BaseModelRow(Table, table=True):

@@ -111,7 +111,8 @@ class Upkeep(Aggregate):
         with self._write() as connection:
             rows = connection.execute(deleted.returning(*columns(Checkpoint))).all()
             for row in rows:
-                audit.note_checkpoint(connection, now, audit.Event.CHECKPOINT_EXPIRED, row, details)
+                event = audit.AuditedEvent.CHECKPOINT_EXPIRED
+                audit.write_checkpoint_event(connection, now, event, row, actor=audit.SERVICE, details=details)
         return [row.path for row in rows]
 
 

@@ -13,7 +13,7 @@ from tinkerflow.api.console.charts import chart
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.plot import LINES, Line
-from tinkerflow.backend.journal import KeyView, UsageKind
+from tinkerflow.backend.journal import KeyView, UsageKind, actor_of_key
 
 _DAYS = 30
 _LONGEST = 128
@@ -54,7 +54,8 @@ async def create_key(visit: Visiting) -> Response:
         if not 1 <= len(value) <= _LONGEST:
             raise UserError(f"{field} is {value!r}: must have 1 to {_LONGEST} characters")
     admin = visit.fields.get("admin") == "yes"
-    made, secret = await asyncio.to_thread(visit.journal.keys.create, name, project, admin=admin)
+    actor = actor_of_key(visit.call.key_id)
+    made, secret = await asyncio.to_thread(visit.journal.keys.create, name, project, admin=admin, actor=actor)
     keys = await asyncio.to_thread(_visible, visit)
     return visit.page("keys.html", keys=keys, key_name="", opened=False, made=made, secret=secret, only="")
 
@@ -64,7 +65,7 @@ async def revoke_key(key_id: str, visit: Visiting) -> Response:
     """Revoke a key: any for an admin, one's own for everybody."""
     if key_id != visit.call.key_id:
         _only_admins(visit)
-    await asyncio.to_thread(visit.journal.keys.revoke, key_id)
+    await asyncio.to_thread(visit.journal.keys.revoke, key_id, actor=actor_of_key(visit.call.key_id))
     visit.call.services.auth.forget(key_id)
     return visit.go("/keys" if key_id != visit.call.key_id else "/")
 
