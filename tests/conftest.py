@@ -28,8 +28,9 @@ USES_THE_SDK = {"api", "compat", "e2e"}
 # What `--fast` leaves out, by folder or file: what starts services, worker groups or databases, and what compiles much.
 NOT_FAST = (
     *("accelerators", "benchmarks", "compat", "e2e", "flows", "pool", "compute/sampler"),
-    *(f"compute/test_{name}.py" for name in ("custom_losses", "executor", "experts", "mesh", "parity", "platforms")),
-    *(f"compute/test_{name}.py" for name in ("quantized", "registry", "train", "train_work", "warming")),
+    *(f"compute/test_{name}.py" for name in ("executor", "experts", "mesh", "parity", "platforms")),
+    *(f"compute/test_{name}.py" for name in ("quantized", "registry", "warming")),
+    *(f"compute/training/test_{name}.py" for name in ("custom_losses", "masked_tokens", "train", "train_work")),
     *(f"api/test_{name}.py" for name in ("fuzz", "limits", "sdk", "serve", "tenants", "traps")),
     *(f"deployments/test_{name}.py" for name in ("keeper", "tiny_model", "up")),
 )
@@ -37,9 +38,14 @@ NOT_FAST = (
 # what looks at services. Whether batches, rows and pieces change bits is tested with programs as users run them.
 QUICKLY_COMPILED = (
     *("compat", "deployments", "e2e", "flows", "pool"),
-    *(f"compute/test_{name}.py" for name in ("attention", "delta_step", "deltanet", "executor", "experts", "flash")),
-    *(f"compute/test_{name}.py" for name in ("full_kinds", "grouped", "latent", "logprobs", "long_rows", "lora")),
-    *(f"compute/test_{name}.py" for name in ("losses", "mesh", "parity", "quantized", "sequence_losses", "warming")),
+    *(f"compute/test_{name}.py" for name in ("delta_step", "deltanet", "executor", "experts", "flash")),
+    *(f"compute/test_{name}.py" for name in ("grouped", "latent", "long_rows", "lora")),
+    *(f"compute/test_{name}.py" for name in ("mesh", "parity", "quantized", "warming")),
+    *(
+        f"compute/training/test_{name}.py"
+        for name in ("attention", "full_kinds", "logprobs", "losses", "masked_tokens")
+    ),
+    "compute/training/test_sequence_losses.py",
     *(f"compute/sampler/test_{name}.py" for name in ("adapter_gpu", "adapter_runs", "constraints", "drift")),
     *(f"compute/sampler/test_{name}.py" for name in ("expert_columns", "float8", "images", "move", "no_memory")),
     *(f"compute/sampler/test_{name}.py" for name in ("paged_attention", "parity", "prompt_scores")),

@@ -125,13 +125,14 @@ class _Pass:
         self._grads = self._adapter.grads  # zeros that can be made again, or what is to survive a failure
         if command.backward and self._adapter.pending:
             self._grads = self._steps.copy(self._grads)
-        self._choice = choose(command.loss, command.config)
+        self._choice, loss = choose(command.loss, command.config), LOSSES[command.loss]
         self._batches = pack(
             command.examples,
             microbatch_tokens=training.microbatch_tokens,
             row_multiple=row_parts(training.mesh),
             attention_tokens=platform().attention_tokens,
-            inputs=[one.name for one in LOSSES[command.loss].inputs],
+            inputs=[given.name for given in loss.inputs],
+            masks=loss.masks,
         )
         self._scored: list[Scored] = []
 

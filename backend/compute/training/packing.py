@@ -49,27 +49,35 @@ def pack(
     row_multiple: int = 1,
     attention_tokens: int = ATTENTION_TOKENS,
     inputs: Collection[str] = (),
+    masks: Collection[str] = (),
 ) -> list[MicroBatch]:
     """The examples as micro-batches of at most `microbatch_tokens` padded tokens, or of the fewest rows possible.
 
     Deterministic. Every example is placed exactly once, in one piece. Rows are a multiple of `row_multiple`, the size
     of the mesh axis that they are split over. attention_tokens: as in `layout`. inputs: those of the examples that the
-    loss reads; weights always are.
+    loss reads; weights always are. masks: see `LossSpec.masks`. The inputs of a masked token become those of padding,
+    so a placeholder in them (a log probability of -9999, say) cannot reach a formula.
     """
     K = bucket(max(example.targets_TK.shape[1] for example in examples))
     lengths = [example.tokens_T.shape[0] for example in examples]
     batches = layout(lengths, microbatch_tokens, row_multiple, attention_tokens)
-    return [_micro_batch(examples, batch, K, row_multiple, inputs) for batch in batches]
+    return [_micro_batch(examples, batch, K, row_multiple, inputs, masks) for batch in batches]
 
 
 def _micro_batch(
-    examples: Sequence[Example], rows: list[list[int]], K: int, row_multiple: int, read: Collection[str]
+    examples: Sequence[Example],
+    rows: list[list[int]],
+    K: int,
+    row_multiple: int,
+    read: Collection[str],
+    masks: Collection[str],
 ) -> MicroBatch:
     B = padded_rows(len(rows), row_multiple)
     T = bucket(max(sum(examples[i].tokens_T.shape[0] for i in row) for row in rows), SHORTEST_ROW)
     tokens, positions, segments = (np.zeros((B, T), np.int32) for _ in range(3))
     targets = np.zeros((B, T, K), np.int32)
-    inputs = {name: np.full((B, T, K), fill, np.float32) for name, fill in packed_inputs().items()}
+    fills = packed_inputs()
+    inputs = {name: np.full((B, T, K), fill, np.float32) for name, fill in fills.items()}
     places: list[Place] = []
     for row, members in enumerate(rows):
         start = 0
@@ -87,4 +95,9 @@ def _micro_batch(
                     inputs[name][row, here, :k] = example.inputs[name]
             places.append(Place(number, row, start, length))
             start += length
+    masked = np.zeros((B, T, K), bool)
+    for name in masks:
+        masked |= inputs[name] == 0
+    for name in inputs if masked.any() else ():
+        inputs[name][masked] = fills[name]
     return MicroBatch(tokens, positions, segments, targets, inputs, tuple(places))

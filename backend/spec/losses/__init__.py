@@ -65,6 +65,8 @@ class LossSpec:
     per_token: a token's loss depends on its own logprob only: one pass, compiled. per_sequence: on all logprobs of an
     example: a forward pass, then the formula on the host, then a pass with its slopes as weights.
     inputs: what it takes beside `target_tokens`, weights included, which multiply a token's loss.
+    masks: the inputs that exclude a token where they are 0. Nothing else about such a token matters: the values of its
+    other inputs may be placeholders. Formulas per token never see them (`packing`), formulas per sequence skip them.
     ordered: two names, in the configuration or the inputs; the first may not exceed the second.
     recorded: the sampler's logprobs come from what was recorded at sampling, so requests need provenance.
     """
@@ -74,6 +76,7 @@ class LossSpec:
     config: Mapping[str, ConfigKey] = field(default_factory=dict)
     per_token: TokenLoss | None = None
     per_sequence: SequenceLoss | None = None
+    masks: tuple[str, ...] = ("weights",)
     ordered: tuple[str, str] | None = None
     recorded: bool = False
     traced: bool = False
@@ -112,6 +115,7 @@ class LossSpec:
 # ------------------------------------------------------------------ what several losses share
 WEIGHTS = TokenInput("weights", required=False)  # 1 where they are left out
 POLICY = (WEIGHTS, TokenInput("logprobs"), TokenInput("advantages"))
+POLICY_MASKS = ("weights", "advantages")  # of losses that are proportional to the advantage
 CLIP = ("clip_low_threshold", "clip_high_threshold")
 CLIP_INPUTS = tuple(TokenInput(name, required=False, low=0.0) for name in CLIP)  # a token's own thresholds
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tinkerflow.backend.spec.losses import CLIP, CLIP_INPUTS, POLICY, LossSpec, clip_config, thresholds
+from tinkerflow.backend.spec.losses import (
+    CLIP,
+    CLIP_INPUTS,
+    POLICY,
+    POLICY_MASKS,
+    LossSpec,
+    clip_config,
+    thresholds,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -20,4 +28,11 @@ def cispo(logprobs: jax.Array, inputs: Mapping[str, jax.Array], config: Mapping[
     return -jax.lax.stop_gradient(ratio) * logprobs * inputs["advantages"]
 
 
-LOSS = LossSpec("cispo", inputs=(*POLICY, *CLIP_INPUTS), config=clip_config(0.0, 4.0), ordered=CLIP, per_token=cispo)
+LOSS = LossSpec(
+    "cispo",
+    inputs=(*POLICY, *CLIP_INPUTS),
+    config=clip_config(0.0, 4.0),
+    masks=POLICY_MASKS,
+    ordered=CLIP,
+    per_token=cispo,
+)

@@ -10,6 +10,7 @@ from tinkerflow.backend.spec.losses import (
     CLIP,
     CLIP_INPUTS,
     POLICY,
+    POLICY_MASKS,
     Float32,
     Float64,
     LossSpec,
@@ -28,13 +29,14 @@ def gspo(logprobs_TK: Float64, inputs: Mapping[str, Float32], config: Mapping[st
     sequence_ratio_mask (a weighted mean), else over the tokens with weight and advantage.
     """
     weights, old, advantages = (inputs[name].astype(np.float64) for name in ("weights", "logprobs", "advantages"))
-    mask = inputs.get(_MASK.name, (weights * advantages != 0).astype(np.float64))
+    counted = weights * advantages != 0
+    mask = inputs.get(_MASK.name, counted.astype(np.float64))
     total = mask.sum()
-    ratio = np.exp((mask * (logprobs_TK - old)).sum() / total) if total else 1.0
+    ratio = np.exp(np.where(mask != 0, mask * (logprobs_TK - old), 0.0).sum() / total) if total else 1.0
     low, high = (inputs.get(name, config[name]) for name in CLIP)
     unclipped, clipped = ratio * advantages, np.clip(ratio, low, high) * advantages
-    slope_TK = np.where(unclipped <= clipped, -weights * unclipped, 0.0)
-    return float(-(weights * np.minimum(unclipped, clipped)).sum()), slope_TK
+    slope_TK = np.where(counted & (unclipped <= clipped), -weights * unclipped, 0.0)
+    return float(-np.where(counted, weights * np.minimum(unclipped, clipped), 0.0).sum()), slope_TK
 
 
 # The documentation gives no defaults; these are the paper's (section 5.1: 3e-4, 4e-4).
@@ -42,6 +44,7 @@ LOSS = LossSpec(
     "gspo",
     inputs=(*POLICY, *CLIP_INPUTS, _MASK),
     config=clip_config(1 - 3e-4, 1 + 4e-4),
+    masks=POLICY_MASKS,
     ordered=CLIP,
     per_sequence=gspo,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tinkerflow.backend.spec.losses import POLICY, LossSpec
+from tinkerflow.backend.spec.losses import POLICY, POLICY_MASKS, LossSpec
 
 if TYPE_CHECKING:
     import jax
@@ -20,4 +20,4 @@ def importance_sampling(
     return -jnp.exp(logprobs - inputs["logprobs"]) * inputs["advantages"]
 
 
-LOSS = LossSpec("importance_sampling", inputs=POLICY, per_token=importance_sampling)
+LOSS = LossSpec("importance_sampling", inputs=POLICY, masks=POLICY_MASKS, per_token=importance_sampling)

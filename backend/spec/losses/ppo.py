@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tinkerflow.backend.spec.losses import CLIP, CLIP_INPUTS, POLICY, LossSpec, clip_config, thresholds
+from tinkerflow.backend.spec.losses import (
+    CLIP,
+    CLIP_INPUTS,
+    POLICY,
+    POLICY_MASKS,
+    LossSpec,
+    clip_config,
+    thresholds,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -13,11 +21,25 @@ if TYPE_CHECKING:
 
 def ppo(logprobs: jax.Array, inputs: Mapping[str, jax.Array], config: Mapping[str, jax.Array]) -> jax.Array:
     """-min(r * A, clip(r) * A), r = exp(lp - q)."""
+    import jax
     import jax.numpy as jnp
 
-    ratio = jnp.exp(logprobs - inputs["logprobs"])
-    clipped = jnp.clip(ratio, *thresholds(inputs, config))
-    return -jnp.minimum(ratio * inputs["advantages"], clipped * inputs["advantages"])
+    log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
+    low, high = thresholds(inputs, config)
+    # A clipped token's loss is constant. Its ratio may overflow, and 0 times the slope of infinity is not a number, so
+    # the formula that is differentiated gets another ratio there.
+    clipped = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    constant = jnp.where(advantages > 0, clipped > high, clipped < low)
+    ratio = jnp.exp(jnp.where(constant, 0.0, log_ratio))
+    objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
+    return -jnp.where(constant, jnp.clip(clipped, low, high) * advantages, objective)
 
 
-LOSS = LossSpec("ppo", inputs=(*POLICY, *CLIP_INPUTS), config=clip_config(0.8, 1.2), ordered=CLIP, per_token=ppo)
+LOSS = LossSpec(
+    "ppo",
+    inputs=(*POLICY, *CLIP_INPUTS),
+    config=clip_config(0.8, 1.2),
+    masks=POLICY_MASKS,
+    ordered=CLIP,
+    per_token=ppo,
+)

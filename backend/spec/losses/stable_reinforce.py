@@ -24,10 +24,11 @@ def stable_reinforce(
     weight 0), come from what was recorded at sampling.
     """
     weights, old, advantages = (inputs[name].astype(np.float64) for name in ("weights", "logprobs", "advantages"))
-    log_ratio = logprobs_TK - old
+    log_ratio = np.where(weights != 0, logprobs_TK - old, 0.0)
     taper = np.exp(min(0.0, float(log_ratio[weights != 0].sum())))
     pull = np.where(advantages >= 0, 1.0, taper) * advantages
-    ratio, coefficient = np.exp(log_ratio), config["kl_coeff"]
+    coefficient = config["kl_coeff"]
+    ratio = np.exp(log_ratio) if coefficient else 1.0  # a term that is switched off may not overflow
     loss = (weights * (-pull * logprobs_TK + coefficient * (ratio - 1 - log_ratio))).sum()
     return float(loss), weights * (-pull + coefficient * (ratio - 1))
 

@@ -6,6 +6,7 @@ once for each shape of an example, which costs some 0.1 s. The PROGRAMS last use
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from tinkerflow.backend.compute.training.custom_loss.masked import value_and_slope
 from tinkerflow.backend.compute.training.custom_loss.ops import DTYPES, OPS
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import CustomLoss, Example, Float32
@@ -34,21 +36,41 @@ def custom_losses(
 
     logprobs are [T, K]. UserError names the node that cannot be computed.
     """
-    found, sums = [], dict[str, float]()
+    outcomes, sums = [], dict[str, float]()
     for example, logprobs_TK in zip(examples, logprobs, strict=True):
-        own = logprobs_TK[:, 0] if example.flat else logprobs_TK
-        values = (own, *(example.inputs[name] for name in tuple(loss.inputs)[1:]))
-        shapes = tuple((value.shape, value.dtype.name) for value in values)
-        (value, metrics), slope = _program(loss.name, loss.nodes, shapes)(*values)
-        found.append((float(value), np.asarray(slope, np.float64).reshape(logprobs_TK.shape)))
+        flat = logprobs_TK[:, 0] if example.flat else logprobs_TK
+        values = (flat, *(example.inputs[name] for name in tuple(loss.inputs)[1:]))
+        value, metrics, slope = _of_example(loss, values)
+        outcomes.append((value, slope.astype(np.float64).reshape(logprobs_TK.shape)))
         for key, metric in metrics.items():
-            sums[key] = sums.get(key, 0.0) + float(metric)
-    return found, {key: total / len(examples) if key.endswith(":mean") else total for key, total in sums.items()}
+            sums[key] = sums.get(key, 0.0) + metric
+    return outcomes, {key: total / len(examples) if key.endswith(":mean") else total for key, total in sums.items()}
+
+
+def _of_example(loss: CustomLoss, values: Sequence[npt.NDArray[Any]]) -> tuple[float, dict[str, float], Float32]:
+    """The loss, the metrics and the slope by the first value. Tokens that overflow and do not count change nothing."""
+    shapes = tuple((value.shape, value.dtype.name) for value in values)
+
+    def run(*, masked: bool) -> tuple[float, dict[str, float], Float32]:
+        (value, metrics), slope = _program(loss.name, loss.nodes, shapes, masked)(*values)
+        return float(value), {key: float(metric) for key, metric in metrics.items()}, np.asarray(slope)
+
+    value, metrics, slope = run(masked=False)
+    trained = math.isfinite(value) and bool(np.isfinite(slope).all())
+    if trained and all(map(math.isfinite, metrics.values())):
+        return value, metrics, slope
+    masked_value, masked_metrics, masked_slope = run(masked=True)
+    if not trained:
+        value, slope = masked_value, masked_slope
+    return value, {key: x if math.isfinite(x) else masked_metrics[key] for key, x in metrics.items()}, slope
 
 
 @lru_cache(maxsize=PROGRAMS)
-def _program(name: str, nodes: str, shapes: Shapes) -> Any:
-    """The compiled loss with its metrics and its slope by the first value, for values of these shapes and dtypes."""
+def _program(name: str, nodes: str, shapes: Shapes, masked: bool) -> Any:
+    """The compiled loss with its metrics and its slope by the first value, for values of these shapes and dtypes.
+
+    masked: as `masked.value_and_slope` computes it.
+    """
     graph = orjson.loads(nodes)
 
     def run(*values: jax.Array) -> tuple[jax.Array, Mapping[str, jax.Array]]:
@@ -57,7 +79,8 @@ def _program(name: str, nodes: str, shapes: Shapes) -> Any:
     # Every process of the group computes it, for itself: the result is small, and must be the same everywhere.
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     given = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in shapes]
-    return jax.jit(jax.value_and_grad(run, has_aux=True)).lower(*given).compile()
+    both = (lambda *values: value_and_slope(run, values)) if masked else jax.value_and_grad(run, has_aux=True)
+    return jax.jit(both).lower(*given).compile()
 
 
 def evaluate(

@@ -161,7 +161,7 @@ def test_off_cpus_no_float32_logits_are_written_and_nothing_branches_or_scatters
 
 
 SHARDED = """
-from tests.compute.test_logprobs import *
+from tests.compute.training.test_logprobs import *
 from tinkerflow.backend.compute.mesh import over
 data, found = drawn(4, 0.0), []
 for fsdp, tensor in ((1, 1), (2, 2)):

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from tests.compute.closeness import close
-from tests.compute.test_dimuon import matrix_sign
+from tests.compute.training.test_dimuon import matrix_sign
 
 from tinkerflow.backend.compute.training.optimizer import fresh_state, step
 from tinkerflow.backend.core.errors import UserError
