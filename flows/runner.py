@@ -302,8 +302,8 @@ class ModelRunner:
         if self._flying:
             self._interrupted = True  # they fail one after the other, and the last one wakes us
             return False
-        context = self._unbound.bound_to(generation)
-        model = await context.read(context.journal.models.get, self.model_id, None)
+        model = await self._unbound.read(self._unbound.journal.models.get, self.model_id, None)
+        context = self._unbound.bound_to(generation, model.owner)
         if model.state is ModelState.LIVE and needed:
             for shown in self.observers:
                 shown.restoring(generation)

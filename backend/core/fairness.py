@@ -46,7 +46,10 @@ class FairQueue(Generic[T]):
         return iter(tuple(self._tickets))
 
     def push(self, owner: str, item: T, cost: float = 1.0) -> Ticket[T]:
-        """Queue an item behind its owner's other items, before the excess of other owners. cost: above 0."""
+        """Queue an item behind its owner's other items, before the excess of other owners.
+
+        cost: what serving the item takes of its owner's share; 0 if it is charged later (`charge`).
+        """
         start = max(self._now, self._ends.get(owner, 0.0))
         self._ends[owner] = start + cost / self._weight(owner)
         ticket = Ticket(owner, item, start, cost)
@@ -56,6 +59,14 @@ class FairQueue(Generic[T]):
     def peek(self) -> Ticket[T] | None:
         """The ticket that is served next; None in an empty queue."""
         return self._tickets[0] if self._tickets else None
+
+    def waits(self, owner: str) -> bool:
+        """Whether an owner has tickets in the queue."""
+        return any(ticket.owner == owner for ticket in self._tickets)
+
+    def owes(self, owner: str) -> bool:
+        """Whether the next ticket of an owner starts later than that of an owner who comes for the first time."""
+        return self._ends.get(owner, 0.0) > self._now
 
     def serve(self, ticket: Ticket[T]) -> T:
         """Remove a ticket because it is served now; its item. It need not be the first: one that fits may overtake."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -16,25 +15,12 @@ from tinkerflow.backend.core.errors import GroupFailedError, StoreAwayError, Sus
 from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.pool.group import Group, PoolConfig
 from tinkerflow.backend.pool.host.places import Site
+from tinkerflow.backend.pool.scheduler import CommandScheduler, in_parts
 from tinkerflow.backend.spec.checkpoint import Digest
-from tinkerflow.backend.spec.commands import (
-    Command,
-    FetchState,
-    Forward,
-    GroupInfo,
-    NextMicroBatch,
-    Reply,
-    SampleProgress,
-    SampleStep,
-    WriteState,
-)
-from tinkerflow.backend.spec.losses import LOSSES
-from tinkerflow.backend.spec.packing import ATTENTION_TOKENS, micro_batches
+from tinkerflow.backend.spec.commands import Command, FetchState, GroupInfo, Reply, WriteState
 
 log = logging.getLogger(__name__)
 
-_LITTLE = 1 / 16  # of a micro-batch: the size of commands that compute for no tokens
-_ENOUGH = 1 - 1e-9
 NOTICE_SECONDS = 20.0  # from the notice that a group's machine goes until the group is ended; clouds give 25 or 30
 DETOUR_SECONDS = 600.0  # that states go through the engine after a process could not reach the store
 FIRST_STARTS = 3  # attempts before Pool.start gives up: a port may be taken between probing and binding it
@@ -210,13 +196,16 @@ class Pool:
             await self._opened.wait()
         return group.generation
 
-    async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
+    async def submit(
+        self, command: Command, deadline: float | None = None, *, owner: str = "", generation: int | None = None
+    ) -> Reply:
         """Execute `command` after all commands of its adapter that were submitted before it: rank 0's reply.
 
         The scheduler decides when the command is sent. A Forward of many micro-batches is sent as one part for each.
 
         command: do not change its arrays before it is answered.
         deadline: seconds from when the commands before it were answered; None = the pool's command_deadline.
+        owner: the project that a command about an adapter belongs to. Projects share the devices equally.
         generation: the only group that may execute it, because the group holds what the command is about. None: the
         group that serves now, or the next one, for which the command waits start_deadline seconds at most.
         Raises the executor's error when the client has to know it (UserError, NotFoundError, ConflictError,
@@ -227,10 +216,10 @@ class Pool:
         """
         seconds = self._config.command_deadline if deadline is None else deadline
         if generation is not None:
-            return await self._execute(command, seconds, generation)
+            return await self._execute(command, seconds, owner, generation)
         while True:
             with contextlib.suppress(_NotSentError):
-                return await self._execute(command, seconds, await self._next_to_serve())
+                return await self._execute(command, seconds, owner, await self._next_to_serve())
 
     async def transfer(self, job: FetchState | WriteState, *, generation: int | None = None) -> Mapping[str, Digest]:
         """Have every process read or write its part of a state in the store, beside its commands: the files written.
@@ -252,11 +241,12 @@ class Pool:
                 raise
             raise StoreAwayError(f"{type(job).__name__} took longer than {seconds:g} s") from None
 
-    async def _execute(self, command: Command, seconds: float, generation: int) -> Reply:
+    async def _execute(self, command: Command, seconds: float, owner: str, generation: int) -> Reply:
         parent = tracing.current.get()  # the scheduler sends from elsewhere
         parts = in_parts(command, self._scheduler.microbatch, self.info.fsdp, self.info.attention_tokens)
         if len(parts) == 1:
-            return await self._scheduler.submit(command, partial(self._send, generation, command, seconds, parent))
+            send_all = partial(self._send, generation, command, seconds, parent)
+            return await self._scheduler.submit(command, send_all, owner)
         sent: list[asyncio.Future[Reply]] = []
 
         def send(part: Command) -> asyncio.Future[Reply]:
@@ -266,7 +256,7 @@ class Pool:
             sent.append(self._send(generation, part, seconds, parent))
             return sent[-1]
 
-        waiting = [self._scheduler.submit(part, partial(send, part)) for part in parts]
+        waiting = [self._scheduler.submit(part, partial(send, part), owner) for part in parts]
         replies = await asyncio.gather(*waiting, return_exceptions=True)
         failed = [reply for reply in replies if isinstance(reply, BaseException)]
         if failed:  # the group may have ended while it executed another part than the first that has failed
@@ -412,7 +402,7 @@ class Pool:
             log.error("worker group %d did not start: %s", generation, error)
             return False
         self._group = group  # from here on stop() ends it
-        self._scheduler.microbatch = info.microbatch_tokens
+        self._scheduler.serve(info)
         if self._consumed:
             await self._losses.join()
         if group.failure is None:
@@ -435,163 +425,3 @@ class Pool:
                 log.exception("on_waiting failed")
             if lack and lack == site.lack(processes):
                 await site.changed()
-
-
-# ------------------------------------------------------------------ which command is next
-def in_parts(
-    command: Command, microbatch_tokens: int, fsdp: int, attention_tokens: int = ATTENTION_TOKENS
-) -> Sequence[Command]:
-    """The commands that are sent in place of `command`, one for each micro-batch; the last reply is the command's.
-
-    microbatch_tokens: GroupInfo's. fsdp: the size of the mesh axis that rows are split over.
-    attention_tokens: GroupInfo's.
-    """
-    if not isinstance(command, Forward) or not command.examples:
-        return (command,)
-    lengths = [len(example.tokens_T) for example in command.examples]
-    a_pass = micro_batches(
-        lengths, microbatch_tokens=microbatch_tokens, row_multiple=fsdp, attention_tokens=attention_tokens
-    )
-    count = a_pass * LOSSES[command.loss].passes(backward=command.backward)
-    if count == 1:
-        return (command,)
-    return (replace(command, by_micro_batch=True), *[NextMicroBatch(command.adapter_id)] * (count - 1))
-
-
-@dataclass(eq=False)
-class _Queued:
-    """A command that waits for its turn.
-
-    adapter: the adapter whose commands keep their order; "" = none. size: in micro-batches. samples: whether it is a
-    step of the sampler. send: called at the command's turn. reply: the caller waits for it. A caller that gives up
-    cancels `reply`; the command is sent all the same.
-    """
-
-    adapter: str
-    size: float
-    samples: bool
-    send: Callable[[], asyncio.Future[Reply]]
-    reply: asyncio.Future[Reply]
-
-
-@dataclass
-class CommandScheduler:
-    """Decides which command is sent next: training and sampling take turns, and so do the models that are trained.
-
-    A worker group executes commands in the order in which they are sent, and nothing can overtake a sent command. So
-    commands wait here, and the group has hardly more than the command that it executes: training commands for one
-    micro-batch (and one command more while nobody samples, so that the devices never wait), and one step of the
-    sampler. When both sides want more, each micro-batch is followed by `chunks` steps of the sampler: with 1, training
-    waits for one chunk, and sampling for one micro-batch. The commands of one adapter keep their order. Adapters take
-    turns, with up to a micro-batch each (deficit round robin: Shreedhar and Varghese, SIGCOMM 1995).
-
-    chunks: steps of the sampler for each micro-batch. microbatch: its tokens. step_seconds: the longest time that the
-    engine needs between two steps of the sampler, unless it is held up.
-    """
-
-    chunks: float
-    microbatch: int = 1
-    step_seconds: float = 0.05
-    _lines: dict[str, deque[_Queued]] = field(default_factory=dict)  # by adapter, the least recently served first
-    _steps: deque[_Queued] = field(default_factory=deque)
-    _served: str = ""  # the adapter that was served last
-    _spent: float = 0.0  # on it in a row, in micro-batches: a step's small commands stay together, and so do replies
-    _training: int = 0  # training commands that the group has
-    _ahead: float = 0.0  # their size
-    _stepping: int = 0  # steps of the sampler that the group has
-    _expected: asyncio.TimerHandle | None = None  # runs while another step of the sampler is expected
-    _owed: float = 0.0  # steps that the sampler may make before training goes on
-
-    def submit(self, command: Command, send: Callable[[], asyncio.Future[Reply]]) -> asyncio.Future[Reply]:
-        """Call `send` at the command's turn: the reply. Commands that neither train nor sample do not wait."""
-        reply = asyncio.get_running_loop().create_future()
-        samples = isinstance(command, SampleStep)
-        queued = _Queued(getattr(command, "adapter_id", ""), self._size(command), samples, send, reply)
-        if samples:
-            self._expect(None)
-            self._steps.append(queued)
-        elif queued.adapter:
-            self._lines.setdefault(queued.adapter, deque()).append(queued)
-        else:
-            self._send(queued)
-        self._go_on()
-        return reply
-
-    def _size(self, command: Command) -> float:
-        match command:
-            case Forward(by_micro_batch=True) | NextMicroBatch():
-                return 1.0
-            case Forward():
-                tokens = sum(len(example.tokens_T) for example in command.examples)
-                return min(1.0, max(_LITTLE, tokens / self.microbatch))
-            case _:
-                return _LITTLE
-
-    def _go_on(self) -> None:
-        """Send every command whose turn it is. No adapter overtakes the first one."""
-        while True:
-            if self._steps and self._may_sample():
-                self._stepping += 1
-                self._owed = max(0.0, self._owed - 1)
-                self._send(self._steps.popleft())
-            elif self._lines and self._may_train((line := next(iter(self._lines.values())))[0].size):
-                queued = line.popleft()
-                self._spent = queued.size + (self._spent if self._served == queued.adapter else 0.0)
-                self._served = queued.adapter
-                if not line or self._spent + line[0].size > 1:
-                    del self._lines[queued.adapter]
-                if line:
-                    self._lines.setdefault(queued.adapter, line)  # behind the other adapters, or where it was
-                self._training += 1
-                self._ahead += queued.size
-                self._owed = min(self._owed + self.chunks * queued.size, max(1.0, self.chunks))
-                self._send(queued)
-            else:
-                return
-
-    def _may_sample(self) -> bool:
-        return self._owed >= _ENOUGH or not (self._training or self._lines)  # or no adapter trains
-
-    def _may_train(self, size: float) -> bool:
-        asked = bool(self._steps or self._stepping or self._expected)
-        if asked and self._owed >= _ENOUGH:
-            return False
-        return not self._training or self._ahead + size <= 1 or (not asked and self._ahead <= 1)
-
-    def _send(self, queued: _Queued) -> None:
-        try:
-            sent = queued.send()
-        except Exception as error:  # noqa: BLE001  the caller's
-            sent = asyncio.get_running_loop().create_future()
-            sent.set_exception(error)
-        sent.add_done_callback(partial(self._answered, queued))
-
-    def _answered(self, queued: _Queued, sent: asyncio.Future[Reply]) -> None:
-        error = None if sent.cancelled() else sent.exception()
-        reply = None if sent.cancelled() or error else sent.result()
-        if queued.samples:
-            self._stepping -= 1
-            more = isinstance(reply, SampleProgress) and (reply.active or reply.waiting)
-            self._expect(self.step_seconds if more else None)
-        elif queued.adapter:
-            self._training -= 1
-            self._ahead = self._ahead - queued.size if self._training else 0.0
-        if not queued.reply.done():  # otherwise its caller has given up
-            if error is not None:
-                queued.reply.set_exception(error)
-            elif reply is not None:
-                queued.reply.set_result(reply)
-            else:
-                queued.reply.cancel()
-        self._go_on()
-
-    def _expect(self, seconds: float | None) -> None:
-        """Expect another step of the sampler within `seconds`; None: expect none."""
-        if self._expected is not None:
-            self._expected.cancel()
-        loop = asyncio.get_running_loop()
-        self._expected = None if seconds is None else loop.call_later(seconds, self._nobody_came)
-
-    def _nobody_came(self) -> None:
-        self._expected = None
-        self._go_on()

@@ -431,12 +431,14 @@ class Done:
 class ForwardResult:
     """logprobs: one float32 [T] (flat) or [T, K] per example, in order; loss_sum: the sum over all tokens.
 
-    metrics: of a custom loss, `custom/<name>:sum|mean`, over all examples.
+    metrics: of a custom loss, `custom/<name>:sum|mean`, over all examples. loss_work: the floating-point operations
+    that a custom loss itself took, on one device; the client's project pays for them.
     """
 
     logprobs: tuple[Float32, ...]
     loss_sum: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    loss_work: float = 0.0
 
 
 @dataclass(frozen=True)

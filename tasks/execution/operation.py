@@ -76,6 +76,7 @@ class ExecutionContext:
     """One base model: its worker group, what is in it, and the journal, store and clock that all base models share.
 
     generation: the only worker group that may execute what is sent through this; None: whichever serves.
+    owner: the project whose share of training its commands take; "" where commands serve all projects.
     most_drift: the mean `kl_sample_train` above which a forward_backward is logged, 0 = none. trained_images: the room
     of images in operations of models. whole_turns: of samples of models of which all parameters were trained.
     """
@@ -89,14 +90,15 @@ class ExecutionContext:
     saves: Saves
     snapshots: Snapshots
     generation: int | None = None
+    owner: str = ""
     most_drift: float = 0.0
     trained_images: ProjectRoom = field(default_factory=ProjectRoom)
     whole_turns: WholeTurns = field(default_factory=WholeTurns)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
-    def bound_to(self, generation: int) -> ExecutionContext:
+    def bound_to(self, generation: int, owner: str = "") -> ExecutionContext:
         """The same, for the worker group of this generation alone, with the context that fits its devices."""
-        return replace(self, generation=generation, card=self.card.served_by(self.pool.info))
+        return replace(self, generation=generation, owner=owner, card=self.card.served_by(self.pool.info))
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
         """Start a command; of one adapter, those started earlier are executed earlier. The task holds its reply."""
@@ -128,7 +130,7 @@ class ExecutionContext:
         self.readers.shutdown()
 
     async def _reply(self, command: Command, kind: type[R]) -> R:
-        reply = await self.pool.submit(command, generation=self.generation)
+        reply = await self.pool.submit(command, owner=self.owner, generation=self.generation)
         if not isinstance(reply, kind):
             raise TypeError(f"{type(command).__name__} was answered by {type(reply).__name__}, not {kind.__name__}")
         return reply

@@ -20,7 +20,7 @@ from tinkerflow.backend.compute.planning import training_memory
 from tinkerflow.backend.compute.sampler import snapshot_cache
 from tinkerflow.backend.compute.training import adapters, forward_backward, train
 from tinkerflow.backend.core.errors import AllocationError, DevicesError, NotFoundError, ServerError, UserError
-from tinkerflow.backend.pool.pool import in_parts
+from tinkerflow.backend.pool.scheduler import in_parts
 from tinkerflow.backend.pool.worker import ReplyCollector
 from tinkerflow.backend.spec.commands import (
     AdapterState,

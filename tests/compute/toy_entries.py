@@ -57,8 +57,8 @@ def use(model: str) -> dict[str, object]:
 
     from tinkerflow.backend.compute.executor import Executor
     from tinkerflow.backend.core.errors import UserError
-    from tinkerflow.backend.pool.pool import in_parts
     from tinkerflow.backend.pool.protocol import frames
+    from tinkerflow.backend.pool.scheduler import in_parts
     from tinkerflow.backend.spec import commands as c
     from tinkerflow.backend.wire import CreateModel, OptimStepBody, decode_forward, read_forward
     from tinkerflow.backend.wire import tinker_pb2 as pb

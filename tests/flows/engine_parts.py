@@ -71,7 +71,9 @@ class NumpyPool:
     deaths: int = 0
     poison: Callable[[Command], bool] = lambda command: False
 
-    async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
+    async def submit(
+        self, command: Command, deadline: float | None = None, *, owner: str = "", generation: int | None = None
+    ) -> Reply:
         if self.down is not None and generation is None:
             await self.down.wait()
         generation = generation or self.generation

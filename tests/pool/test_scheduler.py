@@ -1,10 +1,11 @@
-"""Training and sampling take turns, and so do adapters."""
+"""Projects share training equally, and training takes turns with sampling."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 import numpy as np
@@ -14,13 +15,15 @@ from hypothesis import strategies as st
 
 from tinkerflow.backend.compute.training.packing import pack
 from tinkerflow.backend.core.errors import GroupFailedError
-from tinkerflow.backend.pool.pool import CommandScheduler, in_parts
+from tinkerflow.backend.pool.scheduler import CommandScheduler, QueuedCommand, TrainingQueue, in_parts
 from tinkerflow.backend.spec.commands import (
     AdapterState,
     Command,
     Done,
     Example,
     Forward,
+    ForwardResult,
+    GroupInfo,
     LoadSnapshot,
     LoraSpec,
     NextMicroBatch,
@@ -33,6 +36,7 @@ from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 MICROBATCH = 64
+INFO = GroupInfo(("cpu:0", "cpu:1"), 1000, MICROBATCH, 1, 64, 128, "", 1)
 
 
 def forward(adapter: str = "a", tokens: int = MICROBATCH) -> Forward:
@@ -48,13 +52,13 @@ class Devices:
         self.sent: list[str] = []
         self.executing: deque[tuple[str, Reply, asyncio.Future[Reply]]] = deque()
 
-    def submit(self, name: str, command: Command, reply: Reply | None = None) -> asyncio.Future[Reply]:
+    def submit(self, name: str, command: Command, reply: Reply | None = None, owner: str = "") -> asyncio.Future[Reply]:
         def send() -> asyncio.Future[Reply]:
             self.sent.append(name)
             self.executing.append((name, reply or Done(), asyncio.get_running_loop().create_future()))
             return self.executing[-1][2]
 
-        return self.scheduler.submit(command, send)
+        return self.scheduler.submit(command, send, owner)
 
     async def sample(self, steps: int) -> None:
         """So many steps, each in a task of its own, as the engine sends them."""
@@ -98,7 +102,7 @@ async def test_adapters_take_turns() -> None:
     devices.submit("b0", forward("b"))
     devices.submit("b1", forward("b"))
     devices.submit("c0", forward("c", tokens=1))
-    assert await devices.run() == ["a0", "a1", "a2", "b0", "c0", "a3", "b1"]
+    assert await devices.run() == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
 
 
 async def test_the_small_commands_of_a_step_stay_together() -> None:
@@ -109,7 +113,7 @@ async def test_the_small_commands_of_a_step_stay_together() -> None:
         for number in range(2):
             devices.submit(f"{adapter}{number}", forward(adapter, tokens=MICROBATCH // 2))
             devices.submit(f"{adapter}{number}o", OptimStep(adapter, AdamParams()))
-    assert await devices.run() == ["x0", "x1", "x2", *["a0", "a0o", "b0", "b0o", "a1", "a1o", "b1", "b1o"]]
+    assert await devices.run() == ["x0", "x1", "a0", "a0o", "b0", "b0o", "a1", "a1o", "b1", "b1o", "x2"]
 
 
 async def test_what_is_small_goes_together() -> None:
@@ -118,6 +122,94 @@ async def test_what_is_small_goes_together() -> None:
         devices.submit(f"t{number}", forward(f"model {number}", tokens=MICROBATCH // 4))
     assert len(devices.sent) == 5, "a micro-batch's worth, and one that is there when they end"
     assert await devices.run() == [f"t{number}" for number in range(6)]
+
+
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.integers(1, 10), min_size=2),
+    st.lists(st.floats(1 / 16, 1), min_size=1, max_size=30),
+    st.integers(1, 200),
+)
+def test_projects_get_equal_shares_whatever_the_number_of_their_adapters(
+    adapters: dict[str, int], sizes: list[float], sent: int
+) -> None:
+    """Every adapter always has commands. So do the adapters of one project among themselves."""
+    queue, sizes_left = TrainingQueue(), itertools.cycle(sizes)
+    by_project, by_adapter = Counter[str](), Counter[str]()
+
+    def add(owner: str, adapter: str) -> None:
+        queue.push(queued(owner, adapter, next(sizes_left)))
+
+    for owner, count in adapters.items():
+        for number in range(count):
+            by_adapter[f"{owner}{number}"] = by_project[owner] = 0
+            add(owner, f"{owner}{number}")
+            add(owner, f"{owner}{number}")
+    for _ in range(sent):
+        first = queue.peek()
+        assert first is not None and queue.pop() is first
+        by_project[first.owner] += first.size
+        by_adapter[first.adapter] += first.size
+        add(first.owner, first.adapter)
+        assert max(by_project.values()) - min(by_project.values()) <= 2
+        own = [share for adapter, share in by_adapter.items() if adapter[0] == first.owner]
+        assert max(own) - min(own) <= 2
+
+
+async def test_a_project_with_ten_adapters_gets_the_share_of_a_project_with_one() -> None:
+    """Each adapter's client has two steps on their way, and sends the next one when it has a reply."""
+    devices, replied = Devices(), Counter[str]()
+
+    def train(owner: str, adapter: str) -> None:
+        devices.submit(owner, forward(adapter, tokens=MICROBATCH - 4), owner=owner)
+        step = devices.submit(owner, OptimStep(adapter, AdamParams()), owner=owner)
+        step.add_done_callback(lambda _: (replied.update([owner]), train(owner, adapter)))
+
+    for _ in range(2):
+        for number in range(10):
+            train("many", f"many {number}")
+        train("one", "one")
+    for _ in range(202):
+        await devices.execute()
+    assert replied.total() >= 100 and abs(replied["many"] - replied["one"]) <= 2
+
+
+async def test_a_project_pays_for_the_work_of_its_custom_losses() -> None:
+    """A loss that takes as long as three micro-batches: its project trains a quarter of the time of others."""
+    devices = Devices()
+    devices.scheduler.serve(INFO)
+    work = 3 * devices.scheduler.microbatch_work
+    for _ in range(80):
+        devices.submit("dear", forward("a"), ForwardResult((), 0.0, loss_work=work), owner="dear")
+        devices.submit("cheap", forward("b"), ForwardResult((), 0.0), owner="cheap")
+    executed = [await devices.execute() for _ in range(80)]
+    assert executed.count("dear") == pytest.approx(16, abs=2)
+
+
+def queued(owner: str, adapter: str, size: float) -> QueuedCommand:
+    return QueuedCommand(owner, adapter, size, False, asyncio.Future, None)  # type: ignore[arg-type]
+
+
+def test_new_adapters_do_not_renew_the_share_of_their_project() -> None:
+    queue, sent = TrainingQueue(), list[str]()
+    for number in range(20):
+        queue.push(queued("steady", "steady", 1.0))
+        queue.push(queued("churning", f"adapter {number}", 1.0))
+    while queue.peek() is not None:
+        sent.append(queue.pop().owner)
+    assert abs(sent[:20].count("steady") - 10) <= 1
+    assert len(queue) == 0
+
+
+async def test_debts_end_when_the_group_is_idle() -> None:
+    devices = Devices()
+    for number in range(20):
+        devices.submit("away", forward(f"adapter {number}"), owner="away")
+    await devices.run()
+    devices.submit("here", forward("b"), owner="here")
+    for _ in range(3):
+        devices.submit("away", forward("a"), owner="away")
+        devices.submit("here", forward("b"), owner="here")
+    assert await devices.run() == ["here", "away", "here", "away", "here", "away", "here"]
 
 
 @pytest.mark.parametrize(

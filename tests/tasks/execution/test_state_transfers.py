@@ -32,7 +32,7 @@ class ReachingPool:
         self.shape, self.fails = shape, fails
         self.commands: list[Any] = []
 
-    def submit(self, command: Any, generation: int | None = None) -> Any:
+    def submit(self, command: Any, owner: str = "", generation: int | None = None) -> Any:
         self.commands.append(command)
         return _Now(AdapterKept(self.shape.spec, self.shape.step, self.shape.optimizer))
 

@@ -1,0 +1,279 @@
+"""Which command the serving group gets next.
+
+A worker group executes commands in the order in which they are sent, and nothing can overtake a command that was sent.
+So commands wait here, and the group has hardly more than the command that it executes. `TrainingQueue` shares training
+between projects and, inside a project, between its adapters. `CommandScheduler` alternates between training and the
+steps of the sampler. A large `Forward` is sent in parts of one micro-batch (`in_parts`), so nobody waits for all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from tinkerflow.backend.core.fairness import FairQueue
+from tinkerflow.backend.spec.commands import (
+    Command,
+    Forward,
+    ForwardResult,
+    GroupInfo,
+    NextMicroBatch,
+    Reply,
+    SampleProgress,
+    SampleStep,
+)
+from tinkerflow.backend.spec.losses import LOSSES
+from tinkerflow.backend.spec.packing import ATTENTION_TOKENS, micro_batches
+
+_SMALL_SIZE = 1 / 16  # of a micro-batch: the size of commands that compute for no tokens
+_ENOUGH = 1 - 1e-9
+_TURN = 1.0  # micro-batches that one adapter may send before the next project has its turn
+
+
+def in_parts(
+    command: Command, microbatch_tokens: int, fsdp: int, attention_tokens: int = ATTENTION_TOKENS
+) -> Sequence[Command]:
+    """The commands that are sent for `command`, one for each micro-batch; the reply to the last one is its reply.
+
+    microbatch_tokens, attention_tokens: those of GroupInfo. fsdp: the size of the mesh axis that rows are split over.
+    """
+    if not isinstance(command, Forward) or not command.examples:
+        return (command,)
+    lengths = [len(example.tokens_T) for example in command.examples]
+    a_pass = micro_batches(
+        lengths, microbatch_tokens=microbatch_tokens, row_multiple=fsdp, attention_tokens=attention_tokens
+    )
+    count = a_pass * LOSSES[command.loss].passes(backward=command.backward)
+    if count == 1:
+        return (command,)
+    return (replace(command, by_micro_batch=True), *[NextMicroBatch(command.adapter_id)] * (count - 1))
+
+
+@dataclass(eq=False)
+class QueuedCommand:
+    """A command that waits until it is sent.
+
+    owner: the project that it belongs to.
+    adapter: the adapter whose commands keep their order; "" = none.
+    size: in micro-batches.
+    samples: whether it is a step of the sampler.
+    send: sends it; called once.
+    reply: resolved with the group's reply. A caller that gives up cancels it, and the command is sent nevertheless.
+    """
+
+    owner: str
+    adapter: str
+    size: float
+    samples: bool
+    send: Callable[[], asyncio.Future[Reply]]
+    reply: asyncio.Future[Reply]
+
+
+class TrainingQueue:
+    """Training commands of all projects. Projects get equal shares, whatever the number of their adapters.
+
+    Two levels of start-time fair queueing: the projects that have commands, and the adapters of each project. The
+    adapter that is chosen sends up to one micro-batch, so the small commands of an optimizer step stay together.
+    """
+
+    def __init__(self) -> None:
+        """An empty queue."""
+        self._owners: FairQueue[None] = FairQueue()  # one ticket for each project that waits for its turn
+        self._adapters: dict[str, FairQueue[None]] = {}  # by project: one ticket for each adapter that waits
+        self._commands: dict[str, deque[QueuedCommand]] = {}  # by adapter; an adapter without commands is not listed
+        self._turn: tuple[str, str] | None = None  # the project and the adapter that send now; neither has a ticket
+        self._spent = 0.0  # micro-batches sent in this turn
+
+    def __len__(self) -> int:
+        """How many adapters have commands."""
+        return len(self._commands)
+
+    def push(self, queued: QueuedCommand) -> None:
+        """Add a command behind the earlier commands of its adapter, which pays from the share of their project."""
+        if commands := self._commands.get(queued.adapter):
+            commands.append(queued)
+            return
+        self._commands[queued.adapter] = deque((queued,))
+        self._await_turn(queued.owner, queued.adapter)
+
+    def peek(self) -> QueuedCommand | None:
+        """The command that is sent next; None in an empty queue."""
+        if self._turn is not None:
+            return self._commands[self._turn[1]][0]
+        if (project := self._owners.peek()) is None:
+            return None
+        adapter = self._adapters[project.owner].peek()
+        assert adapter is not None, "a project that waits has an adapter that waits"
+        return self._commands[adapter.owner][0]
+
+    def pop(self) -> QueuedCommand:
+        """Remove the command that is sent next, and charge its size."""
+        owner, adapter = self._turn or self._begin_turn()
+        commands = self._commands[adapter]
+        queued = commands.popleft()
+        self._spent += queued.size
+        self.charge(owner, adapter, queued.size)
+        if not commands:
+            del self._commands[adapter]
+        if not commands or self._spent + commands[0].size > _TURN:
+            self._end_turn(owner, adapter)
+        return queued
+
+    def charge(self, owner: str, adapter: str, micro_batches: float) -> None:
+        """Take work that was done for an adapter from its project's share, and from its own share of that."""
+        self._owners.charge(owner, micro_batches)
+        if owner in self._adapters:
+            self._adapters[owner].charge(adapter, micro_batches)
+
+    def _await_turn(self, owner: str, adapter: str) -> None:
+        self._adapters.setdefault(owner, FairQueue()).push(adapter, None, cost=0.0)
+        if not self._owners.waits(owner) and (self._turn is None or self._turn[0] != owner):
+            self._owners.push(owner, None, cost=0.0)
+
+    def _begin_turn(self) -> tuple[str, str]:
+        project = next(iter(self._owners))
+        adapter = next(iter(self._adapters[project.owner]))
+        self._owners.serve(project)
+        self._adapters[project.owner].serve(adapter)
+        self._turn, self._spent = (project.owner, adapter.owner), 0.0
+        return self._turn
+
+    def _end_turn(self, owner: str, adapter: str) -> None:
+        self._turn = None
+        if adapter in self._commands:
+            self._await_turn(owner, adapter)
+        elif self._adapters[owner]:
+            self._owners.push(owner, None, cost=0.0)
+        self._adapters = {name: queue for name, queue in self._adapters.items() if queue or self._owners.owes(name)}
+
+
+@dataclass
+class CommandScheduler:
+    """Sends each command when it is due: training and sampling take turns.
+
+    The group has training commands for one micro-batch at most (and one command more while nobody samples, so that the
+    devices never wait), and one step of the sampler. When both sides want more, each micro-batch is followed by
+    `chunks` steps of the sampler: with 1, training waits for one chunk, and sampling for one micro-batch.
+
+    chunks: steps of the sampler for each micro-batch. microbatch: its tokens. microbatch_work: the floating-point
+    operations of each device for it. step_seconds: the longest time that the engine needs between two steps of the
+    sampler, unless it is held up.
+    """
+
+    chunks: float
+    microbatch: int = 1
+    microbatch_work: float = math.inf
+    step_seconds: float = 0.05
+    _waiting: TrainingQueue = field(default_factory=TrainingQueue)
+    _steps: deque[QueuedCommand] = field(default_factory=deque)
+    _training: int = 0  # training commands that the group has
+    _ahead: float = 0.0  # their size
+    _stepping: int = 0  # steps of the sampler that the group has
+    _expected: asyncio.TimerHandle | None = None  # runs while another step of the sampler is expected
+    _owed: float = 0.0  # steps that the sampler may make before training goes on
+
+    def serve(self, info: GroupInfo) -> None:
+        """Schedule for the group that `info` describes."""
+        self.microbatch = info.microbatch_tokens
+        # A token costs 2 operations for each parameter forwards and 4 backwards; the devices of the group share them.
+        self.microbatch_work = 6.0 * info.parameters * info.microbatch_tokens / len(info.devices)
+
+    def submit(
+        self, command: Command, send: Callable[[], asyncio.Future[Reply]], owner: str = ""
+    ) -> asyncio.Future[Reply]:
+        """Call `send` when the command is due: the reply. Commands that neither train nor sample do not wait.
+
+        owner: the project whose share of training the command takes.
+        """
+        reply = asyncio.get_running_loop().create_future()
+        samples = isinstance(command, SampleStep)
+        queued = QueuedCommand(owner, getattr(command, "adapter_id", ""), self._size(command), samples, send, reply)
+        if samples:
+            self._expect(None)
+            self._steps.append(queued)
+        elif queued.adapter:
+            self._waiting.push(queued)
+        else:
+            self._send(queued)
+        self._send_due()
+        return reply
+
+    def _size(self, command: Command) -> float:
+        match command:
+            case Forward(by_micro_batch=True) | NextMicroBatch():
+                return 1.0
+            case Forward():
+                tokens = sum(len(example.tokens_T) for example in command.examples)
+                return min(1.0, max(_SMALL_SIZE, tokens / self.microbatch))
+            case _:
+                return _SMALL_SIZE
+
+    def _send_due(self) -> None:
+        while True:
+            if self._steps and self._may_sample():
+                self._stepping += 1
+                self._owed = max(0.0, self._owed - 1)
+                self._send(self._steps.popleft())
+            elif (first := self._waiting.peek()) is not None and self._may_train(first.size):
+                queued = self._waiting.pop()
+                self._training += 1
+                self._ahead += queued.size
+                self._owed = min(self._owed + self.chunks * queued.size, max(1.0, self.chunks))
+                self._send(queued)
+            else:
+                return
+
+    def _may_sample(self) -> bool:
+        return self._owed >= _ENOUGH or not (self._training or self._waiting)  # or no adapter trains
+
+    def _may_train(self, size: float) -> bool:
+        sampling = bool(self._steps or self._stepping or self._expected)
+        if sampling and self._owed >= _ENOUGH:
+            return False
+        return not self._training or self._ahead + size <= 1 or (not sampling and self._ahead <= 1)
+
+    def _send(self, queued: QueuedCommand) -> None:
+        try:
+            sent = queued.send()
+        except Exception as error:  # noqa: BLE001  raised to the caller
+            sent = asyncio.get_running_loop().create_future()
+            sent.set_exception(error)
+        sent.add_done_callback(partial(self._answered, queued))
+
+    def _answered(self, queued: QueuedCommand, sent: asyncio.Future[Reply]) -> None:
+        error = None if sent.cancelled() else sent.exception()
+        reply = None if sent.cancelled() or error else sent.result()
+        if queued.samples:
+            self._stepping -= 1
+            more = isinstance(reply, SampleProgress) and (reply.active or reply.waiting)
+            self._expect(self.step_seconds if more else None)
+        elif queued.adapter:
+            if isinstance(reply, ForwardResult):
+                self._waiting.charge(queued.owner, queued.adapter, reply.loss_work / self.microbatch_work)
+            self._training -= 1
+            self._ahead = self._ahead - queued.size if self._training else 0.0
+            if not (self._training or self._waiting):
+                self._waiting = TrainingQueue()  # an idle group ends all debts
+        if not queued.reply.done():  # otherwise its caller has given up
+            if error is not None:
+                queued.reply.set_exception(error)
+            elif reply is not None:
+                queued.reply.set_result(reply)
+            else:
+                queued.reply.cancel()
+        self._send_due()
+
+    def _expect(self, seconds: float | None) -> None:
+        """Expect another step of the sampler within `seconds`; None: expect none."""
+        if self._expected is not None:
+            self._expected.cancel()
+        loop = asyncio.get_running_loop()
+        self._expected = None if seconds is None else loop.call_later(seconds, self._stop_expecting)
+
+    def _stop_expecting(self) -> None:
+        self._expected = None
+        self._send_due()
