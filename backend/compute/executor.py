@@ -25,7 +25,7 @@ from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.lora import Lora, check_spec
 from tinkerflow.backend.compute.models.params import count, load_params
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.models.vision import open_eyes
+from tinkerflow.backend.compute.models.vision_tower import open_vision_tower
 from tinkerflow.backend.compute.planning.memory import GB, plan_group
 from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
 from tinkerflow.backend.compute.platforms import compiled_for, environment, on_cpu, platform, settle_dtype
@@ -110,7 +110,7 @@ class Executor:
         self._adapters = AdapterStore(self._cfg, self._mesh, config.model_path)
         # What those that are there take of each device, and whether it is for training all parameters.
         self._adapter_bytes: dict[str, tuple[int, bool]] = {}
-        self._eyes = open_eyes(self._cfg, config.model_path, self._mesh, self._params)
+        self._tower = open_vision_tower(self._cfg, config.model_path, self._mesh, self._params)
         room, whole = self.plan.whole, None
         if room is not None:
             whole = partial(self._new_sampler, pages=room.pages, weights="the trained model")
@@ -129,13 +129,13 @@ class Executor:
             microbatch_tokens=self.microbatch_tokens,
             announce=self._announce,
             read=self._read,
-            eyes=self._eyes,
+            tower=self._tower,
         )
         self.ahead = not on_cpu()  # commands are begun before the devices are done with the last one
         self._warm_up = WarmUp(on=config.warm_up, maps_used=memory_maps_used)
         self._warm_up.want(self._sampler.adapters.programs())
-        if self._eyes is not None:
-            self._warm_up.want(self._eyes.programs(self._config.max_context))
+        if self._tower is not None:
+            self._warm_up.want(self._tower.programs(self._config.max_context))
         self._shapes_wanted: set[tuple[LoraSpec, Optimizer]] = set()
         self._want(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
 
@@ -148,7 +148,7 @@ class Executor:
             pages=pages,
             states=self.plan.states,
             snapshot_bytes=self.plan.snapshot_bytes,
-            eyes=self._eyes,
+            tower=self._tower,
             weights=weights,
         )
 
@@ -385,7 +385,7 @@ class Executor:
                 optimizer=optimizer,
                 microbatch_tokens=self.microbatch_tokens,
                 max_context=self._config.max_context,
-                eyes=self._eyes,
+                tower=self._tower,
             ),
             owner=spec,
         )

@@ -14,17 +14,23 @@ from tests.compute.conftest import IMAGE_TOKEN, PROCESSOR, SHAPE, TOWER, inputs_
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.models import vision
+from tinkerflow.backend.compute.models import vision_tower
 from tinkerflow.backend.compute.models.families import parse_config
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.models.vision import Eyes, image_positions, patches_like, to_patches, tower_bytes
 from tinkerflow.backend.compute.models.vision_config import open_processor
+from tinkerflow.backend.compute.models.vision_tower import (
+    VisionTower,
+    image_positions,
+    patches_like,
+    to_patches,
+    tower_bytes,
+)
 from tinkerflow.backend.compute.planning.memory import plan_memory
 from tinkerflow.backend.compute.training.images import image_features
 from tinkerflow.backend.compute.training.losses import choose
 from tinkerflow.backend.compute.training.packing import pack
 from tinkerflow.backend.compute.training.train import to_devices
-from tinkerflow.backend.compute.training.train_programs import batch_like, seen_like
+from tinkerflow.backend.compute.training.train_programs import batch_like, features_like
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import GroupConfig
 
@@ -105,22 +111,22 @@ def test_programs_that_are_compiled_early_are_those_of_batches_with_images(sees,
         seeing(random_example(np.random.default_rng(2), 60), (4, 2, 3)),
         random_example(np.random.default_rng(3), 9),
     )
-    monkeypatch.setattr(vision, "see", lambda *_: jnp.ones((64, 2, cfg.hidden)))
+    monkeypatch.setattr(vision_tower, "see", lambda *_: jnp.ones((64, 2, cfg.hidden)))
     params = Params(np.zeros((1, 1), np.float32), {}, np.zeros(1), None, tower={})
-    eyes = Eyes(cfg, mesh, params, np.ones((2, 3), np.float32))
+    tower = VisionTower(cfg, mesh, params, np.ones((2, 3), np.float32))
     (batch,) = pack(data, microbatch_tokens=128)
-    seen, choice = image_features(eyes, data, batch), choose("cross_entropy", {})
-    assert seen.here_BT.sum() == 6 == seen.vectors_BTED[seen.here_BT].sum() / (2 * cfg.hidden)
-    assert not seen.vectors_BTED[~seen.here_BT].any()
-    assert image_features(eyes, data[1:], pack(data[1:], microbatch_tokens=128)[0]) is None
-    made, shape = to_devices(batch, choice, mesh, seen), batch.tokens_BT.shape
-    early = replace(batch_like(mesh, *shape), seen=seen_like(eyes, mesh, *shape))
+    images, choice = image_features(tower, data, batch), choose("cross_entropy", {})
+    assert images.here_BT.sum() == 6 == images.vectors_BTED[images.here_BT].sum() / (2 * cfg.hidden)
+    assert not images.vectors_BTED[~images.here_BT].any()
+    assert image_features(tower, data[1:], pack(data[1:], microbatch_tokens=128)[0]) is None
+    made, shape = to_devices(batch, choice, mesh, images), batch.tokens_BT.shape
+    early = replace(batch_like(mesh, *shape), images=features_like(tower, mesh, *shape))
     described = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree) for tree in (made, early)]
     assert described[0] == described[1]
     image, patches = to_patches(cfg.vision, data[0].images[0].pixels_HWC), patches_like(cfg.vision, 256)
     shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (image, patches)]
     assert shapes[0] == shapes[1]
-    assert [program.name for program in eyes.programs(300)] == [
+    assert [program.name for program in tower.programs(300)] == [
         f"an image of {count} patches" for count in (256, 512, 1024, 2048)
     ]
 

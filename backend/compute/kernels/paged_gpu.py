@@ -58,7 +58,7 @@ def attend(
     """
     S, Q, H, d = q_SQHd.shape
     (G, P), W = (cache_v.shape[2], cache_v.shape[3]), tables_SW.shape[1]
-    apart, v = cache_v.shape[4] > 0, cache_v.shape[4] or values
+    separate_values, v = cache_v.shape[4] > 0, cache_v.shape[4] or values
     r, each = H // G, 4 // q_SQHd.dtype.itemsize
     M, u = Q * r, _tile(v)
     less = max(1, u // _WIDE)
@@ -68,8 +68,8 @@ def attend(
     cut = _Cut(
         M=M, P=P, W=W, D=D, r=r, m=m, u=u, v=v,
         t=max(_LEAST, min(each * _POSITIONS // 2 // less, P & -P)),
-        apart=apart,
-        parts=((0, d),) if apart or v == d else ((0, v), (v, d - v)),
+        separate_values=separate_values,
+        parts=((0, d),) if separate_values or v == d else ((0, v), (v, d - v)),
         window=window,
         precision=jax.lax.Precision.HIGHEST if q_SQHd.dtype == jnp.float32 else None,  # else float32 would be TF32
         dtype=q_SQHd.dtype,
@@ -86,7 +86,7 @@ def attend(
         interpret=interpret,
         # `roofline_text` reads how many positions a row's queries see.
         name="paged_attention" if window is None else f"paged_attention_of_{window + Q - 1}",
-    )(jnp.reshape(layer, 1), tables_SW, start_S, q, cache_k, *((cache_v,) if apart else ()))
+    )(jnp.reshape(layer, 1), tables_SW, start_S, q, cache_k, *((cache_v,) if separate_values else ()))
     shares = jax.nn.softmax(log_totals, axis=0)
     if sinks_H is not None:
         sinks_GM = jnp.tile(sinks_H.astype(jnp.float32).reshape(G, r), (1, Q))
@@ -100,8 +100,8 @@ def attend(
 class _Cut:
     """How the work is cut into programs and tiles, by the module's letters.
 
-    apart: whether values have an array of their own; else they are the first dimensions of keys. parts: of a key, where
-    they begin and how many dimensions they have. window: as in `attend`. precision, dtype: of products.
+    separate_values: values have an array of their own; otherwise they are the first dimensions of keys. parts: of a
+    key, where they begin and how many dimensions they have. window: as in `attend`. precision, dtype: of products.
     """
 
     M: int
@@ -113,7 +113,7 @@ class _Cut:
     t: int
     u: int
     v: int
-    apart: bool
+    separate_values: bool
     parts: tuple[tuple[int, int], ...]
     window: int | None
     precision: jax.lax.Precision | None
@@ -121,7 +121,7 @@ class _Cut:
 
 
 def _kernel(cut: _Cut, layer_ref: Any, table_ref: Any, start_ref: Any, q_ref: Any, k_ref: Any, *refs: Any) -> None:
-    """One program: m queries of a row over one split of its pages. refs: values if they are apart, and the results."""
+    """One program: m queries of a row over one split of its pages. refs: values if separate, and the results."""
     M, W, D, r, m, t, u, v = cut.M, cut.W, cut.D, cut.r, cut.m, cut.t, cut.u, cut.v
     v_ref, (o_ref, log_ref) = refs[0], refs[-2:]
     block, split, head, row = pl.program_id(0) // D, pl.program_id(0) % D, pl.program_id(1), pl.program_id(2)
@@ -171,7 +171,7 @@ def _keys_and_values(
         return triton.load(k_ref.at[*place, pl.ds(begin, w), pl.ds(at, t)], mask=there, other=0.0).astype(cut.dtype)
 
     k_parts = [keys(*part) for part in cut.parts]
-    if not cut.apart:
+    if not cut.separate_values:
         return k_parts, k_parts[0].T
     there = jnp.broadcast_to((jnp.arange(u) < cut.v)[None], (t, u))
     v_tu = triton.load(v_ref.at[*place, pl.ds(at, t), pl.ds(0, u)], mask=there, other=0.0)

@@ -14,6 +14,6 @@ __all__ = [
     "params",
     "peft_names",
     "transformer",
-    "vision",
     "vision_config",
+    "vision_tower",
 ]

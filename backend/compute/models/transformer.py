@@ -49,7 +49,7 @@ Each = Callable[..., Any]  # each(part, *arrays) -> part(*arrays), of all tokens
 Carry = tuple[jax.Array, Shared, jax.Array]  # from layer to layer: hidden states, what is shared, and the number
 
 
-class Attend(Protocol):
+class AttentionFn(Protocol):
     """attend(q_BTHd, k_BTGd, v_BTGd, window=…, sinks_H=…) -> o_BTHd; q and k are rotated, scores are to be scaled.
 
     k and v: None in a layer that shares those of an earlier one. window: how many tokens a query sees, itself included;
@@ -70,7 +70,7 @@ class Attend(Protocol):
         """What each query has seen, [B, T, H, d]."""
 
 
-class Absorb(Protocol):
+class LatentAttentionFn(Protocol):
     """absorb(q_BTHp, q_BTHr, c_BTc, k_BTr, kv_b, pair) -> o_BTHv: latent attention without keys and values of heads.
 
     q_BTHp and q_BTHr: the parts of queries that stay, and that are rotated. c_BTc: latents. k_BTr: what is rotated of
@@ -94,14 +94,14 @@ class Absorb(Protocol):
 class Mixers:
     """What mixes the tokens of a batch, and keeps what later tokens need. recur: None in models without such layers.
 
-    absorb: latent attention that keeps latents alone; None: keys and values of all heads are made of them.
+    latent_attend: latent attention that keeps latents alone; None: keys and values of all heads are made of them.
     heads_again: where a backward pass computes a layer again, it makes queries, keys and values twice, so that they are
     not there while it differentiates the MLP; not in models whose layers share them.
     """
 
-    attend: Attend
+    attend: AttentionFn
     recur: Recur | None = None
-    absorb: Absorb | None = None
+    latent_attend: LatentAttentionFn | None = None
     heads_again: bool = False
 
 
@@ -165,13 +165,13 @@ class Params:
         return self.embed_VD if self.unembed_VD is None else self.unembed_VD
 
     @property
-    def apart(self) -> bool:
+    def unstacked(self) -> bool:
         """Whether each layer has arrays of its own."""
         return isinstance(self.layers, tuple)
 
 
 @flax.struct.dataclass
-class Seen:
+class ImageFeatures:
     """Images in a batch. Each token has E vectors: one in place of its embedding, and those of DeepStack.
 
     here_BT bool: which tokens are an image's. positions_BT3 int32: time, row and column of every token, text as well.
@@ -183,13 +183,13 @@ class Seen:
     vectors_BTED: Array
 
 
-def embed(cfg: ModelConfig, params: Params, tokens_BT: Array, seen: Seen | None = None) -> jax.Array:
-    """x_BTD, scaled, in the dtype of the weights; what was seen in place of the tokens of images."""
+def embed(cfg: ModelConfig, params: Params, tokens_BT: Array, images: ImageFeatures | None = None) -> jax.Array:
+    """x_BTD, scaled, in the dtype of the weights; image features in place of the tokens of images."""
     x_BTD = params.embed_VD[tokens_BT]
     x_BTD = x_BTD if cfg.embed_scale == 1 else x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
-    if seen is None:
+    if images is None:
         return x_BTD
-    return jnp.where(jnp.asarray(seen.here_BT)[..., None], jnp.asarray(seen.vectors_BTED)[:, :, 0], x_BTD)
+    return jnp.where(jnp.asarray(images.here_BT)[..., None], jnp.asarray(images.vectors_BTED)[:, :, 0], x_BTD)
 
 
 def layer_inputs(cfg: ModelConfig, params: Params, tokens_BT: Array, x_BTD: jax.Array) -> jax.Array | None:
@@ -201,9 +201,9 @@ def layer_inputs(cfg: ModelConfig, params: Params, tokens_BT: Array, x_BTD: jax.
         return None
     shape = (*x_BTD.shape[:2], cfg.layers, cfg.layer_input)
     own = params.inputs["embed"][tokens_BT] * jnp.asarray(cfg.layer_input**0.5, x_BTD.dtype)
-    seen = matmul(x_BTD, params.inputs["projection"]) * jnp.asarray(cfg.hidden**-0.5, x_BTD.dtype)
-    seen_BTLP = rms_norm(cfg, seen.reshape(shape), params.inputs["norm"])
-    return jnp.moveaxis((seen_BTLP + own.reshape(shape)) * jnp.asarray(0.5**0.5, x_BTD.dtype), 2, 0)
+    projected = matmul(x_BTD, params.inputs["projection"]) * jnp.asarray(cfg.hidden**-0.5, x_BTD.dtype)
+    projected_BTLP = rms_norm(cfg, projected.reshape(shape), params.inputs["norm"])
+    return jnp.moveaxis((projected_BTLP + own.reshape(shape)) * jnp.asarray(0.5**0.5, x_BTD.dtype), 2, 0)
 
 
 def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
@@ -383,7 +383,7 @@ def _attention(
     rope: RopeTables,
     project: Project,
     norm: Callable[[jax.Array, str], jax.Array],
-    attend: Attend,
+    attend: AttentionFn,
     each: Each,
     x_BTD: jax.Array,
 ) -> jax.Array:
@@ -471,9 +471,9 @@ def _latent_attention(
     c_BTc, k_BTr = jnp.split(kv, (latent.rank,), axis=-1)
     c_BTc = rms_norm(own, c_BTc, layer_params["kv_norm"])
     k_BT1r = turned(k_BTr[:, :, None], of_keys)
-    if mixers.absorb is not None:
+    if mixers.latent_attend is not None:
         kv_b, pair = layer_params["kv_b"], layer_lora.get("kv_b")
-        o_BTHv = mixers.absorb(q_BTHp, q_BTHr, c_BTc, k_BT1r[:, :, 0], kv_b, pair)
+        o_BTHv = mixers.latent_attend(q_BTHp, q_BTHr, c_BTc, k_BT1r[:, :, 0], kv_b, pair)
     else:
         (kv,) = project(c_BTc, "kv_b")
         k_BTHp, v_BTHv = jnp.split(kv.reshape(B, T, cfg.heads, -1), (latent.plain,), axis=-1)
@@ -496,17 +496,17 @@ def forward(
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
     keep: Keep = Keep.RESULTS,
     at_once: int = 0,
-    seen: Seen | None = None,
+    images: ImageFeatures | None = None,
 ) -> jax.Array:
     """Final hidden states [B, T, D] for training, in the dtype of the weights: a loop over the layers.
 
     cfg, mesh, params: the base model and its devices. lora: one adapter, float32 A and B. tokens_BT int32: token ids.
     positions_BT int32: each token's place in its own sequence, from 0. mixers: what mixes tokens.
     lora_apply: computes the adapter's updates. constrain: pins the sharding of [B, T, D] activations between layers.
-    keep: what there is for a backward pass. at_once: as of `block`; a backward pass computes these parts again. seen:
+    keep: what there is for a backward pass. at_once: as of `block`; a backward pass computes these parts again. images:
     the images among the tokens, None = there are none; its positions are taken in place of positions_BT.
     """
-    rope = rope_tables(cfg, positions_BT if seen is None else jnp.asarray(seen.positions_BT3))
+    rope = rope_tables(cfg, positions_BT if images is None else jnp.asarray(images.positions_BT3))
 
     def layer(kind: LayerKind, carry: Carry, stacked: tuple[Any, LayerParams, Mapping[str, LoraPair]]) -> Carry:
         (x_BTD, shared, number), (place, layer_params, layer_lora) = carry, stacked
@@ -525,11 +525,11 @@ def forward(
         input_BTP = of_layer(inputs_LBTP, number)
         x_BTD = block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, own, lora_apply, input_BTP, at_once)
         x_BTD = constrain(x_BTD)
-        return x_BTD if seen is None else deepened(seen, place, x_BTD), shared, number + 1
+        return x_BTD if images is None else deepened(images, place, x_BTD), shared, number + 1
 
     policy = jax.checkpoint_policies.save_only_these_names(*(KEPT if keep is Keep.RESULTS else ()))
     kept = partial(jax.checkpoint, policy=policy)
-    x_BTD = embed(cfg, params, tokens_BT, seen)
+    x_BTD = embed(cfg, params, tokens_BT, images)
     inputs_LBTP = layer_inputs(cfg, params, tokens_BT, x_BTD)
     carry = (constrain(x_BTD), _nothing_shared(cfg, x_BTD), jnp.int32(0))
     x_BTD, _, _ = over_layers(cfg, layer, carry, params.layers, lora.layers, kept=kept, grouped=keep is Keep.GROUPS)
@@ -550,12 +550,12 @@ def of_layer(inputs_LBTP: jax.Array | None, number: jax.Array) -> jax.Array | No
     return None if inputs_LBTP is None else jax.lax.dynamic_index_in_dim(inputs_LBTP, number, keepdims=False)
 
 
-def deepened(seen: Seen, number: Any, x_BTD: jax.Array) -> jax.Array:
+def deepened(images: ImageFeatures, number: Any, x_BTD: jax.Array) -> jax.Array:
     """x_BTD behind layer `number`, with the vectors that DeepStack adds there (arXiv 2406.04334)."""
-    deep = seen.vectors_BTED.shape[2] - 1
+    deep = images.vectors_BTED.shape[2] - 1
     if not deep:
         return x_BTD
     vectors_BTD = jax.lax.dynamic_index_in_dim(
-        jnp.asarray(seen.vectors_BTED), jnp.minimum(number + 1, deep), axis=2, keepdims=False
+        jnp.asarray(images.vectors_BTED), jnp.minimum(number + 1, deep), axis=2, keepdims=False
     )
     return jnp.where(number < deep, x_BTD + vectors_BTD, x_BTD)

@@ -96,7 +96,7 @@ class Programs:
 
     @property
     def _plain(self) -> tuple[str, bool]:
-        return self.params.embed_VD.dtype.name, self.params.apart
+        return self.params.embed_VD.dtype.name, self.params.unstacked
 
     def _stack(self, columns: int) -> Any:
         widths = columns, columns // divisor_of(self.cfg, self.spec)

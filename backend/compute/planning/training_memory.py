@@ -18,7 +18,7 @@ from tinkerflow.backend.compute.models.families import layers_with, projections
 from tinkerflow.backend.compute.models.layers.deltanet import chunk_tokens
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.transformer import Keep
-from tinkerflow.backend.compute.models.vision import tower_bytes
+from tinkerflow.backend.compute.models.vision_tower import tower_bytes
 from tinkerflow.backend.compute.planning.device_bytes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS, SCORED_ROWS, TPU, platform
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec

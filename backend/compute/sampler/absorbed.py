@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute.mesh import WEIGHTS, Array, sharding
 from tinkerflow.backend.compute.models.config import Latent
 from tinkerflow.backend.compute.models.lora import LoraPair
-from tinkerflow.backend.compute.models.transformer import Attend
+from tinkerflow.backend.compute.models.transformer import AttentionFn
 from tinkerflow.backend.compute.sampler.snapshot_cache import own_columns
 from tinkerflow.backend.compute.weights.quantized import Int8, Weight
 
@@ -28,7 +28,7 @@ from tinkerflow.backend.compute.weights.quantized import Int8, Weight
 def absorbed(
     latent: Latent,
     mesh: Mesh,
-    attend: Attend,
+    attend: AttentionFn,
     columns_S2: Array,
     width: int | None,
     q_SQHp: jax.Array,

@@ -32,9 +32,9 @@ from tinkerflow.backend.compute.models.layers.deltanet import mix
 from tinkerflow.backend.compute.models.layers.experts import MLP
 from tinkerflow.backend.compute.models.lora import Lora, LoraPair
 from tinkerflow.backend.compute.models.transformer import (
+    ImageFeatures,
     Mixers,
     Params,
-    Seen,
     block,
     capped,
     deepened,
@@ -167,7 +167,7 @@ def decode(
     )
     pool, cache = cache.states, replace(cache, states=None)
     fresh_S = jnp.asarray(rows.positions_S == 0)
-    states = take(cfg, mesh, pool, rows.states_S, fresh_S, by_layer=params.apart, pooled=_pooled())
+    states = take(cfg, mesh, pool, rows.states_S, fresh_S, by_layer=params.unstacked, pooled=_pooled())
     tokens_S = rows.tokens_S
     if rows.before_M is not None and rows.from_S is not None:
         tokens_S = jnp.where(rows.from_S < 0, tokens_S, jnp.asarray(rows.before_M)[rows.from_S])
@@ -193,7 +193,7 @@ def layers(
     columns_S2: Array,
     valid_S: Array | None = None,
     shift_S: Array | None = None,
-    seen: Seen | None = None,
+    images: ImageFeatures | None = None,
 ) -> tuple[KVCache, States, jax.Array]:
     """The cache with the tokens' keys and values, the states after them, and their final hidden states [S, Q, D].
 
@@ -202,14 +202,14 @@ def layers(
     params: the base model and its devices. lora: the stack of adapters. states: the rows', from `states.take`.
     tokens_SQ int32: Q tokens of each row. start_S int32: where the first of them stands in its sequence. tables_SW
     int32: each row's pages. columns_S2 int32: each row's columns of the stack. valid_S int32: how many of its tokens
-    count for its state, None = all. shift_S int32: as in `Rows`, None = tokens turn where they stand. seen: the images
-    among the tokens, and where all of them turn; None = as shift_S says.
+    count for its state, None = all. shift_S int32: as in `Rows`, None = tokens turn where they stand. images: those
+    among the tokens, and the rotary positions of all tokens; None = as shift_S says.
     """
     one, rows = sampling_mesh(mesh), cache_mesh(mesh, cfg.split_heads)
     positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
     if shift_S is not None:
         positions_SQ = positions_SQ + jnp.asarray(shift_S)[:, None]
-    rope = rope_tables(cfg, positions_SQ if seen is None else jnp.asarray(seen.positions_BT3))
+    rope = rope_tables(cfg, positions_SQ if images is None else jnp.asarray(images.positions_BT3))
     apply = stack_apply(columns_S2, width_of(lora), one_device=mesh.size == 1)
 
     def layer(kind: LayerKind, state: Carry, stacked: Any) -> Carry:
@@ -233,18 +233,18 @@ def layers(
             states = with_layer(states, place, own)
             return o
 
-        absorb = None
+        latent_attend = None
         if cfg.latent is not None:
-            absorb = functools.partial(absorbed, cfg.latent, mesh, attend, columns_S2, width_of(lora))
-        mixers, input_SQP = Mixers(attend, recur, absorb), of_layer(inputs_LSQP, number)
+            latent_attend = functools.partial(absorbed, cfg.latent, mesh, attend, columns_S2, width_of(lora))
+        mixers, input_SQP = Mixers(attend, recur, latent_attend), of_layer(inputs_LSQP, number)
         x_SQD = block(cfg, one, kind, layer_params, layer_lora, x_SQD, rope, mixers, apply, input_SQP)
-        x_SQD = x_SQD if seen is None else deepened(seen, place, x_SQD)
+        x_SQD = x_SQD if images is None else deepened(images, place, x_SQD)
         return cache, states, everywhere(x_SQD), number + 1
 
     def everywhere(x_SQD: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x_SQD, replicated(mesh))
 
-    x_SQD = everywhere(embed(cfg, params, tokens_SQ, seen))
+    x_SQD = everywhere(embed(cfg, params, tokens_SQ, images))
     inputs_LSQP = layer_inputs(cfg, params, tokens_SQ, x_SQD)
     start = (cache, states, x_SQD, jnp.int32(0))
     cache, states, x_SQD, _ = over_layers(cfg, layer, start, params.layers, lora.layers, _in_place(cfg, mesh, params))

@@ -153,7 +153,7 @@ def empty_cache(
 def cache_shape(pool: PagePool, params: Params, kv_cache: CacheFormat) -> tuple[int, int, str, bool, int, CacheFormat]:
     """What `empty_cache` takes behind cfg and mesh, for the pages of `pool` and weights like `params`."""
     states = pool.states.pages * pool.shards if pool.states else 0
-    return pool.pages * pool.shards, pool.page, params.embed_VD.dtype.name, params.apart, states, kv_cache
+    return pool.pages * pool.shards, pool.page, params.embed_VD.dtype.name, params.unstacked, states, kv_cache
 
 
 def copy_pages(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute.mesh import put, replicated, to_host
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.models.vision import Eyes
+from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.sampler.adjustments import adjusted_rows
 from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decode, empty_rows
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, cache_shape, copy_pages, empty_cache
@@ -55,19 +55,19 @@ class SamplerModel:
         max_context: int,
         kv_cache: CacheFormat,
         most_ahead: int | None = None,
-        eyes: Eyes | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
         """An empty cache.
 
         cfg, mesh: the base model's shape, and the devices. params: the weights, by layer if `snapshots` are. pool: the
         pages. chunk: the most tokens of one decode dispatch. max_context: the most tokens of a sequence. kv_cache: the
         format of the pages. most_ahead: the most slots of a chunk, when chunks are asked for before the last one is
-        read; None: they are not. eyes: of models that see images.
+        read; None: they are not. tower: of models that see images.
         """
         self.cfg, self.mesh, self.snapshots, self.chunk = cfg, mesh, snapshots, chunk
         self.params, self._pool, self._width = params, pool, pool.pages_for(max_context)
         self._none_M = None if most_ahead is None else put(np.zeros(most_ahead, np.int32), replicated(mesh))
-        self._views = None if eyes is None else Views(eyes)
+        self._views = None if tower is None else Views(tower)
         self._kv_cache = kv_cache
         self.clear()
 
@@ -91,9 +91,9 @@ class SamplerModel:
         How many tokens that were: with padding, and with those of images that the tower looked at.
         """
         size, start, widths = group.piece, group.start, group.widths
-        seen, looked = None, 0
+        images, looked = None, 0
         if self._views is not None and len(group.jobs) == 1:
-            seen, looked = self._views.piece(group.jobs[0], group.rows, size, start)
+            images, looked = self._views.piece(group.jobs[0], group.rows, size, start)
         for job in group.jobs:
             if job.sequences:  # else its request is gone, and its row writes nothing
                 owned = self._pool.own_state(job.table)
@@ -104,7 +104,7 @@ class SamplerModel:
             tables_BW=self._tables(group.rows, [(job.row, job.table) for job in group.jobs]),
             score=np.bool_(any(job.wants(start, start + size) for job in group.jobs)),
             states_B=self._states(group.rows, [(job.row, job.table) for job in group.jobs]),
-            seen=seen,
+            images=images,
         )
         for job in group.jobs:
             row = job.row

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute.mesh import Array, Scalar, replicated
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.lora import Lora
-from tinkerflow.backend.compute.models.transformer import Params, Seen
+from tinkerflow.backend.compute.models.transformer import ImageFeatures, Params
 from tinkerflow.backend.compute.sampler.decode import layers, pin_cache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceQueries, PieceScores, Widths, empty_queries, score
@@ -33,7 +33,7 @@ class Piece:
     tokens_BQ int32; start int32 scalar; tables_BW int32: the rows' pages; columns_B2 int32: the rows' adapters.
     score: bool scalar, whether anything is wanted of what follows each token; `wanted` says what. states_B int32: the
     rows' states. valid_B int32: how many of the tokens are the row's. Both
-    None in models without states. seen: images among these tokens, and where all tokens turn when images came before
+    None in models without states. images: images among these tokens, and where all tokens turn when images came before
     them; None in a piece up to whose end there is no image.
     """
 
@@ -45,7 +45,7 @@ class Piece:
     wanted: PieceQueries
     states_B: Array | None = None
     valid_B: Array | None = None
-    seen: Seen | None = None
+    images: ImageFeatures | None = None
 
 
 def empty_piece(widths: Widths, rows: int, tokens: int, pages: int, *, states: bool) -> Piece:
@@ -77,7 +77,7 @@ def prefill(
     """
     start_B = jnp.full(piece.tokens_BQ.shape[0], piece.start, jnp.int32)
     pool, cache = cache.states, replace(cache, states=None)
-    states = take(cfg, mesh, pool, piece.states_B, start_B == 0, by_layer=params.apart)
+    states = take(cfg, mesh, pool, piece.states_B, start_B == 0, by_layer=params.unstacked)
     cache, states, x_BQD = layers(
         cfg,
         mesh,
@@ -90,7 +90,7 @@ def prefill(
         tables_SW=piece.tables_BW,
         columns_S2=piece.columns_B2,
         valid_S=piece.valid_B,
-        seen=piece.seen,
+        images=piece.images,
     )
     cache = replace(pin_cache(cfg, mesh, cache), states=put(cfg, mesh, pool, states, piece.states_B))
 

@@ -20,7 +20,7 @@ from tinkerflow.backend.compute.mesh import replicated
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.models.vision import Eyes
+from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.adjustments import warm_rows
 from tinkerflow.backend.compute.sampler.decode import decode, empty_rows
@@ -45,7 +45,7 @@ class SamplerPrograms:
     shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
     of a sequence. usual: the shape of most adapters. accelerated: whether chunks are asked for before the last one is
     read, and the base model alone has programs without adapters. kv_cache: the format of the pages.
-    eyes: of models that see images.
+    tower: of models that see images.
     """
 
     cfg: ModelConfig
@@ -58,7 +58,7 @@ class SamplerPrograms:
     usual: LoraSpec
     accelerated: bool
     kv_cache: CacheFormat
-    eyes: Eyes | None = None
+    tower: VisionTower | None = None
 
     def all(self) -> Iterator[Program]:
         """All programs but those that depend on an adapter's shape; those of few slots first."""
@@ -72,8 +72,8 @@ class SamplerPrograms:
             for rows, size in pieces:
                 name = f"prefill of {rows}x{size} tokens, {width} columns"
                 yield Program(name, _distance(0, width), partial(self._prefill, rows, size, width))
-                if self.eyes is not None and rows == alone:
-                    run = partial(self._prefill, rows, size, width, self.eyes)
+                if self.tower is not None and rows == alone:
+                    run = partial(self._prefill, rows, size, width, self.tower)
                     yield Program(f"{name}, images", _distance(1, width), run)
             for distance, slots in enumerate(self.shapes.slots):
                 name = f"decode, {slots} slots, {width} columns"
@@ -96,10 +96,10 @@ class SamplerPrograms:
             yield Program(f"publish into {width} columns, {of}", _distance(1, width), make)
 
     # ------------------------------------------------------------------ one of each, as model.py calls them
-    def _prefill(self, rows: int, size: int, width: int, eyes: Eyes | None = None) -> None:
+    def _prefill(self, rows: int, size: int, width: int, tower: VisionTower | None = None) -> None:
         piece = empty_piece(PLAIN, rows, size, self._table, states=self.pool.states is not None)
-        if eyes is not None:
-            piece = replace(piece, seen=eyes.nothing(rows, size))
+        if tower is not None:
+            piece = replace(piece, images=tower.no_images(rows, size))
         prefill.lower(self.cfg, self.mesh, PLAIN, self.params, self._stack(width), self._cache(), piece).compile()
 
     def _decode(self, S: int, width: int, adjusted: bool = False) -> None:
@@ -136,7 +136,7 @@ class SamplerPrograms:
         if width == _PLAIN:
             return Lora(layers={}, unembed=None)
         widths = width, width // min(divisor_of(self.cfg, spec) for spec in (self.usual, *others))
-        return result_of(empty_stack, self.cfg, self.mesh, widths, self._dtype, self.params.apart)
+        return result_of(empty_stack, self.cfg, self.mesh, widths, self._dtype, self.params.unstacked)
 
     @property
     def _dtype(self) -> str:

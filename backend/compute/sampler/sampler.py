@@ -31,7 +31,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.params import by_layer
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.models.vision import Eyes, image_shift
+from tinkerflow.backend.compute.models.vision_tower import VisionTower, image_shift
 from tinkerflow.backend.compute.platforms import on_cpu, platform
 from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
@@ -83,7 +83,7 @@ class Sampler:
         snapshot_bytes: int | None = None,
         page: int = PAGE,
         prefill_budget: int | None = None,
-        eyes: Eyes | None = None,
+        tower: VisionTower | None = None,
         weights: str = "the base model",
     ) -> None:
         """An idle sampler.
@@ -92,7 +92,7 @@ class Sampler:
         number of resident snapshots. pages: of each shard of the KV cache, the page of zeros included. states: how many
         sequences' states each shard holds for layers with linear attention. snapshot_bytes: how much of each device
         resident snapshots may take; None: no limit. page: positions of a page, a multiple of 32. prefill_budget: prompt
-        tokens, padding included, that one step prefills; None: as many as two of the largest pieces have. eyes: the
+        tokens, padding included, that one step prefills; None: as many as two of the largest pieces have. tower: the
         tower of models that see images.
         weights: what `params` are, in errors.
         """
@@ -120,14 +120,14 @@ class Sampler:
             usual=usual,
             accelerated=self._runs_ahead,
             kv_cache=config.kv_cache,
-            eyes=eyes,
+            tower=tower,
         )
         most = None if on_cpu() else config.resident_snapshots
         self.snapshots = SnapshotCache(
             cfg,
             mesh,
             dtype.name,
-            by_layer=params.apart,
+            by_layer=params.unstacked,
             most_resident=most,
             most_bytes=snapshot_bytes,
             usual=usual,
@@ -144,7 +144,7 @@ class Sampler:
             max_context=self._max_context,
             most_ahead=self._shapes.slots[-1] if self._runs_ahead else None,
             kv_cache=config.kv_cache,
-            eyes=eyes,
+            tower=tower,
         )
         self._matcher = lru_cache(_KEPT_MATCHERS)(self._new_matcher)
         self._asked: Chunk | None = None  # it is not read yet

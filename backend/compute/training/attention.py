@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.kernels.flash import flash_attention
-from tinkerflow.backend.compute.models.transformer import Attend
+from tinkerflow.backend.compute.models.transformer import AttentionFn
 
 _BLOCK = 256  # queries scored at once
 _MOST_BLOCKS = 8
@@ -33,8 +33,8 @@ _UNSEEN = np.finfo(np.float32).min
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]
 
 
-def attend_segments(segments_BT: jax.Array, mesh: Mesh, *, save_memory: bool = False) -> Attend:
-    """The `Attend` in which a token sees itself and earlier tokens of its own segment, by position in the row.
+def attend_segments(segments_BT: jax.Array, mesh: Mesh, *, save_memory: bool = False) -> AttentionFn:
+    """The `AttentionFn` in which a token sees itself and earlier tokens of its own segment, by position in the row.
 
     mesh: rows and heads are split over it. save_memory: as of `flash_attention`. On CPUs, and for rows that no kernel
     of `flash` takes, it is that of here.
@@ -148,7 +148,7 @@ def _step(T: int) -> int:
 def score_bytes(T: int, window: int | None, heads: int) -> int:
     """What the scores of a block of queries take while a row of T tokens is differentiated without a kernel, at most.
 
-    window: as of `Attend`. heads: of a device.
+    window: as of `AttentionFn`. heads: of a device.
     """
     queries = min(T, _step(T))
     keys = T if window is None else min(T, queries + window - 1)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.mesh import row_parts, to_host
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.models.vision import Eyes
+from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.platforms import platform
 from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore, Unsure
 from tinkerflow.backend.compute.training.images import image_features
@@ -43,7 +43,7 @@ class Training:
 
     steps: of a shape of adapters. microbatch_tokens: of a micro-batch at most, padding included.
     announce(what, adapter, batch) is called before each micro-batch. read(reply) waits for the devices; a failure there
-    is a DevicesError. eyes: None in models that take text.
+    is a DevicesError. tower: None in models that take text.
     """
 
     params: Params
@@ -53,7 +53,7 @@ class Training:
     microbatch_tokens: int
     announce: Callable[[str, Adapter, MicroBatch], None]
     read: Callable[[ReadResult], ForwardResult]
-    eyes: Eyes | None = None
+    tower: VisionTower | None = None
 
 
 class ForwardRun:
@@ -144,8 +144,8 @@ class _Pass:
         training, command, batch = self._training, self._command, self._batches[len(self._scored)]
         try:
             training.announce("forward_backward" if command.backward else "forward", self._adapter, batch)
-            seen = image_features(training.eyes, command.examples, batch) if training.eyes else None
-            arrays = to_devices(batch, self._choice, training.mesh, seen)
+            images = image_features(training.tower, command.examples, batch) if training.tower else None
+            arrays = to_devices(batch, self._choice, training.mesh, images)
             if command.backward:
                 self._grads, scored = self._steps.backward(training.params, self._adapter.lora, self._grads, arrays)
             else:

@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import layers_with, projections
 from tinkerflow.backend.compute.models.layers.deltanet import recur_segments
 from tinkerflow.backend.compute.models.lora import Lora, apply_one, gathered
-from tinkerflow.backend.compute.models.transformer import Keep, Mixers, Params, Seen, forward
+from tinkerflow.backend.compute.models.transformer import ImageFeatures, Keep, Mixers, Params, forward
 from tinkerflow.backend.compute.platforms import CUDA, platform
 from tinkerflow.backend.compute.training.attention import attend_segments
 from tinkerflow.backend.compute.training.budget import Budget, at_once, what_is_kept
@@ -48,7 +48,7 @@ class DeviceBatch:
     ints_BTI: Leaf
     floats_BTJK: Leaf
     choice: LossChoice
-    seen: Seen | None = None
+    images: ImageFeatures | None = None
 
     @property
     def tokens(self) -> jax.Array:
@@ -111,7 +111,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         mixers = Mixers(attend, recur, heads_again=save_memory and platform() is CUDA)
         tokens, positions = batch.tokens, batch.positions
         given = (cfg, mesh, params, lora, tokens, positions, mixers, apply_one)
-        return forward(*given, constrain=constrain, keep=keep, at_once=some, seen=batch.seen)
+        return forward(*given, constrain=constrain, keep=keep, at_once=some, images=batch.images)
 
     def with_head(params: Params) -> Params:
         # The unembedding gathered over fsdp once, not again for every chunk of logits.
@@ -178,18 +178,18 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
     )
 
 
-def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh, seen: Seen | None = None) -> DeviceBatch:
+def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh, images: ImageFeatures | None = None) -> DeviceBatch:
     """Copy a micro-batch to the devices, with its images. Rows are split over ROWS."""
     single = (batch.tokens_BT, batch.positions_BT, batch.segments_BT)
     host = DeviceBatch(
         ints_BTI=np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1),
         floats_BTJK=np.stack([batch.inputs_BTK[name] for name in packed_inputs()], axis=2),
         choice=choice,
-        seen=seen,
+        images=images,
     )
     rows = sharding(mesh, batch.tokens_BT.shape, ROWS)
-    images = jax.tree.map(lambda _: rows, seen)
-    return put(host, DeviceBatch(ints_BTI=rows, floats_BTJK=rows, choice=LossChoice(replicated(mesh)), seen=images))
+    features = jax.tree.map(lambda _: rows, images)
+    return put(host, DeviceBatch(ints_BTI=rows, floats_BTJK=rows, choice=LossChoice(replicated(mesh)), images=features))
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:

@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.mesh import ROWS, replicated, row_parts, sharding
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.transformer import Params, Seen
-from tinkerflow.backend.compute.models.vision import Eyes
+from tinkerflow.backend.compute.models.transformer import ImageFeatures, Params
+from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.training.full import Trained, shapes, shardings
 from tinkerflow.backend.compute.training.losses import choose
 from tinkerflow.backend.compute.training.optimizer import fresh_state
@@ -91,13 +91,13 @@ def training_programs(
     optimizer: Optimizer,
     microbatch_tokens: int,
     max_context: int,
-    eyes: Eyes | None = None,
+    tower: VisionTower | None = None,
 ) -> Iterator[Program]:
     """The programs of an adapter like `lora`, full micro-batches of short rows first; targets are of one dimension.
 
     mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
     optimizer: the adapter's. microbatch_tokens: padded tokens of a micro-batch at most. max_context: tokens of an
-    example at most. eyes: of models that see images, for the programs of batches with images.
+    example at most. tower: of models that see images, for the programs of batches with images.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)
@@ -111,8 +111,8 @@ def training_programs(
     for B, T in micro_batch_shapes(microbatch_tokens, max_context, row_parts(mesh)):
         distance = (microbatch_tokens // (B * T)).bit_length() + (T // 512).bit_length()
         kinds = [("", batch := batch_like(mesh, B, T))]
-        if eyes is not None:
-            kinds.append((" with images", replace(batch, seen=seen_like(eyes, mesh, B, T))))
+        if tower is not None:
+            kinds.append((" with images", replace(batch, images=features_like(tower, mesh, B, T))))
         for what, batch in kinds:
             backward = partial(result_of, steps.backward, params, lora, lora, batch)
             yield Program(f"forward_backward of {B}x{T} tokens{what}, {of}", distance, backward)
@@ -130,7 +130,7 @@ def batch_like(mesh: Mesh, B: int, T: int) -> DeviceBatch:
     )
 
 
-def seen_like(eyes: Eyes, mesh: Mesh, B: int, T: int) -> Seen:
+def features_like(tower: VisionTower, mesh: Mesh, B: int, T: int) -> ImageFeatures:
     """The images of a micro-batch of B rows of T tokens on the devices, without values."""
-    seen: Seen = like(eyes.nothing(B, T), sharding(mesh, (B, T), ROWS))
-    return seen
+    images: ImageFeatures = like(tower.no_images(B, T), sharding(mesh, (B, T), ROWS))
+    return images

@@ -36,7 +36,7 @@ def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> Non
         choice=greedy_choice(slots),
     )
     params = by_layer(qwen.cfg, qwen.params) if apart else qwen.params
-    assert params.apart == apart
+    assert params.unstacked == apart
     cache = empty_cache(qwen.cfg, qwen.mesh, pages, PAGE, "float32", apart)
     stack = empty_stack(qwen.cfg, qwen.mesh, (32, 32), "float32", apart)
     lowered = decode.lower(qwen.cfg, qwen.mesh, chunk, 0, params, stack, cache, rows, np.int32(chunk))

@@ -110,7 +110,7 @@ class Devices:
         max_context: int,
         kv_cache: str,
         most_ahead: int | None,
-        eyes: None,
+        tower: None,
     ) -> None:
         self.snapshots, self.pool, self.chunk, self.width = snapshots, pool, chunk, pool.pages_for(max_context)
         self.window = max((kind.window for kind in cfg.layer_kinds if kind.window), default=None)
@@ -283,7 +283,7 @@ def test_random_traffic(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch)
     )
     kinds = [LayerKind(rope=None, window=chance.choice([None, 33, 70]))]
     cfg: Any = SimpleNamespace(max_positions=10**6, vocab=100, layer_kinds=kinds, split_heads=1)
-    params: Any = SimpleNamespace(embed_VD=SimpleNamespace(dtype=SimpleNamespace(name="float32")), apart=True)
+    params: Any = SimpleNamespace(embed_VD=SimpleNamespace(dtype=SimpleNamespace(name="float32")), unstacked=True)
     mesh: Any = SimpleNamespace(shape={FSDP: shards})
     pages = chance.choice([3, 5, 9, 40])
     budget = chance.choice([32, 200, 1024])

@@ -14,7 +14,7 @@ from tests.compute.conftest import IMAGE_TOKEN, Reference, build, inputs_of, ran
 
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.executor import Executor
-from tinkerflow.backend.compute.models.vision import Eyes
+from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.sampler.sampler import Sampler
 from tinkerflow.backend.spec.commands import (
     CreateAdapter,
@@ -53,13 +53,13 @@ def sampler(executor: Executor) -> Sampler:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shape of every image that the tower looks at, as it happens."""
     seen: list[tuple[int, ...]] = []
-    real = Eyes.look
+    real = VisionTower.encode
 
-    def watched(eyes: Eyes, image: Any) -> Any:
+    def watched(tower: VisionTower, image: Any) -> Any:
         seen.append(image.pixels_HWC.shape)
-        return real(eyes, image)
+        return real(tower, image)
 
-    monkeypatch.setattr(Eyes, "look", watched)
+    monkeypatch.setattr(VisionTower, "encode", watched)
     return seen
 
 
@@ -189,7 +189,7 @@ def test_the_warm_up_compiles_what_prompts_with_images_need(sees: Reference, ask
         if one.name.endswith(("32 columns, images", "copies of pages"))
     ]
     needed += [one for one in executor._sampler.adapters.programs() if one.name == "decode, 1 slots, 32 columns"]
-    needed += [one for one in executor._eyes.programs(512) if "256" in one.name]
+    needed += [one for one in executor._tower.programs(512) if "256" in one.name]
     for program in needed:
         program.make()
     compiled = CompileCounter()

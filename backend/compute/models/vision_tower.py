@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute.kernels.matmul import matmul
 from tinkerflow.backend.compute.mesh import Array, Scalar, put, replicated
 from tinkerflow.backend.compute.models.config import ModelConfig, Vision
-from tinkerflow.backend.compute.models.transformer import Params, Seen, rotate
+from tinkerflow.backend.compute.models.transformer import ImageFeatures, Params, rotate
 from tinkerflow.backend.compute.models.vision_config import open_processor
 from tinkerflow.backend.compute.warming import Program, like, result_of
 from tinkerflow.backend.spec.commands import ImagePixels, Int32
@@ -188,25 +188,25 @@ def _vision(cfg: ModelConfig) -> Vision:
     return cfg.vision
 
 
-class Eyes:
+class VisionTower:
     """The tower of a base model on its devices."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh, params: Params, scale: npt.NDArray[np.float32]) -> None:
         """cfg must have `vision`. scale: as `see` takes it."""
         assert params.tower is not None
-        self._cfg, self._mesh, self._tower = cfg, mesh, params.tower
+        self._cfg, self._mesh, self._weights = cfg, mesh, params.tower
         self.vision, self.hidden, self.dtype = _vision(cfg), cfg.hidden, params.embed_VD.dtype
         self._scale = put(scale, replicated(mesh))
 
-    def nothing(self, rows: int, tokens: int) -> Seen:
+    def no_images(self, rows: int, tokens: int) -> ImageFeatures:
         """Host arrays for `rows` by `tokens` tokens without images."""
         vectors = np.zeros((rows, tokens, self.vision.vectors, self.hidden), self.dtype)
-        return Seen(np.zeros((rows, tokens), np.bool_), np.zeros((rows, tokens, 3), np.int32), vectors)
+        return ImageFeatures(np.zeros((rows, tokens), np.bool_), np.zeros((rows, tokens, 3), np.int32), vectors)
 
-    def look(self, image: ImagePixels) -> jax.Array:
+    def encode(self, image: ImagePixels) -> jax.Array:
         """What `see` gives of an image."""
         patches = put(to_patches(self.vision, image.pixels_HWC), replicated(self._mesh))
-        return see(self._cfg, self._mesh, self._tower, self._scale, patches)
+        return see(self._cfg, self._mesh, self._weights, self._scale, patches)
 
     def programs(self, max_context: int) -> Iterator[Program]:
         """The programs that look at images of every size."""
@@ -214,15 +214,19 @@ class Eyes:
         patches, distance = LEAST_PATCHES, 1
         while patches <= most_patches(vision, max_context):
             one = like(patches_like(vision, patches), whole)
-            run = partial(result_of, see, self._cfg, self._mesh, self._tower, self._scale, one)
+            run = partial(result_of, see, self._cfg, self._mesh, self._weights, self._scale, one)
             yield Program(f"an image of {patches} patches", distance, run)
             patches, distance = 2 * patches, distance + 1
 
 
-def open_eyes(cfg: ModelConfig, folder: str, mesh: Mesh, params: Params) -> Eyes | None:
+def open_vision_tower(cfg: ModelConfig, folder: str, mesh: Mesh, params: Params) -> VisionTower | None:
     """The tower of the model in `folder`; None if the model takes text. UserError for a processor that is not ours."""
     processor = open_processor(cfg, folder)
-    return None if processor is None else Eyes(cfg, mesh, params, np.array([processor.mean, processor.deviation], "f4"))
+    return (
+        None
+        if processor is None
+        else VisionTower(cfg, mesh, params, np.array([processor.mean, processor.deviation], "f4"))
+    )
 
 
 def patches_like(vision: Vision, patches: int) -> Patches:
