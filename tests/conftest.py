@@ -110,17 +110,22 @@ def _compile_quickly(patch: pytest.MonkeyPatch) -> None:
     """
     from jax._src import compiler
 
+    from tinkerflow.backend.compute.platforms import known_flags
+
+    flags = [f"--{name}={str(value).lower()}" for name, value in _QUICK_OPTIONS.items()]
+    known = known_flags(flags, ("jaxlib/libjax_common.so",))  # XLA of JAX 0.11 lacks one of them
+    overrides = [option for option, is_known in zip(_QUICK_OPTIONS.items(), known, strict=True) if is_known]
     usual = compiler.get_compile_options
 
     def options(*args: Any, **kwargs: Any) -> Any:
         made = usual(*args, **kwargs)
-        made.env_option_overrides = [*made.env_option_overrides, *_QUICK_OPTIONS.items()]
+        made.env_option_overrides = [*made.env_option_overrides, *overrides]
         return made
 
     usual(1, 1)  # reads XLA_FLAGS, once: what follows is for the processes that tests start
     patch.setattr(compiler, "get_compile_options", options)
-    flags = [f"--{name}={str(value).lower()}" for name, value in _QUICK_OPTIONS.items()]
-    patch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *flags]))
+    chosen = [flag for flag, is_known in zip(flags, known, strict=True) if is_known]
+    patch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *chosen]))
 
 
 @pytest.hookimpl(tryfirst=True)  # before plugins that import at this moment: an error within a collection ends that

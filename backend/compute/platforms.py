@@ -116,7 +116,7 @@ def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str,
     wanted = [flag for flag in profile.flags if flag.partition("=")[0] not in set_already]
     if given.strip() and not given.strip().startswith("-"):  # a file of flags, which XLA reads only if it stands alone
         wanted = []
-    if ours := [flag for flag, known in zip(wanted, _known(wanted, profile.compilers), strict=True) if known]:
+    if ours := [flag for flag, known in zip(wanted, known_flags(wanted, profile.compilers), strict=True) if known]:
         added[profile.flags_variable] = " ".join([*ours, *given.split()])
     if profile.shares_memory and not any(environ.get(variable) for variable in _MEMORY_VARIABLES):
         added[_MEMORY_VARIABLES[0]] = f"{MEMORY_SHARE / groups:.3f}"
@@ -138,8 +138,11 @@ def _processor() -> str:
     return names[0] if names else os.uname().machine
 
 
-def _known(flags: list[str], compilers: tuple[str, ...]) -> list[bool]:
-    """For each flag, whether all compilers that are found here have its name in their code; no, if none is found."""
+def known_flags(flags: list[str], compilers: tuple[str, ...]) -> list[bool]:
+    """For each flag of XLA, whether every installed one of `compilers` defines it; False if none is installed.
+
+    compilers: as in `Platform`. XLA aborts the process when a flag is unknown.
+    """
     paths = [
         folder / file
         for package, _, file in (compiler.partition("/") for compiler in compilers)
@@ -147,7 +150,8 @@ def _known(flags: list[str], compilers: tuple[str, ...]) -> list[bool]:
         if (folder / file).exists()
     ]
     known = [bool(paths)] * len(flags)
-    names = [flag.removeprefix("--").partition("=")[0].encode() for flag in flags]
+    # The name of a flag ends with a NUL. Removed flags survive as fields of a message, without it.
+    names = [flag.removeprefix("--").partition("=")[0].encode() + b"\0" for flag in flags]
     for path in paths:
         with path.open("rb") as code, mmap.mmap(code.fileno(), 0, access=mmap.ACCESS_READ) as text:
             known = [so_far and text.find(name) >= 0 for so_far, name in zip(known, names, strict=True)]

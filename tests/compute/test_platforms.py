@@ -101,9 +101,14 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
     yield "prefill", (prefill, (cfg, mesh, widths, params, stack, cache, piece))
 
 
+def test_a_part_of_a_flags_name_is_no_flag() -> None:
+    flags = ["--xla_cpu_max_isa=AVX2", "--xla_cpu_max", "--xla_cpu_no_such_flag"]
+    assert platforms.known_flags(flags, ("jaxlib/libjax_common.so",)) == [True, False, False]
+
+
 def test_every_flag_is_known_to_the_compiler_that_is_installed_here() -> None:
     """An unknown flag ends the process, so this Python would end, too."""
-    known = platforms._known([*CUDA.flags, "--xla_gpu_no_such_flag=1"], CUDA.compilers)
+    known = platforms.known_flags([*CUDA.flags, "--xla_gpu_no_such_flag=1"], CUDA.compilers)
     assert known == [True] * len(CUDA.flags) + [False]
     flags = " ".join(CUDA.flags)
     code = "import jax; print(jax.jit(lambda x: x + 1)(1))"
@@ -125,7 +130,7 @@ def test_the_environment_of_a_platform_keeps_what_is_set() -> None:
 
 
 def test_a_flag_is_left_out_where_no_compiler_is_found() -> None:
-    assert platforms._known(list(TPU.flags), ("no_such_package/libtpu.so",)) == [False] * len(TPU.flags)
+    assert platforms.known_flags(list(TPU.flags), ("no_such_package/libtpu.so",)) == [False] * len(TPU.flags)
 
 
 @pytest.mark.parametrize(
