@@ -10,20 +10,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ipaddress
-import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import cache
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
 
 import zstandard
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkerflow.api.metrics import SECONDS, Answered, Metrics
@@ -39,11 +35,12 @@ from tinkerflow.api.tokens import (
 )
 from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.clock import Clock
-from tinkerflow.backend.core.errors import BodyTooLargeError, UserError, shown
+from tinkerflow.backend.core.errors import BodyTooLargeError, UserError
 from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER
 from tinkerflow.backend.journal import Journal, KeyView, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
+from tinkerflow.backend.wire import WireModel
 
 if TYPE_CHECKING:
     from tinkerflow.api.samplers import EndpointSamplers
@@ -62,42 +59,14 @@ _MAX_WINDOW = 2**27  # bytes of history a zstd frame may ask for
 AccessScope = Literal["owned", "accessible"]
 
 
-class Wire(BaseModel):
-    """Base of the JSON models of the endpoints. Requests may hold unknown fields.
-
-    `model_` is an ordinary field prefix here, not pydantic's own namespace.
-    """
-
-    model_config = ConfigDict(protected_namespaces=(), frozen=True)
+Wire = WireModel
 
 
-class Strict(Wire):
-    """Base of bodies that hold known fields only: an unknown one, which would change nothing, is refused by name.
-
-    Clients write null for what they leave out: so it is read wherever a field has a default and no meaning for null.
-    """
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _left_out(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or None not in values.values():
-            return values
-        return {name: value for name, value in values.items() if value is not None or name not in _never_null(cls)}
+class Strict(WireModel, extra="forbid"):
+    """Base of bodies that contain known fields only: an unknown one, which would change nothing, is refused by name."""
 
 
-@cache
-def _never_null(model: type[BaseModel]) -> frozenset[str]:
-    """The names of a model's fields that have a default, and no meaning for null."""
-    return frozenset(
-        field.alias or name
-        for name, field in model.model_fields.items()
-        if not field.is_required() and NoneType not in get_args(field.annotation)
-    )
-
-
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=WireModel)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -367,27 +336,7 @@ class Call:
 
     async def parsed(self, model: type[M]) -> M:
         """The JSON body as `model`; UserError names the field and the rule."""
-        body = await self.body()
-        if rb"\u0000" in body and _holds_nul(body):
-            raise UserError("the request body holds a NUL character (\\u0000): must not, the database cannot store it")
-        try:
-            return model.model_validate_json(body)
-        except ValidationError as e:
-            raise first_broken(e) from e
-
-
-def first_broken(error: ValidationError) -> UserError:
-    """What the first error of a body says: its field, its rule, and the value if there is one."""
-    first = error.errors()[0]
-    kind, text = first["type"], first["msg"]
-    if kind == "json_invalid":
-        return UserError(f"the request body is no JSON: {text.removeprefix('Invalid JSON: ')}")
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    field = "".join(parts).removeprefix(".") or "the request body"
-    if kind == "extra_forbidden":
-        return UserError(f"{field} is not supported by this endpoint: must be left out")
-    given = "" if kind in ("missing", "too_short", "too_long") else f", not {shown(first['input'])}"
-    return UserError(f"{field}: {text}{given}")
+        return model.from_json(await self.body())
 
 
 async def authorised(request: Request) -> Call:
@@ -506,8 +455,3 @@ def _decompress(body: bytes, limit: int) -> bytes:
         return decompressor.decompress(body, max_output_size=limit, allow_extra_data=False)
     except zstandard.ZstdError as e:
         raise UserError(f"the request body must be one whole zstd frame, as its Content-Encoding says: {e}") from e
-
-
-def _holds_nul(body: bytes) -> bool:
-    """Whether a JSON text holds a NUL character, and not just the six characters of an escaped escape sequence."""
-    return re.search(rb"(?<!\\)(?:\\\\)*\\u0000", body) is not None

@@ -294,7 +294,7 @@ def _check(target: Target, values: dict[str, Any]) -> None:
     """Refuse wrong content now, with the same words as the engine: here nobody would hang for it."""
     card = target.card
     sample_request(
-        SampleBody.read(values),
+        SampleBody.from_values(values),
         request_id="",
         owner="",
         vocab_size=card.vocab_size,

@@ -14,6 +14,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tinkerflow.backend.core.ids import base_model_name
 from tinkerflow.backend.core.joining import parse_address
 from tinkerflow.backend.spec.ranks import RankRule
 
@@ -34,7 +35,7 @@ class Settings(BaseSettings):
     public_url: str = ""
     """URL at which clients reach the API, used in download links; empty = the URL of each request"""
     base_models: tuple[str, ...] = ()
-    """models to serve, as Hugging Face ids, folders or gs:// URLs; none = the tiny embedded model"""
+    """models to serve, as Hugging Face ids, folders, or file:// or gs:// URLs; none = the tiny embedded model"""
     store: str = ""
     """the checkpoint store: file:///FOLDER, gs://BUCKET/PREFIX, or memory://NAME for tests; empty = <data_dir>/store"""
     pipelines: str = ""
@@ -180,6 +181,11 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().resolve()
 
+    @field_validator("base_models")
+    @classmethod
+    def _without_last_slash(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(base_model_name, value))
+
     @field_validator("microbatch_tokens")
     @classmethod
     def _no_less_than_a_row(cls, value: int) -> int:
@@ -234,12 +240,12 @@ class Settings(BaseSettings):
     @property
     def store_url(self) -> str:
         """The checkpoint store's URL."""
-        return self.store or f"file://{self.data_dir / 'store'}"
+        return self.store or (self.data_dir / "store").as_uri()
 
     @property
     def pipelines_url(self) -> str:
         """The URL of the pipelines' work folder."""
-        return self.pipelines or f"file://{self.data_dir / 'pipelines'}"
+        return self.pipelines or (self.data_dir / "pipelines").as_uri()
 
     @property
     def compile_cache(self) -> Path:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from tinkerflow.backend.core.disk import folder_of_url
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.run import make_absolute
@@ -132,7 +133,7 @@ async def ensure_results(url: str) -> dict[str, str]:
     """
     from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 
-    local = url.removeprefix("file://")
+    local = str(folder_of_url(url)) if url.startswith("file://") else url
     folder = RemoteFileSystem(basepath=url) if "://" in local else LocalFileSystem(basepath=local)
     await folder.asave(RESULTS, overwrite=True)
     return {

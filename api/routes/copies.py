@@ -33,7 +33,7 @@ async def copy_weights(call: Authorised) -> WeightsCopied:
 
     The copy belongs to a new run, which takes no work. All attempts with one X-Idempotency-Key make one copy.
     """
-    body = CopyWeights.read(parse(await call.body()))
+    body = CopyWeights.from_values(parse(await call.body()))
     return WeightsCopied(tinker_path=await asyncio.to_thread(_copy, call, body))
 
 

@@ -90,7 +90,7 @@ async def submit_for_model(
 
     def submit() -> Response:
         values = parse(payload)
-        address = OnModel.read(values)
+        address = OnModel.from_values(values)
         request = NewRequest(
             kind=kind,
             owner=call.owner,

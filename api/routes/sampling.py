@@ -72,14 +72,14 @@ async def asample(call: Authorised) -> Response:
 def _submit_sample(call: Call, body: bytes) -> Response:
     values = parse(body)
     request_id = submit_sample(call, body, values)
-    asked, _ = judged(NumSamples.read, values)
+    asked, _ = judged(NumSamples.from_values, values)
     count = 0 if asked is None else asked.num_samples
     return accepted(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
 
 
 def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
     """Store a sample request of the tinker protocol; its id. values: of `body`. Wrong content is a stored failure."""
-    address = OnSampler.read(values)
+    address = OnSampler.from_values(values)
     filled, error = judged(partial(with_files, find=partial(files_at, call)), values)
     stored = values if filled is None else filled
     request = NewRequest(
@@ -89,7 +89,7 @@ def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
         content_hash=content_hash(values),
         sampler_id=address.sampling_session_id,
         seq_id=address.seq_id,
-        error=error or judged(NumSamples.read, values)[1],
+        error=error or judged(NumSamples.from_values, values)[1],
         interactive=values.get("priority") == "interactive",
     )
     return call.journal.requests.submit(request, call.services.limits)

@@ -55,14 +55,14 @@ class UploadFinished(Wire):
 @router.post("/external_weights_upload_start", openapi_extra=takes(StartUpload))
 async def external_weights_upload_start(call: Authorised) -> UploadStarted:
     """Begin to upload an adapter: its links."""
-    body = StartUpload.read(parse(await call.body()))
+    body = StartUpload.from_values(parse(await call.body()))
     return await asyncio.to_thread(_start, call, body)
 
 
 @router.post("/external_weights_upload_finish", openapi_extra=takes(FinishUpload))
 async def external_weights_upload_finish(call: Authorised) -> UploadFinished:
     """Make a checkpoint of what was uploaded. A repeat returns the same path. Refused files can be replaced."""
-    body = FinishUpload.read(parse(await call.body()))
+    body = FinishUpload.from_values(parse(await call.body()))
     return UploadFinished(tinker_path=await call.services.imports.run(call.owner, _finish, call, body.upload_id))
 
 

@@ -80,19 +80,19 @@ class WeightsInfo(Wire):
 @router.post("/save_weights", openapi_extra=takes(OnModel, SaveWeights))
 async def save_weights(call: Authorised) -> Response:
     """Accept a save of the training state."""
-    return await submit_for_model(call, Kind.SAVE_WEIGHTS, SaveWeights.read)
+    return await submit_for_model(call, Kind.SAVE_WEIGHTS, SaveWeights.from_values)
 
 
 @router.post("/save_weights_for_sampler", openapi_extra=takes(OnModel, SaveForSampler))
 async def save_weights_for_sampler(call: Authorised) -> Response:
     """Accept a save for sampling. A save with a name is kept; one without opens a sampling session."""
-    return await submit_for_model(call, Kind.SAVE_FOR_SAMPLER, SaveForSampler.read, not_content=_RENUMBERED)
+    return await submit_for_model(call, Kind.SAVE_FOR_SAMPLER, SaveForSampler.from_values, not_content=_RENUMBERED)
 
 
 @router.post("/save_weights_external", openapi_extra=takes(OnModel, SaveExternal))
 async def save_weights_external(call: Authorised) -> Response:
     """Accept an export of the weights, to be downloaded."""
-    return await submit_for_model(call, Kind.SAVE_EXTERNAL, SaveExternal.read)
+    return await submit_for_model(call, Kind.SAVE_EXTERNAL, SaveExternal.from_values)
 
 
 @router.get("/checkpoints", response_model_exclude_none=True)
@@ -142,7 +142,7 @@ async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised
     values = parse(await call.body())
     if "ttl_seconds" not in values:
         raise UserError("ttl_seconds is absent: must be a number of seconds, or null for never")
-    seconds = TtlSeconds.read(values).ttl_seconds
+    seconds = TtlSeconds.from_values(values).ttl_seconds
     await asyncio.to_thread(
         call.journal.checkpoints.set_ttl, _path(run_id, kind, name), call.owner, seconds, call.key_id
     )

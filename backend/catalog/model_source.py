@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkerflow.backend.core.disk import flush, make_folder
+from tinkerflow.backend.core.disk import flush, folder_of_url, make_folder, open_private
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import hub_name
 
@@ -44,15 +44,15 @@ log = logging.getLogger(__name__)
 def find_model(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     """The folder on this host that holds a base model.
 
-    name: a folder, a hub id, a hub id with a revision (`org/model@revision`), or `gs://bucket/prefix`. Files of the
-    last three are copied here when they are not yet. files: patterns of the files' names. UserError when there is no
-    such model, or it cannot be read.
+    name: a folder, its `file://` URL, a hub id, a hub id with a revision (`org/model@revision`), or
+    `gs://bucket/prefix`. Files of the hub or a bucket are copied here unless they are here. files: patterns of the
+    files' names. UserError when there is no such model, or it cannot be read.
     """
     if not name:
         raise UserError("base model '': give a folder, a hub id or a gs:// URL")
     if name.startswith(_BUCKET):
         return _from_bucket(name, files)
-    folder = Path(name).expanduser()
+    folder = folder_of_url(name) if name.startswith("file://") else Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
     if (of_the_hub := hub_name(name)) is None:
@@ -116,7 +116,7 @@ def _version(listed: dict[str, Stamp]) -> str:
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Hold a lock against the other processes of this host, which wait; the kernel releases it when a holder dies."""
-    with lock.open("wb") as file:
+    with open_private(lock, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -137,7 +137,7 @@ def _copy(url: str, read: Callable[[str, int, int], bytes], files: dict[str, Sta
     with ThreadPoolExecutor(_THREADS, "model") as threads:
         for name, stamp in files.items():
             draft = folder / f"{name}.part"
-            draft.write_bytes(b"")
+            open_private(draft, "wb").close()
             for size in threads.map(partial(_copy_part, read, draft, name), range(0, stamp.size, _PART)):
                 done += size
                 if time.monotonic() - told >= _TOLD_SECONDS:

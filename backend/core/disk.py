@@ -1,18 +1,46 @@
-"""What a power cut must not take: new folders, and the names that files were given."""
+"""Files and folders that are private, and that survive a power cut.
+
+What the service keeps belongs to its tenants, so other users of the machine must not read it. Modes are given when a
+file is created: a later chmod would leave a moment in which others can open it.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 from pathlib import Path
+from typing import IO, Any
+from urllib.parse import unquote
+
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+_OTHERS = 0o077  # the bits of the group and of everybody else
+
+log = logging.getLogger(__name__)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, and flush each new entry, or a power cut could lose the folder."""
+    """Make a private folder and its parents, and flush each new entry, or a power cut could lose the folder."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
     flush(folder.parent)
+
+
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """Open a file as `open(path, mode)` does. A file that this call creates can be read by its owner only."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE))
+
+
+def folder_of_url(url: str) -> Path:
+    """The folder of a `file://` URL, in which `%20` is a blank and so on.
+
+    Earlier releases took such a URL literally: a folder that has the literal name, and no other, is found.
+    """
+    literal = Path(url.removeprefix("file://"))
+    folder = Path(unquote(str(literal)))
+    return literal if literal.is_dir() and not folder.is_dir() else folder
 
 
 def flush(path: Path) -> None:
@@ -22,3 +50,23 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_private(*paths: Path) -> None:
+    """Take the permissions of other users from files and folders that an earlier release made; missing ones are passed.
+
+    What is below a folder is changed only when the folder itself is: afterwards the folder keeps others out. Only the
+    owner of a file may change it, so a path of another user is logged and left as it is.
+    """
+    for path in paths:
+        try:
+            found = path.lstat()
+            if stat.S_ISLNK(found.st_mode) or not found.st_mode & _OTHERS:
+                continue
+            if stat.S_ISDIR(found.st_mode):
+                make_private(*path.iterdir())
+            path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
+        except FileNotFoundError:
+            continue
+        except PermissionError as error:
+            log.warning("%s can be read by other users, and its mode cannot be changed: %s", path, error)

@@ -58,6 +58,11 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def base_model_name(given: str) -> str:
+    """The name of a base model that was given as a folder, a hub id or a URL: without a slash at its end."""
+    return given.rstrip("/") or given
+
+
 def hub_name(name: str) -> tuple[str, str] | None:
     """The hub id and the revision, "" if there is none, that a base model's name means; None for a folder or a URL."""
     repository, _, revision = name.partition("@")

@@ -6,6 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
+from tinkerflow.backend.core.disk import PRIVATE_FILE, make_folder
 from tinkerflow.backend.core.errors import UserError
 
 _LEAST_BYTES = 16
@@ -32,9 +33,9 @@ def read_secret(path: Path) -> bytes:
 
 def make_secret(path: Path) -> bytes:
     """The group's secret. When the file does not exist, it is made, readable by its owner only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     except FileExistsError:
         return read_secret(path)
     with os.fdopen(descriptor, "w") as file:

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
-from tinkerflow.backend.core.ids import CheckpointKind, new_id
+from tinkerflow.backend.core.ids import CheckpointKind, base_model_name, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import (
     Aggregate,
@@ -74,7 +74,7 @@ class CheckpointSaved:
             kind=CheckpointKind(saved.kind),
             name=saved.name,
             owner=saved.meta.owner,
-            base_model=saved.meta.base_model,
+            base_model=base_model_name(saved.meta.base_model),
             **asdict(saved.spec),
             step=saved.step,
             size_bytes=saved.size_bytes,

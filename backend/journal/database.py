@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -23,6 +23,7 @@ from sqlalchemy.engine import Dialect, make_url
 from sqlmodel import SQLModel, col
 
 from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.disk import make_folder, make_private, open_private
 from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFoundError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Database:
         if self._sqlite:
             if not parsed.database or parsed.database == ":memory:":
                 raise ValueError(f"database URL {url!r}: the journal is shared by processes, so it needs a file")
-            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+            _make_private_file(Path(parsed.database))
             self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, connect_args={"timeout": BUSY_SECONDS})
             event.listen(self.engine, "connect", _set_up_sqlite)
         else:
@@ -170,6 +171,14 @@ def check_lease(connection: sa.Connection, epoch: int) -> None:
     """FencedError unless the engine's lease is still that of `epoch`. Nobody can take it until the transaction ends."""
     if connection.execute(_LEASE).scalar() != epoch:
         raise FencedError(f"another engine works on this journal: our epoch {epoch} is over, and we may change nothing")
+
+
+def _make_private_file(file: Path) -> None:
+    """Make an SQLite file that only its owner can read, or repair its mode. -wal and -shm get the same mode."""
+    make_folder(file.parent)
+    with suppress(FileExistsError):  # never opened then: closing it would release the locks of this process
+        open_private(file, "xb").close()
+    make_private(file, *(file.with_name(f"{file.name}{suffix}") for suffix in ("-wal", "-shm", "-journal")))
 
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+from tinkerflow.backend.core.disk import folder_of_url
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.store.local import LocalBlobs
 
@@ -76,9 +77,10 @@ def open_blobs(url: str) -> Blobs:
     if not separator:
         scheme, rest = "file", url
     if scheme == "file":
-        if not Path(rest).is_absolute():
+        folder = folder_of_url(url) if separator else Path(rest)
+        if not folder.is_absolute():
             raise UserError(f"store {url!r}: the folder must be absolute, as in file:///var/lib/tinkerflow")
-        return LocalBlobs(Path(rest))
+        return LocalBlobs(folder)
     if scheme == "memory":
         import fsspec  # by those who need it: worker processes open local stores
 

@@ -10,15 +10,16 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tinkerflow.backend.core.disk import flush, make_folder
+from tinkerflow.backend.core.disk import flush, make_folder, make_private, open_private
 
 
 class LocalBlobs:
     """`Blobs` in a folder. Files whose names begin with '.' are drafts: no method reads or lists them."""
 
     def __init__(self, root: Path) -> None:
-        """Objects below `root`; the first write makes that folder."""
+        """Objects below `root`, which nobody but the owner can read; the first write makes that folder."""
         self._root = root
+        make_private(root)
 
     def create(self, key: str, data: bytes) -> None:
         """Write a new file; FileExistsError when it exists. `link`, unlike rename, never replaces a file."""
@@ -108,7 +109,7 @@ class LocalBlobs:
     def _changing(self) -> Iterator[None]:
         """Hold the lock of all processes that compare a file and then change it. The lock ends with its process."""
         make_folder(self._root)
-        with (self._root / ".lock").open("wb") as lock:
+        with open_private(self._root / ".lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -119,7 +120,7 @@ class LocalBlobs:
         make_folder(target.parent)
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
-            with draft.open("xb") as file:
+            with open_private(draft, "xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

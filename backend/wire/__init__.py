@@ -18,7 +18,6 @@ from tinkerflow.backend.wire.forward import forward_backward_header as forward_b
 from tinkerflow.backend.wire.forward import read_forward as read_forward
 from tinkerflow.backend.wire.forward import training_tokens as training_tokens
 from tinkerflow.backend.wire.forward import with_files_to_train as with_files_to_train
-from tinkerflow.backend.wire.requests import Body as Body
 from tinkerflow.backend.wire.requests import CopyWeights as CopyWeights
 from tinkerflow.backend.wire.requests import CreateModel as CreateModel
 from tinkerflow.backend.wire.requests import CustomLossAddress as CustomLossAddress
@@ -44,9 +43,10 @@ from tinkerflow.backend.wire.requests import encode_optim_step as encode_optim_s
 from tinkerflow.backend.wire.requests import encode_sampler_opened as encode_sampler_opened
 from tinkerflow.backend.wire.requests import encode_saved as encode_saved
 from tinkerflow.backend.wire.requests import hash_token as hash_token
-from tinkerflow.backend.wire.requests import parse as parse
 from tinkerflow.backend.wire.sample import decode_sample as decode_sample
 from tinkerflow.backend.wire.sample import encode_sample as encode_sample
 from tinkerflow.backend.wire.sample import sample_request as sample_request
 from tinkerflow.backend.wire.sample import with_files as with_files
 from tinkerflow.backend.wire.sample import with_seed as with_seed
+from tinkerflow.backend.wire.validation import WireModel as WireModel
+from tinkerflow.backend.wire.validation import parse as parse

@@ -14,7 +14,8 @@ import orjson
 from tinkerflow.backend.core.errors import UserError, broken, shown
 from tinkerflow.backend.spec.commands import CustomLoss
 from tinkerflow.backend.spec.torch_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
-from tinkerflow.backend.wire.requests import GIVEN, Body, Text, whole
+from tinkerflow.backend.wire.requests import whole_number
+from tinkerflow.backend.wire.validation import Text, WireModel
 
 MAX_NODES = 2000
 MAX_INPUTS = 16
@@ -25,39 +26,39 @@ _LOSS_NAME = re.compile(r"[^\0]{1,200}")
 _FLOATS = ("inf", "-inf", "nan")
 
 
-class _Graph(Body):
+class _Graph(WireModel):
     """The traced graph. format: 1."""
 
     format: Any = None
     nodes: Any = None
 
 
-class CreateCustomLoss(Body):
+class CreateCustomLoss(WireModel):
     """create_custom_loss, apart from its address."""
 
-    name: Text = GIVEN
+    name: Text
     inputs: Any = None
     graph: _Graph = _Graph()
 
 
-class _Input(Body):
+class _Input(WireModel):
     """A tensor that the loss reads, and its rank."""
 
-    name: Text = GIVEN
-    rank: Annotated[int, whole(0, 2)] = GIVEN
+    name: Text
+    rank: Annotated[int, whole_number(0, 2)]
 
 
-class _Node(Body):
+class _Node(WireModel):
     """A node of the graph; its arguments are checked by `_argument`."""
 
-    op: Text = GIVEN
-    name: Text = GIVEN
-    target: Text = GIVEN
+    op: Text
+    name: Text
+    target: Text
 
 
 def read_custom_loss(values: Mapping[str, Any]) -> CustomLoss:
     """A create_custom_loss body, parsed; UserError names the node, its target, and the rule that it breaks."""
-    body = CreateCustomLoss.read(values)
+    body = CreateCustomLoss.from_values(values)
     name = body.name
     if not _LOSS_NAME.fullmatch(name):
         raise broken("name", name, "1 to 200 characters")
@@ -95,7 +96,7 @@ def _inputs(given: object) -> dict[str, int]:
         raise broken("inputs", given, f"a list of 1 to {MAX_INPUTS} inputs")
     inputs: dict[str, int] = {}
     for i, entry in enumerate(given):
-        declared = _Input.read(entry if isinstance(entry, dict) else {}, f"inputs[{i}].")
+        declared = _Input.from_values(entry if isinstance(entry, dict) else {}, f"inputs[{i}].")
         name, rank = declared.name, declared.rank
         if not _INPUT_NAME.fullmatch(name) or name in inputs:
             raise broken(f"inputs[{i}].name", name, "a name [a-z_][a-z0-9_]{0,63} that no other input has")
@@ -109,7 +110,7 @@ def _node(node: object, index: int, known: set[str], *, last: bool) -> dict[str,
     where = f"graph.nodes[{index}]"
     if not isinstance(node, dict):
         raise broken(where, node, "an object")
-    read = _Node.read(node, f"{where}.")
+    read = _Node.from_values(node, f"{where}.")
     op, name, target = read.op, read.name, read.target
     where = f"{where} {shown(name)} ({shown(target)})"
     if name in known:

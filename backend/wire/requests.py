@@ -10,222 +10,74 @@ The SDK leaves nulls out and other clients send them: a null is an absent field 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
-from pydantic_core import core_schema as schemas
+from pydantic import BeforeValidator, Field, model_validator
 
 from tinkerflow.backend.core.encryption import check_recipients
 from tinkerflow.backend.core.errors import UserError, broken, shown
-from tinkerflow.backend.core.ids import NAME_RULE, is_name
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.backend.spec.commands import LoraSpec, Optimizer, OptimResult, Priority
 from tinkerflow.backend.spec.limits import ALL_PARTS, MAX_RANK, MAX_SEQ
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams
+from tinkerflow.backend.wire.validation import CheckpointName, Metadata, OptionalText, Text, Texts, WireModel, parse
 
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years
 MAX_SAMPLES = 1024  # sequences of one request
 MAX_LISTED = 128  # tokens of one list at a position: top-k, given tokens, alternatives
 MAX_SAMPLE_SEQ = 2**63 - 1  # copies of a sampling client count from their number times a billion
 DEFAULT_RANK = 32  # the SDK's own default
-CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar")  # kinds of
-_DEEPEST = 254  # lists and objects in one another: as orjson writes them; it reads more
 _ACCESS = "weights_access_hash"  # stored by `hash_token` in place of the client's weights_access_token
 
 
-def parse(body: bytes) -> dict[str, Any]:
-    """The values of a JSON object; UserError for anything else, and for one that orjson could not write again."""
-    try:
-        values = orjson.loads(body)
-        if body.count(b"[") + body.count(b"{") > _DEEPEST:
-            orjson.dumps(values)
-    except orjson.JSONDecodeError as e:
-        raise UserError(f"the request body is not JSON: {e}") from e
-    except orjson.JSONEncodeError as e:
-        raise UserError(f"the request body nests lists and objects too deeply: must be at most {_DEEPEST} deep") from e
-    if not isinstance(values, dict):
-        raise broken("the request body", values, "a JSON object")
-    return values
+def whole_number(low: int, high: int) -> Any:
+    """The annotation of a whole number from `low` to `high`, both included."""
+    return Field(ge=low, le=high)
 
 
-# ------------------------------------------------------------------ what a field may hold
-@dataclass(frozen=True)
-class Rule:
-    """What a field may hold: `check` returns the value that the model keeps, or raises ValueError.
-
-    The error's first argument is the rule. The second is the value to show, where that is not the one that came.
-    schema: the rule in the OpenAPI document.
-    """
-
-    check: Callable[[Any], Any]
-    schema: schemas.CoreSchema
-
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> schemas.CoreSchema:
-        """How pydantic reads a field that is annotated with this rule."""
-        return schemas.no_info_plain_validator_function(self.check, json_schema_input_schema=self.schema)
+def number(low: float, high: float | None = None) -> Any:
+    """The annotation of a finite number from `low` to `high`, both included; None: without an upper bound."""
+    return Field(ge=low, le=high, allow_inf_nan=False)
 
 
-def whole(low: int, high: int) -> Rule:
-    """A whole number, low <= n <= high. 3.0 counts as 3."""
-
-    def check(value: Any) -> int:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError(f"a whole number from {low} to {high}", value)
-        return value
-
-    return Rule(check, schemas.int_schema(ge=low, le=high))
+Ttl = Annotated[int | None, whole_number(MIN_TTL, MAX_TTL)]
+SeqId = Annotated[int, whole_number(0, MAX_SEQ)]
+AnySeed = whole_number(-(2**63), 2**63 - 1)  # the journal keeps seeds as signed 64-bit numbers
 
 
-def number(low: float, high: float = math.inf) -> Rule:
-    """A finite number, low <= x <= high."""
-
-    def check(value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise ValueError(rule)
-        if not low <= value <= high:
-            raise ValueError(rule)
-        return float(value)
-
-    rule = f"a finite number >= {low:g}" + (f" and <= {high:g}" if math.isfinite(high) else "")
-    return Rule(check, schemas.float_schema(ge=low, le=high if math.isfinite(high) else None))
-
-
-def choice(values: Sequence[str], rule: str) -> Rule:
-    """One of these texts; `rule` says so."""
-
-    def check(value: Any) -> str:
-        if value not in values:
-            raise ValueError(rule)
-        return str(value)
-
-    return Rule(check, schemas.literal_schema(list(values)))
-
-
-def _optional_text(value: Any) -> str:
-    if not isinstance(value, str) or "\0" in value:
-        raise ValueError("a string without NUL characters")
-    return value
-
-
-def _text(value: Any) -> str:
-    if value is None or value == "":
-        raise ValueError("a non-empty string")
-    return _optional_text(value)
-
-
-def _texts(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, list) or not all(isinstance(v, str) and "\0" not in v for v in values):
-        raise ValueError("a list of strings without NUL characters")
-    return tuple(values)
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("a JSON object")
-    return value
-
-
-def _name(value: Any) -> str:
-    if not is_name(_text(value)):
-        raise ValueError(NAME_RULE)
-    return str(value)
-
-
-def _metadata(values: Any) -> dict[str, str]:
-    if not isinstance(values, dict):
-        raise ValueError("a JSON object of strings")
-    for key, value in values.items():
-        if not isinstance(value, str) or "\0" in key + value:
-            raise broken(f"user_metadata[{key!r}]", value, "a string without NUL characters")
-    return values
-
-
-_STRING = schemas.str_schema()
-Text = Annotated[str, Rule(_text, schemas.str_schema(min_length=1))]
-OptionalText = Annotated[str | None, Rule(_optional_text, _STRING)]
-Texts = Annotated[tuple[str, ...], Rule(_texts, schemas.list_schema(_STRING))]
-Flag = Annotated[bool, Rule(_flag, schemas.bool_schema())]
-Name = Annotated[str, Rule(_name, schemas.str_schema(min_length=1, max_length=128))]
-Metadata = Annotated[dict[str, str], Rule(_metadata, schemas.dict_schema(_STRING, _STRING))]
-Object = Annotated[dict[str, Any] | None, Rule(_object, schemas.dict_schema())]  # its nulls stay
-Ttl = Annotated[int | None, whole(MIN_TTL, MAX_TTL)]
-GIVEN: Any = Field(default=None, validate_default=True)  # the default of a field that must be given
-
-
-# ------------------------------------------------------------------ the models
-class Body(BaseModel):
-    """Base of all bodies.
-
-    A field that has an alias is read by the alias alone: its own name is not one of the protocol.
-    """
-
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _nulls_are_absent(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            raise ValueError("a JSON object")
-        return {name: value for name, value in values.items() if value is not None}
-
-    @classmethod
-    def decode(cls, payload: bytes) -> Self:
-        """A body's bytes as this model; UserError names the field, its value and the rule."""
-        return cls.read(parse(payload))
-
-    @classmethod
-    def read(cls, values: object, where: str = "") -> Self:
-        """Parsed values as this model; UserError names the field (behind `where`), its value and the rule."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError as e:
-            first = e.errors(include_url=False)[0]
-            field = where + ".".join(str(part) for part in first["loc"])
-            rule, value = (*first["ctx"]["error"].args, first["input"])[:2]
-            raise broken(field.rstrip("."), value, rule) from e
-
-
-class OnModel(Body):
+# ------------------------------------------------------------------ addresses
+class OnModel(WireModel):
     """The address of an operation on a model."""
 
-    model_id: Text = GIVEN
-    seq_id: Annotated[int, whole(1, MAX_SEQ)] = GIVEN
+    model_id: Text
+    seq_id: Annotated[int, whole_number(1, MAX_SEQ)]
 
 
-class OnNewModel(Body):
+class OnNewModel(WireModel):
     """The address of an operation that makes a model. base_model is only told, not checked."""
 
-    session_id: Text = GIVEN
-    model_seq_id: Annotated[int, whole(0, MAX_SEQ)] = GIVEN
+    session_id: Text
+    model_seq_id: SeqId
     base_model: Any = None
 
 
-class OnSampler(Body):
+class OnSampler(WireModel):
     """The address of a sample request."""
 
-    sampling_session_id: Text = GIVEN
-    seq_id: Annotated[int, whole(0, MAX_SAMPLE_SEQ)] = GIVEN
+    sampling_session_id: Text
+    seq_id: Annotated[int, whole_number(0, MAX_SAMPLE_SEQ)]
 
 
-class LoraConfig(Body):
+class LoraConfig(WireModel):
     """The adapter of a new model. seed None: the server draws one."""
 
-    rank: Annotated[int, whole(1, MAX_RANK)] = DEFAULT_RANK
-    train_attn: Flag = True
-    train_mlp: Flag = True
-    train_unembed: Flag = True
-    seed: Annotated[int | None, whole(-(2**63), 2**63 - 1)] = None  # the journal keeps seeds as signed 64-bit numbers
+    rank: Annotated[int, whole_number(1, MAX_RANK)] = DEFAULT_RANK
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    seed: Annotated[int | None, AnySeed] = None
 
     @model_validator(mode="after")
     def _trains_something(self) -> Self:
@@ -244,7 +96,7 @@ class LoraConfig(Body):
 class TrainedConfig(LoraConfig):
     """What of a new model is trained: an adapter, or with rank 0 all parameters."""
 
-    rank: Annotated[int, whole(0, MAX_RANK)] = DEFAULT_RANK
+    rank: Annotated[int, whole_number(0, MAX_RANK)] = DEFAULT_RANK
 
     @model_validator(mode="after")
     def _trains_all_or_an_adapter(self) -> Self:
@@ -255,7 +107,9 @@ class TrainedConfig(LoraConfig):
 
 def _optimizer(config: Any) -> Optimizer:
     """The optimizer that an `optimizer_config` names; UserError for one that is not known here."""
-    kind, version = _object(config).get("type"), config.get("version")
+    if not isinstance(config, dict):
+        raise broken("optimizer_config", config, "a JSON object")
+    kind, version = config.get("type"), config.get("version")
     if not isinstance(kind, str) or kind not in OPTIMIZERS:
         raise broken("optimizer_config.type", kind, f"one of {', '.join(OPTIMIZERS)}")
     known = OPTIMIZERS[kind].config
@@ -266,26 +120,26 @@ def _optimizer(config: Any) -> Optimizer:
     return kind
 
 
-OptimizerConfig = Annotated[Optimizer, Rule(_optimizer, schemas.dict_schema())]
+OptimizerConfig = Annotated[Optimizer, BeforeValidator(_optimizer, json_schema_input_type=dict[str, Any])]
 
 
-class CreateModel(Body):
+class CreateModel(WireModel):
     """create_model: a model with a fresh adapter, or one of which all parameters are trained."""
 
     optimizer: OptimizerConfig = Field(default=DEFAULT_OPTIMIZER, alias="optimizer_config")
     lora: TrainedConfig = Field(default=TrainedConfig(), alias="lora_config")
-    base_model: Text = GIVEN
+    base_model: Text
     user_metadata: Metadata = Field(default_factory=dict)
 
 
-class _Load(Body):
+class _Load(WireModel):
     """A checkpoint to load. optimizer: restore its optimizer state too, whatever optimizer that is.
 
     access: the hash of the token that opens the checkpoint, if a token came.
     """
 
-    path: Text = GIVEN
-    optimizer: Flag = False
+    path: Text
+    optimizer: bool = False
     weights_access_token: Any = Field(default=None, exclude=True)
     access: OptionalText = Field(default=None, alias=_ACCESS)
 
@@ -332,10 +186,10 @@ class LoadWeights(_Load):
         return self
 
 
-class _NamedSave(Body):
+class _NamedSave(WireModel):
     """A checkpoint to save. path: its name. ttl_seconds None: kept for ever."""
 
-    path: Name = GIVEN
+    path: CheckpointName
     ttl_seconds: Ttl = None
 
     @property
@@ -347,29 +201,26 @@ class _NamedSave(Body):
 class SaveWeights(_NamedSave):
     """save_weights: a training checkpoint."""
 
-    overwrite: Flag = False
+    overwrite: bool = False
     user_metadata: Metadata = Field(default_factory=dict)
 
 
-def _kind(value: Any) -> bool:
-    if value not in ("snapshot", "inflight"):
-        raise ValueError("'snapshot' or 'inflight'")
-    return bool(value == "inflight")
-
-
-class SaveForSampler(Body):
+class SaveForSampler(WireModel):
     """save_weights_for_sampler: either `name` or `sampling_session_seq_id` is set, never both.
 
-    inflight: the sampler switches to newer inflight saves of its model as they are published; only without a name.
+    kind: inflight samplers switch to newer inflight saves of their model as these are published; only without a name.
     """
 
-    name: Annotated[str | None, Rule(_name, _STRING)] = Field(default=None, alias="path")
-    sampling_session_seq_id: Annotated[int | None, whole(0, MAX_SEQ)] = None
+    name: CheckpointName | None = Field(default=None, alias="path")
+    sampling_session_seq_id: Annotated[int | None, whole_number(0, MAX_SEQ)] = None
     ttl_seconds: Ttl = None
     user_metadata: Metadata = Field(default_factory=dict)
-    inflight: Annotated[bool, Rule(_kind, schemas.literal_schema(["snapshot", "inflight"]))] = Field(
-        default=False, alias="kind"
-    )
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+
+    @property
+    def inflight(self) -> bool:
+        """Whether the sampler switches to newer inflight saves of its model as they are published."""
+        return self.kind == "inflight"
 
     @model_validator(mode="after")
     def _named_or_numbered(self) -> Self:
@@ -392,11 +243,11 @@ class SaveExternal(_NamedSave):
         return self
 
 
-class OptimStepBody(Body):
+class OptimStepBody(WireModel):
     """optim_step. The worker checks that the model was made with this optimizer."""
 
-    adam_params: Object = None
-    optimizer_params: Object = None
+    adam_params: dict[str, Any] | None = None
+    optimizer_params: dict[str, Any] | None = None
 
     @property
     def params(self) -> OptimizerParams:
@@ -417,7 +268,7 @@ class OptimStepBody(Body):
         return specs[kind].read(other)
 
 
-class TargetTensor(Body):
+class TargetTensor(WireModel):
     """target_prompt_logprobs: tokens to be scored, int64 [T - 1, K], row-major, dense or (with both indices) CSR."""
 
     dtype: Any = None
@@ -427,14 +278,14 @@ class TargetTensor(Body):
     cols: Any = Field(default=None, alias="sparse_col_indices")
 
 
-class ConstraintBody(Body):
+class ConstraintBody(WireModel):
     """What the text of an answer must be. value: a schema (an object), an expression or a grammar (text)."""
 
-    type: Annotated[str, choice(CONSTRAINTS, f"one of {', '.join(CONSTRAINTS)}")] = GIVEN
+    type: Literal["json_schema", "json_object", "regex", "grammar"]
     value: Any = None
 
 
-class SamplingParams(Body):
+class SamplingParams(WireModel):
     """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: all that the context holds.
 
     stop_token_ids: tokens that end a sequence beside those of `stop`.
@@ -442,28 +293,28 @@ class SamplingParams(Body):
     logit_bias and constraint are read by `wire/sample.py`, which knows the model.
     """
 
-    seed: Annotated[int | None, whole(-(2**63), 2**64 - 1)] = None
+    seed: Annotated[int | None, whole_number(-(2**63), 2**64 - 1)] = None
     stop: Any = None
     stop_token_ids: Any = None
-    top_k: Annotated[int, whole(-1, 2**31 - 1)] = -1
+    top_k: Annotated[int, whole_number(-1, 2**31 - 1)] = -1
     top_p: Annotated[float, number(0.0, 1.0)] = 1.0
-    max_tokens: Annotated[int | None, whole(1, 2**31 - 1)] = None
+    max_tokens: Annotated[int | None, whole_number(1, 2**31 - 1)] = None
     temperature: Annotated[float, number(0.0)] = 1.0
     min_p: Annotated[float, number(0.0, 1.0)] = 0.0
     presence_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
     frequency_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
     repetition_penalty: Annotated[float, number(0.01, 100.0)] = 1.0
-    logit_bias: Object = None
+    logit_bias: dict[str, Any] | None = None
     constraint: ConstraintBody | None = None
 
 
-class NumSamples(Body):
+class NumSamples(WireModel):
     """How many sequences a sample request asks for."""
 
-    num_samples: Annotated[int, whole(1, MAX_SAMPLES)] = 1
+    num_samples: Annotated[int, whole_number(1, MAX_SAMPLES)] = 1
 
 
-class PromptBody(Body):
+class PromptBody(WireModel):
     """The tokens of a prompt, in chunks."""
 
     chunks: Any = None
@@ -477,51 +328,51 @@ class SampleBody(NumSamples):
 
     prompt: PromptBody = PromptBody()
     sampling_params: SamplingParams = SamplingParams()
-    prompt_logprobs: Flag = False
-    prompt_logprobs_last_n: Annotated[int | None, whole(-(2**63), 2**63 - 1)] = None
-    topk_prompt_logprobs: Annotated[int, whole(0, MAX_LISTED)] = 0
-    topk_sample_logprobs: Annotated[int, whole(0, MAX_LISTED)] = 0
-    prompt_alt_tokens_k: Annotated[int, whole(0, MAX_LISTED)] = 0
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: Annotated[int | None, AnySeed] = None
+    topk_prompt_logprobs: Annotated[int, whole_number(0, MAX_LISTED)] = 0
+    topk_sample_logprobs: Annotated[int, whole_number(0, MAX_LISTED)] = 0
+    prompt_alt_tokens_k: Annotated[int, whole_number(0, MAX_LISTED)] = 0
     target_prompt_logprobs: TargetTensor | None = None
-    record_stability_info: Flag = False
-    priority: Annotated[Priority, choice(("interactive", "batch"), "'interactive' or 'batch'")] = "batch"
-    stream: Flag = False
+    record_stability_info: bool = False
+    priority: Priority = "batch"
+    stream: bool = False
 
 
-class TtlSeconds(Body):
+class TtlSeconds(WireModel):
     """A checkpoint's new time to live. Absent and null differ here: null means for ever."""
 
     ttl_seconds: Ttl = None
 
 
-class CopyWeights(Body):
+class CopyWeights(WireModel):
     """copy_weights: a checkpoint to copy into another project, or another part of the caller's own."""
 
-    source_path: Text = GIVEN
+    source_path: Text
     destination_project_id: OptionalText = None
     ttl_seconds: Ttl = None
     weights_access_token: OptionalText = None
 
 
-class StartUpload(Body):
+class StartUpload(WireModel):
     """external_weights_upload_start: an adapter that was made elsewhere is to be uploaded."""
 
-    base_model: Text = GIVEN
+    base_model: Text
     lora: LoraConfig = Field(default=LoraConfig(), alias="lora_config")
     destination_project_id: OptionalText = None
 
 
-class FinishUpload(Body):
+class FinishUpload(WireModel):
     """external_weights_upload_finish: everything is there."""
 
-    upload_id: Text = GIVEN
+    upload_id: Text
 
 
-class CustomLossAddress(Body):
+class CustomLossAddress(WireModel):
     """The address of a create_custom_loss body."""
 
-    session_id: Text = GIVEN
-    custom_loss_seq_id: Annotated[int, whole(0, MAX_SEQ)] = GIVEN
+    session_id: Text
+    custom_loss_seq_id: SeqId
 
 
 # ------------------------------------------------------------------ what is stored

@@ -11,7 +11,7 @@ from tinkerflow.api.errors import openai_error
     ("message", "field"),
     [
         ("max_tokens is 0: must be at least 1", "max_tokens"),
-        ("messages.0.content: Input should be a string", "messages"),
+        ("messages[0].content is 3: must be a string", "messages"),
         ("messages[1].tool_call_id is None: must be the id", "messages"),
         ("model 'a b' does not exist", "model"),
         ("reward, label and text are all absent", None),

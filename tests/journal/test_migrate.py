@@ -35,7 +35,7 @@ ROWS_OF_V0001 = {
         | {"state": "active", "created_at": NOW, "last_seen_at": NOW}
     ],
     "model": [
-        {"id": "sess-1:train:0", "session_id": "sess-1", "owner": "local", "base_model": "tiny", "rank": 8}
+        {"id": "sess-1:train:0", "session_id": "sess-1", "owner": "local", "base_model": "tiny/", "rank": 8}
         | {"train_attn": True, "train_mlp": True, "train_unembed": True, "optimizer": "adamw", "user_metadata": {}}
         | {"state": "live", "held": "for a look", "next_seq": 2, "step": 0, "created_at": NOW, "last_request_at": NOW}
     ],
@@ -104,7 +104,8 @@ def test_a_database_of_the_first_version_is_upgraded_in_place_with_its_rows(empt
     migrate(empty_url)
     journal = Journal.open(empty_url)
     assert journal.sessions.get("sess-1", "local").sdk_version == "0.38.0"
-    assert journal.models.get("sess-1:train:0", "local").paused == "for a look"
+    model = journal.models.get("sess-1:train:0", "local")
+    assert (model.paused, model.base_model) == ("for a look", "tiny")
     assert journal.samplers.get("sess-1:sample:0", "local").state is SamplerState.CLOSED
     (pending,) = journal.requests.ready("sess-1:train:0")
     assert (pending.id, pending.kind, pending.payload) == ("req-2", Kind.FORWARD, b"x" * 20_000)

@@ -104,7 +104,7 @@ def test_logprobs_of_given_tokens_have_the_layout_of_the_question() -> None:
     sparse = {"data": [4, 5], "dtype": "int64", "shape": [2, 3]}
     sparse |= {"sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [1, 0]}
     for asked in (dense, sparse):
-        targets = SampleBody.read({"target_prompt_logprobs": asked}).target_prompt_logprobs
+        targets = SampleBody.from_values({"target_prompt_logprobs": asked}).target_prompt_logprobs
         read = deserialize_sample_response(encode_sample(result, targets)).target_prompt_logprobs
         assert read is not None and read.dtype == "float32" and read.shape == [2, 3]
         assert np.array_equal(read.to_torch().to_dense().numpy(), logprobs)

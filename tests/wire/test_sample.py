@@ -104,8 +104,8 @@ def test_a_body_that_is_nested_too_deeply_is_no_server_error() -> None:
 
 
 def test_the_count_is_read_without_the_rest() -> None:
-    assert NumSamples.read({}).num_samples == 1
-    assert NumSamples.read({"num_samples": 4}).num_samples == 4
+    assert NumSamples.from_values({}).num_samples == 1
+    assert NumSamples.from_values({"num_samples": 4}).num_samples == 4
 
 
 def test_wishes_for_the_prompt() -> None:
@@ -235,7 +235,7 @@ def picture(colour: int = 7, **more: Any) -> dict[str, Any]:
 
 def seen(*chunks: Any, blank: bool = False) -> SampleRequest:
     given = [{"type": "encoded_text", "tokens": [1, 2]} if chunk == "text" else chunk for chunk in chunks]
-    read = SampleBody.read({"prompt": {"chunks": given}, "sampling_params": {"seed": 1}})
+    read = SampleBody.from_values({"prompt": {"chunks": given}, "sampling_params": {"seed": 1}})
     return sample_request(
         read, request_id="r", owner="o", vocab_size=100, max_context=32, eos=(), blank=blank,
         processor=lambda: SEES,

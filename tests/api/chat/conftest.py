@@ -35,7 +35,7 @@ class Speaker:
         """Answer the next request with these texts, one a sample."""
 
         def answer(request: Pending) -> Outcome:
-            self.asked.append(SampleBody.read(parse(request.payload)))
+            self.asked.append(SampleBody.from_values(parse(request.payload)))
             sequences = [self._sequence(text, reason) for text in texts]
             return request.done(encode_sample(SampleResult(request.id, tuple(sequences), None, 2)), "proto")
 

@@ -176,4 +176,7 @@ def test_unknown_models_and_keys_raise_the_clients_own_errors(claude: anthropic.
 
 def test_a_field_that_is_missing_is_named_without_the_rest_of_the_request(post: Callable[..., Any]) -> None:
     answer = post("messages", {"model": BASE, "messages": HI})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "max_tokens: Field required")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        400,
+        "max_tokens is missing: must be a whole number >= 1",
+    )

@@ -117,7 +117,7 @@ def babble(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> Speaker:
         return SampledSequence(np.array(tokens, np.int32), logprobs, chance.choice(["stop", "length"]), listed)  # type: ignore[arg-type]
 
     def answer(engine: Any, request: Pending) -> Outcome:
-        body = SampleBody.read(parse(request.payload))
+        body = SampleBody.from_values(parse(request.payload))
         sequences = tuple(sequence(body.topk_sample_logprobs) for _ in range(body.num_samples))
         return request.done(encode_sample(SampleResult(request.id, sequences, None)), "proto")
 

@@ -160,13 +160,13 @@ def test_null_is_what_a_client_leaves_out(post: Callable[..., Any], speaker: Spe
         *("n", "stream", "stream_options", "logprobs", "top_logprobs", "stop", "seed", "temperature", "top_p", "user"),
         *("max_tokens", "max_completion_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "tools"),
         *("tool_choice", "parallel_tool_calls", "response_format", "metadata", "store", "service_tier", "modalities"),
+        *("functions", "a field that nobody knows"),
     )
     speaker.says("ok")
     answer = post("chat/completions", {"model": BASE, "messages": HI, **dict.fromkeys(names)})
     assert answer.status_code == 200, answer.text
-    for body, says in (({"frobnicate": None}, "frobnicate is not supported"), ({"model": None}, "model")):
-        refused = post("chat/completions", {"model": BASE, "messages": HI, **body})
-        assert refused.status_code == 400 and says in refused.json()["error"]["message"], refused.text
+    refused = post("chat/completions", {"model": None, "messages": HI})
+    assert refused.status_code == 400 and "model is None: must be" in refused.json()["error"]["message"], refused.text
 
 
 def test_several_samples_are_streamed_beside_each_other(gpt: openai.OpenAI, speaker: Speaker) -> None:
@@ -214,9 +214,9 @@ def test_what_the_model_did_not_finish_as_a_call_is_content(gpt: openai.OpenAI, 
     ("body", "field", "says"),
     [
         ({"frobnicate": 1}, "frobnicate", "not supported"),
-        ({"messages": []}, "messages", "at least 1 item after validation, not 0"),
-        ({"n": "two"}, "n: ", ", not 'two'"),
-        ({"user": 5}, "user: ", ", not 5"),
+        ({"messages": []}, "messages", "messages is []: must be a list of at least 1"),
+        ({"n": "two"}, "n is ", "n is 'two': must be a whole number from 1 to 1024"),
+        ({"user": 5}, "user is ", "user is 5: must be a string"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
@@ -265,7 +265,7 @@ def test_wrong_fields_are_refused_by_name(
 def test_a_body_that_is_no_json_is_said_to_be_none(server: Running, speaker: Speaker) -> None:
     url, headers = f"{server.url}/v1/chat/completions", {"Authorization": f"Bearer {KEY}"}
     error = server.http.post(url, content=b"{no", headers=headers).json()["error"]
-    assert error["message"] == "the request body is no JSON: key must be a string at line 1 column 2"
+    assert error["message"] == "the request body is not JSON: key must be a string at line 1 column 2"
     error = server.http.get(url, headers=headers).json()["error"]
     assert error["message"] == "GET /v1/chat/completions is no endpoint of this service; /openapi.json lists them"
     detail = server.http.post(f"{server.url}/chat/completions", json={}, headers=headers).json()["detail"]

@@ -155,7 +155,7 @@ def test_a_damaged_image_is_named_as_the_client_has_it(
     def decode(request: Pending) -> Outcome:
         asked: Any = {"request_id": "", "owner": "", "vocab_size": VOCAB, "max_context": 4096}
         with pytest.raises(UserError) as found:
-            sample_request(SampleBody.read(parse(request.payload)), **asked, eos=(2,), processor=lambda: SEES)
+            sample_request(SampleBody.from_values(parse(request.payload)), **asked, eos=(2,), processor=lambda: SEES)
         return request.failed(found.value)
 
     speaker.engine.next_outcome = decode

@@ -130,7 +130,10 @@ def test_a_call_that_breaks_is_text_and_forms_are_held(gpt: openai.OpenAI, speak
         ({"text": FORM, "tools": TOOLS, "tool_choice": "required"}, "text.format is given: must be left out"),
         ({"text": {"format": {**FORM["format"], "schema": {"type": "x"}}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]: Input should be 'reasoning.encrypted_content'"),
+        (
+            {"include": ["message.output_text.logprobs"]},
+            "include[0] is 'message.output_text.logprobs': must be 'reasoning.encrypted_content'",
+        ),
     ],
 )
 def test_wrong_fields_are_refused_by_name(post: Callable[..., Any], speaker: Speaker, body: Any, says: str) -> None:

@@ -1,0 +1,128 @@
+"""The text of validation errors: the first error of a body, with its field, its value and the rule."""
+
+from __future__ import annotations
+
+import re
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from annotated_types import Ge, Le, MinLen
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from tinkerflow.backend.core.errors import UserError, broken
+
+# How pydantic names the member of a union that it tried. Such a part of a path is not a field's name.
+_UNION_MEMBER = re.compile(r"(str|int|float|bool|dict|list|tuple|bytes|none|any|is-instance)|.*\[.*\]|[A-Z]\w*")
+_RULES = {
+    "model_type": "a JSON object",
+    "model_attributes_type": "a JSON object",
+    "dict_type": "a JSON object",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "string_type": "a string",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "finite_number": "a finite number",
+    "string_too_short": "a non-empty string",
+}
+
+
+def request_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> UserError:
+    """The first error of a body as a sentence: `field is value: must be rule`.
+
+    A value that fits no member of a union has an error for each member. Their rules are joined by "or".
+    """
+    details = error.errors(include_url=False)
+    first, located = details[0], [_locate(model, detail["loc"]) for detail in details]
+    name, field = located[0]
+    path = prefix + name.removeprefix(".") or "the request body"
+    if first["type"] == "json_invalid":
+        return UserError(f"the request body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    if first["type"] == "extra_forbidden":
+        return UserError(f"{path} is not supported by this endpoint: must be left out")
+    same_field = [detail for detail, (other, _) in zip(details, located, strict=True) if other == name]
+    rule = " or ".join(dict.fromkeys(_rule(detail, field) for detail in same_field))
+    if first["type"] == "missing":
+        return UserError(f"{path} is missing: must be {rule}")
+    value = first["input"]
+    if first["type"] == "value_error" and len(reason := first["ctx"]["error"].args) > 1:
+        value = reason[1]  # a validator may give a shorter value to show than the one that came
+    return broken(path, value, rule)
+
+
+def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
+    """The path of an error as clients write it, such as `.messages[0].content`; and the field, if the path ends in one.
+
+    pydantic's location also has the members of unions, which clients do not know.
+    """
+    path, models, field = "", [model], None
+    in_object = False
+    for part in location:
+        if isinstance(part, int):
+            path, field = f"{path}[{part}]", None
+            continue
+        known = next((f for m in models for name, f in m.model_fields.items() if part in (f.alias, name)), None)
+        if known is not None:
+            path, field, in_object = f"{path}.{part}", known, dict in _kinds(known.annotation)
+            models = [
+                kind for kind in _kinds(known.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)
+            ]
+        elif in_object and part != "[key]" and not _UNION_MEMBER.fullmatch(part):
+            path, field = f"{path}[{part!r}]", None
+        elif part != "[key]" and not _UNION_MEMBER.fullmatch(part):
+            path, field = f"{path}.{part}", None
+    return path, field
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The types that an annotation names, those inside of unions and lists included; of an object `dict` alone."""
+    origin = get_origin(annotation)
+    if origin is dict:
+        return [dict]
+    if origin in (Annotated, Union, UnionType, list, tuple):
+        members = get_args(annotation)[:1] if origin is Annotated else get_args(annotation)
+        return [kind for member in members for kind in _kinds(member)]
+    return [annotation]
+
+
+def _rule(detail: ErrorDetails, field: FieldInfo | None) -> str:
+    """The rule that an error is about, as the words after "must be"."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "value_error":
+        return str(context["error"].args[0])
+    if kind == "string_too_long":
+        return f"at most {context['max_length']} characters long"
+    if kind in ("too_long", "too_short"):
+        most, count = (
+            ("at most", context.get("max_length")) if kind == "too_long" else ("at least", context["min_length"])
+        )
+        return f"a list of {most} {count}"
+    rule = None if field is None else _declared_rule(field)
+    if rule is not None or kind == "missing":
+        return rule or "given"
+    return _RULES.get(kind, detail["msg"].removeprefix("Input should be ").replace(" valid ", " "))
+
+
+def _declared_rule(field: FieldInfo) -> str | None:
+    """The rule of a field that holds one number, text or truth value, from its declaration; None for other fields."""
+    kinds = [kind for kind in _kinds(field.annotation) if kind is not NoneType]
+    low = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
+    high = next((bound.le for bound in field.metadata if isinstance(bound, Le)), None)
+    if get_origin(field.annotation) in (list, tuple) or len(kinds) != 1:
+        return None
+    if kinds[0] is bool:
+        return "true or false"
+    if kinds[0] is str:
+        return "a non-empty string" if any(isinstance(bound, MinLen) for bound in field.metadata) else "a string"
+    if kinds[0] is int:
+        return (
+            f"a whole number from {low} to {high}" if None not in (low, high) else _number("a whole number", low, high)
+        )
+    return _number("a finite number", low, high) if kinds[0] is float else None
+
+
+def _number(rule: str, low: Any, high: Any) -> str:
+    limits = [f"{sign} {limit:g}" for sign, limit in ((">=", low), ("<=", high)) if limit is not None]
+    return " ".join([rule, " and ".join(limits)]).strip()

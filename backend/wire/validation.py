@@ -1,0 +1,169 @@
+"""How JSON bodies are validated: the base of all request models, the types of their fields, and the text of errors.
+
+pydantic validates. `WireModel` adds two rules of the protocol: a field that is null counts as left out, and no boolean
+or text is read as a number. An error names the field, its value and the rule: `ttl_seconds is 60: must be a whole
+number from 3600 to 315360000`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, Literal, Self
+
+import orjson
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core.core_schema import CoreSchema
+
+from tinkerflow.backend.core.errors import UserError, broken
+from tinkerflow.backend.core.ids import NAME_RULE, is_name
+from tinkerflow.backend.wire.request_errors import request_error
+
+_MAX_DEPTH = 254  # lists and objects in one another: orjson reads more, but writes no more
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # an escaped NUL, and not an escaped backslash before u0000
+STORED: Final = "stored"
+_NUMBERS = ("int", "float", "bool")  # types of pydantic's schemas
+_NOT_SCHEMAS = ("metadata", "serialization", "function")  # keys of pydantic's schemas that hold no schema to validate
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """The values of a JSON object; UserError for anything else, and for one that orjson could not write again."""
+    try:
+        values = orjson.loads(body)
+        if body.count(b"[") + body.count(b"{") > _MAX_DEPTH:
+            orjson.dumps(values)
+    except orjson.JSONDecodeError as e:
+        raise UserError(f"the request body is not JSON: {e}") from e
+    except orjson.JSONEncodeError as e:
+        raise UserError(
+            f"the request body nests lists and objects too deeply: must be at most {_MAX_DEPTH} deep"
+        ) from e
+    if not isinstance(values, dict):
+        raise broken("the request body", values, "a JSON object")
+    return values
+
+
+# ------------------------------------------------------------------ the base of all models
+def _make_numbers_strict(schema: Any, *, in_list: bool = False) -> None:
+    """Change a schema of pydantic: no boolean or text is a number, and nothing but true and false is a boolean.
+
+    A field's 3.0 still counts as the whole number 3, because JSON has one kind of number. Items of lists are not
+    converted, because a list may have millions.
+    """
+    if isinstance(schema, list):
+        for item in schema:
+            _make_numbers_strict(item, in_list=in_list)
+    elif isinstance(schema, dict) and schema.get("type") in _NUMBERS:
+        if "strict" not in schema:
+            schema["strict"] = True
+            if schema["type"] == "int" and not in_list:
+                convert = {"type": "no-info", "function": _whole_if_integral}
+                number = dict(schema)
+                schema.clear()
+                schema |= {"type": "function-before", "function": convert, "schema": number}
+    elif isinstance(schema, dict):
+        for key, value in schema.items():
+            if key not in _NOT_SCHEMAS:
+                _make_numbers_strict(value, in_list=in_list or key == "items_schema")
+
+
+def _whole_if_integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class WireModel(BaseModel):
+    """Base of the JSON models of requests and answers. Models are frozen, and ignore fields that they do not know.
+
+    A field that has an alias is read by the alias alone: its own name is not a name of the protocol. `model_` is an
+    ordinary prefix of names, not pydantic's own namespace.
+    """
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Read numbers strictly, in all fields of all models."""
+        schema = handler(source)
+        _make_numbers_strict(schema)
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        """A null counts as left out, in fields that the model does not know, too."""
+        if not isinstance(values, dict) or None not in values.values():
+            return values
+        needed = [field.alias or name for name, field in cls.model_fields.items() if field.is_required()]
+        return {name: value for name, value in values.items() if value is not None or name in needed}
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        """The model of a JSON body that was stored; UserError names the field, its value and the rule.
+
+        What an earlier release accepted may be larger than today's limits.
+        """
+        return cls.from_values(parse(payload), context=STORED)
+
+    @classmethod
+    def from_values(cls, values: object, prefix: str = "", *, context: Literal["stored"] | None = None) -> Self:
+        """The model of parsed values; UserError names the field (after `prefix`), its value and the rule.
+
+        context: STORED for values that were accepted before.
+        """
+        try:
+            return cls.model_validate(values, context=context)
+        except ValidationError as e:
+            raise request_error(e, cls, prefix) from e
+
+    @classmethod
+    def from_json(cls, body: bytes) -> Self:
+        """The model of a JSON body as it came; UserError names the field, its value and the rule."""
+        if rb"\u0000" in body and _NUL.search(body) is not None:
+            raise UserError("the request body contains a NUL character (\\u0000): it cannot be stored")
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as e:
+            raise request_error(e, cls) from e
+
+
+# ------------------------------------------------------------------ types of fields
+MAX_TEXT = 1024  # characters of a name, a label, a path
+MAX_METADATA_PAIRS, MAX_METADATA_BYTES = 256, 2**14  # of the metadata that a client gives to one thing
+
+
+def _no_nul(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a string without NUL characters")
+    return value
+
+
+def _checkpoint_name(value: str) -> str:
+    if not is_name(value):
+        raise ValueError(NAME_RULE)
+    return value
+
+
+def _small_metadata(values: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+    if info.context == STORED:
+        return values
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in values.items())
+    if len(values) > MAX_METADATA_PAIRS or size > MAX_METADATA_BYTES:
+        rule = f"at most {MAX_METADATA_PAIRS} pairs with {MAX_METADATA_BYTES} bytes in all"
+        raise ValueError(rule, f"{len(values)} pairs with {size} bytes")
+    return values
+
+
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_no_nul)]
+OptionalText = Annotated[str | None, Field(max_length=MAX_TEXT), AfterValidator(_no_nul)]
+Texts = Annotated[tuple[Annotated[str, AfterValidator(_no_nul)], ...], Field(max_length=MAX_METADATA_PAIRS)]
+CheckpointName = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_checkpoint_name)]
+MetadataText = Annotated[str, AfterValidator(_no_nul)]
+Metadata = Annotated[dict[MetadataText, MetadataText], AfterValidator(_small_metadata)]
