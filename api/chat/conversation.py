@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,14 +136,17 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
 
 
 def _call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """The JSON schema of a call of one of these tools."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": tool.parameters or {"type": "object"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
+    """The JSON schema of a call of one of these tools. A tool's schema is the root of its own references (`$id`)."""
+    calls = []
+    for number, tool in enumerate(tools):
+        arguments = tool.parameters or {"type": "object"}
+        root = {"$id": f"tool:{number}"} if '"$ref"' in json.dumps(arguments) else {}
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.name}, "arguments": {**root, **arguments}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     return calls[0] if len(calls) == 1 else {"anyOf": calls}

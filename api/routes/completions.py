@@ -108,7 +108,7 @@ async def _generate(call: Call, target: Target, body: CompletionBody, prompt: Se
         body.n,
         stream=body.stream,
         top_logprobs=body.logprobs or 0,
-        prompt_logprobs=scored,
+        prompt_logprobs=scored or body.max_tokens == 0,  # a prompt that is scored may fill the context
         top_prompt_logprobs=(body.logprobs or 0) if scored else 0,
     )
 

@@ -1,38 +1,53 @@
-"""Constraints of what is generated: a JSON schema, a regular expression or a Lark grammar, checked before it runs.
+"""Constraints on generated text: a JSON schema, a regular expression or a Lark grammar, checked before it is used.
 
-llguidance does the work (https://github.com/guidance-ai/llguidance). It computes the allowed tokens from a grammar and
-a tokenizer in a fraction of a millisecond and without a start-up per schema, in Rust and alone: no torch, no time, no
-threads in what it decides. xgrammar needs torch at run time; outlines-core compiles a schema to an automaton, which
-takes seconds for a large one, and knows no grammars. Everything that it may spend is limited by counts, not by
-seconds, so every process of a group refuses alike.
+llguidance computes the allowed tokens (https://github.com/guidance-ai/llguidance) from a grammar and a tokenizer, in a
+fraction of a millisecond and without a start-up for each schema. It is in Rust, without torch, time or threads in its
+results. xgrammar needs torch at run time. outlines-core compiles a schema to an automaton, which takes seconds for a
+large one, and has no grammars. Work for a token is limited by counts, not by seconds. So every process of a group
+refuses the same requests.
 
-The API, the engine and the sampler use this module. It loads the library when a constraint comes.
+The API, the engine and the sampler use this module. It loads the library at the first constraint.
 """
 
 from __future__ import annotations
 
+import json
 import resource
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.json_schemas import exact_schema
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
+    from llguidance import LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 T = TypeVar("T")
 Kind = Literal["json_schema", "regex", "grammar"]
 
 MAX_CHARACTERS = 65_536  # of a constraint's text
-_STACK = 256 * 2**20  # bytes, reserved and not used: 8,000 rules that name each other take 28 MB, and the usual 8 crash
-_ROOM = threading.Lock()
+_STACK = 256 * 2**20  # bytes, mostly unused: 8,000 rules that name each other take 28 MB, and the usual 8 MB overflow
+_STACK_SIZE_LOCK = threading.Lock()
 _LONGEST = 300  # characters of an error's text
-# Of a JSON schema: a string that must match several takes time and memory exponential in their number.
-_FEW_PATTERNS = 8
-_SECONDS = 2  # of a processor, for a schema with more of them, or a grammar with a schema in it
+# JSON has at most one space after a comma or a colon. A weak model would fill its answer with any other white space.
+# Without \u escapes, a name or a text has one spelling.
+_JSON_OPTIONS: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+
+# A constraint up to both limits is checked in this process. Any other one is checked in a process of its own.
+_SMALL = 4_096  # characters
+_FEW_EXPRESSIONS = 8  # several of one string take time and memory exponential in their number
+_SECONDS, _BYTES = 1, 2**30  # for such a process: of a processor, and of memory
 
 # A token's mask takes 0.3 ms of one processor usually and some 50 ms at worst, and a grammar's automaton at most 40 MB.
 _STEP_FUEL, _STEP_ITEMS, _ROW_ITEMS = 100_000, 30_000, 1_000
@@ -40,7 +55,7 @@ _STATES, _SYMBOLS = 20_000, 200_000
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may spend, in counts."""
+    """The work that a grammar may cost, in counts."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -54,12 +69,12 @@ def limits() -> LLParserLimits:
 
 
 def grammar_of(kind: Kind, text: str) -> str:
-    """The constraint as llguidance reads grammars. ValueError for a text that is no JSON object."""
+    """The constraint in llguidance's format. ValueError: the library cannot hold answers to it."""
     from llguidance import LLMatcher
 
     if kind == "json_schema":
-        # Without a bound a model may write spaces for ever.
-        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"})
+        schema = json.dumps(exact_schema(json.loads(text)).schema, ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     return LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
 
 
@@ -67,42 +82,53 @@ def check_constraint(name: str, kind: Kind, text: str) -> None:
     """UserError, which names the field `name`, unless the text is a constraint of this kind within the limits."""
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{name} has {len(text)} characters: must have at most {MAX_CHARACTERS}")
+    try:
+        if kind == "json_schema":
+            small = len(text) <= _SMALL and exact_schema(json.loads(text)).expressions <= _FEW_EXPRESSIONS
+        else:
+            small = len(text) <= _SMALL and not (kind == "grammar" and "%json" in text)
+        problem = on_large_stack(lambda: _problem_of(kind, text)) if small else _problem_in_process(kind, text)
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        raise UserError(f"{name} is no {kind} that can be obeyed: {first_lines(problem)}")
 
-    patterns = text.count('"pattern') + text.count('"format"')
-    apart = patterns > _FEW_PATTERNS if kind == "json_schema" else kind == "grammar" and "%json" in text
-    if wrong := _wrong_apart(kind, text) if apart else on_large_stack(lambda: _wrong_with(kind, text)):
-        raise UserError(f"{name} is no {kind} that can be obeyed: {first_lines(wrong)}")
 
-
-def _wrong_with(kind: Kind, text: str) -> str:
-    """What is wrong with a constraint; empty when it can be obeyed."""
+def _problem_of(kind: Kind, text: str) -> str:
+    """Why a constraint cannot be compiled, or allows no text at all; empty when it can be obeyed."""
     from llguidance import LLMatcher
 
-    try:
-        return str(LLMatcher.validate_grammar(grammar_of(kind, text), limits=limits()))
-    except ValueError as error:
-        return str(error)
+    matcher = LLMatcher(_byte_tokenizer(), grammar_of(kind, text), limits=limits(), log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return describe_error(matcher.get_error()) if matcher.is_error() else ""
 
 
-def _wrong_apart(kind: Kind, text: str) -> str:
-    """The same, in a process of its own, which ends when it has used its time."""
+def _problem_in_process(kind: Kind, text: str) -> str:
+    """The same, from a process that ends when it exceeds its time or memory."""
     command = (sys.executable, "-X", "utf8", "-m", __name__, kind)
     done = subprocess.run(command, input=text, capture_output=True, text=True, encoding="utf-8", check=False)
     if done.returncode:
-        return f"it takes more than {_SECONDS} seconds to check; patterns that one string must match take the longest"
+        limit = f"more than {_SECONDS} second or {_BYTES >> 30} GB"
+        return f"it takes {limit} to compile; several patterns for one string take the longest"
     return done.stdout
 
 
+def describe_error(text: str) -> str:
+    """An error of the library as one line for people."""
+    return "no text fulfils it" if "NoExtension" in text else first_lines(text.removesuffix("<non-verbose/>"))
+
+
 def first_lines(text: str) -> str:
-    """An error's text on one line, cut to what a person reads."""
+    """A text on one line, cut to a length that people read."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
 
 
 def on_large_stack(function: Callable[[], T]) -> T:
-    """`function()` in a thread with room for deep recursion: the library overflows a usual stack, and with it ends us.
+    """`function()` in a thread whose stack is large enough for the library's deep recursion.
 
-    What the function raises is raised here.
+    An overflow of the stack would end the process. An error of the function is raised here.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -113,7 +139,7 @@ def on_large_stack(function: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001  it is raised in the caller's thread
             errors.append(error)
 
-    with _ROOM:  # the size is that of every thread that is made meanwhile
+    with _STACK_SIZE_LOCK:  # the size applies to every thread that starts meanwhile
         before = threading.stack_size(_STACK)
         try:
             thread = threading.Thread(target=run, name="constraint")
@@ -126,7 +152,25 @@ def on_large_stack(function: Callable[[], T]) -> T:
     return results[0]
 
 
+@cache
+def _byte_tokenizer() -> LLTokenizer:
+    """A tokenizer with a token for each byte: which texts a grammar allows does not depend on the tokens."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
+def _main(kind: Any) -> None:
+    """Print the problem of the constraint on the standard input, within the limits of a process."""
+    text = sys.stdin.read()
+    _byte_tokenizer()
+    resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
+    signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # its signal ends the process
+    try:
+        print(end=on_large_stack(lambda: _problem_of(kind, text)))
+    except ValueError as error:
+        print(end=str(error))
+
+
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-    asked: Any = sys.argv[1]
-    print(end=on_large_stack(lambda: _wrong_with(asked, sys.stdin.read())))
+    _main(sys.argv[1])

@@ -101,10 +101,13 @@ def sample_request(
     a text; they stop a sequence where `stop` is absent, and nothing does where it is an empty list. context_rule: what
     max_context follows from. processor: asked for the model's image processor when there is an image; None = the model
     takes text. blank: images are measured and not decoded, as in `ImageProcessor.read`. An absent max_tokens means all
-    that the context has left. The seed is brought to 0 <= seed < 2**64. The command samples the base model, until
-    its sender names a snapshot.
+    that the context has left. A prompt that fills the context can be scored, and one token is sampled after it. The
+    seed is brought to 0 <= seed < 2**64. The command samples the base model, until its sender names a snapshot.
     """
-    prompt_T, images = _prompt(body.prompt.chunks, vocab_size, max_context, context_rule, processor, blank)
+    scored = body.prompt_logprobs or body.topk_prompt_logprobs or body.prompt_alt_tokens_k
+    full = bool(scored) or body.target_prompt_logprobs is not None
+    most, rule = (max_context, context_rule) if full else (max_context - 1, f"{context_rule} less one")
+    prompt_T, images = _prompt(body.prompt.chunks, vocab_size, most, rule, processor, blank)
     params = body.sampling_params
     if params.seed is None:
         raise broken("sampling_params.seed", None, "drawn before the request is stored")
@@ -228,9 +231,12 @@ def _prompt_wishes(body: SampleBody, prompt: int, vocab_size: int) -> PromptWish
 
 
 def _prompt(
-    chunks: Any, vocab_size: int, max_context: int, context_rule: str, find_processor: FindProcessor, blank: bool
+    chunks: Any, vocab_size: int, most: int, rule: str, find_processor: FindProcessor, blank: bool
 ) -> tuple[Int32, tuple[ImagePixels, ...]]:
-    """The tokens of a prompt, placeholders where it has images, and the images; arguments as of `sample_request`."""
+    """The tokens of a prompt, placeholders where it has images, and the images.
+
+    most: tokens of a prompt. rule: what that follows from. Other arguments: see `sample_request`.
+    """
     if not isinstance(chunks, list):
         raise broken("prompt.chunks", chunks, "a list of chunks")
     parts: list[Int32] = []
@@ -256,12 +262,11 @@ def _prompt(
                 takes = "encoded_text, the model takes text only" if blind else "encoded_text or image"
             raise UserError(f"{name}.type is {shown(kind)}: must be {takes}")
         size += len(parts[-1])
-        if images and size >= max_context:  # before the next image is decoded
-            rule = f"must be 1 to {max_context - 1}, {context_rule} less one"
-            raise UserError(f"prompt has at least {size} tokens: {rule}")
+        if images and size > most:  # before the next image is decoded
+            raise UserError(f"prompt has at least {size} tokens: must be 1 to {most}, {rule}")
     prompt_T = np.concatenate(parts) if parts else np.empty(0, np.int32)
-    if not 1 <= len(prompt_T) < max_context:
-        raise UserError(f"prompt has {len(prompt_T)} tokens: must be 1 to {max_context - 1}, {context_rule} less one")
+    if not 1 <= len(prompt_T) <= most:
+        raise UserError(f"prompt has {len(prompt_T)} tokens: must be 1 to {most}, {rule}")
     return prompt_T, tuple(images)
 
 
@@ -272,7 +277,7 @@ def _token_array(tokens: Any, name: str, vocab_size: int) -> Int32:
         values = np.asarray(tokens)
     except ValueError as e:  # lists of different lengths
         raise broken(name, tokens, "a flat list of token ids") from e
-    if len(tokens) and (values.ndim != 1 or values.dtype.kind not in "iu"):
+    if bool in set(map(type, tokens)) or (len(tokens) and (values.ndim != 1 or values.dtype.kind not in "iu")):
         raise broken(name, tokens, "a flat list of whole numbers")
     bad = np.flatnonzero((values < 0) | (values >= vocab_size))
     if len(bad):
@@ -281,13 +286,13 @@ def _token_array(tokens: Any, name: str, vocab_size: int) -> Int32:
 
 
 def _max_tokens(asked: int | None, prompt: int, max_context: int) -> int:
-    room = max_context - prompt
-    if asked is not None and asked > room:
-        raise UserError(
-            f"sampling_params.max_tokens is {asked}: must be at most {room}, "
-            f"what the context of {max_context} tokens has left after a prompt of {prompt}"
-        )
-    return room if asked is None else asked
+    left = max_context - prompt
+    most = max(left, 1)  # the token after a full context never enters the model
+    if asked is not None and asked > most:
+        rule = f"what the context of {max_context} tokens has left after a prompt of {prompt}"
+        rule = rule if left else "the prompt fills the context and can only be scored"
+        raise UserError(f"sampling_params.max_tokens is {asked}: must be at most {most}, {rule}")
+    return most if asked is None else asked
 
 
 def _stops(stop: Any, vocab_size: int, eos: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -46,6 +46,23 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize(
+    "wish",
+    [
+        {"prompt_logprobs": True},
+        {"topk_prompt_logprobs": 3},
+        {"prompt_alt_tokens_k": 2},
+        {"target_prompt_logprobs": {"data": [1] * 63, "dtype": "int64", "shape": [63, 1]}},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 63},
+    ],
+    ids=lambda wish: " ".join(wish),
+)
+@pytest.mark.parametrize("params", [{}, {"max_tokens": 1}])
+def test_a_prompt_that_fills_the_context_can_be_scored(wish: Any, params: Any) -> None:
+    request = decode(body(params, prompt=[1] * 64, **wish))
+    assert (len(request.prompt_T), request.max_tokens) == (64, 1)
+
+
+@pytest.mark.parametrize(
     ("stop", "tokens", "strings"),
     [
         (None, (9,), ()),
@@ -183,6 +200,14 @@ WRONG = [
     (body(prompt=[1] * 64), "prompt has 64 tokens: must be 1 to 63"),
     (body(prompt=[1, 100]), "prompt.chunks[0].tokens[1] is 100: must be >= 0 and < 100"),
     (body(prompt=[1, -1]), "prompt.chunks[0].tokens[1] is -1: must be"),
+    (body(prompt=[True]), "prompt.chunks[0].tokens is [True]: must be a flat list of whole numbers"),
+    (body(prompt=[1, True]), "prompt.chunks[0].tokens is [1, True]: must be a flat list of whole numbers"),
+    (body({"stop": [True, 1]}), "sampling_params.stop is [True, 1]: must be"),
+    (body(prompt=[1] * 65, prompt_logprobs=True), "prompt has 65 tokens: must be 1 to 64, the model's context"),
+    (
+        body({"max_tokens": 2}, prompt=[1] * 64, prompt_logprobs=True),
+        "sampling_params.max_tokens is 2: must be at most 1, the prompt fills the context and can only be scored",
+    ),
     (body(prompt=[1.5]), "prompt.chunks[0].tokens is [1.5]: must be a flat list of whole numbers"),
     (body(prompt=["a"]), "prompt.chunks[0].tokens is ['a']: must be"),
     (body(prompt=[[1], [1, 2]]), "prompt.chunks[0].tokens is [[1], [1, 2]]: must be a flat list"),

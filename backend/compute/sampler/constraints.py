@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import Constraint
-from tinkerflow.backend.spec.constraints import first_lines, grammar_of, limits, on_large_stack
+from tinkerflow.backend.spec.constraints import describe_error, first_lines, grammar_of, limits, on_large_stack
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -46,9 +46,8 @@ class Matcher:
         self._taken = len(tokens)
         fill_next_token_bitmask(self._matcher, self.allowed.view(np.int32)[None])
         if self._matcher.is_error() or not self.allowed.any():
-            wrong = self._matcher.get_error()
-            told = "no text fulfils it" if "NoExtension" in wrong else first_lines(wrong.removesuffix("<non-verbose/>"))
-            raise UserError(f"sampling_params.constraint cannot be obeyed after {self._taken} tokens: {told}")
+            reason = describe_error(self._matcher.get_error())
+            raise UserError(f"sampling_params.constraint cannot be obeyed after {self._taken} tokens: {reason}")
 
 
 def new_matcher(folder: str | Path, vocab: int, constraint: Constraint) -> Matcher:

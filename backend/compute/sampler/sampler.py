@@ -304,13 +304,13 @@ class Sampler:
         except UserError as error:
             self._failed.append(SampleResult(request.request_id, error=error.message))
             return
-        room = self._max_context - len(request.prompt_T)
-        if room < 1:
-            most = self._max_context - 1
-            text = f"prompt: {len(request.prompt_T)} tokens; must be at most {most}, the capacity of the KV cache"
+        left = self._max_context - len(request.prompt_T)
+        if left < 0:
+            rule = f"must be at most {self._max_context}, the capacity of the KV cache"
+            text = f"prompt: {len(request.prompt_T)} tokens; {rule}"
             self._failed.append(SampleResult(request.request_id, error=text))
             return
-        limit = min(request.max_tokens, room)
+        limit = min(request.max_tokens, max(left, 1))  # the token after a full context never enters the model
         parent = ParentRequest(request, snapshot, limit, scores=prompt_scores(request, self._cfg.vocab))
         if request.images and self._cfg.vision is not None:
             parent.shift = image_shift(self._cfg.vision, request.images)

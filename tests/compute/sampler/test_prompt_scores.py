@@ -86,3 +86,24 @@ def _in_their_share(weights_NV: Any, drawn_Nk: Any, uniforms_Nk: Any) -> bool:
     high = np.take_along_axis(ends, place, 1)
     low = high - np.take_along_axis(padded / padded.sum(-1, keepdims=True), drawn_Nk, 1)
     return bool(((uniforms_Nk >= low - 1e-4) & (uniforms_Nk <= high + 1e-4)).all())
+
+
+def test_a_prompt_that_fills_the_context_is_scored_to_its_last_token(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, log_probs: Any
+) -> None:
+    tokens = prompt(256)
+    wishes = PromptWishes(top=3, targets_TK=np.full((255, 1), 7, np.int32))
+    asked = [
+        ask("scored", tokens, 1, prompt_logprobs=True),
+        replace(ask("all", tokens, 1, prompt_logprobs=True), prompt=wishes),
+        ask("beside", prompt(100), 9),
+    ]
+    results = run_all(qwen.sampler(max_context=256, pages=6), *asked)
+    expected = log_probs(tokens)
+    for name in ("scored", "all"):
+        scored = results[name].prompt_logprobs_T
+        close_logprobs(scored[1:], np.take_along_axis(expected[:-1], np.array(tokens[1:])[:, None], 1)[:, 0], ulps=1024)
+        (sequence,) = results[name].sequences
+        assert sequence.stop_reason == "length" and sequence.tokens_T.tolist() == [int(expected[-1].argmax())]
+    close_logprobs(results["all"].targets_TK[:, 0], expected[:-1, 7], ulps=1024)
+    assert results["beside"].error is None

@@ -399,8 +399,8 @@ def test_a_prompt_for_which_there_are_too_few_pages_is_refused_by_name(
     qwen: Any, ask: Any, run_all: Any, prompt: Any
 ) -> None:
     sampler = qwen.sampler(pages=3)
-    results = run_all(sampler, ask("long", prompt(256), 5), ask("fits", prompt(250), 50))
-    assert results["long"].error == "prompt: 256 tokens; must be at most 255, the capacity of the KV cache"
+    results = run_all(sampler, ask("long", prompt(257), 5), ask("fits", prompt(250), 50))
+    assert results["long"].error == "prompt: 257 tokens; must be at most 256, the capacity of the KV cache"
     assert len(results["fits"].sequences[0].tokens_T) == 6, "as many as there are positions for"
 
 
