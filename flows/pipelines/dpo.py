@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 from prefect import flow
-from pydantic import Field
 
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.tasks.pipelines.data import DataSource
+from tinkerflow.tasks.pipelines.data import Use
 from tinkerflow.tasks.pipelines.forwards import answer_logprobs
-from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.parameters import DpoParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.render import TokenizedExample
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
@@ -25,19 +24,6 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 Examples = Sequence[TokenizedExample]
-
-
-class DpoParameters(PipelineParameters):
-    """Direct preference optimization: chosen answers become likelier than rejected ones."""
-
-    data: DataSource = Field(description="Preferences: a prompt, the chosen and the rejected answer.")
-    held_out: DataSource | None = Field(None, description="Preferences that are measured after each segment.")
-    beta: float = Field(
-        0.1,
-        gt=0,
-        le=10,
-        description="Penalty for leaving the model that the run begins with: higher values stay nearer to it.",
-    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +113,7 @@ async def _reference(trainer: Trainer, name: str, examples: Examples) -> Floats:
 @cancellable
 async def dpo(parameters: DpoParameters) -> TrainingResult:
     """Train like `sft`, on preferences; the reference is the model that the run begins with."""
-    async with prepare("dpo", parameters, "preference") as run:
+    async with prepare(parameters, Use("dpo", ("preference",), parameters.training.max_tokens)) as run:
         key, examples = run.examples("data")
         _, held_out = run.examples("held_out")
         return await train(run, key, DpoRecipe(run, examples, parameters.beta, held_out))

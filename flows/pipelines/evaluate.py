@@ -5,41 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prefect import flow
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
-from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.champions import champion
 from tinkerflow.tasks.pipelines.connection import connect
-from tinkerflow.tasks.pipelines.data import DataSource, check_data, load_rows
-from tinkerflow.tasks.pipelines.parameters import NAME, PipelineParameters, RunParameters
-from tinkerflow.tasks.pipelines.render import Format, Renderer, load_examples, render
+from tinkerflow.tasks.pipelines.data import Use, load_examples, load_rows
+from tinkerflow.tasks.pipelines.parameters import EvaluateParameters, NightlyParameters, SweepParameters
+from tinkerflow.tasks.pipelines.preparation import check_data
+from tinkerflow.tasks.pipelines.render import Renderer
 from tinkerflow.tasks.pipelines.scoring import Scores, score
 
 BASE = "base model"
-_WEIGHTS = r"^(tinker://.+|[^/]+)?$"
-
-
-class EvaluateParameters(RunParameters):
-    """Scores of weights, compared with others, on rows with answers."""
-
-    base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
-    weights: str = Field(
-        "",
-        pattern=_WEIGHTS,
-        description="Sampler weights to evaluate: a tinker:// path, or the id of a training run for its newest ones; "
-        "empty = none.",
-    )
-    against: str = Field(
-        "", pattern=_WEIGHTS, description="Sampler weights to compare with, as `weights`; empty = none."
-    )
-    champion: str = Field(
-        "", pattern=rf"^$|{NAME}", max_length=40, description="A champion to compare with; empty = none."
-    )
-    data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
-    format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")
-    max_tokens: int = Field(48, ge=1, le=4096, description="Longest answer, in tokens.")
 
 
 class EvaluationResult(BaseModel):
@@ -59,9 +37,8 @@ async def evaluate(parameters: EvaluateParameters) -> EvaluationResult:
     return EvaluationResult(scores=scores)
 
 
-def on_held_out(parameters: PipelineParameters) -> EvaluateParameters:
-    """The evaluation of what a fine-tune makes, on its held-out rows."""
-    assert parameters.held_out is not None
+def on_held_out(parameters: NightlyParameters | SweepParameters) -> EvaluateParameters:
+    """The evaluation of a fine-tune's weights on its held-out rows."""
     return EvaluateParameters(
         connection=parameters.connection,
         work=parameters.work,
@@ -81,19 +58,19 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
     """
     work_url = parameters.work_url
     async with connect(parameters.connection) as server:
-        base_model = await server.base_model(parameters.base_model)
-        sampler = await server.service.create_sampling_client(base_model=base_model)
-        renderer = Renderer(sampler.get_tokenizer(), parameters.format)
-        report = check_data(parameters.data, work_url, renderer.special_tokens)
-        if report.schema_name not in ("chat", "prompt_completion"):
-            raise UserError(f"data: schema {report.schema_name}: an evaluation needs rows with answers")
-        rendered = render(report.digest, work_url, renderer, max_tokens=1 << 20)
-        rows, examples = load_rows(work_url, report.digest), load_examples(work_url, rendered.key)
+        model = await server.base_model(parameters.base_model)
+        sampler = await server.service.create_sampling_client(base_model=model.name)
+        renderer = Renderer(sampler.get_tokenizer(), parameters.format, parameters.data.special_tokens)
+        # Scoring samples one token behind each sequence.
+        use = Use("evaluate", ("chat", "prompt_completion"), model.max_context, answer_tokens=1)
+        report = check_data(parameters.data, work_url, renderer, use.within(model.max_context))
+        rows, examples = load_rows(work_url, report), load_examples(work_url, report)
         scores = {}
         paths = {name: await server.sampler_weights(one) if one else "" for name, one in candidates.items()}
         for name, path in paths.items():
             weights = await server.service.create_sampling_client(model_path=path) if path else sampler
-            scored = await score(name, weights, renderer, rows, examples, max_tokens=parameters.max_tokens, shown=8)
+            longest = {"max_tokens": parameters.max_tokens, "max_context": model.max_context}
+            scored = await score(name, weights, renderer, rows, examples, **longest, shown=8)
             scores[name] = scored.model_copy(update={"weights": path})
     return scores
 

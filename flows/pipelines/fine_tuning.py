@@ -160,7 +160,7 @@ def _plan(run: PreparedRun, data: str) -> str:
     )
     for name in ("segment_steps", "state_days"):
         decides["training"].pop(name)
-    return digest(run.pipeline, run.base_model, data, orjson.dumps(decides, option=orjson.OPT_SORT_KEYS))
+    return digest(run.pipeline, run.model.name, data, orjson.dumps(decides, option=orjson.OPT_SORT_KEYS))
 
 
 async def _show(artifacts: RunArtifacts, segments: list[SegmentRecord], lineage: Lineage, weights: str = "") -> None:

@@ -6,32 +6,19 @@ from collections.abc import Mapping
 from typing import Literal
 
 from prefect import flow
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.flows.pipelines.evaluate import BASE, on_held_out, score_all, show_scores
 from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.flows.pipelines.sft import SftParameters, fine_tune
+from tinkerflow.flows.pipelines.sft import fine_tune
 from tinkerflow.tasks.pipelines.approval import approval
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell
 from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
-from tinkerflow.tasks.pipelines.data import DataCheckError, DataSource
-from tinkerflow.tasks.pipelines.parameters import NAME
-from tinkerflow.tasks.pipelines.scoring import Metric, Scores
-
-
-class NightlyParameters(SftParameters):
-    """A fine-tune whose result is promoted only if it is better."""
-
-    held_out: DataSource = Field(description="Rows on which the result and the champion are compared.")
-    champion: str = Field(pattern=NAME, max_length=40, description="The name under which the best weights are kept.")
-    metric: Metric = Field("loss", description="The score that decides.")
-    margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
-    approval_hours: float = Field(
-        0.0, ge=0, le=720, description="Hours in which a person must approve a better result, on the page of its "
-        "run; after them the champion stays. 0 = nobody is asked."
-    )  # fmt: skip
+from tinkerflow.tasks.pipelines.data import DataCheckError
+from tinkerflow.tasks.pipelines.parameters import NightlyParameters
+from tinkerflow.tasks.pipelines.scoring import Scores
 
 
 class NightlyResult(BaseModel):

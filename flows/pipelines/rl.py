@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 from prefect import flow
-from pydantic import Field, model_validator
 
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.tasks.pipelines.data import DataSource
-from tinkerflow.tasks.pipelines.environments import environment_maker
-from tinkerflow.tasks.pipelines.parameters import IMPORT, PipelineParameters
+from tinkerflow.tasks.pipelines.data import Use
+from tinkerflow.tasks.pipelines.environments import EnvironmentMaker, environment_maker
+from tinkerflow.tasks.pipelines.parameters import RlParameters, SamplingParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, SampledTurn
-from tinkerflow.tasks.pipelines.rows import Row
+from tinkerflow.tasks.pipelines.rows import Row, Schema
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
@@ -27,46 +26,6 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 _HELD_OUT = 2**32 - 1  # in the seeds of held-out samples, in place of the number of a training step
-
-
-class SamplingParameters(PipelineParameters):
-    """What pipelines share that learn from the model's own samples."""
-
-    group_size: int = Field(8, ge=1, le=1024, description="Answers that are sampled for each prompt of a step.")
-    answer_tokens: int = Field(128, ge=1, le=65536, description="Longest sampled answer, in tokens.")
-    loss: Literal["importance_sampling", "ppo"] = Field("importance_sampling", description="The policy's loss.")
-
-
-class RlParameters(SamplingParameters):
-    """Reinforcement learning: answers with more reward than others to the same prompt become likelier."""
-
-    data: DataSource = Field(description="Prompts; the other fields of a row are for the reward.")
-    held_out: DataSource | None = Field(None, description="Prompts whose reward is measured after each segment.")
-    group_size: int = Field(8, ge=2, le=1024, description="Answers that are sampled for each prompt of a step.")
-    reward: str = Field(
-        "",
-        pattern=IMPORT,
-        description="package.module:function, called with the row's fields and the answer; returns a number.",
-    )
-    environment: str = Field(
-        "",
-        pattern=IMPORT,
-        description="package.module:Class, an Environment (tinkerflow.tasks.pipelines.environments) for "
-        "conversations of several turns; instead of reward.",
-    )
-    max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
-    by_deviation: bool = Field(
-        False, description="Divide a group's advantages by their standard deviation, as the original GRPO does."
-    )
-    kl_coefficient: float = Field(
-        0.0, ge=0, le=100, description="Penalty for leaving the base model; 0 = the divergence is only measured."
-    )
-
-    @model_validator(mode="after")
-    def _one_judge(self) -> Self:
-        if bool(self.reward) == bool(self.environment):
-            raise ValueError("give either reward or environment")
-        return self
 
 
 def group_centred(rewards_G: Sequence[float], *, by_deviation: bool = False) -> Floats:
@@ -161,6 +120,7 @@ class RlRecipe:
         """Groups of conversations, all their turns in order, and each turn's gaps [N] (see `kl_advantages`)."""
         sampler = await client.save_weights_and_get_sampling_client()
         groups = await self.rollouts.groups(sampler, rows, [self.run.parameters.model.seed, step])
+        self.rollouts.refuse_failures(len(self.rows))
         turns = [turn for group in groups for episode in group for turn in episode.turns]
         others = await asyncio.gather(*(turn.logprobs_by(self.other) for turn in turns))
         return groups, turns, [turn.logprobs - other for turn, other in zip(turns, others, strict=True)]
@@ -174,17 +134,39 @@ class RlRecipe:
         }
 
 
+def prompts_of(pipeline: str, parameters: SamplingParameters, extra: frozenset[str] | None) -> Use:
+    """The rows of a pipeline that samples answers to prompts. extra: the other fields that it uses; None = all."""
+    schemas: tuple[Schema, ...] = ("prompt", "prompt_completion", "chat")
+    longest, answer = parameters.training.max_tokens, parameters.answer_tokens
+    return Use(pipeline, schemas, longest, learns=False, extra=extra, answer_tokens=answer)
+
+
+def rollouts_of(
+    run: PreparedRun, parameters: SamplingParameters, make: EnvironmentMaker, max_turns: int = 1
+) -> Rollouts:
+    """The conversations of a run with the environments that `make` makes."""
+    return Rollouts(
+        run.renderer,
+        make,
+        parameters.group_size,
+        parameters.answer_tokens,
+        max_turns,
+        max_context=run.model.max_context,
+        max_bad_fraction=parameters.data.max_bad_fraction,
+    )
+
+
 @flow(name="rl", flow_run_name="rl {parameters.name}")
 @cancellable
 async def rl(parameters: RlParameters) -> TrainingResult:
     """Train like `sft`, on prompts and a reward or an environment for the answers."""
     make = environment_maker(parameters.reward, parameters.environment)
-    async with prepare("rl", parameters, "prompt", "prompt_completion", "chat") as run:
+    async with prepare(parameters, prompts_of("rl", parameters, None)) as run:
         key, rows = run.prompts("data")
         recipe = RlRecipe(
             run,
             rows,
-            Rollouts(run.renderer, make, parameters.group_size, parameters.answer_tokens, parameters.max_turns),
+            rollouts_of(run, parameters, make, parameters.max_turns),
             run.base,
             kl="kl_to_base",
             coefficient=parameters.kl_coefficient,

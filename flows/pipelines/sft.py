@@ -7,26 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from prefect import flow
-from pydantic import Field
 
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.tasks.pipelines.data import DataSource
+from tinkerflow.tasks.pipelines.data import Use
 from tinkerflow.tasks.pipelines.forwards import mean_loss
-from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.parameters import SftParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.render import TokenizedExample
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
     import tinker
-
-
-class SftParameters(PipelineParameters):
-    """Supervised fine-tuning on answers."""
-
-    data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
-    held_out: DataSource | None = Field(None, description="Rows whose loss is measured after each segment.")
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,8 @@ async def sft(parameters: SftParameters) -> TrainingResult:
 
 async def fine_tune(parameters: SftParameters, *, pipeline: str = "sft") -> TrainingResult:
     """Train as the flow `sft` does, for the pipeline `pipeline`. Raises StoppedError when somebody asks to stop."""
-    async with prepare(pipeline, parameters, "chat", "prompt_completion") as run:
+    use = Use(pipeline, ("chat", "prompt_completion", "text"), parameters.training.max_tokens)
+    async with prepare(parameters, use) as run:
         key, examples = run.examples("data")
         _, held_out = run.examples("held_out")
         return await train(run, key, SftRecipe(run, examples, held_out))

@@ -8,55 +8,25 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel
 
 from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.flows.pipelines.evaluate import BASE, on_held_out, score_all
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, run_name
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.flows.pipelines.sft import SftParameters, sft
+from tinkerflow.flows.pipelines.sft import sft
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.control import controlled
-from tinkerflow.tasks.pipelines.data import DataSource
-from tinkerflow.tasks.pipelines.parameters import Parameters
-from tinkerflow.tasks.pipelines.scoring import Metric, Scores
+from tinkerflow.tasks.pipelines.parameters import SftParameters, SweepParameters
+from tinkerflow.tasks.pipelines.scoring import Scores
 from tinkerflow.tasks.pipelines.work import create_json, digest, open_work, read_json
 
-MOST_POINTS = 256
 _SECTIONS = {"rank": "model", "seed": "model"}  # the other parameters of a grid belong to `training`
 _LOGARITHMIC = {"learning_rate"}
-
-
-class GridParameters(Parameters):
-    """The values to try, every combination of them; an empty list = only the value that the fine-tune says."""
-
-    learning_rate: list[Annotated[float, Field(gt=0, le=1)]] = Field([], description="Highest learning rates.")
-    rank: list[Annotated[int, Field(ge=1, le=512)]] = Field([], description="Ranks of the adapter.")
-    batch_size: list[Annotated[int, Field(ge=1, le=65536)]] = Field([], description="Rows of a step.")
-    steps: list[Annotated[int, Field(ge=1, le=1_000_000)]] = Field([], description="Optimizer steps.")
-    seed: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field([], description="Seeds.")
-
-    @model_validator(mode="after")
-    def _some(self) -> Self:
-        size = math.prod(len(values) or 1 for values in self.model_dump().values())
-        if not any(self.model_dump().values()):
-            raise ValueError("list values for at least one parameter")
-        if size > MOST_POINTS:
-            raise ValueError(f"{size} combinations, must be {MOST_POINTS} at most")
-        return self
-
-
-class SweepParameters(SftParameters):
-    """A fine-tune for every combination of some parameters' values; the best is named."""
-
-    held_out: DataSource = Field(description="Rows on which the results are compared.")
-    grid: GridParameters = Field(description="The values to try.")
-    metric: Metric = Field("loss", description="The score that decides.")
-    at_once: int = Field(2, ge=1, le=64, description="Fine-tunes that run at the same time.")
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,40 @@
 """The steps of fine-tuning pipelines: clients of our API through the `tinker` SDK, apart from the engine's operations.
 
-Each step is a Prefect task; tests and notebooks call its `.fn`. Between steps go only names of what is in the work
-folder or on the server, never data.
+Steps of a flow are Prefect tasks; tests and notebooks call their `.fn`. Between steps go only names of what is in the
+work folder or on the server, never data. The names below do not import Prefect.
 """
 
-from tinkerflow.tasks.pipelines.data import DataCheckError, DataReport, DataSource, check_data, load_rows
-from tinkerflow.tasks.pipelines.render import Rendered, Renderer, TokenizedExample, load_examples, render
-from tinkerflow.tasks.pipelines.rows import Message, Row, RowError, Schema, guess_schema, parse_row
+from tinkerflow.tasks.pipelines.data import (
+    DataCheckError,
+    DataReport,
+    Use,
+    check_source,
+    inspect,
+    load_examples,
+    load_rows,
+    read_source,
+)
+from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
+from tinkerflow.tasks.pipelines.rows import Form, Message, Row, RowError, RowReader, Schema, guess_form
+from tinkerflow.tasks.pipelines.sources import DataSource
 
 __all__ = [
     "DataCheckError",
     "DataReport",
     "DataSource",
+    "Form",
     "Message",
-    "Rendered",
     "Renderer",
     "Row",
     "RowError",
+    "RowReader",
     "Schema",
     "TokenizedExample",
-    "check_data",
-    "guess_schema",
+    "Use",
+    "check_source",
+    "guess_form",
+    "inspect",
     "load_examples",
     "load_rows",
-    "parse_row",
-    "render",
+    "read_source",
 ]

@@ -127,12 +127,15 @@ def data_page(name: str, report: DataReport) -> str:
         "schema": report.schema_name,
         "good rows": report.rows,
         "bad rows, left out": report.bad_rows,
+        "too long, left out": report.too_long,
         "duplicates": report.duplicates,
         "characters": report.characters,
+        "tokens": f"{report.tokens}, of which {report.trained_tokens} are trained on",
         "digest": f"`{report.digest}`",
         "quarantine": f"`{report.quarantine}`" if report.quarantine else "empty",
     }
     lines = [f"## {name}: `{report.url}`", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in facts.items())]
+    lines += ["", *(f"- {cell(note)}" for note in report.notes)] if report.notes else []
     if report.first_errors:
         lines += ["", "| row | error |", "|---|---|"]
         lines += [f"| {cell(bad.where)} | {cell(bad.error)} |" for bad in report.first_errors]

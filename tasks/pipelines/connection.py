@@ -15,6 +15,7 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 from pydantic import Field, SecretStr
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 60.0  # the most that the end of a session is waited for
+_NO_LIMIT = 2**31  # tokens, for a server that does not report its limit
 API_KEY = "tml-local"  # accepted by a server on loopback that has no keys
 
 
@@ -37,19 +39,32 @@ class TinkerflowConnection(Block):
 
 
 @dataclass(frozen=True)
+class OfferedModel:
+    """A base model that the server offers. max_context: longest sequence in tokens."""
+
+    name: str
+    max_context: int
+
+
+@dataclass(frozen=True)
 class ServerClients:
     """The SDK's two clients of one Tinkerflow server."""
 
     service: tinker.ServiceClient
     rest: tinker.RestClient
 
-    async def base_model(self, wanted: str) -> str:
-        """The name of the base model to use; UserError when the server does not offer `wanted`."""
+    async def base_model(self, wanted: str) -> OfferedModel:
+        """The base model to use; "" = the first. UserError when the server does not offer `wanted`."""
         capabilities = await self.rest.get_server_capabilities()
-        offered = [model.model_name for model in capabilities.supported_models if model.model_name]
+        offered = {
+            model.model_name: OfferedModel(model.model_name, model.max_context_length or _NO_LIMIT)
+            for model in capabilities.supported_models
+            if model.model_name
+        }
         if wanted and wanted not in offered:
-            raise UserError(f"model.base_model {wanted!r}: the server offers {', '.join(offered)}")
-        return wanted or offered[0]
+            names = f"{', '.join(offered)}{did_you_mean(wanted, offered)}"
+            raise UserError(f"model.base_model {wanted!r}: the server offers {names}")
+        return offered[wanted] if wanted else next(iter(offered.values()))
 
     async def sampler_weights(self, wanted: str) -> str:
         """The path of sampler weights: of a tinker:// path itself, of a training run's id that of its newest ones.

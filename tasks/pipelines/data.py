@@ -1,44 +1,52 @@
-"""The data check: read and validate rows, store the good ones under a digest, and quarantine bad ones with errors."""
+"""The data check: read rows, validate and tokenize them, and keep bad rows apart with their errors."""
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 from collections import Counter
-from collections.abc import Sequence
-from itertools import islice
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 
+import numpy as np
 import orjson
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines.rows import Row, RowError, Schema, guess_schema, parse_row
-from tinkerflow.tasks.pipelines.sources import RawRow, read_rows
+from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
+from tinkerflow.tasks.pipelines.rows import ALL_FIELDS, Form, Row, RowError, RowReader, Schema, guess_form, shorten
+from tinkerflow.tasks.pipelines.sources import DataSource, Item, RawRow, read_rows
 from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
 
+log = logging.getLogger(__name__)
+
 _SHOWN_ERRORS = 20
+_QUARANTINED = 20_000  # characters of a bad row that the quarantine keeps
+_GUESSED_FROM = 100  # rows
 
 
-class DataSource(BaseModel):
-    """Where rows come from, and the checks that they must pass."""
+@dataclass(frozen=True)
+class Use:
+    """What a pipeline does with the rows of a data set.
 
-    model_config = ConfigDict(extra="forbid")
+    name: of the pipeline. schemas: the schemas that it takes. max_tokens: longest sequence, or longest prompt. learns:
+    it trains on (or scores) the answers of rows; otherwise it uses their prompts, and samples answers. extra: the other
+    fields that it uses; None = all. answer_tokens: longest sampled answer, which shares the context with its prompt.
+    """
 
-    url: str = Field(
-        min_length=1,
-        description="A .jsonl or .parquet file, a folder of them, or a folder by datasets' save_to_disk; a path or any "
-        "fsspec URL (gs://, s3://, hf://, https://). Or journal://?rated=true&since=7d: answers that people rated.",
-    )
-    split: str = Field("", description="In a folder: read only what is named for this split, such as 'train'.")
-    kind: Literal["auto", "chat", "prompt_completion", "preference", "prompt"] = Field(
-        "auto", title="Schema", description="The fields of a row; auto: the schema of the first row that fits any."
-    )
-    limit: int = Field(0, ge=0, description="Most rows to read; 0 = all.")
-    max_bad_fraction: float = Field(
-        0.02, ge=0, le=1, description="Share of rows that may be wrong and are left out; the check fails when more are."
-    )
-    min_rows: int = Field(1, ge=1, description="The check fails when fewer good rows than this are left.")
+    name: str
+    schemas: tuple[Schema, ...]
+    max_tokens: int
+    learns: bool = True
+    extra: frozenset[str] | None = frozenset()
+    answer_tokens: int = 0
+
+    def within(self, max_context: int) -> Use:
+        """The same for a model with so long a context: longer sequences would be refused."""
+        return replace(self, max_tokens=max(2, min(self.max_tokens, max_context - self.answer_tokens)))
 
 
 class BadRow(BaseModel):
@@ -52,14 +60,21 @@ class DataReport(BaseModel):
     """The result of a check. digest: names the good rows by content; `load_rows` reads them from the work folder."""
 
     url: str
+    form: str = Field("", description="how the rows are written")
     schema_name: str
     digest: str
     rows: int
     bad_rows: int
+    too_long: int = Field(0, description="sequences over max_tokens, which are left out")
     duplicates: int = Field(description="good rows that are the same as an earlier one; they stay")
     characters: int
+    tokens: int = 0
+    trained_tokens: int = 0
+    lengths: list[int] = Field([], description="tokens of a sequence: shortest, median, 95th percentile, longest")
+    notes: list[str] = Field([], description="parts of good rows that are not trained on")
     first_errors: list[BadRow]
-    quarantine: str = Field(description="key of the file of bad rows in the work folder, empty when there are none")
+    quarantine: str = Field("", description="key of the file of bad rows in the work folder, empty when there are none")
+    tokenized: str = Field("", description="key of the rows' tokens in the work folder, for `load_examples`")
 
 
 class DataCheckError(UserError):
@@ -71,75 +86,210 @@ class DataCheckError(UserError):
         self.report = report
 
 
-@task(name="check data", task_run_name="check data: {source.url}", cache_policy=NO_CACHE)
-def check_data(source: DataSource, work_url: str, forbidden: Sequence[str] = ()) -> DataReport:
-    """Read and validate all rows, and store the good ones in the work folder.
+@dataclass
+class ReadRows:
+    """The rows of a source: `good` ones with their content, and `bad` ones with their errors."""
 
-    forbidden: strings that no text may contain. Raises DataCheckError when more rows are wrong than the source allows,
-    or fewer are good.
+    reader: RowReader
+    good: list[tuple[RawRow, Row]] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)
+    quarantine: list[bytes] = field(default_factory=list)
+
+    def refuse(self, raw: RawRow, error: str) -> None:
+        """Add a bad row."""
+        self.bad.append(BadRow(where=raw.where, error=error))
+        row = {"where": raw.where, "error": error, "row": raw.value}
+        try:
+            text = json.dumps(row, default=repr, skipkeys=True)
+        except RecursionError:
+            text = json.dumps(row | {"row": "nested too deeply"})
+        if len(text) > _QUARANTINED:
+            text = json.dumps(row | {"row": shorten(repr(raw.value), _QUARANTINED)})
+        self.quarantine.append(text.encode())
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """Rows as sequences: those of all rows one after another, and `counts`: how many each row has.
+
+    errors: index of a row -> why it has no tokens. too_long: sequences that were left out.
     """
-    work = open_work(work_url)
-    schema, good, bad = _sort(source, forbidden)
-    lines = [orjson.dumps(row.to_json(), option=orjson.OPT_SORT_KEYS) for row in good]
-    name = digest(schema, *lines)
+
+    examples: Sequence[TokenizedExample]
+    counts: Sequence[int]
+    errors: Mapping[int, str]
+    too_long: int
+
+    def pack(self) -> bytes:
+        """The sequences as one file, for `unpack`."""
+        out = io.BytesIO()
+        np.savez_compressed(
+            out,
+            tokens=np.concatenate([np.zeros(0, np.int32), *(example.tokens for example in self.examples)]),
+            weights=np.concatenate([np.zeros(0, np.float32), *(example.weights for example in self.examples)]),
+            lengths=np.array([len(example.tokens) for example in self.examples], np.int64),
+            counts=np.array(self.counts, np.int64),
+            too_long=np.int64(self.too_long),
+            errors=np.frombuffer(orjson.dumps(sorted(self.errors.items())), np.uint8),
+        )
+        return out.getvalue()
+
+    @staticmethod
+    def unpack(data: bytes) -> Tokenized:
+        """The sequences that `pack` wrote."""
+        with np.load(io.BytesIO(data)) as arrays:
+            tokens, weights, ends = arrays["tokens"], arrays["weights"], np.cumsum(arrays["lengths"])
+            starts = [0, *ends[:-1]]
+            examples = [TokenizedExample(tokens[a:b], weights[a:b]) for a, b in zip(starts, ends, strict=True)]
+            errors = dict(orjson.loads(arrays["errors"].tobytes()))
+            return Tokenized(examples, arrays["counts"].tolist(), errors, int(arrays["too_long"]))
+
+
+def tokenize(rows: Sequence[Row], renderer: Renderer, use: Use) -> Tokenized:
+    """Tokenize rows. Sequences over `use.max_tokens` are left out: whole groups, such as the pair of a preference."""
+    examples: list[TokenizedExample] = []
+    counts, errors, too_long = [], {}, 0
+    for i, row in enumerate(rows):
+        fit: list[TokenizedExample] = []
+        try:
+            groups = renderer.examples(row, use.max_tokens) if use.learns else [[renderer.prompt_example(row)]]
+        except RowError as error:
+            errors[i] = error.message
+        else:
+            for group in groups:
+                if all(len(example.tokens) <= use.max_tokens for example in group):
+                    fit += group
+                else:
+                    too_long += 1
+        examples += fit
+        counts.append(len(fit))
+    return Tokenized(examples, counts, errors, too_long)
+
+
+def read_source(source: DataSource, use: Use, most: int = 0) -> ReadRows:
+    """Read and validate rows, without tokens. most: rows to read; 0 = as many as the source allows."""
+    usable = (*ALL_FIELDS, *(use.extra or ()))
+    for name in source.columns:
+        if use.extra is not None and name not in usable:
+            raise UserError(f"data.columns.{name}: must be one of {', '.join(usable)}{did_you_mean(name, usable)}")
+    items = islice(read_rows(source), most or source.limit or None)
+    first = list(islice(items, _GUESSED_FROM))
+    reader = RowReader("chat", source.columns, frozenset(source.ignore), use.extra, use.name)
+    read = ReadRows(replace(reader, form=_form(source, first, use)))
+    for item in chain(first, items):
+        if isinstance(item, tuple):
+            read.refuse(item[0], item[1].message)
+            continue
+        try:
+            read.good.append((item, read.reader.parse(item.value)))
+        except RowError as error:
+            read.refuse(item, error.message)
+    return read
+
+
+def _form(source: DataSource, first: Sequence[Item], use: Use) -> Form:
+    """The form of most of the first rows, of those forms that the pipeline takes if there are any."""
+    if source.kind != "auto":
+        return source.kind
+    forms = Counter[Form]()
+    for item in first:
+        if isinstance(item, RawRow):
+            try:
+                forms[guess_form(_renamed(item.value, source))] += 1
+            except RowError:
+                continue
+    taken = [form for form in forms if RowReader(form).schema in use.schemas]
+    return max(taken or forms, key=lambda form: forms[form], default=use.schemas[0])
+
+
+def _renamed(raw: object, source: DataSource) -> object:
+    """The row with mapped columns under the names of their fields."""
+    if not isinstance(raw, dict):
+        return raw
+    mapped = {name: raw[column] for name, column in source.columns.items() if column in raw}
+    return {name: value for name, value in raw.items() if name not in source.columns.values()} | mapped
+
+
+def inspect(
+    source: DataSource, renderer: Renderer, use: Use, work_url: str = ""
+) -> tuple[DataReport, ReadRows, Tokenized]:
+    """Read, validate and tokenize all rows. Bad rows are no error here, however many there are.
+
+    work_url: the work folder, in which tokens are kept for the next check of the same rows; "" = nothing is kept.
+    Raises UserError when there is nothing to read, or the rows have a schema that the pipeline does not take.
+    """
+    read, renderer = read_source(source, use), renderer.with_special_tokens(source.special_tokens)
+    schema = read.reader.schema
+    if read.good and schema not in use.schemas:
+        raise UserError(f"data {source.url}: schema {schema}: {use.name} needs {' or '.join(use.schemas)}")
+    lines = [orjson.dumps(row.to_json(), option=orjson.OPT_SORT_KEYS) for _, row in read.good]
+    purpose = [] if use.learns else ["prompts"]
+    key = digest(digest(schema, *lines), renderer.fingerprint, str(use.max_tokens), *purpose)
+    tokenized = _tokenized(work_url, key, [row for _, row in read.good], renderer, use)
+    for i, message in tokenized.errors.items():
+        read.refuse(read.good[i][0], message)
+    read.good = [good for i, good in enumerate(read.good) if i not in tokenized.errors]
+    lines = [line for i, line in enumerate(lines) if i not in tokenized.errors]
+    counts = [count for i, count in enumerate(tokenized.counts) if i not in tokenized.errors]
+    tokenized = replace(tokenized, counts=counts)
+    lengths = [len(example.tokens) for example in tokenized.examples]
+    notes = Counter(note for _, row in read.good for note in _notes(row, use))
     report = DataReport(
         url=source.url,
+        form=read.reader.form,
         schema_name=schema,
-        digest=name,
+        digest=digest(schema, *lines),
         rows=len(lines),
-        bad_rows=len(bad),
+        bad_rows=len(read.bad),
+        too_long=tokenized.too_long,
         duplicates=sum(count - 1 for count in Counter(lines).values()),
-        characters=sum(_characters(row) for row in good),
-        first_errors=[BadRow(where=raw.where, error=error.message) for raw, error in bad[:_SHOWN_ERRORS]],
-        quarantine=_quarantine(work_url, bad),
+        characters=sum(_characters(row) for _, row in read.good),
+        tokens=sum(lengths),
+        trained_tokens=sum(int((example.weights > 0).sum()) for example in tokenized.examples),
+        lengths=[int(n) for n in np.percentile(lengths, (0, 50, 95, 100), method="lower")] if lengths else [],
+        notes=[f"{count} row(s): {note}" for note, count in sorted(notes.items())],
+        first_errors=read.bad[:_SHOWN_ERRORS],
+        tokenized=key,
     )
-    _refuse_bad(source, report)
-    create_once(work, _key(name), b"\n".join(lines) + b"\n")
+    if work_url:
+        create_once(open_work(work_url), _rows_key(report.digest), b"\n".join(lines) + b"\n")
+    return report, read, tokenized
+
+
+def _tokenized(work_url: str, key: str, rows: Sequence[Row], renderer: Renderer, use: Use) -> Tokenized:
+    """The rows' tokens, from the work folder if an earlier check has kept them there."""
+    if not work_url:
+        return tokenize(rows, renderer, use)
+    work = open_work(work_url)
+    try:
+        return Tokenized.unpack(work.read(_tokens_key(key)))
+    except FileNotFoundError:
+        tokenized = tokenize(rows, renderer, use)
+        create_once(work, _tokens_key(key), tokenized.pack())
+        return tokenized
+
+
+def check_source(source: DataSource, work_url: str, renderer: Renderer, use: Use) -> DataReport:
+    """Check all rows of a source, and store the good ones and their tokens in the work folder.
+
+    Raises DataCheckError when more rows are wrong than the source allows, or fewer are good; UserError when no sequence
+    is short enough, or the rows have a schema that the pipeline does not take.
+    """
+    report, read, tokenized = inspect(source, renderer, use, work_url)
+    if read.bad:
+        report.quarantine = f"quarantine/{digest(*read.quarantine)}.jsonl"
+        create_once(open_work(work_url), report.quarantine, b"\n".join(read.quarantine) + b"\n")
+    refuse_bad(source, report)
+    if not tokenized.examples:
+        kind = "sequences" if use.learns else "prompts"
+        raise UserError(f"max_tokens {use.max_tokens}: all {report.too_long} {kind} of {source.url} are longer")
+    for note in report.notes:
+        log.warning("data %s: %s", source.url, note)
     return report
 
 
-def load_rows(work_url: str, data_digest: str) -> list[Row]:
-    """The good rows that a check stored."""
-    return [Row.from_json(orjson.loads(line)) for line in open_work(work_url).read(_key(data_digest)).splitlines()]
-
-
-def _key(name: str) -> str:
-    return f"data/{name}.jsonl"
-
-
-def _sort(source: DataSource, forbidden: Sequence[str]) -> tuple[Schema, list[Row], list[tuple[RawRow, RowError]]]:
-    """The schema of the rows, the good rows, and the bad ones."""
-    schema: Schema | None = None if source.kind == "auto" else source.kind
-    good: list[Row] = []
-    bad: list[tuple[RawRow, RowError]] = []
-    for item in islice(read_rows(source.url, source.split, source.kind), source.limit or None):
-        if isinstance(item, tuple):
-            bad.append(item)
-            continue
-        try:
-            schema = schema or guess_schema(item.value)
-            good.append(parse_row(item.value, schema, forbidden=forbidden))
-        except RowError as error:
-            bad.append((item, error))
-    return schema or "chat", good, bad
-
-
-def _characters(row: Row) -> int:
-    return sum(len(message["content"]) for part in (row.prompt, row.chosen, row.rejected) for message in part)
-
-
-def _quarantine(work_url: str, bad: Sequence[tuple[RawRow, RowError]]) -> str:
-    if not bad:
-        return ""
-    lines = [
-        orjson.dumps({"where": raw.where, "error": error.message, "row": raw.value}, default=repr) for raw, error in bad
-    ]
-    key = f"quarantine/{digest(*lines)}.jsonl"
-    create_once(open_work(work_url), key, b"\n".join(lines) + b"\n")
-    return key
-
-
-def _refuse_bad(source: DataSource, report: DataReport) -> None:
+def refuse_bad(source: DataSource, report: DataReport) -> None:
+    """Raise DataCheckError when more rows are wrong, or fewer good, than the source allows."""
     total = report.rows + report.bad_rows
     first = f"; first: {report.first_errors[0].where}: {report.first_errors[0].error}" if report.first_errors else ""
     if total and report.bad_rows > source.max_bad_fraction * total:
@@ -152,3 +302,42 @@ def _refuse_bad(source: DataSource, report: DataReport) -> None:
         raise DataCheckError(
             f"data {source.url}: {report.rows} good rows, min_rows asks for {source.min_rows}{first}", report
         )
+
+
+def load_rows(work_url: str, report: DataReport) -> list[Row]:
+    """The good rows that a check stored, without those of which every sequence is too long."""
+    work = open_work(work_url)
+    tokenized = Tokenized.unpack(work.read(_tokens_key(report.tokenized)))
+    counts = [count for i, count in enumerate(tokenized.counts) if i not in tokenized.errors]
+    lines = work.read(_rows_key(report.digest)).splitlines()
+    return [Row.from_json(orjson.loads(line)) for line, count in zip(lines, counts, strict=True) if count]
+
+
+def load_examples(work_url: str, report: DataReport) -> Sequence[TokenizedExample]:
+    """The sequences that a check stored."""
+    return Tokenized.unpack(open_work(work_url).read(_tokens_key(report.tokenized))).examples
+
+
+def _rows_key(name: str) -> str:
+    return f"data/{name}.jsonl"
+
+
+def _tokens_key(name: str) -> str:
+    return f"tokens/{name}.npz"
+
+
+def _notes(row: Row, use: Use) -> Iterator[str]:
+    """The parts of a row that the pipeline does not use."""
+    messages = (*row.prompt, *row.chosen)
+    if not use.learns and row.chosen and use.extra is not None:
+        yield f"{use.name} uses the prompt, not the answer"
+    elif use.learns and row.chosen and row.chosen[-1]["role"] != "assistant":
+        yield "the messages behind the last answer are not trained on"
+    linked = any("id" in call for message in messages for call in message.get("tool_calls", ()))
+    if not linked and any("tool_call_id" in message for message in messages):
+        yield "tool_call_id names no tool call of the row"
+
+
+def _characters(row: Row) -> int:
+    messages = (message for part in (row.prompt, row.chosen, row.rejected) for message in part)
+    return len(row.text) + sum(len(message["content"]) for message in messages)

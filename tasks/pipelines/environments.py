@@ -15,7 +15,9 @@ from typing import Any, Protocol
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.rows import Message, Row
 
-Facts = Mapping[str, Any]  # a row's fields, with `prompt` as messages and `completion`, if any, as a text
+# A row's fields: `prompt` as messages; if the row has an answer, its text as `completion` and all its messages as
+# `continuation`; `tools`, if any; and all others as they are.
+Facts = Mapping[str, Any]
 Reward = Callable[[Facts, str], float | Awaitable[float]]
 
 
@@ -66,8 +68,9 @@ def unrewarded(facts: Facts) -> Environment:
 
 def facts_of(row: Row) -> Facts:
     """The facts of a row, for environments and rewards."""
-    completion = {"completion": row.chosen[0]["content"]} if row.chosen else {}
-    return {**row.extra, **completion, "prompt": list(row.prompt)}
+    answer = {"completion": row.chosen[0]["content"], "continuation": list(row.chosen)} if row.chosen else {}
+    tools = {"tools": list(row.tools)} if row.tools else {}
+    return {**row.extra, **answer, **tools, "prompt": list(row.prompt)}
 
 
 def load(field: str, path: str) -> Callable[..., Any]:

@@ -1,17 +1,25 @@
-"""Parameters that pipelines share: pydantic models whose descriptions and bounds make the form in the Prefect UI."""
+"""The parameters of all pipelines: pydantic models whose descriptions and bounds make the form in the Prefect UI.
+
+This module does not import Prefect, so that `tinkerflow run` can refuse a wrong parameter within a second.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tinkerflow.backend.settings import Settings
-from tinkerflow.tasks.pipelines.data import DataSource
 from tinkerflow.tasks.pipelines.render import Format
+from tinkerflow.tasks.pipelines.sources import DataSource
 
 NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
 PATH = r"^(tinker://.+)?$"
+WEIGHTS = r"^(tinker://.+|[^/]+)?$"
+Metric = Literal["loss", "exact_match"]
+MOST_POINTS = 256  # of a sweep
 IMPORT = r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$"
 
 
@@ -51,14 +59,14 @@ class TrainingParameters(Parameters):
 
 
 class SampleParameters(Parameters):
-    """What is sampled after each segment, for people to look at."""
+    """Samples after each segment, for people to look at."""
 
     rows: int = Field(4, ge=0, le=32, description="Prompts: the first of the held-out data, or else of the data.")
     max_tokens: int = Field(48, ge=1, le=4096, description="Longest answer, in tokens.")
 
 
 class RunParameters(Parameters):
-    """What every pipeline is told."""
+    """Parameters of every pipeline."""
 
     name: str = Field(
         "default", pattern=NAME, max_length=40, description="Name of this line of runs: their artifacts follow one "
@@ -76,7 +84,7 @@ class RunParameters(Parameters):
 
 
 class PipelineParameters(RunParameters):
-    """What every training pipeline is told."""
+    """Parameters of every training pipeline."""
 
     resume: str = Field(
         "",
@@ -85,6 +93,154 @@ class PipelineParameters(RunParameters):
     )
     data: DataSource = Field(description="Rows to learn from.")
     held_out: DataSource | None = Field(None, description="Rows that are measured after each segment.")
-    model: ModelParameters = Field(default_factory=ModelParameters, description="What is trained.")
+    model: ModelParameters = Field(default_factory=ModelParameters, description="The model that is trained.")
     training: TrainingParameters = Field(default_factory=TrainingParameters, description="How long and how fast.")
-    samples: SampleParameters = Field(default_factory=SampleParameters, description="What is sampled on the way.")
+    samples: SampleParameters = Field(default_factory=SampleParameters, description="Samples on the way.")
+
+
+class SftParameters(PipelineParameters):
+    """Supervised fine-tuning on answers."""
+
+    data: DataSource = Field(description="Rows with answers (chat, ShareGPT, Alpaca, prompt/completion), or texts.")
+    held_out: DataSource | None = Field(None, description="Rows whose loss is measured after each segment.")
+
+
+class DpoParameters(PipelineParameters):
+    """Direct preference optimization: chosen answers become likelier than rejected ones."""
+
+    data: DataSource = Field(description="Preferences: a prompt, the chosen and the rejected answer.")
+    held_out: DataSource | None = Field(None, description="Preferences that are measured after each segment.")
+    beta: float = Field(
+        0.1,
+        gt=0,
+        le=10,
+        description="Penalty for leaving the model that the run begins with: higher values stay nearer to it.",
+    )
+
+
+class SamplingParameters(PipelineParameters):
+    """Parameters of pipelines that learn from the model's own samples."""
+
+    group_size: int = Field(8, ge=1, le=1024, description="Answers that are sampled for each prompt of a step.")
+    answer_tokens: int = Field(128, ge=1, le=65536, description="Longest sampled answer, in tokens.")
+    loss: Literal["importance_sampling", "ppo"] = Field("importance_sampling", description="The policy's loss.")
+
+
+class RlParameters(SamplingParameters):
+    """Reinforcement learning: answers with more reward than others to the same prompt become likelier."""
+
+    data: DataSource = Field(description="Prompts; the other fields of a row are for the reward.")
+    held_out: DataSource | None = Field(None, description="Prompts whose reward is measured after each segment.")
+    group_size: int = Field(8, ge=2, le=1024, description="Answers that are sampled for each prompt of a step.")
+    reward: str = Field(
+        "",
+        pattern=IMPORT,
+        description="package.module:function, called with the row's fields and the answer; returns a number.",
+    )
+    environment: str = Field(
+        "",
+        pattern=IMPORT,
+        description="package.module:Class, an Environment (tinkerflow.tasks.pipelines.environments) for "
+        "conversations of several turns; instead of reward.",
+    )
+    max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
+    by_deviation: bool = Field(
+        False, description="Divide a group's advantages by their standard deviation, as the original GRPO does."
+    )
+    kl_coefficient: float = Field(
+        0.0, ge=0, le=100, description="Penalty for leaving the base model; 0 = the divergence is only measured."
+    )
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Self:
+        if bool(self.reward) == bool(self.environment):
+            raise ValueError("give either reward or environment")
+        return self
+
+
+class TeacherParameters(Parameters):
+    """The teacher: a model that the server offers, or weights that were trained on one."""
+
+    base_model: str = Field("", description="A model that the server offers; empty = the student's.")
+    weights: str = Field("", pattern=PATH, description="Sampler weights; empty = the base model itself.")
+
+
+class DistillParameters(SamplingParameters):
+    """On-policy distillation: the student learns from the log probabilities that a teacher gives its answers."""
+
+    data: DataSource = Field(description="Prompts, or rows of which only the prompts are used.")
+    held_out: DataSource | None = Field(None, description="Prompts on which the divergence is measured, too.")
+    teacher: TeacherParameters = Field(default_factory=TeacherParameters, description="The model to learn from.")
+
+
+class EvaluateParameters(RunParameters):
+    """Scores of weights, compared with others, on rows with answers."""
+
+    base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
+    weights: str = Field(
+        "",
+        pattern=WEIGHTS,
+        description="Sampler weights to evaluate: a tinker:// path, or the id of a training run for its newest ones; "
+        "empty = none.",
+    )
+    against: str = Field(
+        "", pattern=WEIGHTS, description="Sampler weights to compare with, as `weights`; empty = none."
+    )
+    champion: str = Field(
+        "", pattern=rf"^$|{NAME}", max_length=40, description="A champion to compare with; empty = none."
+    )
+    data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
+    format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")
+    max_tokens: int = Field(48, ge=1, le=4096, description="Longest answer, in tokens.")
+
+
+class NightlyParameters(SftParameters):
+    """A fine-tune whose result is promoted only if it is better."""
+
+    held_out: DataSource = Field(description="Rows on which the result and the champion are compared.")
+    champion: str = Field(pattern=NAME, max_length=40, description="The name under which the best weights are kept.")
+    metric: Metric = Field("loss", description="The score that decides.")
+    margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
+    approval_hours: float = Field(
+        0.0, ge=0, le=720, description="Hours in which a person must approve a better result, on the page of its "
+        "run; after them the champion stays. 0 = nobody is asked."
+    )  # fmt: skip
+
+
+class GridParameters(Parameters):
+    """The values to try, every combination of them; an empty list = only the value of the fine-tune."""
+
+    learning_rate: list[Annotated[float, Field(gt=0, le=1)]] = Field([], description="Highest learning rates.")
+    rank: list[Annotated[int, Field(ge=1, le=512)]] = Field([], description="Ranks of the adapter.")
+    batch_size: list[Annotated[int, Field(ge=1, le=65536)]] = Field([], description="Rows of a step.")
+    steps: list[Annotated[int, Field(ge=1, le=1_000_000)]] = Field([], description="Optimizer steps.")
+    seed: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field([], description="Seeds.")
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        size = math.prod(len(values) or 1 for values in self.model_dump().values())
+        if not any(self.model_dump().values()):
+            raise ValueError("list values for at least one parameter")
+        if size > MOST_POINTS:
+            raise ValueError(f"{size} combinations, must be {MOST_POINTS} at most")
+        return self
+
+
+class SweepParameters(SftParameters):
+    """A fine-tune for every combination of some parameters' values; the best is named."""
+
+    held_out: DataSource = Field(description="Rows on which the results are compared.")
+    grid: GridParameters = Field(description="The values to try.")
+    metric: Metric = Field("loss", description="The score that decides.")
+    at_once: int = Field(2, ge=1, le=64, description="Fine-tunes that run at the same time.")
+
+
+PARAMETERS: Mapping[str, type[RunParameters]] = {
+    "distill": DistillParameters,
+    "dpo": DpoParameters,
+    "evaluate": EvaluateParameters,
+    "nightly": NightlyParameters,
+    "rl": RlParameters,
+    "sft": SftParameters,
+    "sweep": SweepParameters,
+}

@@ -1,24 +1,26 @@
-"""What a training pipeline does before its first step: connect to the server, check the data and render it."""
+"""The start of a training pipeline: connect to the server, check the data and tokenize it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import orjson
+from prefect import task
+from prefect.cache_policies import NO_CACHE
 
-from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
-from tinkerflow.tasks.pipelines.connection import ServerClients, connect
-from tinkerflow.tasks.pipelines.data import DataReport, check_data, load_rows
+from tinkerflow.tasks.pipelines.connection import OfferedModel, ServerClients, connect
+from tinkerflow.tasks.pipelines.data import DataReport, Use, check_source, load_examples, load_rows
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
 from tinkerflow.tasks.pipelines.progress import Sample
-from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample, load_examples, render
-from tinkerflow.tasks.pipelines.rows import Row, Schema
+from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
+from tinkerflow.tasks.pipelines.rows import Row
 from tinkerflow.tasks.pipelines.schedule import batch_of
 from tinkerflow.tasks.pipelines.scoring import greedy_answers
+from tinkerflow.tasks.pipelines.sources import DataSource
 from tinkerflow.tasks.pipelines.work import digest
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class PreparedRun:
     pipeline: str
     parameters: PipelineParameters
     server: ServerClients
-    base_model: str
+    model: OfferedModel
     base: tinker.SamplingClient
     renderer: Renderer
     work_url: str
@@ -44,27 +46,20 @@ class PreparedRun:
     reports: dict[str, DataReport]
 
     def rows(self, dataset: str) -> list[Row]:
-        """The rows of `data` or `held_out`; none when that was not given."""
-        return load_rows(self.work_url, self.reports[dataset].digest) if dataset in self.reports else []
+        """The good rows of `data` or `held_out` that are not too long; none when the data set was not given."""
+        return load_rows(self.work_url, self.reports[dataset]) if dataset in self.reports else []
 
-    def examples(self, dataset: str) -> tuple[str, list[TokenizedExample]]:
-        """The rows of `data` or `held_out` as tokens, after the key under which the work folder keeps them."""
+    def examples(self, dataset: str) -> tuple[str, Sequence[TokenizedExample]]:
+        """The rows of `data` or `held_out` as tokens, after a name for them that plans and checkpoints have."""
         if dataset not in self.reports:
             return "", []
-        longest = self.parameters.training.max_tokens
-        rendered = render(self.reports[dataset].digest, self.work_url, self.renderer, longest)
-        return rendered.key, load_examples(self.work_url, rendered.key)
+        report = self.reports[dataset]
+        return f"rendered/{report.tokenized}.npz", load_examples(self.work_url, report)
 
     def prompts(self, dataset: str) -> tuple[str, list[Row]]:
-        """The rows whose prompts have at most `training.max_tokens` tokens, after a digest of these rows.
-
-        Raises UserError when there are rows, but every prompt is longer.
-        """
-        rows, longest = self.rows(dataset), self.parameters.training.max_tokens
-        fit = [row for row in rows if len(self.renderer.prompt(row.prompt)) <= longest]
-        if rows and not fit:
-            raise UserError(f"training.max_tokens {longest}: all {len(rows)} prompts of {dataset} are longer")
-        return digest(self.renderer.fingerprint, *(orjson.dumps(row.to_json()) for row in fit)), fit
+        """The rows whose prompts are not too long, after a digest of these rows."""
+        rows = self.rows(dataset)
+        return digest(self.renderer.fingerprint, *(orjson.dumps(row.to_json()) for row in rows)), rows
 
     def batch(self, step: int, rows: int) -> list[int]:
         """The indices of the rows of step `step`, of `rows` in all."""
@@ -73,30 +68,36 @@ class PreparedRun:
     async def preview(self, client: tinker.TrainingClient) -> list[Sample]:
         """The greedy answers of the model as it is now to a few prompts, for people to look at."""
         wanted = self.parameters.samples
-        rows = (self.rows("held_out") or self.rows("data"))[: wanted.rows]
+        rows = [row for row in self.rows("held_out") or self.rows("data") if row.prompt][: wanted.rows]
         if not rows:
             return []
         sampler = await client.save_weights_and_get_sampling_client()
-        return await greedy_answers(sampler, self.renderer, rows, max_tokens=wanted.max_tokens)
+        return await greedy_answers(
+            sampler, self.renderer, rows, max_tokens=wanted.max_tokens, max_context=self.model.max_context
+        )
+
+
+@task(name="check data", task_run_name="check data: {source.url}", cache_policy=NO_CACHE)
+def check_data(source: DataSource, work_url: str, renderer: Renderer, use: Use) -> DataReport:
+    """Check and tokenize a data set, as `check_source` does."""
+    return check_source(source, work_url, renderer, use)
 
 
 @asynccontextmanager
-async def prepare(pipeline: str, parameters: PipelineParameters, *schemas: Schema) -> AsyncIterator[PreparedRun]:
+async def prepare(parameters: PipelineParameters, use: Use) -> AsyncIterator[PreparedRun]:
     """Connect to the server, check the data and show the report; the connection lasts for the block.
 
-    Raises DataCheckError when too many rows are wrong, UserError when the data is of none of the `schemas`.
+    use: the pipeline, and what it does with rows; the model's context may lower its `max_tokens`.
+    Raises DataCheckError when too many rows are wrong, UserError when the pipeline does not take the rows.
     """
     work_url = parameters.work_url
-    artifacts = RunArtifacts(f"{pipeline}-{parameters.name}")
+    artifacts = RunArtifacts(f"{use.name}-{parameters.name}")
     async with connect(parameters.connection) as server:
-        base_model = await server.base_model(parameters.model.base_model)
-        base = await server.service.create_sampling_client(base_model=base_model)
-        renderer = Renderer(base.get_tokenizer(), parameters.model.format)
+        model = await server.base_model(parameters.model.base_model)
+        base = await server.service.create_sampling_client(base_model=model.name)
+        renderer = Renderer(base.get_tokenizer(), parameters.model.format, parameters.data.special_tokens)
+        use = use.within(model.max_context + use.learns)  # the last token of a trained sequence is only a target
         sources = {"data": parameters.data} | ({"held_out": parameters.held_out} if parameters.held_out else {})
-        reports: dict[str, DataReport] = {}
-        for dataset, source in sources.items():
-            report = reports[dataset] = check_data(source, work_url, renderer.special_tokens)
-            if report.schema_name not in schemas:
-                raise UserError(f"{dataset}: schema {report.schema_name}: {pipeline} needs {' or '.join(schemas)}")
+        reports = {name: check_data(source, work_url, renderer, use) for name, source in sources.items()}
         await artifacts.data(reports)
-        yield PreparedRun(pipeline, parameters, server, base_model, base, renderer, work_url, artifacts, reports)
+        yield PreparedRun(use.name, parameters, server, model, base, renderer, work_url, artifacts, reports)

@@ -21,7 +21,6 @@ import httpx
 from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.tasks.pipelines.connection import address
 
-SCHEME = "journal://"
 _PAGE = 1000
 _GOOD = 0.5  # a reward above it makes an answer worth imitating
 _AGO = re.compile(r"(\d{1,5})([dh])")

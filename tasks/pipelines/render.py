@@ -1,35 +1,35 @@
-"""Rows as tokens, by the model's own chat template; cached in the work folder by their content."""
+"""Rows as tokens, by the model's own chat template."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-from pydantic import BaseModel
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines.data import load_rows
-from tinkerflow.tasks.pipelines.rows import Message, Row
-from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
+from tinkerflow.tasks.pipelines.rows import Message, Row, RowError
+from tinkerflow.tasks.pipelines.template_check import TemplateCheck, holds_text
+from tinkerflow.tasks.pipelines.work import digest
 
 if TYPE_CHECKING:
     import tinker
     from transformers import PreTrainedTokenizerBase
 
 Format = Literal["chat", "text"]
+SpecialTokens = Literal["text", "tokens"]
 _VERSION = "2"  # of the rules below; part of the cache's keys
+_MARK = re.compile("\ufdd0(\\d+)\ufdd1")  # stands for a special token in a text; these code points are not characters
 
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """The tokens [T] of one sequence, and the weight [T] with which each token is learnt (0: not learnt)."""
+    """The tokens [T] of one sequence, and the weight [T] of each token in the loss (0: not trained on)."""
 
     tokens: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
@@ -51,17 +51,6 @@ class TokenizedExample:
         )
 
 
-class Rendered(BaseModel):
-    """A data set as tokens. key: its place in the work folder, for `load_examples`.
-
-    A preference makes two successive examples: the chosen and the rejected answer. left_out: what was too long.
-    """
-
-    key: str
-    examples: int
-    left_out: int
-
-
 class Renderer:
     """A tokenizer with the rules by which conversations become tokens.
 
@@ -69,21 +58,29 @@ class Renderer:
     after another, then the end-of-text token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, format_: Format = "chat") -> None:
-        """Raise UserError when the format is chat and the tokenizer has no chat template."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, format_: Format = "chat", special_tokens: SpecialTokens = "text"
+    ) -> None:
+        """Raise UserError when the format is chat and the tokenizer has no chat template.
+
+        special_tokens: what `<|im_end|>` in a text of a row becomes: tokens like those of other text, or the special
+        token itself, with which data can end a turn and speak in another role.
+        """
         if format_ == "chat" and not tokenizer.chat_template:
             raise UserError(f"format 'chat': the tokenizer {tokenizer.name_or_path} has no chat template; use 'text'")
         self._tokenizer = tokenizer
         self._format = format_
+        self._special_tokens = special_tokens
+        self._template = TemplateCheck(self._text)
 
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Strings that no text of a data set may contain."""
-        return tuple(sorted({str(token) for token in self._tokenizer.all_special_tokens}))
+    def with_special_tokens(self, special_tokens: SpecialTokens) -> Renderer:
+        """The renderer, with another rule for special tokens in texts."""
+        same = special_tokens == self._special_tokens
+        return self if same else Renderer(self._tokenizer, self._format, special_tokens)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that make the same tokens of the same rows."""
+        """Equal for renderers that make the same tokens of the same rows."""
         rules = getattr(self._tokenizer, "backend_tokenizer", None)
         return digest(
             _VERSION,
@@ -91,9 +88,10 @@ class Renderer:
             str(self._tokenizer.chat_template),
             self.vocabulary,
             rules.to_str() if rules else "",
+            *(["special tokens in texts"] if self._special_tokens == "tokens" else []),
         )
 
-    @property
+    @cached_property
     def vocabulary(self) -> str:
         """Equal for tokenizers whose token ids mean the same."""
         return digest(str(sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])))
@@ -103,27 +101,82 @@ class Renderer:
         """Token ids that end an answer."""
         return [] if self._tokenizer.eos_token_id is None else [int(self._tokenizer.eos_token_id)]
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens that ask for the next assistant message."""
-        return self._tokens(self._text(messages, asking=True))
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Tokens that request the next assistant message.
+
+        Raises RowError when the template refuses the messages, or does not show one of their fields.
+        """
+        text = self._text(messages, tools, asking=True)
+        self._check_fields(messages, tools)
+        return self._tokens(text)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Sampled tokens as text, without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
-    def examples(self, prompt: Sequence[Message], answer: Sequence[Message]) -> list[TokenizedExample]:
-        """The conversation as sequences in which the assistant's messages of `answer` are learnt.
+    def pieces(self, example: TokenizedExample) -> list[tuple[str, bool]]:
+        """The example's text for people: (text, whether it is trained on), in order."""
+        borders = [0, *(np.flatnonzero(np.diff(example.weights > 0)) + 1), len(example.tokens)]
+        return [
+            (str(self._tokenizer.decode(example.tokens[a:b].tolist())), bool(example.weights[a] > 0))
+            for a, b in pairwise(map(int, borders))
+        ]
+
+    def answer_text(self, row: Row) -> str:
+        """The row's first answer as `text` shows a sampled one; "" when the row has none."""
+        if not row.chosen:
+            return ""
+        if not {"tool_calls", "reasoning_content"} & row.chosen[0].keys():
+            return row.chosen[0]["content"].strip()
+        before = self._text(row.prompt, row.tools, asking=True)
+        return self.text(self._tokens(self._text([*row.prompt, row.chosen[0]], row.tools)[len(before) :]))
+
+    def prompt_example(self, row: Row) -> TokenizedExample:
+        """The row's prompt as a sequence without weights; RowError as of `prompt`, and when the row is a plain text."""
+        if not row.prompt:
+            raise RowError("text", row.text, "is no prompt")
+        tokens = self.prompt(row.prompt, row.tools)
+        return TokenizedExample(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
+
+    def examples(self, row: Row, longest_text: int = 0) -> list[list[TokenizedExample]]:
+        """The row as sequences in which the assistant's messages are trained on, in groups that stay together.
 
         Usually this is one sequence. Some templates rewrite earlier turns once there are later ones, for example to
-        drop thoughts. Then there is one sequence for each assistant message, with exactly the tokens before it that
-        sampling sees. Each part between two borders is tokenized separately, as it is when the model is sampled.
+        drop reasoning. Then there is one sequence for each assistant message, with exactly the tokens before it that
+        sampling sees. The two answers of a preference are one group. A text is cut into equal sequences of
+        at most `longest_text` tokens (0 = it is not cut).
+
+        Raises RowError when the template refuses the row, or does not show one of its fields.
         """
-        turns = [i for i, message in enumerate(answer) if message["role"] == "assistant"]
-        asked = [self._text([*prompt, *answer[:i]], asking=True) for i in turns]
-        answered = [self._text([*prompt, *answer[: i + 1]]) for i in turns]
-        for before, after in zip(asked, answered, strict=True):
+        if row.text:
+            tokens = np.array(self._tokens(self._escaped(row.text) + str(self._tokenizer.eos_token or "")), np.int32)
+            parts = np.array_split(tokens, -(-len(tokens) // longest_text) if longest_text else 1)
+            return [[TokenizedExample(part, np.ones(len(part), np.float32))] for part in parts]
+        if not row.rejected:
+            return [[example] for example in self._answered(row.prompt, row.chosen, row.tools)]
+        pair = [self._answered(row.prompt, answer, row.tools) for answer in (row.chosen, row.rejected)]
+        for name, examples in zip(("chosen", "rejected"), pair, strict=True):
+            if len(examples) > 1:
+                rule = "must be one message: the chat template needs a sequence for each turn"
+                raise RowError(name, [message["role"] for message in getattr(row, name)], rule)
+        return [[example for examples in pair for example in examples]]
+
+    def _answered(
+        self, prompt: Sequence[Message], answer: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[TokenizedExample]:
+        """Each part between two borders is tokenized separately, as it is when the model is sampled."""
+        turns = [i for i, message in enumerate(answer) if message["role"] == "assistant" and message.get("weight", 1)]
+        if not turns:
+            raise RowError("messages", [message["role"] for message in answer], "have no answer with a weight over 0")
+        asked = [self._text([*prompt, *answer[:i]], tools, asking=True) for i in turns]
+        answered = [self._text([*prompt, *answer[: i + 1]], tools) for i in turns]
+        for i, before, after in zip(turns, asked, answered, strict=True):
+            name = f"messages[{len(prompt) + i}]"
             if not after.startswith(before):
-                raise UserError("format 'chat': the chat template writes an answer otherwise than it asks for it")
+                raise RowError(name, after[-200:], "the chat template writes an answer otherwise than it asks for it")
+            if not holds_text(after[len(before) :], self._escaped(answer[i]["content"]).strip()):
+                raise RowError(f"{name}.content", answer[i]["content"], "the chat template drops a part of it")
+        self._check_fields([*prompt, *answer[: turns[-1] + 1]], tools)
         if all(later.startswith(earlier) for earlier, later in zip(answered, asked[1:], strict=False)):
             borders = [0, *(len(text) for pair in zip(asked, answered, strict=True) for text in pair)]
             return [self._example(answered[-1], borders)]
@@ -137,77 +190,108 @@ class Renderer:
         for i, (start, end) in enumerate(pairwise(borders)):
             part = self._tokens(text[start:end])
             tokens += part
-            weights += [float(i % 2)] * len(part)  # read, learnt, read, learnt, ...
+            weights += [float(i % 2)] * len(part)  # read, trained on, read, trained on, ...
+        if not any(weights[1:]):
+            raise RowError("messages", text[-200:], "have no token to train on")
         return TokenizedExample(np.array(tokens, np.int32), np.array(weights, np.float32))
 
-    def _text(self, messages: Sequence[Message], *, asking: bool = False) -> str:
+    def _check_fields(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+        if self._format == "chat":
+            self._template.check(messages, tools)
+            return
+        for i, message in enumerate(messages):
+            for key, value in message.items():
+                if key not in ("role", "content", "weight"):
+                    raise RowError(
+                        f"messages[{i}].{key}", value, "format 'text' has no place for it; use format 'chat'"
+                    )
+        if tools:
+            raise RowError("tools", [tool["function"]["name"] for tool in tools], "format 'text' has no place for them")
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, asking: bool = False) -> str:
+        """The conversation by the format's rules; special tokens in its own texts are marks."""
         if self._format == "text":
             end = "" if asking else str(self._tokenizer.eos_token or "")
-            return "".join(message["content"] for message in messages) + end
-        conversation = [{"role": message["role"], "content": message["content"]} for message in messages]
-        return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=asking))
+            return self._escaped("".join(message["content"] for message in messages)) + end
+        conversation = [self._for_template(message) for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                conversation, tools=self._escaped_all(tools) or None, tokenize=False, add_generation_prompt=asking
+            )
+        except Exception as error:  # noqa: BLE001  a template is a program, which can fail in any way
+            raise RowError(
+                "messages", [m["role"] for m in messages], f"the chat template refuses them: {error}"
+            ) from None
+        return str(text)
+
+    def _for_template(self, message: Message) -> dict[str, Any]:
+        """The message under the names that templates have; they differ in their name for reasoning."""
+        shown: dict[str, Any] = {key: value for key, value in message.items() if key != "weight"}
+        if "reasoning_content" in message:
+            shown["thinking"] = message["reasoning_content"]
+        return dict(self._escaped_all(shown))
+
+    @cached_property
+    def _specials(self) -> list[tuple[str, bool, bool]]:
+        """All special tokens, longest first: text, whether spaces before and behind it belong to it."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        tokens = {str(token.content): (token.lstrip, token.rstrip) for token in added if token.special}
+        tokens |= {
+            str(token): (False, False) for token in self._tokenizer.all_special_tokens if str(token) not in tokens
+        }
+        return sorted(((text, *strips) for text, strips in tokens.items() if text), key=lambda one: (-len(one[0]), one))
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        tokens = (
+            (rf"\s*{re.escape(t)}" if left else re.escape(t)) + (r"\s*" if right else "")
+            for t, left, right in self._specials
+        )
+        return re.compile("|".join(["\ufdd0", *tokens]))
+
+    def _escaped(self, text: str) -> str:
+        """The text with a mark for each special token, unless these stay special tokens."""
+        if self._special_tokens == "tokens" or not self._special_pattern.search(text):
+            return text
+        return self._plain_pattern.sub(lambda found: f"\ufdd0{self._marks.index(found[0])}\ufdd1", text)
+
+    @cached_property
+    def _marks(self) -> list[str]:
+        """The texts that marks stand for, by number; the sign that begins a mark has one, too."""
+        return ["\ufdd0", *(text for text, *_ in self._specials)]
+
+    @cached_property
+    def _plain_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._marks)))
+
+    def _escaped_all(self, value: Any) -> Any:
+        match value:
+            case str():
+                return self._escaped(value)
+            case Mapping():
+                return {key: self._escaped_all(held) for key, held in value.items()}
+            case list() | tuple():
+                return [self._escaped_all(held) for held in value]
+        return value
 
     def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """The text's tokens. Special tokens of the template are themselves; marks are text."""
+        if "\ufdd0" not in text:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        tokens: list[int] = []
+        for part, special in self._parts(text):
+            if special:
+                tokens += self._tokenizer.encode(part, add_special_tokens=False)
+            elif part:
+                plain = _MARK.sub(lambda found: self._marks[int(found[1])], part)
+                tokens += self._tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True)
+        return tokens
 
-
-@task(name="render", task_run_name="render {data_digest}", cache_policy=NO_CACHE)
-def render(data_digest: str, work_url: str, renderer: Renderer, max_tokens: int) -> Rendered:
-    """Make tokens of a data set, once for each content, tokenizer and length.
-
-    Sequences longer than `max_tokens` are left out; a preference is left out when one of its two is longer. Raises
-    UserError when none is left.
-    """
-    work = open_work(work_url)
-    key = f"rendered/{digest(data_digest, renderer.fingerprint, str(max_tokens))}.npz"
-    try:
-        data = work.read(key)
-    except FileNotFoundError:
-        rows = load_rows(work_url, data_digest)
-        data = _pack(_render(rows, renderer), max_tokens)
-        create_once(work, key, data)
-    with np.load(io.BytesIO(data)) as arrays:
-        examples, left_out = len(arrays["lengths"]), int(arrays["left_out"])
-    if not examples:
-        raise UserError(f"max_tokens {max_tokens}: all {left_out} sequences of the data are longer")
-    return Rendered(key=key, examples=examples, left_out=left_out)
-
-
-def load_examples(work_url: str, key: str) -> list[TokenizedExample]:
-    """The sequences that `render` stored."""
-    with np.load(io.BytesIO(open_work(work_url).read(key))) as arrays:
-        tokens, weights, ends = arrays["tokens"], arrays["weights"], np.cumsum(arrays["lengths"])
-    starts = [0, *ends[:-1]]
-    return [TokenizedExample(tokens[a:b], weights[a:b]) for a, b in zip(starts, ends, strict=True)]
-
-
-def _render(rows: Sequence[Row], renderer: Renderer) -> list[list[TokenizedExample]]:
-    """Groups of sequences that stay together: the two of a preference; otherwise one sequence each."""
-    groups = []
-    for row in rows:
-        if row.rejected:
-            groups.append([_only(renderer, row.prompt, answer) for answer in (row.chosen, row.rejected)])
-        elif row.chosen:
-            groups += [[example] for example in renderer.examples(row.prompt, row.chosen)]
-    return groups
-
-
-def _only(renderer: Renderer, prompt: Sequence[Message], answer: Sequence[Message]) -> TokenizedExample:
-    examples = renderer.examples(prompt, answer)
-    if len(examples) > 1:
-        raise UserError("preference: the chat template needs a sequence for each turn; give answers of one message")
-    return examples[0]
-
-
-def _pack(groups: Sequence[Sequence[TokenizedExample]], max_tokens: int) -> bytes:
-    fit = [group for group in groups if max(len(example.tokens) for example in group) <= max_tokens]
-    kept = [example for group in fit for example in group]
-    out = io.BytesIO()
-    np.savez_compressed(
-        out,
-        tokens=np.concatenate([np.zeros(0, np.int32), *(example.tokens for example in kept)]),
-        weights=np.concatenate([np.zeros(0, np.float32), *(example.weights for example in kept)]),
-        lengths=np.array([len(example.tokens) for example in kept], np.int64),
-        left_out=np.int64(len(groups) - len(fit)),
-    )
-    return out.getvalue()
+    def _parts(self, text: str) -> list[tuple[str, bool]]:
+        """The text cut at the template's special tokens: (part, whether it is a special token)."""
+        parts, end = [], 0
+        for found in self._special_pattern.finditer(text):
+            if found[0] != "\ufdd0":
+                parts += [(text[end : found.start()], False), (found[0], True)]
+                end = found.end()
+        return [*parts, (text[end:], False)]

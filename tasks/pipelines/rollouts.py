@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.environments import Environment, EnvironmentMaker, checked_reward, facts_of
 from tinkerflow.tasks.pipelines.render import Renderer
-from tinkerflow.tasks.pipelines.rows import Message, Row
+from tinkerflow.tasks.pipelines.rows import Message, Row, shorten
 
 if TYPE_CHECKING:
     import tinker
+
+log = logging.getLogger(__name__)
+
+
+class FailedRowError(Exception):
+    """The environment or the reward of a row failed, or its messages cannot be rendered."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class Episode:
 
     environment: Environment
     messages: list[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
     turns: list[SampledTurn] = field(default_factory=list)
     reward: float = 0.0
     ended: bool = False
@@ -65,7 +75,10 @@ class Episode:
 class Rollouts:
     """How conversations go: `group_size` for each row, with at most `max_turns` answers of at most `max_tokens` tokens.
 
-    Tokens are sampled at temperature 1 from the model's whole distribution, as the losses assume.
+    Tokens are sampled at temperature 1 from the model's whole distribution, as the losses assume. A conversation ends
+    when its next prompt and answer may exceed `max_context` tokens.
+
+    max_bad_fraction: share of rows whose environment or reward may fail; `failures` has their prompts and errors.
     """
 
     renderer: Renderer
@@ -73,18 +86,52 @@ class Rollouts:
     group_size: int
     max_tokens: int
     max_turns: int = 1
+    max_context: int = 2**31
+    max_bad_fraction: float = 0.0
+    failures: dict[str, str] = field(default_factory=dict)
 
     async def groups(
         self, sampler: tinker.SamplingClient, rows: Sequence[Row], seed: Sequence[int]
     ) -> list[list[Episode]]:
-        """A group of conversations for each row, all concurrent. Equal seeds give equal samples of the same model."""
-        return list(await asyncio.gather(*(self._group(sampler, row, [*seed, i]) for i, row in enumerate(rows))))
+        """A group of conversations for each row, all concurrent. Equal seeds give equal samples of the same model.
+
+        A row whose environment fails has no group. Raises UserError when no row has one.
+        """
+        conversations = [self._group(sampler, row, [*seed, i]) for i, row in enumerate(rows)]
+        results = await asyncio.gather(*conversations, return_exceptions=True)
+        for row, result in zip(rows, results, strict=True):
+            if isinstance(result, FailedRowError):
+                self._note_failure(row, result)
+            elif isinstance(result, BaseException):
+                raise result
+        groups = [result for result in results if not isinstance(result, BaseException)]
+        if not groups:
+            raise UserError(f"all {len(rows)} rows of this step failed; first: {next(iter(self.failures.items()))}")
+        return groups
+
+    def refuse_failures(self, rows: int) -> None:
+        """Raise UserError when more of the `rows` rows have failed than max_bad_fraction allows."""
+        if len(self.failures) > self.max_bad_fraction * rows:
+            prompt, error = next(iter(self.failures.items()))
+            allowed = f"max_bad_fraction allows {self.max_bad_fraction:.1%}"
+            raise UserError(f"{len(self.failures)} of {rows} rows failed, {allowed}; first: {prompt!r}: {error}")
+
+    def _note_failure(self, row: Row, error: FailedRowError) -> None:
+        prompt = shorten(row.prompt[-1]["content"])
+        if prompt not in self.failures:
+            self.failures[prompt] = str(error)
+            log.warning("row %r is left out: %s", prompt, error)
 
     async def _group(self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int]) -> list[Episode]:
-        environments = [self.make(facts_of(row)) for _ in range(self.group_size)]
-        episodes = [Episode(environment, list(await environment.begin())) for environment in environments]
+        with _of_row("environment"):
+            environments = [self.make(facts_of(row)) for _ in range(self.group_size)]
+            episodes = [
+                Episode(environment, list(await environment.begin()), tools=row.tools) for environment in environments
+            ]
         for turn in range(self.max_turns):
-            going = [episode for episode in episodes if not episode.ended]
+            going = [episode for episode in episodes if not episode.ended and self._has_space(episode)]
+            if not going:
+                break
             answers = await self._answers(sampler, going, [*seed, turn])
             await asyncio.gather(*(self._take(episode, answer) for episode, answer in zip(going, answers, strict=True)))
         return episodes
@@ -95,7 +142,7 @@ class Rollouts:
         """One answer for each conversation; equal prompts share one request."""
         import tinker
 
-        prompts = [tuple(self.renderer.prompt(episode.messages)) for episode in going]
+        prompts = [tuple(self._prompt(episode)) for episode in going]
         waiting = {}
         for number, prompt in enumerate(dict.fromkeys(prompts)):
             params = tinker.SamplingParams(
@@ -111,10 +158,34 @@ class Rollouts:
             for prompt, sampled in ((prompt, next(sequences[prompt])) for prompt in prompts)
         ]
 
+    def _prompt(self, episode: Episode) -> list[int]:
+        with _of_row("messages"):
+            return self.renderer.prompt(episode.messages, episode.tools)
+
+    def _has_space(self, episode: Episode) -> bool:
+        """Whether the context has space for another answer; the first answer of a conversation must have it."""
+        prompt = self._prompt(episode)
+        fits = len(prompt) + self.max_tokens <= self.max_context
+        if not fits and not episode.turns:
+            tokens = f"{len(prompt)} tokens, and an answer may have {self.max_tokens}"
+            raise FailedRowError(f"the prompt has {tokens}: the context has {self.max_context}")
+        return fits
+
     async def _take(self, episode: Episode, turn: SampledTurn) -> None:
         text = self.renderer.text(turn.answer)
-        reply = await episode.environment.answered(text)
+        with _of_row("reward"):
+            reply = await episode.environment.answered(text)
+            reward = checked_reward(reply.reward)
         episode.turns.append(turn)
-        episode.reward += checked_reward(reply.reward)
+        episode.reward += reward
         episode.messages += [Message(role="assistant", content=text), *reply.messages]
         episode.ended = not reply.messages
+
+
+@contextmanager
+def _of_row(part: str) -> Iterator[None]:
+    """Errors in the block, which are those of a person's code on one row, become FailedRowError."""
+    try:
+        yield
+    except Exception as error:
+        raise FailedRowError(f"{part}: {type(error).__name__}: {error}") from error

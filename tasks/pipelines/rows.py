@@ -1,138 +1,447 @@
-"""Rows of training data: the schemas of rows, and the errors of rows that fit none.
+"""Rows of training data: the forms that a row may have, its content, and the errors of rows that are refused.
 
-    chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-    prompt_completion  {"prompt": TEXT_OR_MESSAGES, "completion": TEXT_OR_MESSAGES}
-    preference         {"prompt": TEXT_OR_MESSAGES, "chosen": TEXT_OR_MESSAGES, "rejected": TEXT_OR_MESSAGES}
-    prompt             {"prompt": TEXT_OR_MESSAGES, ...}      other fields are for the reward, for example "answer"
+    chat               messages: [{role, content, reasoning_content, tool_calls, tool_call_id, name, weight}], tools
+    sharegpt           conversations: [{from, value}], system, tools
+    alpaca             instruction, input, output, system, history
+    preference         chosen, rejected, prompt, tools; without a prompt the answers are conversations that begin alike
+    prompt_completion  prompt, completion, tools
+    prompt             prompt, tools; other fields are for the reward
+    text               text
 
-A text is one message: of the user in a prompt, of the assistant elsewhere.
+A prompt or an answer is a text (one message of the user or the assistant) or a list of messages. A field that is null
+counts as absent. Every other field is used, or the row is refused with the field's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypedDict, get_args
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, time
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, get_args
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
 
-Schema = Literal["chat", "prompt_completion", "preference", "prompt"]
-ROLES = ("system", "user", "assistant", "tool")
-_FIELDS: Mapping[Schema, tuple[str, ...]] = {
+Schema = Literal["chat", "prompt_completion", "preference", "prompt", "text"]
+Form = Literal["chat", "sharegpt", "alpaca", "preference", "prompt_completion", "prompt", "text"]
+Json: TypeAlias = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_DEPTH = 64
+_SHOWN = 80  # characters of a wrong value that an error shows
+_REQUIRED: Mapping[Form, tuple[str, ...]] = {
     "chat": ("messages",),
-    "preference": ("prompt", "chosen", "rejected"),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "preference": ("chosen", "rejected"),
     "prompt_completion": ("prompt", "completion"),
     "prompt": ("prompt",),
+    "text": ("text",),
 }
-_SHOWN = 80  # characters of a wrong value that an error shows
+_OPTIONAL: Mapping[Form, tuple[str, ...]] = {
+    "chat": ("tools",),
+    "sharegpt": ("system", "tools"),
+    "alpaca": ("input", "system", "history"),
+    "preference": ("prompt", "tools"),
+    "prompt_completion": ("tools",),
+    "prompt": ("tools",),
+    "text": (),
+}
+_WRITTEN_AS_JSON = ("messages", "conversations", "tools", "history")  # files without lists store them as JSON texts
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_SPEAKERS = {
+    **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
+    **{"model": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"},
+    **{"function_call": "assistant", "observation": "tool", "tool": "tool", "function": "tool"},
+}
 
 
 class Message(TypedDict):
-    """One turn of a conversation, as chat templates take it."""
+    """One message of a conversation, as chat templates take it; arguments of tool calls are objects."""
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[Json]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    weight: NotRequired[int]
 
 
 class RowError(UserError):
-    """A row fits no schema, or not the given one; the message names the field, the value and the rule."""
+    """A row is refused; the message names the field, the value and the rule."""
 
     def __init__(self, name: str, value: object, rule: str) -> None:
         """`name`: the field, as in messages[2].content."""
-        shown = repr(value)
-        super().__init__(f"{name}: {shown[:_SHOWN] + '...' if len(shown) > _SHOWN else shown}: {rule}")
+        super().__init__(f"{name}: {shorten(repr(value))}: {rule}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of any schema: a conversation, and how it continues.
+    """A row of any schema: a conversation and its continuation, or a text.
 
-    prompt: never trained on. chosen: the continuation, whose assistant messages are learnt; empty when the model
-    answers. rejected: the worse continuation of a preference. extra: all other fields of the row.
+    prompt: messages that are never trained on. chosen: the continuation, whose assistant messages are trained on; empty
+    when the model answers. rejected: the worse continuation of a preference. tools: the tools that may be called, in
+    OpenAI's form. text: a plain text, trained on as a whole. extra: all other fields of the row.
     """
 
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...] = ()
     rejected: tuple[Message, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Json, ...] = ()
+    text: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The row as plain values, for `from_json`."""
-        return asdict(self)
+        optional = {"tools": list(self.tools), "text": self.text}
+        return {
+            "prompt": list(self.prompt),
+            "chosen": list(self.chosen),
+            "rejected": list(self.rejected),
+            "extra": dict(self.extra),
+            **{name: value for name, value in optional.items() if value},
+        }
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Row:
         """The row that `to_json` wrote."""
-        return Row(tuple(value["prompt"]), tuple(value["chosen"]), tuple(value["rejected"]), value["extra"])
+        return Row(
+            tuple(value["prompt"]),
+            tuple(value["chosen"]),
+            tuple(value["rejected"]),
+            value["extra"],
+            tuple(value.get("tools", ())),
+            value.get("text", ""),
+        )
 
 
-def guess_schema(raw: object) -> Schema:
-    """The schema whose fields a row has; RowError when there is none."""
-    names = raw.keys() if isinstance(raw, dict) else ()
-    for schema, fields in _FIELDS.items():
-        if set(fields) <= set(names):
-            return schema
-    known = "; ".join(f"{schema}: {', '.join(fields)}" for schema, fields in _FIELDS.items())
-    raise RowError("row", sorted(names) if names else raw, f"must be an object with the fields of a schema ({known})")
+@dataclass(frozen=True)
+class RowReader:
+    """Rows of one form to their content.
 
-
-def parse_row(raw: object, schema: Schema, *, forbidden: Sequence[str] = ()) -> Row:
-    """Check a row and return its content. Raises RowError when the row does not fit the schema.
-
-    forbidden: strings that no text may contain: the tokenizer's special tokens, with which data could end a turn and
-    speak in another role.
+    form: how the rows are written. columns: field of the form -> column of the data, where they differ. ignore: paths
+    of fields that are left out on purpose, such as `id` or `messages.refusal`; `*` is every field that the form does
+    not have. extra: the other fields that are used; None = all of them. user: the pipeline, for errors.
     """
-    assert schema in get_args(Schema), schema
-    if not isinstance(raw, dict):
-        raise RowError("row", raw, f"must be an object with the fields {', '.join(_FIELDS[schema])}")
-    for name in _FIELDS[schema]:
-        if name not in raw:
-            raise RowError(name, None, f"is missing; a {schema} row has {', '.join(_FIELDS[schema])}")
-    extra = {name: value for name, value in raw.items() if name not in _FIELDS[schema]}
-    if schema == "chat":
-        prompt, chosen = _split(_messages("messages", raw["messages"], "user", forbidden))
-        return Row(prompt, chosen, extra=extra)
-    prompt = _messages("prompt", raw["prompt"], "user", forbidden)
-    match schema:
-        case "prompt":
-            return Row(prompt, extra=extra)
-        case "prompt_completion":
-            return Row(prompt, _answer("completion", raw["completion"], forbidden), extra=extra)
-        case "preference":
-            chosen = _answer("chosen", raw["chosen"], forbidden)
-            rejected = _answer("rejected", raw["rejected"], forbidden)
-            if chosen == rejected:
-                raise RowError("rejected", raw["rejected"], "must differ from chosen")
-            return Row(prompt, chosen, rejected, extra)
+
+    form: Form
+    columns: Mapping[str, str] = field(default_factory=dict)
+    ignore: frozenset[str] = frozenset()
+    extra: frozenset[str] | None = frozenset()
+    user: str = "this form"
+
+    @property
+    def schema(self) -> Schema:
+        """What rows of the form are to pipelines."""
+        same: dict[Form, Schema] = {"sharegpt": "chat", "alpaca": "prompt_completion"}
+        return same.get(self.form) or self.form  # type: ignore[return-value]
+
+    def parse(self, raw: object) -> Row:
+        """The content of a row. RowError when the row does not have the form, or has a field that is not used."""
+        try:
+            values = self._fields(raw)
+        except RecursionError:
+            raise RowError("row", "...", f"must not be nested more than {MAX_DEPTH} levels deep") from None
+        for name in _REQUIRED[self.form]:
+            if values.get(name) is None:
+                raise RowError(name, None, f"is missing; a {self.form} row has {', '.join(_REQUIRED[self.form])}")
+        known = fields_of(self.form)
+        extra = {name: value for name, value in values.items() if name not in known}
+        for name, value in extra.items():
+            if self.extra is not None and name not in self.extra and value is not None:
+                usable = (*known, *self.extra)
+                raise RowError(name, value, f"is not used by {self.user}{did_you_mean(name, usable)}; {_fix(name)}")
+        if self.extra is not None:
+            extra = {name: value for name, value in extra.items() if value is not None}
+        tools = tuple(_tools(values.get("tools")))
+        prompt, chosen, rejected = self._conversation(values)
+        _check_links((*prompt, *chosen))
+        text = _text("text", values["text"]) if self.form == "text" else ""
+        return Row(prompt, chosen, rejected, extra, tools, text)
+
+    def _fields(self, raw: object) -> Json:
+        """The row under the form's names, without ignored fields; every value can be written as JSON."""
+        if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
+            raise RowError("row", raw, f"must be an object with the fields {', '.join(_REQUIRED[self.form])}")
+        values = dict(raw)
+        for name, column in self.columns.items():
+            if column not in raw:
+                raise RowError(column, None, f"is missing; data.columns.{name} names it{did_you_mean(column, raw)}")
+            if name in raw and name not in self.columns.values():
+                raise RowError(name, raw[name], f"is in the row, but data.columns.{name} is {column!r}; {_fix(name)}")
+            values.pop(column, None)
+        values |= {name: raw[column] for name, column in self.columns.items()}
+        for name in _WRITTEN_AS_JSON:
+            if name in fields_of(self.form) and isinstance(values.get(name), str):
+                values[name] = _from_json(name, values[name])
+        if "*" in self.ignore:
+            known = {*fields_of(self.form), *(self.extra or ())}
+            values = {name: value for name, value in values.items() if name in known}
+        return {name: _plain(name, value) for name, value in _without(values, self.ignore, "").items()}
+
+    def _conversation(self, values: Json) -> tuple[tuple[Message, ...], ...]:
+        """The prompt, the continuation, and the rejected continuation."""
+        match self.form:
+            case "chat":
+                return *_split(_messages("messages", values["messages"], "user")), ()
+            case "sharegpt":
+                system = [] if values.get("system") in (None, "") else [{"from": "system", "value": values["system"]}]
+                turns = _list("conversations", values["conversations"])
+                named = [(f"conversations[{i}]", turn) for i, turn in enumerate(turns)]
+                messages = [_turn(name, turn) for name, turn in [*(("system", one) for one in system), *named]]
+                return *_split(tuple(messages)), ()
+            case "alpaca":
+                return _alpaca(values), _answer("output", values["output"]), ()
+            case "prompt_completion":
+                return _messages("prompt", values["prompt"], "user"), _answer("completion", values["completion"]), ()
+            case "preference":
+                return _preference(values)
+            case "prompt":
+                return _messages("prompt", values["prompt"], "user"), (), ()
+            case "text":
+                return (), (), ()
 
 
-def _messages(name: str, value: object, role: str, forbidden: Sequence[str]) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        return (Message(role=role, content=_text(name, value, forbidden)),)
-    if not isinstance(value, Sequence) or not value:
-        raise RowError(name, value, "must be a text or a list of messages, not empty")
-    return tuple(_message(f"{name}[{i}]", message, forbidden) for i, message in enumerate(value))
+def guess_form(raw: object) -> Form:
+    """The form whose required fields a row has; RowError when there is none."""
+    names = [name for name, value in raw.items() if value is not None] if isinstance(raw, dict) else []
+    for form, fields in _REQUIRED.items():
+        if set(fields) <= set(names):
+            return form
+    known = "; ".join(f"{form}: {', '.join(fields)}" for form, fields in _REQUIRED.items())
+    rule = f"must be an object with the fields of a form ({known}); data.columns maps other names to them"
+    raise RowError("row", sorted(map(str, names)) if names else raw, rule)
 
 
-def _message(name: str, value: object, forbidden: Sequence[str]) -> Message:
-    if not isinstance(value, dict):
-        raise RowError(name, value, "must be an object with role and content")
-    if value.get("role") not in ROLES:
-        raise RowError(f"{name}.role", value.get("role"), f"must be one of {', '.join(ROLES)}")
-    return Message(role=value["role"], content=_text(f"{name}.content", value.get("content"), forbidden))
+def fields_of(form: Form) -> tuple[str, ...]:
+    """The names that a form has, the required ones first."""
+    return (*_REQUIRED[form], *_OPTIONAL[form])
 
 
-def _text(name: str, value: object, forbidden: Sequence[str]) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise RowError(name, value, "must be a text that is not blank")
-    for token in forbidden:
-        if token in value:
-            raise RowError(name, value, f"must not hold {token!r}, a special token of the tokenizer")
+ALL_FIELDS = tuple(sorted({name for form in get_args(Form) for name in fields_of(form)}))
+
+
+def shorten(text: str, most: int = _SHOWN) -> str:
+    """The text, cut after `most` characters."""
+    return text[:most] + "..." if len(text) > most else text
+
+
+def path_pattern(path: Iterable[str | int]) -> str:
+    """A path in a row without positions in lists and names of properties, as `data.ignore` has it."""
+    parts: list[str] = []
+    for part in path:
+        if isinstance(part, str):
+            parts.append("*" if parts and parts[-1] in ("properties", "$defs", "arguments") else part)
+    return ".".join(parts)
+
+
+def _fix(path: str) -> str:
+    return f"add {path!r} to data.ignore to train without it"
+
+
+def _known(name: str, value: Json, known: Sequence[str]) -> Json:
+    """The fields of an object that are not null; RowError for a field that is not known."""
+    for key, held in value.items():
+        if key not in known and held is not None:
+            path = "".join(part.partition("]")[2] if "]" in part else part for part in name.split("["))
+            rule = f"is not used{did_you_mean(key, known)}; {_fix(f'{path}.{key}')}"
+            raise RowError(f"{name}.{key}", held, rule)
+    return {key: held for key, held in value.items() if held is not None}
+
+
+def _without(value: Any, ignore: frozenset[str], path: str) -> Any:
+    """The value without the fields whose paths are ignored."""
+    if not ignore:
+        return value
+    if isinstance(value, dict):
+        kept = {}
+        for key, held in value.items():
+            below = path_pattern([*path.split("."), key] if path else [str(key)])
+            if below not in ignore:
+                kept[key] = _without(held, ignore, below)
+        return kept
+    return [_without(held, ignore, path) for held in value] if isinstance(value, list) else value
+
+
+def _plain(name: str, value: Any, depth: int = 0) -> Any:
+    """The value, if JSON can hold it exactly; dates become texts. RowError otherwise."""
+    if depth > MAX_DEPTH:
+        raise RowError(name, "...", f"must not be nested more than {MAX_DEPTH} levels deep")
+    match value:
+        case None | bool():
+            return value
+        case str():
+            if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+                raise RowError(name, value, "must be valid Unicode: it contains half of a surrogate pair")
+            return value
+        case int() if -(2**63) <= value < 2**64:
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case int() | float():
+            raise RowError(name, value, "must be a finite number of at most 64 bits")
+        case dict():
+            for key in value:
+                _plain(f"{name} (a name in it)", key)
+            return {key: _plain(f"{name}.{key}", held, depth + 1) for key, held in value.items()}
+        case list() | tuple():
+            return [_plain(f"{name}[{i}]", held, depth + 1) for i, held in enumerate(value)]
+        case datetime() | date() | time():
+            return value.isoformat()
+    raise RowError(name, value, f"must be a text, a number, a list or an object, not {type(value).__name__}")
+
+
+def _from_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(name, text, f"must be a list, or a list as JSON ({error})") from None
+
+
+def _list(name: str, value: object) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise RowError(name, value, "must be a list, not empty")
     return value
 
 
-def _answer(name: str, value: object, forbidden: Sequence[str]) -> tuple[Message, ...]:
-    messages = _messages(name, value, "assistant", forbidden)
+def _object(name: str, value: object, fields: str) -> Json:
+    if not isinstance(value, dict):
+        raise RowError(name, value, f"must be an object with {fields}")
+    return value
+
+
+def _text(name: str, value: object, *, blank: bool = False) -> str:
+    if not isinstance(value, str) or not (blank or value.strip()):
+        raise RowError(name, value, "must be a text" if blank else "must be a text that is not blank")
+    return value
+
+
+def _messages(name: str, value: object, role: str) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        return (Message(role=role, content=_text(name, value)),)
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise RowError(name, value, "must be a text or a list of messages, not empty")
+    return tuple(_message(f"{name}[{i}]", message) for i, message in enumerate(value))
+
+
+def _message(name: str, raw: object) -> Message:
+    value = _object(name, raw, "role and content")
+    if "from" in value:
+        return _turn(name, value)
+    fields = ("role", "content", "tool_calls", "tool_call_id", "name", "weight", *_REASONING)
+    given = _known(name, value, fields)
+    role = given.get("role")
+    if role not in ROLES:
+        raise RowError(f"{name}.role", role, f"must be one of {', '.join(ROLES)}")
+    for key in ("tool_calls", "weight", *_REASONING):
+        if key in given and role != "assistant":
+            raise RowError(f"{name}.{key}", given[key], "is only for messages of the assistant")
+    if "tool_call_id" in given and role != "tool":
+        raise RowError(f"{name}.tool_call_id", given["tool_call_id"], "is only for messages of the role tool")
+    reasoning = [_text(f"{name}.{key}", given[key], blank=True) for key in _REASONING if key in given]
+    if len(set(reasoning)) > 1:
+        raise RowError(f"{name}.reasoning", reasoning, "must be given once")
+    calls = _calls(f"{name}.tool_calls", given.get("tool_calls", []))
+    blank = role == "tool" or bool(calls) or any(reasoning)
+    message = Message(role=role, content=_content(f"{name}.content", given.get("content"), blank=blank))
+    if any(reasoning):
+        message["reasoning_content"] = reasoning[0]
+    if calls:
+        message["tool_calls"] = calls
+    if "tool_call_id" in given:
+        message["tool_call_id"] = _text(f"{name}.tool_call_id", given["tool_call_id"])
+    if "name" in given:
+        message["name"] = _text(f"{name}.name", given["name"])
+    if "weight" in given:
+        if given["weight"] not in (0, 1) or isinstance(given["weight"], bool):
+            raise RowError(f"{name}.weight", given["weight"], "must be 0 (only read) or 1 (trained on)")
+        if given["weight"] == 0:
+            message["weight"] = 0
+    return message
+
+
+def _content(name: str, value: object, *, blank: bool) -> str:
+    """A message's content as one text: the parts of a list are joined by line breaks."""
+    if value is None and blank:
+        return ""
+    if isinstance(value, list):
+        value = "\n".join(_part(f"{name}[{i}]", part) for i, part in enumerate(value))
+    return _text(name, value, blank=blank)
+
+
+def _part(name: str, raw: object) -> str:
+    part = _object(name, raw, "type and text")
+    if part.get("type") != "text":
+        raise RowError(f"{name}.type", part.get("type"), "must be 'text': pipelines do not train on images or audio")
+    return _text(f"{name}.text", _known(name, part, ("type", "text")).get("text"), blank=True)
+
+
+def _calls(name: str, value: object) -> list[Json]:
+    """Tool calls as templates take them; a call may be {id, type, function: {name, arguments}} or {name, arguments}."""
+    if not isinstance(value, list):
+        raise RowError(name, value, "must be a list of tool calls")
+    calls = []
+    for i, raw in enumerate(value):
+        at = f"{name}[{i}]"
+        call = _object(at, raw, "type and function")
+        given = _known(
+            at, call, ("id", "type", "function") if "function" in call else ("id", "type", "name", "arguments")
+        )
+        if given.get("type", "function") != "function":
+            raise RowError(f"{at}.type", given["type"], "must be 'function'")
+        if "function" in given:
+            at = f"{at}.function"
+            function = _known(at, _object(at, given["function"], "name and arguments"), ("name", "arguments"))
+        else:
+            function = {key: given[key] for key in ("name", "arguments") if key in given}
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _from_json(f"{at}.arguments", arguments) if arguments.strip() else {}
+        if not isinstance(arguments, dict):
+            raise RowError(f"{at}.arguments", arguments, "must be an object, or an object as JSON")
+        named = {"name": _text(f"{at}.name", function.get("name")), "arguments": _plain(f"{at}.arguments", arguments)}
+        id_ = {"id": _text(f"{name}[{i}].id", given["id"])} if "id" in given else {}
+        calls.append({**id_, "type": "function", "function": named})
+    return calls
+
+
+def _tools(value: object) -> list[Json]:
+    """Tools in OpenAI's form; a tool may also be the function itself."""
+    if value is None or value == []:
+        return []
+    tools = []
+    for i, raw in enumerate(_list("tools", value)):
+        at = f"tools[{i}]"
+        tool = _object(at, raw, "type and function")
+        if "function" in tool:
+            given = _known(at, tool, ("type", "function"))
+            if given.get("type", "function") != "function":
+                raise RowError(f"{at}.type", given["type"], "must be 'function'")
+            at, tool = f"{at}.function", _object(f"{at}.function", given["function"], "name and parameters")
+        elif tool.get("type") == "function":
+            tool = {key: held for key, held in tool.items() if key != "type"}
+        _text(f"{at}.name", tool.get("name"))
+        tools.append({"type": "function", "function": {key: held for key, held in tool.items() if held is not None}})
+    return tools
+
+
+def _check_links(messages: Sequence[Message]) -> None:
+    """RowError for the result of a tool call that no earlier message makes, if calls have ids."""
+    ids: set[str] = set()
+    for i, message in enumerate(messages):
+        ids |= {call["id"] for call in message.get("tool_calls", []) if "id" in call}
+        if "tool_call_id" in message and ids and message["tool_call_id"] not in ids:
+            rule = f"must be the id of an earlier tool call ({', '.join(sorted(ids))})"
+            raise RowError(f"messages[{i}].tool_call_id", message["tool_call_id"], rule)
+
+
+def _answer(name: str, value: object) -> tuple[Message, ...]:
+    messages = _messages(name, value, "assistant")
     if messages[0]["role"] != "assistant":
         raise RowError(f"{name}[0].role", messages[0]["role"], "must be assistant: it answers the prompt")
     return messages
@@ -142,9 +451,64 @@ def _split(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Me
     """The messages before the first assistant message, and those from it on."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
     if first is None:
-        raise RowError(
-            "messages", [message["role"] for message in messages], "must hold an assistant message to learn from"
-        )
+        roles = [message["role"] for message in messages]
+        raise RowError("messages", roles, "must contain an assistant message to learn from")
     if first == 0:
-        raise RowError("messages[0].role", "assistant", "must be another one: the assistant answers somebody")
+        raise RowError("messages[0].role", "assistant", "must be another role: the assistant answers a message")
     return messages[:first], messages[first:]
+
+
+def _turn(name: str, raw: object) -> Message:
+    """A message of ShareGPT's form. The value of a function_call is the call, or a list of calls, as JSON."""
+    value = _object(name, raw, "from and value")
+    if "from" not in value:
+        return _message(name, value)
+    given = _known(name, value, ("from", "value", "weight"))
+    role = _SPEAKERS.get(str(given["from"]))
+    if role is None:
+        raise RowError(f"{name}.from", given["from"], f"must be one of {', '.join(_SPEAKERS)}")
+    weight = {"weight": given["weight"]} if "weight" in given else {}
+    if given["from"] == "function_call":
+        calls = _from_json(f"{name}.value", _text(f"{name}.value", given.get("value")))
+        return _message(name, {"role": role, "tool_calls": calls if isinstance(calls, list) else [calls], **weight})
+    return _message(name, {"role": role, "content": given.get("value"), **weight})
+
+
+def _alpaca(values: Json) -> tuple[Message, ...]:
+    """The prompt of an Alpaca row: system, history, and the instruction with its input."""
+    messages = []
+    if values.get("system") not in (None, ""):
+        messages.append(Message(role="system", content=_text("system", values["system"])))
+    for i, pair in enumerate(values.get("history") or []):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError(f"history[{i}]", pair, "must be a pair: an instruction and its output")
+        messages.append(Message(role="user", content=_text(f"history[{i}][0]", pair[0])))
+        messages.append(Message(role="assistant", content=_text(f"history[{i}][1]", pair[1])))
+    parts = [_text("instruction", values["instruction"])]
+    if values.get("input") not in (None, ""):
+        parts.append(_text("input", values["input"]))
+    return (*messages, Message(role="user", content="\n\n".join(parts)))
+
+
+def _preference(values: Json) -> tuple[tuple[Message, ...], ...]:
+    """Prompt, chosen and rejected messages; answers that repeat the prompt are cut behind it."""
+    chosen = _messages("chosen", values["chosen"], "assistant")
+    rejected = _messages("rejected", values["rejected"], "assistant")
+    if values.get("prompt") is None:
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+        if not same:
+            raise RowError("prompt", None, "is missing, and chosen and rejected do not begin with the same messages")
+        prompt = chosen[:same]
+        chosen, rejected = chosen[same:], rejected[same:]
+    else:
+        prompt = _messages("prompt", values["prompt"], "user")
+        chosen, rejected = (_behind(prompt, answer) for answer in (chosen, rejected))
+    if chosen == rejected:
+        raise RowError("rejected", values["rejected"], "must differ from chosen")
+    return prompt, _answer("chosen", list(chosen)), _answer("rejected", list(rejected))
+
+
+def _behind(prompt: tuple[Message, ...], answer: tuple[Message, ...]) -> tuple[Message, ...]:
+    repeats = len(answer) > len(prompt) and answer[: len(prompt)] == prompt
+    return answer[len(prompt) :] if repeats else answer

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, Field
 
+from tinkerflow.tasks.pipelines.parameters import Metric
 from tinkerflow.tasks.pipelines.progress import Sample
 from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
 from tinkerflow.tasks.pipelines.rows import Row
@@ -16,30 +17,32 @@ from tinkerflow.tasks.pipelines.rows import Row
 if TYPE_CHECKING:
     import tinker
 
-Metric = Literal["loss", "exact_match"]
-
 
 async def greedy_answers(
-    sampler: tinker.SamplingClient, renderer: Renderer, rows: Sequence[Row], *, max_tokens: int
+    sampler: tinker.SamplingClient, renderer: Renderer, rows: Sequence[Row], *, max_tokens: int, max_context: int
 ) -> list[Sample]:
-    """The greedy answer to each row's prompt, all requested at once."""
+    """The greedy answer to each row's prompt, all requested together.
+
+    max_tokens: of an answer. max_context: of a prompt with its answer.
+    """
     import tinker
 
-    greedy = tinker.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=renderer.stop)
-    futures = [
-        sampler.sample(tinker.ModelInput.from_ints(renderer.prompt(row.prompt)), num_samples=1, sampling_params=greedy)
-        for row in rows
-    ]
+    futures = []
+    for row in rows:
+        prompt = renderer.prompt(row.prompt, row.tools)
+        longest = max(1, min(max_tokens, max_context - len(prompt)))
+        greedy = tinker.SamplingParams(max_tokens=longest, temperature=0.0, stop=renderer.stop)
+        futures.append(sampler.sample(tinker.ModelInput.from_ints(prompt), num_samples=1, sampling_params=greedy))
     answers = [(await future).sequences[0].tokens for future in futures]
     return [
-        Sample(prompt=row.prompt[-1]["content"], answer=renderer.text(tokens), wanted=expected_answer(row))
+        Sample(prompt=row.prompt[-1]["content"], answer=renderer.text(tokens), wanted=expected_answer(row, renderer))
         for row, tokens in zip(rows, answers, strict=True)
     ]
 
 
-def expected_answer(row: Row) -> str:
+def expected_answer(row: Row, renderer: Renderer) -> str:
     """The answer that the row gives; empty when it gives none."""
-    return row.chosen[0]["content"].strip() if row.chosen else str(row.extra.get("answer", ""))
+    return renderer.answer_text(row) if row.chosen else str(row.extra.get("answer", ""))
 
 
 class Scores(BaseModel):
@@ -69,17 +72,19 @@ async def score(
     examples: Sequence[TokenizedExample],
     *,
     max_tokens: int,
+    max_context: int,
     shown: int,
 ) -> Scores:
     """Score the weights of `sampler`.
 
     name: of the weights, for the task run's name. renderer: makes tokens of prompts. rows, examples: the same data, as
-    it is and as tokens. max_tokens: of an answer. shown: how many answers the scores keep.
+    it is and as tokens. max_tokens: of an answer. max_context: of a prompt with its answer. shown: how many answers the
+    scores keep.
     """
     import tinker
 
     futures = [sampler.compute_logprobs(tinker.ModelInput.from_ints(example.tokens.tolist())) for example in examples]
-    answers = await greedy_answers(sampler, renderer, rows, max_tokens=max_tokens)
+    answers = await greedy_answers(sampler, renderer, rows, max_tokens=max_tokens, max_context=max_context)
     total, learnt = 0.0, 0.0
     for example, future in zip(examples, futures, strict=True):
         for logprob, weight in zip(await future, example.weights.tolist(), strict=True):

@@ -1,28 +1,72 @@
 """Where rows come from: files and folders behind any fsspec URL, read one row at a time.
 
-A file ends in .jsonl or .ndjson (also compressed: .gz, .bz2, .xz, .zst), .parquet or .arrow. A folder contains such
-files at any depth, or was written by `save_to_disk` of `datasets`.
+A file ends in .jsonl or .ndjson, .json (a list of rows), .csv or .tsv (the first line names the columns), .txt (one
+text), each also compressed (.gz, .bz2, .xz, .zst), .parquet or .arrow. A folder contains such files at any depth, or
+was written by `save_to_disk` of `datasets`.
+
+A row that cannot be read comes with its error, and the rows behind it follow.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Literal
+from urllib.parse import unquote
 
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
+from pydantic import BaseModel, ConfigDict, Field
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines.rated import SCHEME, rated_rows
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.tasks.pipelines.rows import RowError
 
-_LINES = (".jsonl", ".ndjson")
+JOURNAL = "journal://"
+_LINES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
+_TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+ENDINGS = ".jsonl, .ndjson, .json, .csv, .tsv, .txt (also compressed), .parquet or .arrow"
+MAX_ROW_BYTES = 16 * 2**20
+_MAX_DOCUMENT_BYTES = 2**30  # of a .json file, which is read as a whole
 _BATCH = 1024  # rows of a Parquet file in memory at a time
+
+
+class DataSource(BaseModel):
+    """Where rows come from, how they are written, and the checks that they must pass."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str = Field(
+        min_length=1,
+        description="A file (.jsonl, .json, .csv, .tsv, .txt, .parquet, .arrow), a folder of them, or a folder by "
+        "datasets' save_to_disk; a path or any fsspec URL (gs://, s3://, hf://, https://). Or "
+        "journal://?rated=true&since=7d: answers that people rated.",
+    )
+    split: str = Field("", description="In a folder: read only what is named for this split, such as 'train'.")
+    kind: Literal["auto", "chat", "sharegpt", "alpaca", "preference", "prompt_completion", "prompt", "text"] = Field(
+        "auto", title="Form", description="The form of the rows; auto: the form of the first row that has one."
+    )
+    columns: dict[str, str] = Field(
+        {}, description="Field of the form: name of the column that holds it, as in {prompt: question}."
+    )
+    ignore: list[str] = Field(
+        [],
+        description="Fields to leave out, such as id or messages.refusal; '*' = all that the form does not have. Other "
+        "fields that are not used make a row wrong.",
+    )
+    special_tokens: Literal["text", "tokens"] = Field(
+        "text", description="The tokenizer's special tokens in texts of rows: text = plain text; tokens = themselves."
+    )
+    limit: int = Field(0, ge=0, description="Most rows to read; 0 = all.")
+    max_bad_fraction: float = Field(
+        0.02, ge=0, le=1, description="Share of rows that may be wrong and are left out; the check fails when more are."
+    )
+    min_rows: int = Field(1, ge=1, description="The check fails when fewer good rows than this are left.")
 
 
 @dataclass(frozen=True)
@@ -33,40 +77,63 @@ class RawRow:
     value: object
 
 
-def read_rows(url: str, split: str, kind: str) -> Iterator[RawRow | tuple[RawRow, RowError]]:
-    """All rows behind `url`, in the order of the files' names; a line that is not JSON comes with its error.
+Item = RawRow | tuple[RawRow, RowError]
 
-    split: in a folder, read only files and folders that are named for it (`train`, `train-00000-of-00001.parquet`); ""
-    = all. kind: the schema that rows are made for, where they are made (`journal://`, rated.py).
-    Raises UserError when there is nothing to read.
+
+def read_rows(source: DataSource) -> Iterator[Item]:
+    """All rows of a source, in the order of the files' names; a row that cannot be read comes with its error.
+
+    Raises UserError when there is nothing to read, or a file is damaged.
     """
-    if url.startswith(SCHEME):
-        for number, row in enumerate(rated_rows(url, kind), 1):
+    if source.url.startswith(JOURNAL):
+        from tinkerflow.tasks.pipelines.rated import rated_rows
+
+        for number, row in enumerate(rated_rows(source.url, source.kind), 1):
             yield RawRow(f"feedback:{number}", row)
         return
-    filesystem, path = url_to_fs(url)
+    url = unquote(source.url) if source.url.startswith("file://") else source.url
+    try:
+        filesystem, path = url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"data.url {source.url!r}: {error}") from error
+    for file in _files(filesystem, path, source):
+        try:
+            yield from _read(filesystem, file)
+        except UserError:
+            raise
+        except Exception as error:  # codecs and pyarrow have errors of their own
+            reason = " ".join(str(error).split())
+            raise UserError(f"data.url {source.url!r}: {PurePosixPath(file).name} cannot be read: {reason}") from error
+
+
+def _files(filesystem: AbstractFileSystem, path: str, source: DataSource) -> list[str]:
+    """The files behind a URL; UserError when there are none."""
+    if filesystem.isfile(path):
+        return [path]
     if not filesystem.exists(path):
-        raise UserError(f"data.url {url!r}: does not exist")
-    files = [path] if filesystem.isfile(path) else _files(filesystem, path, split)
-    if not files:
-        named = f" of the split {split!r}" if split else ""
-        raise UserError(f"data.url {url!r}: holds no .jsonl, .parquet or .arrow file{named}")
-    for file in files:
-        yield from _read(filesystem, file)
-
-
-def _files(filesystem: AbstractFileSystem, folder: str, split: str) -> list[str]:
-    saved = _saved_to_disk(filesystem, folder, split)
+        near = did_you_mean(Path(path).name, _names_in(filesystem, str(Path(path).parent)))
+        raise UserError(f"data.url {source.url!r}: does not exist{near}")
+    saved = _saved_to_disk(filesystem, path, source.split)
     if saved is not None:
         return saved
-    found = [path for path in sorted(filesystem.find(folder)) if _kind(path)]
-    if not split:
-        return found
-    below = [(path, path[len(folder) :].strip("/").split("/")) for path in found]
-    return [path for path, parts in below if any(_named_for(part, split) for part in parts)]
+    files = [file for file in sorted(filesystem.find(path)) if _kind(file)]
+    if source.split:
+        parts = {file: file[len(path) :].strip("/").split("/") for file in files}
+        files = [file for file in files if any(_is_named_for(part, source.split) for part in parts[file])]
+    if not files:
+        of_split = f" of the split {source.split!r}" if source.split else ""
+        raise UserError(f"data.url {source.url!r}: contains no file{of_split} that ends in {ENDINGS}")
+    return files
 
 
-def _named_for(part: str, split: str) -> bool:
+def _names_in(filesystem: AbstractFileSystem, folder: str) -> list[str]:
+    try:
+        return [PurePosixPath(name).name for name in filesystem.ls(folder, detail=False)]
+    except OSError:
+        return []
+
+
+def _is_named_for(part: str, split: str) -> bool:
     return part == split or part.startswith((f"{split}-", f"{split}.", f"{split}_"))
 
 
@@ -75,7 +142,7 @@ def _saved_to_disk(filesystem: AbstractFileSystem, folder: str, split: str) -> l
     if filesystem.exists(f"{folder}/dataset_dict.json"):
         splits = json.loads(filesystem.cat_file(f"{folder}/dataset_dict.json"))["splits"]
         if split not in splits and not (split == "" and len(splits) == 1):
-            raise UserError(f"data.split {split!r}: must be one of {', '.join(splits)}")
+            raise UserError(f"data.split {split!r}: must be one of {', '.join(splits)}{did_you_mean(split, splits)}")
         return _saved_to_disk(filesystem, f"{folder}/{split or splits[0]}", "")
     if not filesystem.exists(f"{folder}/state.json"):
         return None
@@ -84,43 +151,148 @@ def _saved_to_disk(filesystem: AbstractFileSystem, folder: str, split: str) -> l
 
 
 def _kind(path: str) -> str:
-    """The kind of a file: `lines`, `parquet`, `arrow`; empty for a file that we do not read."""
+    """The kind of a file: `lines`, `json`, `csv`, `text`, `parquet`, `arrow`; empty for a file that we do not read."""
     name = PurePosixPath(path)
     ending = PurePosixPath(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
-    return "lines" if ending in _LINES else {".parquet": "parquet", ".arrow": "arrow"}.get(name.suffix, "")
+    return _LINES.get(ending, "") or _TABLES.get(name.suffix, "")
 
 
-def _read(filesystem: AbstractFileSystem, path: str) -> Iterator[RawRow | tuple[RawRow, RowError]]:
-    name = PurePosixPath(path).name
-    match _kind(path):
-        case "lines":
-            yield from _lines(filesystem, path, name)
-        case "parquet" | "arrow" as kind:
-            for number, row in enumerate(_table(filesystem, path, kind), 1):
-                yield RawRow(f"{name}:{number}", row)
-        case _:
-            raise UserError(f"data.url: {name}: must end in .jsonl, .ndjson (also compressed), .parquet or .arrow")
+def _read(filesystem: AbstractFileSystem, path: str) -> Iterator[Item]:
+    name, kind = PurePosixPath(path).name, _kind(path)
+    if not kind:
+        raise UserError(f"data.url: {name}: must end in {ENDINGS}")
+    with filesystem.open(path, "rb", compression=fsspec.utils.infer_compression(path)) as file:
+        match kind:
+            case "lines":
+                yield from _lines(file, name)
+            case "json":
+                yield from _document(file, name)
+            case "csv":
+                yield from _csv(file, name, "\t" if ".tsv" in name else ",")
+            case "text":
+                yield _text_row(file, name)
+            case _:
+                yield from _table(file, name, kind)
 
 
-def _lines(filesystem: AbstractFileSystem, path: str, name: str) -> Iterator[RawRow | tuple[RawRow, RowError]]:
-    compression = fsspec.utils.infer_compression(path)
-    with filesystem.open(path, "rb", compression=compression) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{name}:{number}"
-            try:
-                yield RawRow(where, json.loads(line))
-            except ValueError as error:  # also when the bytes are not UTF-8
-                text = line.decode(errors="replace").rstrip("\n")
-                yield RawRow(where, text), RowError("line", text, f"must be JSON ({error})")
+def _lines(file: IO[bytes], name: str) -> Iterator[Item]:
+    number, where = 0, name
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        where = f"{name}:{number}"
+        if len(line) > MAX_ROW_BYTES:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_ROW_BYTES)
+            yield _wrong(where, "", f"must have at most {MAX_ROW_BYTES} bytes")
+        elif number == 1 and line.startswith(b"\xef\xbb\xbf"):
+            yield from _line(where, line[3:])
+        else:
+            yield from _line(where, line)
 
 
-def _table(filesystem: AbstractFileSystem, path: str, kind: str) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa  # here: the import takes half a second, which readers of lines need not wait
+def _line(where: str, line: bytes) -> Iterator[Item]:
+    if line.strip():
+        try:
+            yield RawRow(where, strict_json(line.decode()))
+        except (ValueError, RecursionError) as error:  # also when the bytes are not UTF-8
+            yield _wrong(where, line.decode(errors="replace").rstrip("\n"), f"must be JSON ({error})")
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text. ValueError also for NaN and infinity, and for an object that has a name twice."""
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _wrong(where: str, text: str, rule: str) -> tuple[RawRow, RowError]:
+    return RawRow(where, text), RowError("line", text, rule)
+
+
+def _document(file: IO[bytes], name: str) -> Iterator[Item]:
+    data = file.read(_MAX_DOCUMENT_BYTES + 1)
+    if len(data) > _MAX_DOCUMENT_BYTES:
+        raise UserError(f"data.url: {name}: must have at most {_MAX_DOCUMENT_BYTES} bytes; use .jsonl for more")
+    try:
+        rows = strict_json(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"data.url: {name}: must be JSON ({error})") from error
+    if not isinstance(rows, list):
+        raise UserError(f"data.url: {name}: must be a list of rows; a file with a row on each line ends in .jsonl")
+    for number, row in enumerate(rows, 1):
+        yield RawRow(f"{name}:{number}", row)
+
+
+def _csv(file: IO[bytes], name: str, delimiter: str) -> Iterator[Item]:
+    """Rows of a CSV file; an empty cell counts as absent."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    lines = (line.decode(errors="surrogateescape").removeprefix("\ufeff") for line in file)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        where = f"{name}:{reader.line_num + 1}"
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield _wrong(where, "", f"must be CSV ({error})")
+            continue
+        if not header:
+            header = cells
+            if len(set(header)) < len(header) or not all(header):
+                raise UserError(f"data.url: {name}: the first line must name every column once, not {header}")
+        elif len(cells) != len(header) and cells:
+            yield _wrong(where, delimiter.join(cells), f"must have {len(header)} cells, not {len(cells)}")
+        elif any("\udc80" <= character <= "\udcff" for cell in cells for character in cell):
+            yield _wrong(where, ascii(delimiter.join(cells)), "must be UTF-8")
+        elif cells:
+            yield RawRow(where, {column: cell for column, cell in zip(header, cells, strict=True) if cell})
+
+
+def _text_row(file: IO[bytes], name: str) -> Item:
+    data = file.read(_MAX_DOCUMENT_BYTES + 1)
+    if len(data) > _MAX_DOCUMENT_BYTES:
+        return _wrong(name, "", f"must have at most {_MAX_DOCUMENT_BYTES} bytes")
+    try:
+        return RawRow(name, {"text": data.decode("utf-8-sig")})
+    except UnicodeDecodeError as error:
+        return _wrong(name, repr(data[:80]), f"must be UTF-8 ({error})")
+
+
+def _table(file: IO[bytes], name: str, kind: str) -> Iterator[Item]:
+    import pyarrow as pa  # here: the import takes half a second, which readers of lines do not need
     import pyarrow.parquet as pq
 
-    with filesystem.open(path, "rb") as file:
-        batches = pq.ParquetFile(file).iter_batches(_BATCH) if kind == "parquet" else pa.ipc.open_stream(file)
-        for batch in batches:
-            yield from batch.to_pylist()
+    batches = pq.ParquetFile(file).iter_batches(_BATCH) if kind == "parquet" else pa.ipc.open_stream(file)
+    unreadable = (UnicodeDecodeError, OverflowError, pa.ArrowException)
+    number = 0
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except unreadable:
+            rows = [None] * batch.num_rows
+        for i, row in enumerate(rows):
+            number += 1
+            try:
+                value = batch.slice(i, 1).to_pylist()[0] if row is None else row
+                yield RawRow(f"{name}:{number}", _without_nulls(value))
+            except unreadable as error:
+                yield _wrong(f"{name}:{number}", "", f"must be UTF-8 and values of Python ({error})")
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the fields that a table's columns of objects fill up with nulls."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(held) for name, held in value.items() if held is not None}
+    return [_without_nulls(held) for held in value] if isinstance(value, list) else value

@@ -96,7 +96,7 @@ class Trainer:
             client = await service.create_training_client_from_state(model.start_from, user_metadata=metadata)
         else:
             client = await service.create_lora_training_client(
-                self.run.base_model, rank=model.rank, seed=model.seed, user_metadata=metadata
+                self.run.model.name, rank=model.rank, seed=model.seed, user_metadata=metadata
             )
         self._live = (step, client)
         return client

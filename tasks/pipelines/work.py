@@ -2,7 +2,7 @@
 
     data/<digest>.jsonl           rows that passed their check
     quarantine/<digest>.jsonl     rows that failed it, each with its error
-    rendered/<key>.npz            rows as tokens
+    tokens/<key>.npz              rows as tokens
     progress/<run>/segments/<n>   the segments that a training run has done
     progress/<run>/kept/<name>    measurements before its first step
     champions/<name>/<n>.json     the champions of a name, one after another (backend/catalog/champions.py)

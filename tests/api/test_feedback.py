@@ -12,7 +12,7 @@ from tests.api.conftest import BASE, KEY, Engine, Running
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.spec.commands import SampledSequence, SampleResult
 from tinkerflow.backend.wire import encode_sample
-from tinkerflow.tasks.pipelines import DataSource, check_data, load_rows
+from tinkerflow.tasks.pipelines import DataSource, Use, read_source
 from tinkerflow.tasks.pipelines.rated import rated_rows
 
 pytestmark = pytest.mark.usefixtures("lettered", "engine")
@@ -116,9 +116,7 @@ def test_an_answer_with_a_nul_character_can_be_kept(server: Running, monkeypatch
     assert (shown["answer"], shown["prompt"]) == ("a\N{REPLACEMENT CHARACTER}b", "a\0b")
 
 
-def test_rated_answers_are_rows_for_every_pipeline(
-    server: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_rated_answers_are_rows_for_every_pipeline(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
     good, bad, written, poor = (answered(server, prompt, seed=seed) for prompt, seed in
                                 [("bb", 1), ("bb", 2), ("cc", 3), ("dd", 4)])  # fmt: skip
@@ -146,10 +144,9 @@ def test_rated_answers_are_rows_for_every_pipeline(
         {"prompt": "dd", "answer": ""},
     ]
     assert list(rated_rows(f"journal://?rated=true&since={time.strftime('%Y')}-01-01", "auto"))
-    work = f"file://{tmp_path / 'work'}"
-    report = check_data.fn(DataSource(url=url, kind="preference"), work)
-    assert (report.rows, report.bad_rows) == (2, 0)
-    assert load_rows(work, report.digest)[0].chosen[0]["content"] == said["good"]
+    read = read_source(DataSource(url=url, kind="preference"), Use("dpo", ("preference",), 64))
+    assert (len(read.good), read.bad) == (2, [])
+    assert read.good[0][1].chosen[0]["content"] == said["good"]
 
 
 def test_a_project_rates_as_many_answers_a_day_as_it_may(start: Any, engine: Any) -> None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinkerflow.deployments.tiny_model import make_tiny
-from tinkerflow.tasks.pipelines import Renderer
+from tinkerflow.tasks.pipelines import DataReport, DataSource, Renderer, Row, RowReader, Use, check_source, guess_form
+
+SFT = Use("sft", ("chat", "prompt_completion", "text"), 2048)
+ANY = Use("data check", ("chat", "prompt_completion", "preference", "prompt", "text"), 2048, extra=None)
+
+
+def parse(raw: Any) -> Row:
+    """The content of a row of the form that its fields give; other fields are kept."""
+    return RowReader(guess_form(raw), extra=None).parse(raw)
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +36,17 @@ def renderer(tokenizer: Any) -> Renderer:
 @pytest.fixture
 def work(tmp_path: Path) -> str:
     return f"file://{tmp_path / 'work'}"
+
+
+@pytest.fixture
+def check(tmp_path: Path, work: str, renderer: Renderer) -> Callable[..., DataReport]:
+    """Write rows (values, or lines as text or bytes) to a file, and check them as `use` does."""
+
+    def check(rows: Iterable[Any], use: Use = SFT, **source: Any) -> DataReport:
+        file = tmp_path / "rows.jsonl"
+        lines = [row if isinstance(row, bytes) else row.encode() if isinstance(row, str) else json.dumps(row).encode()
+                 for row in rows]  # fmt: skip
+        file.write_bytes(b"\n".join(lines) + b"\n")
+        return check_source(DataSource(url=str(file), **source), work, renderer, use)
+
+    return check

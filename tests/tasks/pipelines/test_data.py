@@ -1,9 +1,14 @@
-"""Reading every kind of file, and the check: a digest of what is good, a quarantine for what is not."""
+"""Reading every kind of file, and the check: a digest of good rows, a quarantine for bad ones."""
 
 from __future__ import annotations
 
+import bz2
+import csv
 import gzip
+import io
 import json
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +16,59 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.tasks.pipelines.conftest import ANY, SFT
+from tests.tasks.pipelines.row_parts import CALL, TOOL, A, U
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines import DataCheckError, DataSource, check_data, load_rows
+from tinkerflow.tasks.pipelines import (
+    DataCheckError,
+    DataReport,
+    DataSource,
+    Renderer,
+    Use,
+    check_source,
+    load_examples,
+    load_rows,
+)
+from tinkerflow.tasks.pipelines.sources import MAX_ROW_BYTES
 from tinkerflow.tasks.pipelines.work import open_work
 
+Check = Callable[..., DataReport]
 ROWS = [{"prompt": f"{i} + 1?", "completion": str(i + 1)} for i in range(4)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
+def table(rows: list[dict[str, Any]], delimiter: str) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=[*rows[0], "empty"], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return b"\xef\xbb\xbf" + text.getvalue().encode()
+
+
 def saved_to_disk(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """What `datasets.Dataset.save_to_disk` writes: Arrow streams, and state.json that names them."""
+    """Write the files of `datasets.Dataset.save_to_disk`: Arrow streams, and state.json that names them."""
     folder.mkdir(parents=True)
-    table = pa.Table.from_pylist(rows)
-    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as stream:
-        stream.write_table(table)
+    arrow = pa.Table.from_pylist(rows)
+    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), arrow.schema) as stream:
+        stream.write_table(arrow)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
 
 
 def write_everywhere(folder: Path) -> dict[str, tuple[str, str]]:
-    """The same rows in every form: name -> (url, split)."""
-    (folder / "rows.jsonl").write_text(LINES + "\n")
-    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
+    """The same rows in every kind of file: name -> (url, split)."""
+    files: dict[str, bytes] = {
+        "rows.jsonl": b"\xef\xbb\xbf" + LINES.encode() + b"\n",
+        "rows.ndjson.gz": gzip.compress(LINES.encode()),
+        "rows.jsonl.bz2": bz2.compress(LINES.encode()),
+        "rows.jsonl.xz": lzma.compress(LINES.encode()),
+        "rows.json": json.dumps(ROWS).encode(),
+        "rows.csv": table(ROWS, ","),
+        "rows.tsv.gz": gzip.compress(table(ROWS, "\t")),
+        "with space.jsonl": LINES.encode(),
+    }
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
     pq.write_table(pa.Table.from_pylist(ROWS), folder / "rows.parquet")
     hub = folder / "hub" / "data"
     hub.mkdir(parents=True)
@@ -43,72 +79,198 @@ def write_everywhere(folder: Path) -> dict[str, tuple[str, str]]:
     saved_to_disk(folder / "splits" / "test", ROWS[:1])
     (folder / "splits" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     fsspec.filesystem("memory").pipe_file("/everywhere/rows.jsonl", LINES.encode())
-    return {
-        "lines": (str(folder / "rows.jsonl"), ""),
-        "compressed": (f"file://{folder}/rows.jsonl.gz", ""),
-        "parquet": (str(folder / "rows.parquet"), ""),
-        "hub folder": (str(folder / "hub"), "train"),
-        "datasets folder": (str(folder / "saved"), ""),
-        "datasets splits": (str(folder / "splits"), "train"),
-        "any fsspec URL": ("memory://everywhere/rows.jsonl", ""),
+    return {name: (str(folder / name), "") for name in [*files, "rows.parquet", "saved"]} | {
+        "a file's URL": (f"file://{folder}/with%20space.jsonl", ""),
+        "a folder of the hub": (str(folder / "hub"), "train"),
+        "splits of datasets": (str(folder / "splits"), "train"),
+        "another URL": ("memory://everywhere/rows.jsonl", ""),
     }
 
 
-def test_the_same_rows_have_the_same_digest_wherever_they_come_from(tmp_path: Path, work: str) -> None:
+def test_the_same_rows_have_the_same_digest_in_every_kind_of_file(
+    tmp_path: Path, work: str, renderer: Renderer
+) -> None:
     places = write_everywhere(tmp_path)
-    reports = {name: check_data.fn(DataSource(url=url, split=split), work) for name, (url, split) in places.items()}
+    reports = {
+        name: check_source(DataSource(url=url, split=split), work, renderer, SFT)
+        for name, (url, split) in places.items()
+    }
     assert {name: report.rows for name, report in reports.items()} == dict.fromkeys(places, 4)
     assert len({report.digest for report in reports.values()}) == 1
-    rows = load_rows(work, reports["lines"].digest)
+    rows = load_rows(work, reports["rows.csv"])
     assert [row.chosen[0]["content"] for row in rows] == ["1", "2", "3", "4"]
+    # The digests of release 0.2: a run that began with it can be resumed.
+    assert reports["rows.jsonl"].digest == "e2d694653890e672f4e6b1979f224a7e"
+    assert reports["rows.jsonl"].tokenized == "1e9d77aedcb1e7a38309ab08f22b3fa1"
 
 
-def test_a_real_datasets_folder_is_read(tmp_path: Path, work: str) -> None:
+def test_a_real_datasets_folder_with_nested_columns_is_read(tmp_path: Path, work: str, renderer: Renderer) -> None:
     datasets = pytest.importorskip("datasets")
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "real"))
-    assert check_data.fn(DataSource(url=str(tmp_path / "real")), work).rows == 4
+    rows = [{"messages": [U, {**A, "tool_calls": [CALL]}], "tools": [TOOL]}, {"messages": [U, A], "tools": None}]
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "real"))
+    report = check_source(DataSource(url=str(tmp_path / "real")), work, renderer, SFT)
+    assert [row.tools for row in load_rows(work, report)] == [(TOOL,), ()]
 
 
-def test_bad_rows_are_left_out_and_quarantined_with_their_errors(tmp_path: Path, work: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(LINES + "not json\n" + json.dumps({"prompt": "x", "completion": "y<|im_end|>"}) + "\n")
-    source = DataSource(url=str(file), max_bad_fraction=0.5)
-    report = check_data.fn(source, work, ["<|im_end|>"])
-    assert (report.rows, report.bad_rows, report.schema_name) == (4, 2, "prompt_completion")
-    assert [row.where for row in report.first_errors] == ["rows.jsonl:5", "rows.jsonl:6"]
-    kept = [json.loads(line) for line in open_work(work).read(report.quarantine).splitlines()]
-    assert kept[0]["row"] == "not json"
-    assert kept[0]["error"].startswith("line: 'not json': must be JSON")
-    assert kept[1]["row"]["prompt"] == "x"
-    assert "'<|im_end|>', a special token" in kept[1]["error"]
+def test_texts_and_other_forms_and_columns_are_understood(
+    tmp_path: Path, work: str, renderer: Renderer, check: Check
+) -> None:
+    (tmp_path / "book.txt").write_text("Once upon a time. " * 400)
+    report = check_source(DataSource(url=str(tmp_path / "book.txt")), work, renderer, Use("sft", ("text",), 64))
+    assert (report.form, report.rows, report.too_long) == ("text", 1, 0)
+    assert report.lengths[-1] <= 64 and report.trained_tokens == report.tokens
+    assert (
+        check([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]).form == "sharegpt"
+    )
+    assert check([{"instruction": "a", "output": "b"}]).schema_name == "prompt_completion"
+    mapped = check([{"q": "a", "a": "b", "id": 1}], columns={"prompt": "q", "completion": "a"}, ignore=["id"])
+    assert (mapped.form, mapped.rows) == ("prompt_completion", 1)
+    with pytest.raises(UserError, match=r"data\.columns\.promt: must be one of .*did you mean 'prompt'"):
+        check(ROWS, columns={"promt": "q"})
 
 
-def test_too_many_bad_rows_fail_the_check_and_say_how_many(tmp_path: Path, work: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(LINES + "{}\n")
-    with pytest.raises(DataCheckError, match=r"1 of 5 rows are wrong, max_bad_fraction allows 2\.0%; first: rows") as e:
-        check_data.fn(DataSource(url=str(file)), work)
-    assert e.value.report.bad_rows == 1
+GOOD = [{"messages": [U, {**A, "content": f"hello {i}"}]} for i in range(8)]
+BAD: dict[str, Any] = {
+    "not JSON": "not json",
+    "cut off": json.dumps(GOOD[0])[:-3],
+    "a number": "7",
+    "empty object": {},
+    "NaN": '{"messages": NaN}',
+    "a field twice": json.dumps(GOOD[0])[:-1] + ', "messages": []}',
+    "deep": '{"messages": ' + "[" * 300 + "]" * 300 + "}",
+    "very deep": "[" * 200_000 + "]" * 200_000,
+    "not UTF-8": b'{"messages": "\xff\xfe"}',
+    "UTF-16": json.dumps(GOOD[0]).encode("utf-16"),
+    "zero bytes": b"\0" * 100,
+    "half a character": '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}',
+    "long number": '{"messages": ' + "9" * 5000 + "}",
+    "huge": json.dumps({"messages": [U, {**A, "content": "x" * MAX_ROW_BYTES}]}),
+    "wrong types": {"messages": {"role": ["user"], "content": {"a": 1}}},
+    "image that does not decode": {"messages": [{**U, "content": [{"type": "image", "image": "!"}]}, A]},
+    "unknown field": {**GOOD[0], "labels": [1]},
+    "template error": {"messages": [U, {**A, "content": "boom"}]},
+    "blank": {"messages": [U, {**A, "content": " "}]},
+    "too long": {"messages": [U, {**A, "content": "well " * 5000}]},
+}
+
+
+@pytest.mark.parametrize("badness", BAD)
+@pytest.mark.parametrize("at", [0, 4, 8])
+def test_one_bad_row_never_fails_a_check_that_allows_it(
+    check: Check, work: str, tokenizer: Any, badness: str, at: int
+) -> None:
+    rows: list[Any] = [*GOOD[:at], BAD[badness], *GOOD[at:]]
+    kept = tokenizer.chat_template
+    tokenizer.chat_template = kept + "{% if 'boom' in messages[-1].content %}{{ raise_exception('boom') }}{% endif %}"
+    try:
+        report = check(rows, max_bad_fraction=0.2)
+        assert (report.rows - report.too_long, report.bad_rows) == (8, int(badness != "too long"))
+        assert len(load_rows(work, report)) == len(load_examples(work, report)) == 8
+        if badness != "too long":
+            assert report.first_errors[0].where == f"rows.jsonl:{at + 1}"
+            (line,) = open_work(work).read(report.quarantine).splitlines()
+            assert json.loads(line)["error"] == report.first_errors[0].error
+            with pytest.raises(
+                DataCheckError, match=r"1 of 9 rows are wrong, max_bad_fraction allows 2\.0%; first: rows"
+            ):
+                check(rows)
+    finally:
+        tokenizer.chat_template = kept
+
+
+def test_bad_cells_and_lines_of_a_csv_file_and_a_table_are_bad_rows(
+    tmp_path: Path, work: str, renderer: Renderer
+) -> None:
+    lines = [b"prompt,completion", b"a,b", b"a", b"a,b,c", b"\xff,b", b",b", b'"a""b",c', b'a"b,c', b'"never closed,x']
+    (tmp_path / "rows.csv").write_bytes(b"\n".join(lines))
+    found = check_source(DataSource(url=str(tmp_path / "rows.csv"), max_bad_fraction=1), work, renderer, SFT)
+    assert found.rows == 3
+    assert [bad.where for bad in found.first_errors] == [f"rows.csv:{n}" for n in (3, 4, 5, 6, 9)]
+    text = pa.array([b"a", b"\xff", b"c"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": text, "completion": ["x", "y", "z"]}), tmp_path / "rows.parquet")
+    found = check_source(DataSource(url=str(tmp_path / "rows.parquet"), max_bad_fraction=1), work, renderer, SFT)
+    assert (found.rows, [bad.where for bad in found.first_errors]) == (2, ["rows.parquet:2"])
+
+
+def test_tokens_are_made_once_for_each_content(
+    check: Check, work: str, tokenizer: Any, renderer: Renderer, tmp_path: Path
+) -> None:
+    first = check(ROWS)
+    source = DataSource(url=str(tmp_path / "rows.jsonl"))
+
+    class Unused(Renderer):
+        def examples(self, *_: Any) -> Any:
+            raise AssertionError("tokenized again")
+
+    assert check_source(source, work, Unused(tokenizer), SFT) == first
+    other = check_source(source, work, Renderer(tokenizer, "text"), SFT)
+    assert other.tokenized != first.tokenized and other.digest == first.digest
+    with pytest.raises(UserError, match="max_tokens 3: all 4 sequences"):
+        check_source(source, work, renderer, Use("sft", SFT.schemas, 3))
+
+
+def test_a_preference_is_two_sequences_that_stay_together(check: Check, work: str, renderer: Renderer) -> None:
+    rows = [{"prompt": "Hi", "chosen": "Yes.", "rejected": answer} for answer in ("No.", "no " * 90)]
+    report = check(rows, Use("dpo", ("preference",), 64))
+    assert (report.rows, report.too_long) == (2, 1)
+    texts = [renderer.text(e.tokens[e.weights > 0].tolist()) for e in load_examples(work, report)]
+    assert texts == ["Yes.", "No."]
+
+
+def test_prompts_have_no_weights_and_other_fields_are_for_the_reward(check: Check, work: str) -> None:
+    rows = [{"prompt": "a", "answer": 4}, {"prompt": "well " * 90, "answer": 5}]
+    report = check(rows, Use("rl", ("prompt",), 64, learns=False, extra=None))
+    assert (report.rows, report.too_long, report.trained_tokens) == (2, 1, 0)
+    assert [row.extra for row in load_rows(work, report)] == [{"answer": 4}]
+    assert Use("rl", ("prompt",), 64, answer_tokens=16).within(40).max_tokens == 24
+
+
+def test_unused_parts_of_good_rows_are_reported(check: Check) -> None:
+    assert check([{"messages": [U, A, U]}]).notes == [
+        "1 row(s): the messages behind the last answer are not trained on"
+    ]
+    result = {"role": "tool", "content": "4", "tool_call_id": "c9"}
+    assert check([{"messages": [U, A, result, A]}]).notes == ["1 row(s): tool_call_id names no tool call of the row"]
+    distill = Use("distill", ("chat",), 64, learns=False)
+    assert check(GOOD, distill).notes == ["8 row(s): distill uses the prompt, not the answer"]
+
+
+def test_duplicates_are_counted_a_limit_is_kept_and_good_rows_may_be_required(check: Check) -> None:
+    assert check([*ROWS, *ROWS]).duplicates == 4
+    assert check([*ROWS, *ROWS], limit=3).rows == 3
     with pytest.raises(DataCheckError, match="4 good rows, min_rows asks for 10"):
-        check_data.fn(DataSource(url=str(file), max_bad_fraction=1, min_rows=10), work)
+        check(ROWS, min_rows=10)
+    with pytest.raises(UserError, match=r"schema preference: sft needs chat or prompt_completion or text"):
+        check([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    partial = [{"prompt": "a"}, *ROWS]  # the form is that of most rows
+    assert check(partial, ANY, max_bad_fraction=1).form == "prompt_completion"
 
 
-def test_duplicates_are_counted_and_a_limit_is_kept(tmp_path: Path, work: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(LINES + LINES)
-    assert check_data.fn(DataSource(url=str(file)), work).duplicates == 4
-    assert check_data.fn(DataSource(url=str(file), limit=3), work).rows == 3
-
-
-def test_what_cannot_be_read_is_named(tmp_path: Path, work: str) -> None:
-    (tmp_path / "rows.csv").write_text("a,b\n")
+def test_an_error_names_the_file_that_cannot_be_read(tmp_path: Path, work: str, renderer: Renderer) -> None:
+    places = write_everywhere(tmp_path)
+    files = {
+        "rows.xml": b"<a/>",
+        "bad.jsonl.gz": gzip.compress(LINES.encode())[:-20],
+        "bad.jsonl.xz": b"no xz",
+        "bad.parquet": b"PAR1",
+        "bad.json": b"{}",
+        "twice.csv": b"a,a\n1,2\n",
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
     for url, split, message in (
-        (tmp_path / "gone", "", "does not exist"),
-        (tmp_path / "rows.csv", "", "rows.csv: must end in .jsonl"),
-        (tmp_path, "train", "holds no .jsonl, .parquet or .arrow file of the split 'train'"),
+        ("rows.jsnl", "", r"does not exist \(did you mean 'rows.jsonl'\?\)"),
+        ("rows.xml", "", r"rows.xml: must end in \.jsonl"),
+        ("hub", "dev", r"contains no file of the split 'dev'"),
+        ("splits", "tran", r"split 'tran': must be one of train, test \(did you mean 'train'\?\)"),
+        ("bad.jsonl.gz", "", "bad.jsonl.gz cannot be read"),
+        ("bad.jsonl.xz", "", "bad.jsonl.xz cannot be read"),
+        ("bad.parquet", "", "bad.parquet cannot be read"),
+        ("bad.json", "", "must be a list of rows"),
+        ("twice.csv", "", r"must name every column once, not \['a', 'a'\]"),
+        ("nowhere://x/rows.jsonl", "", "Protocol not known: nowhere"),
     ):
+        place = url if "://" in url else str(tmp_path / url)
         with pytest.raises(UserError, match=message):
-            check_data.fn(DataSource(url=str(url), split=split), work)
-    write_everywhere(tmp_path)
-    with pytest.raises(UserError, match="split 'dev': must be one of train, test"):
-        check_data.fn(DataSource(url=str(tmp_path / "splits"), split="dev"), work)
+            check_source(DataSource(url=place, split=split), work, renderer, SFT)
+    assert places

@@ -1,96 +1,187 @@
-"""Conversations become tokens as the model's template says, and only answers are learnt."""
+"""Conversations become tokens by the model's template, and only answers are trained on."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests.tasks.pipelines.row_parts import CALL, CALLS, RESULT, TOOL
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines import DataSource, Renderer, check_data, load_examples, render
-from tinkerflow.tasks.pipelines.render import TokenizedExample
+from tinkerflow.tasks.pipelines import Renderer, Row, RowError, TokenizedExample
 
 USER = {"role": "user", "content": "What is 4 + 5?"}
 ANSWER = {"role": "assistant", "content": "4 + 5 = 9."}
+SEARCH = {**TOOL, "function": {**TOOL["function"], "description": "adds", "strict": True}}
 
 
-def learnt(tokenizer: Any, example: TokenizedExample) -> str:
+def trained(tokenizer: Any, example: TokenizedExample) -> str:
     return str(tokenizer.decode(example.tokens[example.weights > 0].tolist()))
 
 
-def test_answers_are_learnt_and_the_rest_is_read(tokenizer: Any, renderer: Renderer) -> None:
-    (example,) = renderer.examples([USER], [ANSWER, USER, ANSWER])
+def only(renderer: Renderer, row: Row) -> TokenizedExample:
+    ((example,),) = renderer.examples(row)
+    return example
+
+
+@contextmanager
+def template(tokenizer: Any, text: str | None) -> Iterator[None]:
+    tokenizer.chat_template, kept = text, tokenizer.chat_template
+    try:
+        yield
+    finally:
+        tokenizer.chat_template = kept
+
+
+def test_answers_are_trained_on_and_the_rest_is_read(tokenizer: Any, renderer: Renderer) -> None:
+    example = only(renderer, Row((USER,), (ANSWER, USER, ANSWER)))
     whole = tokenizer.apply_chat_template([USER, ANSWER, USER, ANSWER], tokenize=False)
     assert tokenizer.decode(example.tokens.tolist()) == whole
-    assert learnt(tokenizer, example) == "4 + 5 = 9.<|im_end|>\n" * 2
+    assert trained(tokenizer, example) == "4 + 5 = 9.<|im_end|>\n" * 2
+    assert renderer.pieces(example)[1::2] == [("4 + 5 = 9.<|im_end|>\n", True)] * 2
     prompt = renderer.prompt([USER])
     assert example.tokens[: len(prompt)].tolist() == prompt
     datum = example.datum()
     assert datum.model_input.length == len(example.tokens) - 1
     assert datum.loss_fn_inputs["target_tokens"].to_numpy()[-1] == example.tokens[-1]
+    unweighted = only(renderer, Row((USER,), ({**ANSWER, "weight": 0}, USER, {**ANSWER, "content": "9"})))
+    assert trained(tokenizer, unweighted) == "9<|im_end|>\n"
 
 
-def test_a_template_that_rewrites_earlier_turns_gives_a_sequence_per_answer(tokenizer: Any, renderer: Renderer) -> None:
-    # As thinking models do: thoughts are in the last answer only.
-    forgetful = (
-        "{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' and loop.last %} hm,{% endif %}"
-        " {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+def test_tools_calls_results_and_reasoning_are_rendered_as_the_template_has_them(
+    tokenizer: Any, renderer: Renderer
+) -> None:
+    reasons = {**CALLS, "content": "I add.", "reasoning_content": "There is a tool."}
+    messages = [USER, reasons, RESULT, ANSWER]
+    example = only(renderer, Row((USER,), (reasons, RESULT, ANSWER), tools=(SEARCH,)))
+    assert tokenizer.decode(example.tokens.tolist()) == tokenizer.apply_chat_template(
+        messages, tools=[SEARCH], tokenize=False
     )
-    tokenizer.chat_template, kept = forgetful, tokenizer.chat_template
-    try:
-        first, second = renderer.examples([USER], [ANSWER, USER, ANSWER])
-        assert learnt(tokenizer, first) == learnt(tokenizer, second) == " hm, 4 + 5 = 9.\n"
-        assert tokenizer.decode(second.tokens.tolist()).count("hm,") == 1
-        tokenizer.chat_template = (
-            "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-        )
-        with pytest.raises(UserError, match="otherwise than it asks for it"):
-            renderer.examples([USER], [ANSWER])
-        tokenizer.chat_template = None
-        with pytest.raises(UserError, match="has no chat template"):
-            Renderer(tokenizer)
-    finally:
-        tokenizer.chat_template = kept
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    first = f"<think>\nThere is a tool.\n</think>\n\nI add.{called}<|im_end|>\n"
+    assert trained(tokenizer, example) == first + "4 + 5 = 9.<|im_end|>\n"
+    assert renderer.answer_text(Row((USER,), (reasons,))) == first.removesuffix("<|im_end|>\n")
+    assert tokenizer.decode(renderer.prompt([USER], [SEARCH])).startswith("<|im_start|>system\nTools, called by")
 
 
-def test_plain_text_ends_with_the_end_of_text(tokenizer: Any) -> None:
-    (example,) = Renderer(tokenizer, "text").examples([USER], [ANSWER])
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+DROPPED: dict[str, tuple[Row, str]] = {
+    "tool_calls": (Row((USER,), (CALLS, RESULT, ANSWER)), r"messages\[1\]\.tool_calls\[0\]\.function\.name"),
+    "reasoning": (Row((USER,), ({**ANSWER, "reasoning_content": "hm"},)), r"messages\[1\]\.reasoning_content: 'hm'"),
+    "tools": (Row((USER,), (ANSWER,), tools=(TOOL,)), r"tools\[0\]\.function\.name: 'add'"),
+    "name": (Row(({**USER, "name": "Ann"},), (ANSWER,)), r"messages\[0\]\.name: 'Ann'"),
+}
+
+
+@pytest.mark.parametrize("format_", ["chat", "text"])
+@pytest.mark.parametrize("field", DROPPED)
+def test_a_field_that_the_template_does_not_show_is_refused_by_name(tokenizer: Any, field: str, format_: Any) -> None:
+    row, message = DROPPED[field]
+    with template(tokenizer, PLAIN), pytest.raises(RowError, match=message if format_ == "chat" else "has no place"):
+        Renderer(tokenizer, format_).examples(row)
+    with template(tokenizer, PLAIN), pytest.raises(RowError, match=message if format_ == "chat" else "has no place"):
+        Renderer(tokenizer, format_).prompt([*row.prompt, *row.chosen], row.tools)
+
+
+@pytest.mark.parametrize(
+    ("shows", "message"),
+    [
+        ("{% if m['role'] != 'system' %}{{ m['content'] }}{% endif %}", r"messages\[0\]\.content: 'Be brief'"),
+        ("{{ m['content'].split('</think>')[-1] }}", r"messages\[2\]\.content: .*: the chat template drops a part"),
+        ("{{ raise_exception('no system') if m['role'] == 'system' }}", r"the chat template refuses them: no system"),
+        ("{{ m['content'] }}{{ m.surprise.of.it }}", r"the chat template refuses them: .*no attribute 'surprise'"),
+    ],
+)
+def test_a_template_that_drops_or_refuses_messages_refuses_the_row(tokenizer: Any, shows: str, message: str) -> None:
+    text = PLAIN.replace("{{ m['content'] }}", shows)
+    row = Row(({"role": "system", "content": "Be brief"}, USER), ({**ANSWER, "content": "<think>a\nb</think>9"},))
+    with template(tokenizer, text), pytest.raises(RowError, match=message):
+        Renderer(tokenizer).examples(row)
+
+
+def test_a_keyword_of_a_tool_that_the_template_does_not_show_is_refused(tokenizer: Any) -> None:
+    text = "{% for t in tools or [] %}{{ t.function.name }}{{ t.function.description }}{% endfor %}" + PLAIN
+    with template(tokenizer, text), pytest.raises(RowError, match=r"'tools\.function\.strict' to data\.ignore"):
+        Renderer(tokenizer).examples(Row((USER,), (ANSWER,), tools=({**SEARCH, "function": {
+            "name": "add", "description": "adds", "strict": True}},)))  # fmt: skip
+
+
+def test_a_repeated_name_of_a_result_and_ids_of_calls_need_not_be_shown(tokenizer: Any, renderer: Renderer) -> None:
+    named = {**RESULT, "name": "add"}
+    assert only(renderer, Row((USER,), (CALLS, named, ANSWER))).weights.any()
+    with pytest.raises(RowError, match=r"messages\[2\]\.name: 'subtract'"):
+        renderer.examples(Row((USER,), (CALLS, {**RESULT, "name": "subtract"}, ANSWER)))
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_a_sequence_per_answer(tokenizer: Any) -> None:
+    # Thinking models do this: only the last answer has its reasoning.
+    forgetful = (
+        "{% for m in messages %}{{ m['role'] }}:{% if loop.last and m.reasoning_content %} <{{ m.reasoning_content }}>"
+        "{% endif %} {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    reasons = {**ANSWER, "reasoning_content": "hm"}
+    with template(tokenizer, forgetful):
+        (first,), (second,) = Renderer(tokenizer).examples(Row((USER,), (reasons, USER, reasons)))
+        assert trained(tokenizer, first) == trained(tokenizer, second) == " <hm> 4 + 5 = 9.\n"
+        assert tokenizer.decode(second.tokens.tolist()).count("hm") == 1
+        with pytest.raises(RowError, match=r"rejected: .* must be one message"):
+            Renderer(tokenizer).examples(Row((USER,), (ANSWER,), (reasons, USER, reasons)))
+    with template(tokenizer, PLAIN.replace("assistant:", ">")), pytest.raises(RowError, match="otherwise than it asks"):
+        Renderer(tokenizer).examples(Row((USER,), (ANSWER,)))
+    with template(tokenizer, None), pytest.raises(UserError, match="has no chat template"):
+        Renderer(tokenizer)
+
+
+def test_texts_end_with_the_end_of_text_and_are_cut(tokenizer: Any, renderer: Renderer) -> None:
+    example = only(Renderer(tokenizer, "text"), Row((USER,), (ANSWER,)))
     assert tokenizer.decode(example.tokens.tolist()) == "What is 4 + 5?4 + 5 = 9.<|im_end|>"
-    assert learnt(tokenizer, example) == "4 + 5 = 9.<|im_end|>"
+    assert trained(tokenizer, example) == "4 + 5 = 9.<|im_end|>"
+    parts = renderer.examples(Row((), text="Once upon a time. " * 9), 16)
+    assert {len(part.tokens) for (part,) in parts} <= set(range(12, 17))
+    assert "".join(trained(tokenizer, part) for (part,) in parts) == "Once upon a time. " * 9 + "<|im_end|>"
 
 
-def test_rendering_is_done_once_for_each_content(tokenizer: Any, renderer: Renderer, tmp_path: Path, work: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    long = {"role": "assistant", "content": "well " * 50}
-    file.write_text("".join(json.dumps({"messages": [USER, answer]}) + "\n" for answer in (ANSWER, long)))
-    digest = check_data.fn(DataSource(url=str(file)), work).digest
-    first = render.fn(digest, work, renderer, 64)
-    assert (first.examples, first.left_out) == (1, 1)
-    (example,) = load_examples(work, first.key)
-    assert learnt(tokenizer, example) == "4 + 5 = 9.<|im_end|>\n"
-
-    class Unused(Renderer):
-        def examples(self, *_: Any) -> Any:
-            raise AssertionError("rendered again")
-
-    assert render.fn(digest, work, Unused(tokenizer), 64) == first
-    other = render.fn(digest, work, Renderer(tokenizer, "text"), 1000)
-    assert (other.examples, other.key != first.key) == (2, True)
-    with pytest.raises(UserError, match="max_tokens 8: all 2 sequences"):
-        render.fn(digest, work, renderer, 8)
+PLACES: dict[str, Callable[[str], Row]] = {
+    "user": lambda text: Row(({**USER, "content": text},), (ANSWER,)),
+    "answer": lambda text: Row((USER,), ({**ANSWER, "content": text},)),
+    "reasoning": lambda text: Row((USER,), ({**ANSWER, "reasoning_content": text},)),
+    "arguments": lambda text: Row((USER,), ({**CALLS, "tool_calls": [
+        {**CALL, "function": {"name": "add", "arguments": {"a": text}}}]},)),
+    "result": lambda text: Row((USER,), (CALLS, {**RESULT, "content": text}, ANSWER)),
+    "tool": lambda text: Row((USER,), (ANSWER,), tools=({**TOOL, "function": {"name": "add", "description": text}},)),
+    "text": lambda text: Row((), text=text),
+}  # fmt: skip
 
 
-def test_a_preference_is_two_sequences_that_stay_together(renderer: Renderer, tmp_path: Path, work: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    rows = [
-        {"prompt": "Hi", "chosen": "Yes.", "rejected": "No."},
-        {"prompt": "Hi", "chosen": "Yes.", "rejected": "no " * 90},
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    digest = check_data.fn(DataSource(url=str(file)), work).digest
-    found = render.fn(digest, work, renderer, 64)
-    assert (found.examples, found.left_out) == (2, 1)
-    said = [renderer.text(one.tokens[one.weights > 0].tolist()) for one in load_examples(work, found.key)]
-    assert said == ["Yes.", "No."]
+@pytest.mark.parametrize("format_", ["chat", "text"])
+@pytest.mark.parametrize("place", PLACES)
+def test_special_tokens_in_texts_are_text_unless_the_data_asks_for_tokens(
+    tokenizer: Any, place: str, format_: Any
+) -> None:
+    if format_ == "text" and place not in ("user", "answer", "text"):
+        pytest.skip("format text has no place for it")
+    plain, special = PLACES[place]("a<b>\ufdd0"), PLACES[place]("a<|im_end|>\n<|im_start|>b\ufdd0")
+    renderer = Renderer(tokenizer, format_)
+
+    def count(renderer: Renderer, row: Row) -> int:
+        return sum(int(token < 4) for token in only(renderer, row).tokens)
+
+    assert count(renderer, special) == count(renderer, plain)
+    whole = tokenizer.decode(only(renderer, special).tokens.tolist())
+    assert "a<|im_end|>" in whole and "<|im_start|>b\ufdd0" in whole
+    as_tokens = renderer.with_special_tokens("tokens")
+    assert count(as_tokens, special) == count(as_tokens, plain) + 2
+    assert as_tokens.fingerprint != renderer.fingerprint
+
+
+def test_tokens_of_texts_without_special_tokens_are_the_tokenizers_own(tokenizer: Any, renderer: Renderer) -> None:
+    """The same sentence as text and with a mark in it: marks change no other token."""
+    marked = renderer.prompt([{"role": "user", "content": "What is 4 + 5?<|pad|>"}])
+    plain = renderer.prompt([USER])
+    same = next(i for i, (a, b) in enumerate(zip(marked, plain, strict=False)) if a != b)
+    assert marked[: same - 1] == plain[: same - 1] and marked[-6:] == plain[-6:]

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.tasks.pipelines.conftest import parse
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines.rl import group_centred, kl_advantages
-from tinkerflow.tasks.pipelines import Renderer, Row, parse_row
+from tinkerflow.tasks.pipelines import Renderer, Row
 from tinkerflow.tasks.pipelines.environments import (
     Asked,
     Facts,
@@ -24,7 +25,7 @@ from tinkerflow.tasks.pipelines.environments import (
 from tinkerflow.tasks.pipelines.rewards import holds_answer, is_answer
 from tinkerflow.tasks.pipelines.rollouts import Rollouts, SampledTurn
 
-ROW = parse_row({"prompt": "Which colour is grass?", "answer": "Green"}, "prompt")
+ROW = parse({"prompt": "Which colour is grass?", "answer": "Green"})
 
 
 class Echo:
@@ -119,18 +120,55 @@ async def test_rewards_are_named_by_their_import_path() -> None:
     assert (await make(facts).answered("It is green.")).reward == 1.0
     assert (await unrewarded(facts).answered("It is green.")).reward == 0.0
     assert (is_answer(facts, " Green\n"), is_answer(facts, "green"), holds_answer(facts, "red")) == (1.0, 0.0, 0.0)
-    assert facts_of(parse_row({"prompt": "a", "completion": "b"}, "prompt_completion"))["completion"] == "b"
+    assert facts_of(parse({"prompt": "a", "completion": "b"}))["completion"] == "b"
     with pytest.raises(UserError, match=r"reward 'no\.such:thing': cannot be imported"):
         environment_maker("no.such:thing", "")
     with pytest.raises(UserError, match=r"environment 'math:pi': must be a function or a class"):
         environment_maker("", "math:pi")
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf")])
-async def test_a_reward_that_is_no_number_is_refused(tokenizer: Any, renderer: Renderer, value: object) -> None:
-    class Odd(Counting):
-        async def answered(self, text: str) -> Reply:
-            return Reply(value)  # type: ignore[arg-type]
+class Failing(Counting):
+    """Fails on rows with a `fault`: in its own code, by a reward that is no number, or by messages of no form."""
 
-    with pytest.raises(UserError, match="must be a finite number"):
-        await Rollouts(renderer, Odd, 2, 4).groups(Echo(tokenizer), [Row(ROW.prompt)], [1])
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        self.fault = facts.get("fault", 1.0)
+        if self.fault == "make":
+            raise KeyError("answer")
+
+    async def begin(self) -> Sequence[Message]:
+        return [{"role": "user"}] if self.fault == "message" else await super().begin()  # type: ignore[list-item]
+
+    async def answered(self, text: str) -> Reply:
+        if self.fault == "answered":
+            raise ValueError("no")
+        return Reply(self.fault)
+
+
+FAULTS = {"make": "KeyError: 'answer'", "answered": "ValueError: no", "message": "messages: ", "1": "finite number",
+          None: "finite number", float("nan"): "finite number", float("inf"): "finite number"}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_row_that_fails_is_left_out_while_the_data_allows_it(
+    tokenizer: Any, renderer: Renderer, fault: Any
+) -> None:
+    bad = Row(({"role": "user", "content": "Bad"},), extra={"fault": fault})
+    rollouts = Rollouts(renderer, Failing, 2, 4, max_bad_fraction=0.5)
+    groups = await rollouts.groups(Echo(tokenizer), [ROW, bad], [1])
+    assert [[episode.reward for episode in group] for group in groups] == [[1.0, 1.0]]
+    assert list(rollouts.failures) == ["Bad"] and FAULTS[fault] in rollouts.failures["Bad"]
+    rollouts.refuse_failures(2)
+    with pytest.raises(UserError, match=r"1 of 3 rows failed, max_bad_fraction allows 0\.0%; first: 'Bad'"):
+        Rollouts(renderer, Failing, 2, 4, failures=rollouts.failures).refuse_failures(3)
+    with pytest.raises(UserError, match="all 1 rows of this step failed"):
+        await rollouts.groups(Echo(tokenizer), [bad], [1])
+
+
+async def test_a_conversation_ends_when_its_context_is_full(tokenizer: Any, renderer: Renderer) -> None:
+    first = len(renderer.prompt([{"role": "user", "content": "Count"}]))
+    rollouts = Rollouts(renderer, Counting, 2, 4, max_turns=3, max_context=first + 4)
+    ((one, other),) = await rollouts.groups(Echo(tokenizer), [ROW], [1])
+    assert (len(one.turns), len(other.turns)) == (1, 1)
+    with pytest.raises(UserError, match="an answer may have 4: the context has 5"):
+        await Rollouts(renderer, Counting, 2, 4, max_context=5).groups(Echo(tokenizer), [ROW], [1])

@@ -1,76 +1,217 @@
-"""What a row may look like, and what is said about one that does not fit."""
+"""The forms of rows, and the refusal of everything that a row carries and nobody uses."""
 
 from __future__ import annotations
 
+import copy
+import json
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.tasks.pipelines.row_parts import CALL, CALLS, RESULT, TOOL, A, U
 
-from tinkerflow.tasks.pipelines import Row, RowError, guess_schema, parse_row
+from tinkerflow.tasks.pipelines import Row, RowError, RowReader, guess_form
 
-USER = {"role": "user", "content": "hi"}
-ANSWER = {"role": "assistant", "content": "hello"}
+FORMS = {  # a row of each form, with every field that the form has
+    "chat": {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+            {"role": "user", "content": "hi", "name": "Ann"},
+            {**CALLS, "content": None, "reasoning_content": "I add.", "weight": 0},
+            RESULT,
+            {**A, "weight": 1},
+        ],
+        "tools": [TOOL],
+    },
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello", "weight": 1}],
+        "system": "Be brief.",
+        "tools": [TOOL],
+    },
+    "alpaca": {
+        "instruction": "hi",
+        "input": "there",
+        "output": "hello",
+        "system": "Be brief.",
+        "history": [["a", "b"]],
+    },
+    "prompt_completion": {"prompt": [U], "completion": [A], "tools": [TOOL]},
+    "preference": {"prompt": [U], "chosen": [A], "rejected": [{**A, "content": "no"}], "tools": [TOOL]},
+    "prompt": {"prompt": [U], "tools": [TOOL]},
+    "text": {"text": "Once upon a time."},
+}
+EVERY = pytest.mark.parametrize("form", FORMS)
 
 
-def test_each_schema_gives_a_prompt_and_how_it_goes_on() -> None:
-    chat = parse_row({"messages": [USER, ANSWER, USER, ANSWER], "id": 7}, "chat")
-    assert chat == Row((USER,), (ANSWER, USER, ANSWER), extra={"id": 7})
-    assert parse_row({"prompt": "hi", "completion": "hello"}, "prompt_completion") == Row((USER,), (ANSWER,))
-    preference = {"prompt": [USER], "chosen": "hello", "rejected": [{"role": "assistant", "content": "no"}]}
-    assert parse_row(preference, "preference") == Row((USER,), (ANSWER,), ({"role": "assistant", "content": "no"},))
-    assert parse_row({"prompt": "hi", "answer": "4"}, "prompt") == Row((USER,), extra={"answer": "4"})
+def read(raw: Any, form: str = "", **options: Any) -> Row:
+    return RowReader(form or guess_form(raw), **options).parse(raw)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("raw", "schema"),
-    [
-        ({"messages": []}, "chat"),
-        ({"prompt": "", "completion": ""}, "prompt_completion"),
-        ({"prompt": "", "chosen": "", "rejected": ""}, "preference"),
-        ({"prompt": "", "answer": ""}, "prompt"),
-    ],
-)
-def test_the_schema_is_guessed_from_the_fields(raw: Any, schema: str) -> None:
-    assert guess_schema(raw) == schema
+def test_each_form_gives_a_prompt_and_its_continuation() -> None:
+    reasons = {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [CALL], "weight": 0}
+    system = {"role": "system", "content": "Be brief."}
+    asks = {"role": "user", "content": "hi", "name": "Ann"}
+    assert read(FORMS["chat"]) == Row((system, asks), (reasons, RESULT, A), tools=(TOOL,))
+    assert read(FORMS["sharegpt"]) == Row((system, U), (A,), tools=(TOOL,))
+    earlier = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    assert read(FORMS["alpaca"]) == Row((system, *earlier, {"role": "user", "content": "hi\n\nthere"}), (A,))
+    assert read(FORMS["prompt_completion"]) == Row((U,), (A,), tools=(TOOL,))
+    assert read(FORMS["preference"]) == Row((U,), (A,), ({**A, "content": "no"},), tools=(TOOL,))
+    assert read(FORMS["prompt"]) == Row((U,), tools=(TOOL,))
+    assert read(FORMS["text"]) == Row((), text="Once upon a time.")
 
 
-@pytest.mark.parametrize(
-    ("raw", "schema", "message"),
-    [
-        ([1], "chat", "row: [1]: must be an object"),
-        ({"prompt": "hi"}, "prompt_completion", "completion: None: is missing"),
-        ({"messages": []}, "chat", "messages: []: must be a text or a list of messages, not empty"),
-        ({"messages": [USER]}, "chat", "messages: ['user']: must hold an assistant message"),
-        ({"messages": [ANSWER]}, "chat", "messages[0].role: 'assistant': must be another one"),
-        ({"messages": [USER, {"role": "bot", "content": "x"}]}, "chat", "messages[1].role: 'bot': must be one of"),
-        ({"messages": [USER, {"role": "assistant"}]}, "chat", "messages[1].content: None: must be a text"),
-        ({"messages": [USER, "hello"]}, "chat", "messages[1]: 'hello': must be an object with role and content"),
-        ({"prompt": "  ", "completion": "x"}, "prompt_completion", "prompt: '  ': must be a text that is not blank"),
-        ({"prompt": "hi", "completion": [USER]}, "prompt_completion", "completion[0].role: 'user': must be assistant"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "preference", "rejected: 'b': must differ from chosen"),
-        ({"prompt": "a<|im_end|>b"}, "prompt", "prompt: 'a<|im_end|>b': must not hold '<|im_end|>'"),
-    ],
-)
-def test_what_is_wrong_is_named_with_its_field_value_and_rule(raw: Any, schema: Any, message: str) -> None:
+@EVERY
+def test_a_form_is_guessed_survives_storage_and_may_be_stored_as_json_texts(form: str) -> None:
+    raw = FORMS[form]
+    assert guess_form(raw) == form
+    row = read(raw)
+    assert Row.from_json(row.to_json()) == row
+    stored = {k: json.dumps(v) if k in ("messages", "conversations", "tools", "history") else v for k, v in raw.items()}
+    assert read(stored) == row
+    assert read({**raw, "id": None}) == row  # null counts as absent
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every object in a row whose fields the form defines: not arguments and schemas."""
+    items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    below = [p for k, v in items if k not in ("arguments", "parameters") for p in paths(v, (*path, k))]
+    return [path, *below] if isinstance(value, dict) else below
+
+
+@pytest.mark.parametrize(("form", "path"), [(form, path) for form, raw in FORMS.items() for path in paths(raw)])
+def test_an_unknown_field_at_any_level_is_refused_by_name_and_may_be_ignored(form: str, path: tuple[Any, ...]) -> None:
+    raw = copy.deepcopy(FORMS[form])
+    at: Any = raw
+    for key in path:
+        at = at[key]
+    at["extra_info"] = {"a": 1}
+    if path[:1] == ("tools",) and path[-1:] == ("function",):  # a tool's definition goes to the template as it is
+        assert "extra_info" in read(raw, form).tools[0]["function"]
+        return
+    with pytest.raises(RowError, match="extra_info") as error:
+        read(raw, form)
+    pattern = ".".join([*(str(key) for key in path if isinstance(key, str)), "extra_info"])
+    assert f"add {pattern!r} to data.ignore" in str(error.value)
+    assert read(raw, form, ignore=frozenset({pattern})) == read(FORMS[form], form)
+
+
+def test_a_misspelled_field_gets_a_suggestion_and_a_star_ignores_all_of_a_row() -> None:
+    with pytest.raises(RowError, match=r"messages\[1\]\.tool_cals: .* \(did you mean 'tool_calls'\?\)"):
+        read({"messages": [U, {**A, "tool_cals": [CALL]}]})
+    with pytest.raises(RowError, match=r"tool: .* is not used by sft \(did you mean 'tools'\?\)"):
+        read({"messages": [U, A], "tool": [TOOL]}, user="sft")
+    assert read({"messages": [U, A], "id": 7, "source": "x"}, ignore=frozenset("*")) == Row((U,), (A,))
+    assert read({"prompt": "hi", "answer": 4, "id": 7}, extra=None).extra == {"answer": 4, "id": 7}
+
+
+def test_columns_are_mapped_to_fields() -> None:
+    columns = {"prompt": "question", "completion": "reply"}
+    assert read({"question": "hi", "reply": "hello"}, "prompt_completion", columns=columns) == Row((U,), (A,))
+    with pytest.raises(RowError, match=r"question: None: is missing; data\.columns\.prompt names it"):
+        read({"reply": "hello"}, "prompt_completion", columns=columns)
+    with pytest.raises(RowError, match=r"prompt: 'x': is in the row, but data\.columns\.prompt is 'question'"):
+        read({"question": "hi", "reply": "hello", "prompt": "x"}, "prompt_completion", columns=columns)
+    swapped = read({"prompt": "hello", "completion": "hi"}, "prompt_completion",
+                   columns={"prompt": "completion", "completion": "prompt"})  # fmt: skip
+    assert swapped == Row((U,), (A,))
+
+
+def test_calls_tools_and_answers_may_be_written_in_other_ways() -> None:
+    flat = {"name": "add", "arguments": '{"a": 1}', "id": "c1"}
+    assert read({"messages": [U, {**CALLS, "tool_calls": [flat]}, RESULT, A]}).chosen[0]["tool_calls"] == [CALL]
+    assert read({"messages": [U, A], "tools": [TOOL["function"]]}).tools == (TOOL,)
+    turns = [{"from": "human", "value": "hi"}, {"from": "function_call", "value": json.dumps(CALL["function"])}]
+    called = read({"conversations": [*turns, {"from": "observation", "value": "2"}]}).chosen
+    assert called[0]["tool_calls"][0]["function"] == CALL["function"] and called[1]["role"] == "tool"
+    for key in ("reasoning", "thinking"):
+        assert read({"messages": [U, {**A, key: "hm"}]}).chosen[0]["reasoning_content"] == "hm"
+    no = {**A, "content": "no"}
+    wanted = Row((U,), (A,), (no,))
+    assert read({"chosen": [U, A], "rejected": [U, no]}) == wanted  # without a prompt
+    assert read({"prompt": "hi", "chosen": [U, A], "rejected": [U, no]}) == wanted  # with the prompt again
+    assert read({"prompt": "hi", "chosen": A, "rejected": {"from": "gpt", "value": "no"}}) == wanted
+
+
+def test_a_result_of_an_unknown_call_is_refused() -> None:
+    with pytest.raises(RowError, match=r"messages\[2\]\.tool_call_id: 'c2': must be the id of an earlier .*\(c1\)"):
+        read({"messages": [U, CALLS, {**RESULT, "tool_call_id": "c2"}, A]})
+
+
+WRONG: list[tuple[Any, str, str]] = [
+    ([1], "chat", "row: [1]: must be an object"),
+    ({"prompt": "hi"}, "prompt_completion", "completion: None: is missing"),
+    ({"messages": []}, "chat", "messages: []: must be a text or a list of messages, not empty"),
+    ({"messages": [U]}, "chat", "messages: ['user']: must contain an assistant message"),
+    ({"messages": [A]}, "chat", "messages[0].role: 'assistant': must be another role"),
+    ({"messages": [U, {**A, "role": "bot"}]}, "chat", "messages[1].role: 'bot': must be one of"),
+    ({"messages": [U, {"role": "assistant"}]}, "chat", "messages[1].content: None: must be a text"),
+    ({"messages": [U, "hello"]}, "chat", "messages[1]: 'hello': must be an object with role and content"),
+    ({"messages": "[{"}, "chat", "messages: '[{': must be a list, or a list as JSON"),
+    ({"messages": [{**U, "tool_calls": [CALL]}, A]}, "chat", "messages[0].tool_calls: "),
+    ({"messages": [U, {**A, "tool_call_id": "c"}]}, "chat", "messages[1].tool_call_id: 'c': is only for"),
+    ({"messages": [U, {**A, "weight": 0.5}]}, "chat", "messages[1].weight: 0.5: must be 0"),
+    ({"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]}, "chat",
+     "messages[1].tool_calls[0].arguments: [1]: must be an object"),
+    ({"messages": [U, {**A, "tool_calls": [{"arguments": {}}]}]}, "chat", "messages[1].tool_calls[0].name: None"),
+    ({"messages": [U, {**A, "tool_calls": [{**CALL, "type": "x"}]}]}, "chat", "messages[1].tool_calls[0].type: 'x'"),
+    ({"messages": [{**U, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, A]}, "chat",
+     "messages[0].content[0].type: 'image_url': must be 'text'"),
+    ({"messages": [U, A], "tools": [{"type": "retrieval"}]}, "chat", "tools[0].name: None: must be a text"),
+    ({"prompt": "  ", "completion": "x"}, "prompt_completion", "prompt: '  ': must be a text that is not blank"),
+    ({"prompt": "hi", "completion": [U]}, "prompt_completion", "completion[0].role: 'user': must be assistant"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "preference", "rejected: 'b': must differ from chosen"),
+    ({"chosen": "b", "rejected": "c"}, "preference", "prompt: None: is missing, and chosen and rejected do not"),
+    ({"conversations": [{"from": "me", "value": "x"}]}, "sharegpt", "conversations[0].from: 'me': must be one of"),
+    ({"instruction": "a", "output": "b", "history": [["a"]]}, "alpaca", "history[0]: ['a']: must be a pair"),
+    ({"text": 7}, "text", "text: 7: must be a text"),
+    ({"prompt": "a", "n": float("nan")}, "prompt", "n: nan: must be a finite number"),
+    ({"prompt": "a", "n": 2**70}, "prompt", "n: 1180591620717411303424: must be a finite number of at most 64 bits"),
+    ({"prompt": "a", "n": b"x"}, "prompt", "n: b'x': must be a text, a number, a list or an object, not bytes"),
+    ({"prompt": "a\ud800"}, "prompt", "prompt: 'a\\ud800': must be valid Unicode"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "form", "message"), WRONG)
+def test_an_error_names_the_field_the_value_and_the_rule(raw: Any, form: str, message: str) -> None:
     with pytest.raises(RowError) as error:
-        parse_row(raw, schema, forbidden=("<|im_end|>",))
+        read(raw, form, extra=None)
     assert str(error.value).startswith(message)
 
 
+def test_a_row_of_no_form_is_refused_with_the_forms() -> None:
+    with pytest.raises(RowError, match=r"row: \['question'\]: .*alpaca: instruction, output.*data\.columns maps"):
+        guess_form({"question": "x"})
+
+
+KEYS = st.sampled_from(
+    (
+        "messages",
+        "role",
+        "content",
+        "prompt",
+        "tool_calls",
+        "function",
+        "tools",
+        "name",
+        "conversations",
+        "from",
+        "value",
+    )
+)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(("messages", "role", "content", "prompt")), inner),
-    max_leaves=4,
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text() | st.sampled_from(("user", "assistant", "gpt")),
+    lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner),
+    max_leaves=6,
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(JSON, st.sampled_from(("chat", "prompt_completion", "preference", "prompt")))
-def test_whatever_a_row_is_it_fits_or_is_refused_by_name(raw: Any, schema: Any) -> None:
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(JSON, st.sampled_from(list(FORMS)))
+def test_any_value_is_a_row_or_is_refused(raw: Any, form: str) -> None:
     try:
-        row = parse_row(raw, schema)
+        row = read(raw, form)
     except RowError:
         return
-    assert Row.from_json(row.to_json()) == row
+    assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row

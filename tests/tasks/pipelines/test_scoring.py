@@ -7,25 +7,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.tasks.pipelines.conftest import parse
 
-from tinkerflow.tasks.pipelines import Renderer, TokenizedExample, parse_row
+from tinkerflow.tasks.pipelines import Renderer, TokenizedExample
 from tinkerflow.tasks.pipelines.forwards import BATCH, answer_logprobs, mean_loss
 from tinkerflow.tasks.pipelines.scoring import expected_answer, greedy_answers, score
 
 ROWS = [
-    parse_row({"prompt": "Colour of grass?", "completion": "green"}, "prompt_completion"),
-    parse_row({"prompt": "Colour of coal?", "completion": "black"}, "prompt_completion"),
+    parse({"prompt": "Colour of grass?", "completion": "green"}),
+    parse({"prompt": "Colour of coal?", "completion": "black"}),
 ]
 
 
 class Sampler:
-    """Says green whatever it is asked; each token but the first has the log probability -0.5."""
+    """Answers green to every prompt; each token but the first has the log probability -0.5."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
     async def sample(self, prompt: Any, num_samples: int, sampling_params: Any) -> Any:
         assert (num_samples, sampling_params.temperature) == (1, 0.0)
+        self.longest = sampling_params.max_tokens
         tokens = self.tokenizer.encode(" green ", add_special_tokens=False)
         return SimpleNamespace(sequences=[SimpleNamespace(tokens=tokens)])
 
@@ -34,19 +36,25 @@ class Sampler:
 
 
 async def test_loss_and_exact_matches(tokenizer: Any, renderer: Renderer) -> None:
-    examples = [example for row in ROWS for example in renderer.examples(row.prompt, row.chosen)]
+    examples = [example for row in ROWS for (example,) in renderer.examples(row)]
     sampler: Any = Sampler(tokenizer)
-    scores = await score.fn("mine", sampler, renderer, ROWS, examples, max_tokens=4, shown=1)
+    scores = await score.fn("mine", sampler, renderer, ROWS, examples, max_tokens=4, max_context=64, shown=1)
     assert (scores.rows, scores.loss, scores.exact_match) == (2, pytest.approx(0.5), 0.5)
     assert [(sample.answer, sample.wanted) for sample in scores.samples] == [("green", "green")]
-    answers = await greedy_answers(sampler, renderer, ROWS, max_tokens=4)
+    assert sampler.longest == 4
+    context = len(renderer.prompt(ROWS[1].prompt)) + 3
+    answers = await greedy_answers(sampler, renderer, ROWS, max_tokens=4, max_context=context)
     assert [answer.wanted for answer in answers] == ["green", "black"]
+    assert sampler.longest == 3  # an answer ends with the context
 
 
-def test_the_expected_answer_of_a_row() -> None:
-    assert expected_answer(ROWS[0]) == "green"
-    assert expected_answer(parse_row({"prompt": "a", "answer": 7}, "prompt")) == "7"
-    assert expected_answer(parse_row({"prompt": "a"}, "prompt")) == ""
+def test_the_expected_answer_of_a_row(renderer: Renderer) -> None:
+    assert expected_answer(ROWS[0], renderer) == "green"
+    assert expected_answer(parse({"prompt": "a", "answer": 7}), renderer) == "7"
+    assert expected_answer(parse({"prompt": "a"}), renderer) == ""
+    called = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+    expected = expected_answer(parse({"prompt": "a", "completion": [called]}), renderer)
+    assert expected == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 class Client:

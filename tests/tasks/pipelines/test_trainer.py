@@ -76,7 +76,10 @@ def trainer(work: str, recipe: Recipe, **model: Any) -> Trainer:
         return []
 
     run: Any = SimpleNamespace(
-        parameters=parameters, server=SimpleNamespace(service=Service()), base_model="tiny", preview=preview
+        parameters=parameters,
+        server=SimpleNamespace(service=Service()),
+        model=SimpleNamespace(name="tiny"),
+        preview=preview,
     )
     return Trainer(run, recipe, RunProgress(work, "run", "plan"), Lineage("sft", "run", "data", "code"))
 

@@ -10,7 +10,7 @@ import pytest
 
 from tinkerflow.backend.catalog.champions import checked_name
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines.connection import ServerClients
+from tinkerflow.tasks.pipelines.connection import OfferedModel, ServerClients
 from tinkerflow.tasks.pipelines.parameters import RunParameters
 from tinkerflow.tasks.pipelines.work import create_json, create_once, digest, open_work, read_json
 
@@ -52,9 +52,11 @@ def test_the_setting_says_where_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
 async def test_the_base_model_is_the_wanted_one_or_the_first() -> None:
     class Rest:
         async def get_server_capabilities(self) -> Any:
-            return SimpleNamespace(supported_models=[SimpleNamespace(model_name=name) for name in ("", "a", "b")])
+            models = [SimpleNamespace(model_name=name, max_context_length=64) for name in ("", "ab", "bc")]
+            return SimpleNamespace(supported_models=models)
 
     clients: Any = ServerClients(service=None, rest=Rest())  # type: ignore[arg-type]
-    assert (await clients.base_model(""), await clients.base_model("b")) == ("a", "b")
-    with pytest.raises(UserError, match=r"model\.base_model 'c': the server offers a, b"):
-        await clients.base_model("c")
+    assert await clients.base_model("") == OfferedModel("ab", 64)
+    assert await clients.base_model("bc") == OfferedModel("bc", 64)
+    with pytest.raises(UserError, match=r"model\.base_model 'bd': the server offers ab, bc \(did you mean 'bc'\?\)"):
+        await clients.base_model("bd")
