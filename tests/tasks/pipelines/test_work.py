@@ -52,11 +52,13 @@ def test_the_setting_says_where_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
 async def test_the_base_model_is_the_wanted_one_or_the_first() -> None:
     class Rest:
         async def get_server_capabilities(self) -> Any:
-            models = [SimpleNamespace(model_name=name, max_context_length=64) for name in ("", "ab", "bc")]
+            models = [SimpleNamespace(model_name=name, max_context_length=64) for name in ("", "tiny-a", "tiny-b")]
             return SimpleNamespace(supported_models=models)
 
     clients: Any = ServerClients(service=None, rest=Rest())  # type: ignore[arg-type]
-    assert await clients.base_model("") == OfferedModel("ab", 64)
-    assert await clients.base_model("bc") == OfferedModel("bc", 64)
-    with pytest.raises(UserError, match=r"model\.base_model 'bd': the server offers ab, bc \(did you mean 'bc'\?\)"):
-        await clients.base_model("bd")
+    assert await clients.base_model("") == OfferedModel("tiny-a", 64)
+    assert await clients.base_model("tiny-b") == OfferedModel("tiny-b", 64)
+    with pytest.raises(
+        UserError, match=r"model\.base_model 'tiny-c': the server offers tiny-a, tiny-b \(did you mean 'tiny-"
+    ):
+        await clients.base_model("tiny-c")
