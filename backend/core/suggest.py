@@ -7,6 +7,6 @@ from difflib import get_close_matches
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A suffix for an error about an unknown name, as in ` (did you mean 'steps'?)`; empty if no known name is close."""
+    """The end of an error about an unknown name, as in ' (did you mean 'steps'?)'; empty if no known name is close."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
