@@ -10,5 +10,6 @@ __all__ = [
     "joining",
     "plot",
     "retry",
+    "suggest",
     "tracing",
 ]
