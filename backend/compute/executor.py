@@ -318,7 +318,7 @@ class Executor:
         pages = self._sampler.adapters.pages
         total = (pages.pages - 1) * pages.shards  # the first of each shard is nobody's
         free = sum(pages.free(shard) for shard in range(pages.shards))
-        return replace(self._warm_up.warmth, kv_pages=total, kv_pages_used=total - free)
+        return self._warm_up.warmth.copy_with(kv_pages=total, kv_pages_used=total - free)
 
     def _brought(self, owner: str, state: AdapterState | StoredState) -> AdapterState:
         """The state with its tensors: those that came with the command, or that this process has read."""

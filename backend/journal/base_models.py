@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from sqlmodel import col
 
@@ -62,7 +63,7 @@ class BaseModels(Aggregate):
 
     def note_compile_status(self, base_model: str, status: CompileStatus) -> None:
         """Keep what the worker group of a base model last said of its programs."""
-        self._set(base_model, compile_status=json.dumps(asdict(status)))
+        self._set(base_model, compile_status=json.dumps(msgspec.structs.asdict(status)))
 
     def note_worker_group(self, base_model: str, group: GroupInfo) -> None:
         """Keep what the worker group of a base model is: its devices, its memory, its size."""

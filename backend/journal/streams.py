@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-import msgpack
+import msgspec
 import numpy as np
 import sqlalchemy as sa
 from sqlmodel import col
@@ -96,12 +96,12 @@ def _packed(tokens: Sequence[StreamedTokens]) -> bytes:
         listed = None if top is None else [top.tokens_Nk.shape[1], *map(_bytes, (top.tokens_Nk, top.logprobs_Nk))]
         sampled = [_bytes(new.tokens_T), _bytes(new.logprobs_T)]
         rows.append([one.stream, new.request_id, new.index, new.start, *sampled, listed, new.stop_reason])
-    return bytes(msgpack.packb(rows))
+    return msgspec.msgpack.encode(rows)
 
 
 def _unpacked(row: bytes) -> list[StreamedTokens]:
     found = []
-    for stream, request_id, index, start, tokens, logprobs, listed, stop_reason in msgpack.unpackb(row):
+    for stream, request_id, index, start, tokens, logprobs, listed, stop_reason in msgspec.msgpack.decode(row):
         top = None
         if listed is not None:
             k, top_tokens, top_logprobs = listed

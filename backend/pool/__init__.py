@@ -4,8 +4,8 @@ A group fails as a whole: when one of its processes dies, hangs or differs from 
 every outstanding command fails by name, and a new generation starts. Importing this room does not load JAX; only the
 workers do.
 
-A command's path: `Pool.submit` (pool.py) -> the group's outbox (group.py) -> frames
-(protocol/frames.py) -> the worker's main thread (worker.py) -> its executor, and back.
+A command's path: `Pool.submit` (pool.py) -> its place in the queue (scheduler.py) -> the group's outbox (group.py) ->
+frames (protocol/frames.py) -> the worker's main thread (worker.py) -> its executor, and back.
 """
 
 from tinkerflow.backend.pool.group import PoolConfig

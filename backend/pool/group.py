@@ -17,10 +17,12 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict
 
 from tinkerflow.backend.core.errors import (
     OUT_OF_MEMORY,
@@ -32,7 +34,7 @@ from tinkerflow.backend.core.errors import (
     TinkerflowError,
 )
 from tinkerflow.backend.pool.host.places import Launch, Site, WorkerProcess, WorkerSlot
-from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import HANDSHAKE_SECONDS, accept, next_connection
 from tinkerflow.backend.pool.protocol.messages import (
@@ -70,7 +72,7 @@ _JOIN_SECONDS = 60.0  # that a rank may take to connect, and to end what an earl
 _REAP_SECONDS = 10.0
 _LAST_WORD_SECONDS = 1.0  # from the end of a process until what it sent before has been read
 _REPLIES = Reply.__args__
-_BEAT = frames.encode(Beat())
+_BEAT = codec.encode(Beat())
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,13 @@ class PoolConfig:
     agreeing: float = 10.0
     probation: int = 2**14
 
-    def start(self, coordinator: str, places: Sequence[WorkerSlot]) -> list[frames.Buffer]:
+    def start(self, coordinator: str, places: Sequence[WorkerSlot]) -> list[codec.Buffer]:
         """What every process is told first, encoded. places: each rank's."""
         hosts = [place.host for place in places]
         numbers = tuple(hosts.index(host) for host in hosts)
         fitting = [math.ceil(place.room / hosts.count(place.host)) for place in places if place.room]
         groups = min(self.groups, max(fitting, default=self.groups))
-        return frames.encode(
+        return codec.encode(
             Start(self.group, self.processes, coordinator, self.executor, self.heartbeat_timeout, numbers, groups)
         )
 
@@ -131,7 +133,7 @@ class _Member:
     rank: int
     process: WorkerProcess
     link: LoopLink | None = None
-    outbox: asyncio.Queue[tuple[int, Sequence[frames.Buffer]]] = field(default_factory=asyncio.Queue)
+    outbox: asyncio.Queue[tuple[int, Sequence[codec.Buffer]]] = field(default_factory=asyncio.Queue)
     left: Left | None = None  # what it said of an earlier driver
     ready: Ready | None = None
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)  # all that it sent has been read
@@ -143,7 +145,7 @@ class _Outstanding:
 
     index: int
     name: str
-    body: Sequence[frames.Buffer] | None  # until it is sent
+    body: Sequence[codec.Buffer] | None  # until it is sent
     deadline: float
     future: asyncio.Future[Reply]
     answers: dict[int, Reply | Failed | Ack] = field(default_factory=dict)
@@ -244,8 +246,8 @@ class Group:
         if self.failure is not None:
             raise self.failure
         if self._probation and isinstance(command, SampleStep):
-            command = replace(command, wait=True)  # or what it leaves on the devices has the next command blamed
-        body = frames.encode(command if parent is None else Traced(parent, command))
+            command = command.copy_with(wait=True)  # or what it leaves on the devices has the next command blamed
+        body = codec.encode(command if parent is None else Traced(parent, command))
         self._last_index += 1
         entry = _Outstanding(self._last_index, type(command).__name__, body, deadline, self._loop.create_future())
         self._outstanding.append(entry)
@@ -263,7 +265,7 @@ class Group:
             raise self.failure
         number, future = next(self._numbers), self._loop.create_future()
         self._transfers[number] = {}, future
-        body = frames.encode(Transfer(number, job))
+        body = codec.encode(Transfer(number, job))
         for member in self._members:
             member.outbox.put_nowait((0, body))
         return future
@@ -338,11 +340,11 @@ class Group:
                 doorman.cancel()
                 await asyncio.gather(doorman, return_exceptions=True)  # before its socket is closed under it
 
-    async def _welcome(self, listener: socket.socket, secret: bytes, start: Sequence[frames.Buffer]) -> None:
+    async def _welcome(self, listener: socket.socket, secret: bytes, start: Sequence[codec.Buffer]) -> None:
         while any(m.link is None for m in self._members):  # beside each other: a silent stranger holds nobody up
             self._do(self._greet(await next_connection(listener), secret, start))
 
-    async def _greet(self, sock: socket.socket, secret: bytes, start: Sequence[frames.Buffer]) -> None:
+    async def _greet(self, sock: socket.socket, secret: bytes, start: Sequence[codec.Buffer]) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 link = await accept(sock, secret, self.generation, len(self._members))
@@ -372,7 +374,7 @@ class Group:
         try:
             while True:
                 frame = await link.read()
-                self._take(member, frame.index, frames.decode(frame.body))
+                self._take(member, frame.index, codec.decode(frame.body))
         except (EOFError, OSError):
             member.hung_up.set()
             await self._lost(member, "closed its connection")
@@ -395,7 +397,7 @@ class Group:
             told = self._members[0].ready
             if told and all(m.ready for m in self._members) and not self._started.done():
                 everybody = all(m.ready and m.ready.reaches_store for m in self._members)
-                info = GroupInfo(**vars(replace(told, reaches_store=everybody)), generation=self.generation)
+                info = GroupInfo(**asdict(told.copy_with(reaches_store=everybody)), generation=self.generation)
                 self._started.set_result(info)
         elif isinstance(message, Transferred):
             self._transferred(member.rank, message)

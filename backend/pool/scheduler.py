@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from tinkerflow.backend.core.fairness import FairQueue
@@ -50,7 +50,7 @@ def in_parts(
     count = a_pass * LOSSES[command.loss].passes(backward=command.backward)
     if count == 1:
         return (command,)
-    return (replace(command, by_micro_batch=True), *[NextMicroBatch(command.adapter_id)] * (count - 1))
+    return (command.copy_with(by_micro_batch=True), *[NextMicroBatch(command.adapter_id)] * (count - 1))
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import IO, Protocol, cast
@@ -34,7 +34,7 @@ from typing import IO, Protocol, cast
 from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.errors import OUT_OF_MEMORY, DevicesError, UserError
 from tinkerflow.backend.pool.jax_setup import join_jax
-from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import Frame, WorkerLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
 from tinkerflow.backend.pool.protocol.messages import (
@@ -54,6 +54,7 @@ from tinkerflow.backend.pool.protocol.software import code_version
 from tinkerflow.backend.pool.spans import CommandSpans
 from tinkerflow.backend.pool.transfers import Transfers
 from tinkerflow.backend.spec.commands import Command, DeferredReply, GroupConfig, Reply
+from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.supervise.processes import die_with_parent, give_back_memory
 
 log = logging.getLogger("tinkerflow.backend.pool.worker")
@@ -165,7 +166,7 @@ class Inbox:
         link = connect(spec.host, spec.port, bytes.fromhex(spec.secret), spec.generation, spec.rank)
         if self._reader is not None:
             try:
-                link.write(0, frames.encode(Left(self._received)))
+                link.write(0, codec.encode(Left(self._received)))
             except OSError:
                 link.close()
                 raise
@@ -175,7 +176,7 @@ class Inbox:
         self._reader = threading.Thread(target=self._read, args=(link,), name="reader", daemon=True)
         self._reader.start()
 
-    def send(self, index: int, body: Sequence[frames.Buffer], to: WorkerLink | None = None) -> None:
+    def send(self, index: int, body: Sequence[codec.Buffer], to: WorkerLink | None = None) -> None:
         """Send an encoded message as a frame.
 
         index: of the command that it answers, 0 = none. to: the driver; None: the present driver.
@@ -190,11 +191,11 @@ class Inbox:
 
     def tell(self, text: str) -> None:
         """Send a line of progress."""
-        self.send(0, frames.encode(Progress(text)))
+        self.send(0, codec.encode(Progress(text)))
 
-    def send_last(self, message: object) -> None:
+    def send_last(self, message: PoolMessage) -> None:
         """Send `message` if the link is free within a second, and nothing after it: the process is about to end."""
-        body = frames.encode(message)
+        body = codec.encode(message)
         if self._turn.acquire(timeout=1.0) and self._link is not None:
             self._link.write(0, body)
 
@@ -207,7 +208,7 @@ class Inbox:
                 self._link = None
 
     def _read(self, link: WorkerLink) -> None:
-        beat = frames.encode(Beat())
+        beat = codec.encode(Beat())
         while True:
             try:
                 frame = link.read()
@@ -216,9 +217,9 @@ class Inbox:
                 break
             if frame.index == 0 and bytes(frame.body) == b"".join(beat):
                 self.send(0, beat, link)
-            elif frame.index == 0 and isinstance(message := frames.decode(frame.body), Transfer):
+            elif frame.index == 0 and isinstance(message := codec.decode(frame.body), Transfer):
                 assert self.transfers is not None, "the driver transfers nothing before this process is ready"
-                self.transfers.start(message, lambda answer: self.send(0, frames.encode(answer), link))
+                self.transfers.start(message, lambda answer: self.send(0, codec.encode(answer), link))
             else:
                 self._received += frame.index > 0
                 self.frames.put((link, frame))
@@ -237,7 +238,7 @@ class ReplyCollector:
     begun, and computed, while the results of the last command are copied to the host and sent.
     """
 
-    def __init__(self, send: Callable[[int, Sequence[frames.Buffer], WorkerLink | None], None], rank: int) -> None:
+    def __init__(self, send: Callable[[int, Sequence[codec.Buffer], WorkerLink | None], None], rank: int) -> None:
         """`send` sends an encoded message as a frame to a driver."""
         self._send = send
         self._rank = rank
@@ -280,7 +281,7 @@ class ReplyCollector:
         while True:
             self._begun.get()()
 
-    def _finish(self, driver: WorkerLink, index: int, name: str, body: list[frames.Buffer] | DeferredReply) -> None:
+    def _finish(self, driver: WorkerLink, index: int, name: str, body: list[codec.Buffer] | DeferredReply) -> None:
         while callable(body):
             body = self._attempt(name, body)
         self._send(index, body, driver)
@@ -288,10 +289,10 @@ class ReplyCollector:
             self._unanswered -= 1
             self._changed.notify()
 
-    def _attempt(self, name: str, execute: Callable[[], Reply | DeferredReply]) -> list[frames.Buffer] | DeferredReply:
+    def _attempt(self, name: str, execute: Callable[[], Reply | DeferredReply]) -> list[codec.Buffer] | DeferredReply:
         try:
             reply = execute()
-            return reply if callable(reply) else frames.encode(reply if self._rank == 0 else Ack(None))
+            return reply if callable(reply) else codec.encode(reply if self._rank == 0 else Ack(None))
         except UserError as error:
             log.info("%s: %s: %s", name, type(error).__name__, error)
             failed = to_failed(error)
@@ -300,7 +301,7 @@ class ReplyCollector:
                 raise  # nobody knows what is left on the devices: a fresh group does
             log.exception("%s failed", name)
             failed = to_failed(error)
-        return frames.encode(failed if self._rank == 0 else Ack(failed))
+        return codec.encode(failed if self._rank == 0 else Ack(failed))
 
 
 def main() -> None:
@@ -326,16 +327,18 @@ def main() -> None:
         executor: CommandExecutor | None = None
         while True:
             driver, frame = inbox.frames.get()
-            message = frames.decode(frame.body)
+            message = codec.decode(frame.body)
             if executor is not None and not isinstance(message, Start):
-                command, parent = (message.command, message.parent) if isinstance(message, Traced) else (message, None)
+                traced = message if isinstance(message, Traced) else Traced(None, cast(Command, message))
+                command, parent = traced.command, traced.parent
                 execute = executor.execute if spans is None else spans.around(executor.execute, parent)
                 answers.give(driver, frame.index, command, execute)
                 continue
             answers.drain()  # what the devices are computing for the earlier driver must not end them for this one
+            assert isinstance(message, Start), "a driver begins with Start"
             executor = _begin(executor, message, spec, inbox.tell)
             inbox.transfers = Transfers(executor, message.config, spec.rank)
-            inbox.send(0, frames.encode(_ready(executor, inbox.transfers)), driver)
+            inbox.send(0, codec.encode(_ready(executor, inbox.transfers)), driver)
     except BaseException as error:  # noqa: BLE001  (SystemExit too: no barrier at exit)
         _end(inbox, error)
 
@@ -349,7 +352,7 @@ def _await_notice(inbox: Inbox, notices: int) -> None:
         if inbox.alone:
             os._exit(0)
         log.warning("told to end by SIGTERM: the driver is told")
-        inbox.send(0, frames.encode(Leaving()))
+        inbox.send(0, codec.encode(Leaving()))
 
 
 def _begin(
@@ -361,14 +364,14 @@ def _begin(
         executor.clear()
         return executor
     if spec.compile_cache_dir:
-        start = replace(start, config=replace(start.config, compile_cache_dir=spec.compile_cache_dir))
+        start = start.copy_with(config=replace(start.config, compile_cache_dir=spec.compile_cache_dir))
     executor = build(start, spec.rank, progress)
     threading.Thread(target=_give_back_memory, name="memory", daemon=True).start()
     return executor
 
 
 def _ready(executor: CommandExecutor, transfers: Transfers) -> Ready:
-    told = {field.name: getattr(executor, field.name) for field in fields(Ready) if field.name != "reaches_store"}
+    told = {name: getattr(executor, name) for name in Ready.__struct_fields__ if name != "reaches_store"}
     told["programs"] = hashlib.sha256(f"{code_version()}; {told['programs']}".encode()).hexdigest()[:16]
     return Ready(**told, reaches_store=transfers.reach_store)
 

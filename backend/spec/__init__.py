@@ -13,6 +13,7 @@ __all__ = [
     "losses",
     "optimizers",
     "packing",
+    "pool_message",
     "ranks",
     "registry",
     "torch_names",

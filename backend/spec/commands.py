@@ -1,6 +1,7 @@
 """The ordered commands that a pool executes, and the plain data they carry.
 
-NumPy and dataclasses only: whoever sends commands needs no JAX. Letters: T tokens of a sequence, K targets a position.
+Commands and replies are messages, so they can stand in unions on the wire. The data in them are dataclasses. Senders of
+commands need no JAX. Letters: T tokens of a sequence, K targets a position.
 Every array crosses as it is, so dtypes are part of the contract.
 """
 
@@ -8,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import field as message_field
 
 from tinkerflow.backend.spec.checkpoint import Digest
 from tinkerflow.backend.spec.constraints import Kind as ConstraintKind
-from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OptimizerParams
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams
+from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.spec.ranks import LoraSpec as LoraSpec  # noqa: PLC0414  it is imported from here
 from tinkerflow.backend.spec.ranks import RankRule
 
@@ -26,6 +31,10 @@ LORA_ALPHA = 32.0
 Optimizer = str  # a name in spec.optimizers.OPTIMIZERS
 Priority = Literal["interactive", "batch"]
 Loss = str  # a name in spec.losses.LOSSES
+if TYPE_CHECKING:
+    AnyOptimizerParams: TypeAlias = OptimizerParams
+else:  # what is decoded is one of these classes
+    AnyOptimizerParams = reduce(or_, (spec.params for spec in OPTIMIZERS.values()))
 NO_LOGPROB = -99999.0  # fills empty cells of top-k lists: what the SDK takes for an empty cell
 
 
@@ -231,8 +240,7 @@ class SampleResult:
 
 
 # ------------------------------------------------------------------ commands, each with its reply
-@dataclass(frozen=True)
-class CreateAdapter:
+class CreateAdapter(PoolMessage, frozen=True):
     """Make a fresh adapter: A seeded normal/uniform, B zero, gradients and moments zero. Reply: Done.
 
     Of rank 0, which all commands take as they take others: the base model's own weights, to train them all.
@@ -244,15 +252,13 @@ class CreateAdapter:
     optimizer: Optimizer = DEFAULT_OPTIMIZER
 
 
-@dataclass(frozen=True)
-class DropAdapter:
+class DropAdapter(PoolMessage, frozen=True):
     """Forget an adapter; unknown ids are fine. Reply: Done."""
 
     adapter_id: str
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(PoolMessage, frozen=True):
     """Logprobs and summed loss of `examples`; with `backward`, add the loss's gradient to the adapter's.
 
     `custom` is given when the loss is `custom`. Reply: ForwardResult. by_micro_batch: compute only the first
@@ -263,21 +269,19 @@ class Forward:
     adapter_id: str
     examples: tuple[Example, ...]
     loss: Loss
-    config: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, float] = message_field(default_factory=dict)
     backward: bool = True
     custom: CustomLoss | None = None
     by_micro_batch: bool = False
 
 
-@dataclass(frozen=True)
-class NextMicroBatch:
+class NextMicroBatch(PoolMessage, frozen=True):
     """Compute the next micro-batch of the adapter's Forward. Reply: Done; after the last one the ForwardResult."""
 
     adapter_id: str
 
 
-@dataclass(frozen=True)
-class OptimStep:
+class OptimStep(PoolMessage, frozen=True):
     """One optimizer step with the accumulated gradients, then clear them. Reply: OptimResult.
 
     A gradient norm that is not finite is a UserError: weights and moments stay, gradients are cleared. Parameters of
@@ -285,11 +289,10 @@ class OptimStep:
     """
 
     adapter_id: str
-    params: OptimizerParams
+    params: AnyOptimizerParams
 
 
-@dataclass(frozen=True)
-class ExportAdapter:
+class ExportAdapter(PoolMessage, frozen=True):
     """Copy an adapter to the host. Reply: AdapterState (with moments only when `optimizer`).
 
     keep: not "": each process keeps its part of the copy until WriteState names this folder, or until the adapter is
@@ -301,8 +304,7 @@ class ExportAdapter:
     keep: str = ""
 
 
-@dataclass(frozen=True)
-class ImportAdapter:
+class ImportAdapter(PoolMessage, frozen=True):
     """Make an adapter from a state; without moments in it, the optimizer starts fresh. Reply: Done.
 
     A StoredState must have been fetched for `adapter_id` (FetchState).
@@ -312,16 +314,14 @@ class ImportAdapter:
     state: AdapterState | StoredState
 
 
-@dataclass(frozen=True)
-class PublishSnapshot:
+class PublishSnapshot(PoolMessage, frozen=True):
     """Freeze a copy of an adapter's weights for sampling. Reply: SnapshotHeld."""
 
     adapter_id: str
     snapshot_id: str
 
 
-@dataclass(frozen=True)
-class LoadSnapshot:
+class LoadSnapshot(PoolMessage, frozen=True):
     """Make a sampling snapshot from saved weights. A snapshot that is held stays: its weights are these or newer.
 
     A StoredState must have been fetched for `snapshot_id` (FetchState). Reply: SnapshotHeld.
@@ -331,8 +331,7 @@ class LoadSnapshot:
     state: AdapterState | StoredState
 
 
-@dataclass(frozen=True)
-class MoveSnapshot:
+class MoveSnapshot(PoolMessage, frozen=True):
     """Rename a snapshot to `to_id`, in place of the snapshot of that id. Reply: Done.
 
     Requests that sample `to_id` use the new weights from the next chunk, and keep their cache.
@@ -342,15 +341,13 @@ class MoveSnapshot:
     to_id: str
 
 
-@dataclass(frozen=True)
-class DropSnapshot:
+class DropSnapshot(PoolMessage, frozen=True):
     """Forget a snapshot. Requests that were admitted with it finish. Unknown ids are fine. Reply: Done."""
 
     snapshot_id: str
 
 
-@dataclass(frozen=True)
-class SampleStep:
+class SampleStep(PoolMessage, frozen=True):
     """Admit requests into the decode batch, cancel others, prefill or decode a chunk. Reply: SampleProgress.
 
     An empty SampleStep continues the requests that are in the batch or wait for it. wait: the reply comes when the
@@ -362,13 +359,11 @@ class SampleStep:
     wait: bool = False
 
 
-@dataclass(frozen=True)
-class Ping:
+class Ping(PoolMessage, frozen=True):
     """Do nothing. Reply: Done."""
 
 
-@dataclass(frozen=True)
-class ReadCompileStatus:
+class ReadCompileStatus(PoolMessage, frozen=True):
     """Count the programs that are compiled. Reply: CompileStatus; Done from an executor that compiles nothing."""
 
 
@@ -391,8 +386,7 @@ Command = (
 
 
 # ------------------------------------------------------------------ beside the commands: states from and to the store
-@dataclass(frozen=True)
-class StoredState:
+class StoredState(PoolMessage, frozen=True):
     """A state that lies in the store. Processes that reach the store read from it what their devices need.
 
     folder: the key of the folder that holds `files`, which never change.
@@ -405,16 +399,14 @@ class StoredState:
     files: Mapping[str, Digest]
 
 
-@dataclass(frozen=True)
-class FetchState:
+class FetchState(PoolMessage, frozen=True):
     """Read what this process needs of a state into its host memory, for the adapter or the snapshot `owner`."""
 
     owner: str
     state: StoredState
 
 
-@dataclass(frozen=True)
-class WriteState:
+class WriteState(PoolMessage, frozen=True):
     """Write this process's part of the adapter that an ExportAdapter with keep=`folder` has copied, as one file."""
 
     adapter_id: str
@@ -422,13 +414,11 @@ class WriteState:
 
 
 # ------------------------------------------------------------------ replies
-@dataclass(frozen=True)
-class Done:
+class Done(PoolMessage, frozen=True):
     """The command was executed."""
 
 
-@dataclass(frozen=True)
-class ForwardResult:
+class ForwardResult(PoolMessage, frozen=True):
     """logprobs: one float32 [T] (flat) or [T, K] per example, in order; loss_sum: the sum over all tokens.
 
     metrics: of a custom loss, `custom/<name>:sum|mean`, over all examples. loss_work: the floating-point operations
@@ -437,20 +427,18 @@ class ForwardResult:
 
     logprobs: tuple[Float32, ...]
     loss_sum: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = message_field(default_factory=dict)
     loss_work: float = 0.0
 
 
-@dataclass(frozen=True)
-class OptimResult:
+class OptimResult(PoolMessage, frozen=True):
     """grad_norm: before clipping; step: optimizer steps made so far, this one included."""
 
     grad_norm: float
     step: int
 
 
-@dataclass(frozen=True)
-class AdapterState:
+class AdapterState(PoolMessage, frozen=True):
     """An adapter on the host, by PEFT name; of rank 0, all weights by Hugging Face's names.
 
     weights: float32, `base_model.model....lora_A.weight` is [rank, in], `lora_B.weight` is [out, rank]; B of experts
@@ -464,12 +452,11 @@ class AdapterState:
     spec: LoraSpec
     step: int
     weights: Mapping[str, Float32]
-    moments: Mapping[str, Float32] = field(default_factory=dict)
+    moments: Mapping[str, Float32] = message_field(default_factory=dict)
     optimizer: Optimizer = DEFAULT_OPTIMIZER
 
 
-@dataclass(frozen=True)
-class AdapterKept:
+class AdapterKept(PoolMessage, frozen=True):
     """Each process holds its part of a copy of the adapter, of this shape and after so many steps."""
 
     spec: LoraSpec
@@ -477,8 +464,7 @@ class AdapterKept:
     optimizer: Optimizer
 
 
-@dataclass(frozen=True)
-class SnapshotHeld:
+class SnapshotHeld(PoolMessage, frozen=True):
     """The group holds the snapshot.
 
     host_bytes: host memory that the snapshot takes in each process while it is evicted; None on CPU, where snapshots
@@ -489,8 +475,7 @@ class SnapshotHeld:
     on_host: bool = False
 
 
-@dataclass(frozen=True)
-class SampleProgress:
+class SampleProgress(PoolMessage, frozen=True):
     """finished: results of requests that ended in this chunk; active/waiting: requests still in the batch / in line.
 
     streamed: what was decoded in this chunk for requests that stream.
@@ -502,8 +487,7 @@ class SampleProgress:
     streamed: tuple[NewTokens, ...] = ()
 
 
-@dataclass(frozen=True)
-class CompileStatus:
+class CompileStatus(PoolMessage, frozen=True):
     """Compiled programs of rank 0, and the pages of its KV cache.
 
     planned: programs that the warm-up compiles. ready: planned programs that are compiled, or `failed` to. needed:

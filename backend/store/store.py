@@ -82,7 +82,7 @@ class Store:
         are, repetition and errors are as in `save`.
         """
         path = CheckpointPath(run_id, EXTERNAL_WEIGHTS, name)
-        plain = replace(state, moments={})
+        plain = state.copy_with(moments={})
 
         def files() -> dict[str, bytes]:
             made = _files(plain, meta)

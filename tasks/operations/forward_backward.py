@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 from tinkerflow.backend.catalog.model_card import image_processor
 from tinkerflow.backend.journal import Effect, LossMeasured, Outcome, UsageKind, Used
@@ -46,7 +45,7 @@ async def execute(execution: Execution) -> Outcome:
     if processor is None:
         command = await context.decode(size, decode)
         async with execution.slot:
-            reply = execution.send(replace(command, adapter_id=execution.model_id), ForwardResult)
+            reply = execution.send(command.copy_with(adapter_id=execution.model_id), ForwardResult)
         result = await reply
     else:
         pixels = processor.bytes_of(read.image_tokens or 0)
@@ -55,12 +54,12 @@ async def execute(execution: Execution) -> Outcome:
                 decoding = await held.enter_async_context(context.trained_images.hold(request.owner, pixels))
                 async with decoding:
                     command = await context.decode(INLINE_BYTES + 1, decode)
-                reply = execution.send(replace(command, adapter_id=execution.model_id), ForwardResult)
+                reply = execution.send(command.copy_with(adapter_id=execution.model_id), ForwardResult)
             result = await reply
 
     def encode() -> tuple[bytes, dict[str, float]]:
         drift = drift_metrics(command, result)
-        return encode_forward(replace(result, metrics={**result.metrics, **drift})), drift
+        return encode_forward(result.copy_with(metrics={**result.metrics, **drift})), drift
 
     answer, drift = await context.decode(sum(array.nbytes for array in result.logprobs), encode)
     if 0 < context.most_drift < drift.get(KL_MEAN, 0.0):

@@ -50,7 +50,7 @@ def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:
             f"path {path!r}: it holds the state of {state.optimizer}, but model {model.id} was made with "
             f"{model.optimizer}; load it with optimizer false"
         )
-    return replace(state, optimizer=model.optimizer)
+    return state.copy_with(optimizer=model.optimizer)
 
 
 async def _load(execution: Execution, wanted: LoadWeights | LoadModel) -> AdapterState:
@@ -71,7 +71,7 @@ async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bo
     except NotFoundError as error:
         raise gone(path) from error
     if not optimizer:
-        return replace(state, moments={}, step=0), saved
+        return state.copy_with(moments={}, step=0), saved
     if not state.moments:
         raise UserError(f"path {path!r}: it holds no optimizer state; load it with optimizer false")
     return state, saved

@@ -16,5 +16,5 @@ async def execute(execution: Execution) -> Outcome:
         reply = execution.send(OptimStep(model_id, params), OptimResult)
     result = await reply
     seq_id = 0 if request.seq_id is None else request.seq_id
-    measured = StepMeasured(model_id, seq_id, result.step, result.grad_norm, vars(params).get("learning_rate"))
+    measured = StepMeasured(model_id, seq_id, result.step, result.grad_norm, getattr(params, "learning_rate", None))
     return request.done(encode_optim_step(result), "json", StepMade(model_id, result.step), measured)

@@ -18,11 +18,9 @@ def toy(logprobs, inputs, config):
 LOSS = LossSpec("toy", inputs=(WEIGHTS, TokenInput("focus", low=0.0)), config={"gain": ConfigKey(2.0)}, per_token=toy)
 """
 TOY_OPTIMIZER = """
-from dataclasses import dataclass
 from tinkerflow.backend.spec.optimizers import Finite, Fraction, NotNegative, OptimizerParams, OptimizerSpec
 
-@dataclass(frozen=True)
-class SgdParams(OptimizerParams):
+class SgdParams(OptimizerParams, frozen=True):
     learning_rate: NotNegative
     momentum: Fraction = 0.5
     grad_clip_norm: Finite = 0.0
@@ -57,7 +55,7 @@ def use(model: str) -> dict[str, object]:
 
     from tinkerflow.backend.compute.executor import Executor
     from tinkerflow.backend.core.errors import UserError
-    from tinkerflow.backend.pool.protocol import frames
+    from tinkerflow.backend.pool.protocol import codec
     from tinkerflow.backend.pool.scheduler import in_parts
     from tinkerflow.backend.spec import commands as c
     from tinkerflow.backend.wire import CreateModel, OptimStepBody, decode_forward, read_forward
@@ -83,7 +81,7 @@ def use(model: str) -> dict[str, object]:
         raise AssertionError("nothing was refused")
 
     def through(command: c.Command) -> c.Command:
-        return frames.decode(b"".join(frames.encode(command)))
+        return codec.decode(b"".join(codec.encode(command)))
 
     def step(**given: object) -> c.OptimizerParams:
         return OptimStepBody.decode(json.dumps({"optimizer_params": {"type": "sgd", **given}}).encode()).params

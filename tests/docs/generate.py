@@ -10,11 +10,11 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import MISSING, fields
 from typing import Any, get_args
 
 import annotated_types
 import typer
+from msgspec.structs import fields
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from tests.compat import table as compatibility
@@ -256,7 +256,7 @@ def optimizers() -> str:
     rows = []
     for name, spec in OPTIMIZERS.items():
         for field in fields(spec.params):
-            default = "required" if field.default is MISSING else f"`{field.default}`"
+            default = "required" if field.required else f"`{field.default}`"
             rows.append((f"`{name}`", f"`{field.name}`", default, spec.bounds[field.name].rule))
     return table(("optimizer", "parameter", "default", "must be"), rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tinkerflow.api.metrics import Answered, Known, Metrics
@@ -25,7 +25,7 @@ def families() -> list[Family]:
     """Every family of the page, in its order; without the times at which counters began, which nobody asks for."""
     metrics = Metrics()
     metrics.answered["x"] = Answered({200: 1})  # so that the page has lines of it
-    now, status = datetime.now(UTC), CompileStatus(**{field.name: 1 for field in fields(CompileStatus)})
+    now, status = datetime.now(UTC), CompileStatus(**dict.fromkeys(CompileStatus.__struct_fields__, 1))
     base = BaseModelView("a/b", "", now, status, {"generation": 1, "memory": {"weights": 1}})
     observed = Observed({("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}, {"a/b": 1}, {"a/b": now}, {"samples": None})
     parts = [ProcessView("engine", now, now)]

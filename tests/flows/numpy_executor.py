@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
@@ -86,15 +86,15 @@ class Unigram:
                 grad = state.moments[GRAD]
                 weights = {BIAS: state.weights[BIAS] - np.float32(command.params.learning_rate) * grad}
                 moments = {GRAD: np.zeros_like(grad)}
-                after = replace(state, step=state.step + 1, weights=weights, moments=moments)
+                after = state.copy_with(step=state.step + 1, weights=weights, moments=moments)
                 self.adapters[command.adapter_id] = after
                 return OptimResult(float(np.linalg.norm(grad)), after.step)
             case ExportAdapter():
                 state = self.adapter(command.adapter_id)
-                return state if command.optimizer else replace(state, moments={})
+                return state if command.optimizer else state.copy_with(moments={})
             case ImportAdapter():
                 moments = command.state.moments or fresh(command.state.spec).moments
-                self.adapters[command.adapter_id] = replace(command.state, moments=moments)
+                self.adapters[command.adapter_id] = command.state.copy_with(moments=moments)
             case PublishSnapshot():
                 state = self.adapter(command.adapter_id)
                 self.snapshots[command.snapshot_id] = state.weights[BIAS]
@@ -135,7 +135,7 @@ class Unigram:
             grad += np.exp(logprobs_V) * np.sum(weights_T)
         if command.backward:
             total = state.moments[GRAD] + grad[:, None]
-            self.adapters[command.adapter_id] = replace(state, moments={GRAD: total})
+            self.adapters[command.adapter_id] = state.copy_with(moments={GRAD: total})
         return ForwardResult(tuple(found), loss)
 
     def sample(self, command: SampleStep) -> SampleProgress:

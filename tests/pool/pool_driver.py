@@ -11,7 +11,7 @@ import asyncio
 import sys
 
 from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
-from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.spec.commands import CreateAdapter, GroupConfig, LoraSpec, OptimStep
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
@@ -45,7 +45,7 @@ async def main(executor: str, processes: int, port: int = 0, secret: str = "") -
                 await task
             case "uneven":
                 assert pool._group is not None
-                pool._group._members[0].outbox.put_nowait((4, frames.encode(CreateAdapter("a", LoraSpec(1), 300))))
+                pool._group._members[0].outbox.put_nowait((4, codec.encode(CreateAdapter("a", LoraSpec(1), 300))))
                 await busy.wait()
                 print("sent", flush=True)
 

@@ -27,7 +27,7 @@ from tinkerflow.backend.core.errors import (
     StoreError,
     UserError,
 )
-from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import header
 from tinkerflow.backend.pool.protocol.messages import Ack
 from tinkerflow.backend.spec.commands import (
@@ -156,7 +156,7 @@ class Echo:
         os.write(self.connection(), b"\x00" * 64)
 
     def send_frame(self, generation: int) -> None:
-        body = frames.encode(Done() if self.rank == 0 else Ack(None))
+        body = codec.encode(Done() if self.rank == 0 else Ack(None))
         os.write(self.connection(), header(generation, 999, body) + b"".join(body))
 
     def connection(self) -> int:

@@ -77,7 +77,7 @@ def test_tpus_of_a_host_are_one_groups(config: GroupConfig, monkeypatch: pytest.
     monkeypatch.setattr(devices, "accelerator", lambda: "tpu")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     with pytest.raises(UserError, match="2 base models are on one host of TPUs, where a process takes all chips"):
-        join_jax(replace(begun(config, 0), groups=2), 0, print)
+        join_jax(begun(config, 0).copy_with(groups=2), 0, print)
 
 
 @pytest.fixture

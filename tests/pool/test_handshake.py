@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink, header
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, connect, next_connection
+from tinkerflow.backend.pool.protocol.messages import Progress
+from tinkerflow.backend.spec.commands import ForwardResult
 
 SECRET = b"a secret of this generation"
 
@@ -51,17 +53,17 @@ async def test_frames_cross_both_ways(listener: socket.socket) -> None:
     driver, worker = await linked(listener)
     assert driver.rank == 1
     big = np.arange(3_000_000, dtype=np.float32)
-    sending = asyncio.create_task(driver.write(7, frames.encode((1, big, "x"))))
+    sending = asyncio.create_task(driver.write(7, codec.encode(ForwardResult((big,), 1.0))))
     frame = await asyncio.to_thread(worker.read)
     await sending
     assert frame.index == 7
-    one, array, text = frames.decode(frame.body)
-    assert (one, text) == (1, "x")
-    assert array.tobytes() == big.tobytes()
-    await asyncio.to_thread(worker.write, 2**63, frames.encode("back"))
+    result = codec.decode(frame.body)
+    assert isinstance(result, ForwardResult)
+    assert result.logprobs[0].tobytes() == big.tobytes()
+    await asyncio.to_thread(worker.write, 2**63, codec.encode(Progress("back")))
     answer = await driver.read()
     assert answer.index == 2**63
-    assert frames.decode(answer.body) == "back"
+    assert codec.decode(answer.body) == Progress("back")
     driver.close()
     with pytest.raises(EOFError, match="closed"):
         await asyncio.to_thread(worker.read)
@@ -72,7 +74,7 @@ async def test_a_large_frame_gives_signs_of_life_while_it_is_on_its_way(listener
     driver, worker = await linked(listener)
     size = 32 << 20  # far more than lies in the buffers between them
     for part in (size, 3 << 10):  # also as many small parts
-        body = frames.encode((np.zeros(part, np.uint8),) * (size // part))
+        body = codec.encode(ForwardResult((np.zeros(part // 4, np.float32),) * (size // part), 0.0))
         before = driver.signs
         sending = asyncio.create_task(driver.write(1, body))
         await asyncio.to_thread(worker.read)

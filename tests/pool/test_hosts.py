@@ -17,7 +17,7 @@ from tinkerflow.backend.core import errors
 from tinkerflow.backend.pool import HostConfig, Hosts, Pool, PoolConfig, serve_group
 from tinkerflow.backend.pool.host import agent
 from tinkerflow.backend.pool.host.places import LocalWorker
-from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
 from tinkerflow.backend.pool.protocol.messages import Offer, Spawned, Welcome
@@ -528,8 +528,8 @@ async def visit(bench: Bench, offer: Offer) -> LoopLink:
     """Join by hand."""
     port = bench.hosts.port
     link = (await asyncio.to_thread(connect, "127.0.0.1", port, SECRET, 0, 0)).to_loop()
-    await link.write(0, frames.encode(offer))
-    assert frames.decode((await link.read()).body) == Welcome(3.0)
+    await link.write(0, codec.encode(offer))
+    assert codec.decode((await link.read()).body) == Welcome(3.0)
     return link
 
 
@@ -568,8 +568,8 @@ async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait
     offer = Offer("same", "a", "127.0.0.1", 1, software(), ())
     links = [await visit(bench, offer) for _ in range(2)]
     await wait_until(lambda: "(a: 1)" in bench.hosts.lack(2))
-    await links[1].write(0, frames.encode(Spawned(7, 1, "")))  # too late for whoever asked: nothing happens
-    await links[1].write(0, frames.encode(offer))
+    await links[1].write(0, codec.encode(Spawned(7, 1, "")))  # too late for whoever asked: nothing happens
+    await links[1].write(0, codec.encode(offer))
     await wait_until(lambda: "none has joined" in bench.hosts.lack(1))
     for link in links:
         link.close()

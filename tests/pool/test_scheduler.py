@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import random
 from collections import Counter, deque
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -329,14 +328,14 @@ def sizes() -> st.SearchStrategy[list[int]]:
 @given(sizes(), st.sampled_from([*LOSSES]), st.booleans(), st.sampled_from([1, 2]))
 def test_a_forward_has_a_part_for_each_micro_batch(lengths: list[int], loss: str, backward: bool, fsdp: int) -> None:
     examples = tuple(next(iter(forward(tokens=length).examples)) for length in lengths)
-    command = replace(forward(), examples=examples, loss=loss, backward=backward)
+    command = forward().copy_with(examples=examples, loss=loss, backward=backward)
     first, *others = in_parts(command, MICROBATCH, fsdp)
     passes = 2 if backward and LOSSES[loss].per_token is None else 1
     count = passes * len(pack(examples, microbatch_tokens=MICROBATCH, row_multiple=fsdp))
-    assert first == (command if count == 1 else replace(command, by_micro_batch=True))
+    assert first == (command if count == 1 else command.copy_with(by_micro_batch=True))
     assert others == [NextMicroBatch("a")] * (count - 1)
 
 
 def test_other_commands_are_one_part() -> None:
-    for command in (SampleStep(), OptimStep("a", AdamParams()), replace(forward(), examples=())):
+    for command in (SampleStep(), OptimStep("a", AdamParams()), forward().copy_with(examples=())):
         assert in_parts(command, MICROBATCH, 1) == (command,)

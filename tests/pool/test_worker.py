@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tinkerflow.backend.pool.host.places import LocalWorker, worker_environment
-from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, next_connection
 from tinkerflow.backend.pool.protocol.messages import Beat, Fatal, Left, Progress, Ready, Start
@@ -85,13 +85,13 @@ async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[Loc
         process = LocalWorker(spec(listener, SECRET), "", log_dir=tmp_path)
         sock = await next_connection(listener)
     link = await accept(sock, SECRET, 5, 1)
-    await link.write(0, frames.encode(Start(config, 1, "", f"pool_executors:{executor}", 30.0, (0,))))
+    await link.write(0, codec.encode(Start(config, 1, "", f"pool_executors:{executor}", 30.0, (0,))))
     return process, link
 
 
 async def next_message(link: LoopLink) -> object:
     async with asyncio.timeout(20):
-        return frames.decode((await link.read()).body)
+        return codec.decode((await link.read()).body)
 
 
 async def test_a_worker_ends_when_its_connection_does(
@@ -122,9 +122,9 @@ async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
             return await accept(await next_connection(listener), SECRET, 5, 1)
 
         first = await next_driver()
-        await first.write(0, frames.encode(Start(config, 1, "", "pool_executors:Echo", 30.0, (0,))))
+        await first.write(0, codec.encode(Start(config, 1, "", "pool_executors:Echo", 30.0, (0,))))
         for index in (1, 2):
-            await first.write(index, frames.encode(Ping()))
+            await first.write(index, codec.encode(Ping()))
         while not isinstance(await next_message(first), Done):
             pass
         first.close()
@@ -141,7 +141,7 @@ async def test_what_fails_on_the_devices_for_one_driver_ends_the_worker_before_t
     config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    start = frames.encode(Start(config, 1, "", "pool_executors:Ahead", 30.0, (0,)))
+    start = codec.encode(Start(config, 1, "", "pool_executors:Ahead", 30.0, (0,)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         to_us = spec(listener, SECRET)
@@ -150,7 +150,7 @@ async def test_what_fails_on_the_devices_for_one_driver_ends_the_worker_before_t
         await first.write(0, start)
         while not isinstance(await next_message(first), Ready):
             pass
-        await first.write(1, frames.encode(OptimStep("a", AdamParams(learning_rate=2))))  # fails in two seconds
+        await first.write(1, codec.encode(OptimStep("a", AdamParams(learning_rate=2))))  # fails in two seconds
         first.close()
         worker.serve(to_us)
         async with asyncio.timeout(60):
@@ -169,8 +169,8 @@ async def test_a_worker_answers_beats_while_its_main_thread_is_busy(
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     process, link = await begin(config, tmp_path, "Sleepy")
     assert await next_message(link) == Progress("importing pool_executors")
-    await link.write(0, frames.encode(Ping()))  # in line behind the start
-    await link.write(0, frames.encode(Beat()))
+    await link.write(0, codec.encode(Ping()))  # in line behind the start
+    await link.write(0, codec.encode(Beat()))
     assert await next_message(link) == Beat()
     link.close()
     assert (await process.ended()).how == "ended with exit status 0"

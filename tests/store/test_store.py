@@ -214,13 +214,13 @@ def test_a_refused_save_leaves_nothing(store: Store, meta: CheckpointMeta, make_
     state = make_state()
     wrong_dtype = {name: array.astype(np.float64) for name, array in state.weights.items()}
     with pytest.raises(StoreError, match=r"q_proj\.lora_A\.weight' is float64"):
-        store.save(RUN, "weights", "x", dataclasses.replace(state, weights=wrong_dtype), meta)
+        store.save(RUN, "weights", "x", state.copy_with(weights=wrong_dtype), meta)
     with pytest.raises(StoreError, match="PEFT's names"):
         store.save(
             RUN,
             "weights",
             "x",
-            dataclasses.replace(state, weights={"q.lora_A.weight": np.zeros((1, 1), np.float32)}),
+            state.copy_with(weights={"q.lora_A.weight": np.zeros((1, 1), np.float32)}),
             meta,
         )
     assert _blobs(store).children("runs") == []
@@ -238,7 +238,7 @@ def put(blobs: Blobs, key: str, data: bytes) -> None:
 def test_weights_that_were_all_trained_lie_in_a_file_of_their_own(
     store: Store, meta: CheckpointMeta, make_state: Make, same: Same
 ) -> None:
-    state = dataclasses.replace(make_state(3), spec=LoraSpec(0))
+    state = make_state(3).copy_with(spec=LoraSpec(0))
     assert set(store.save(RUN, "weights", "w", state, meta).files) == {"model.safetensors", "optimizer.safetensors"}
     same(store.load(f"tinker://{RUN}/weights/w")[0], state)
     assert set(store.save(RUN, "recovery", "r", state, meta).files) == {"model.safetensors", "optimizer.safetensors"}

@@ -194,7 +194,7 @@ class WholeSampler:
         failed, self._failed = tuple(self._failed), []
         self._rest()
         waiting = progress.waiting + len(self._line.waiting)
-        return replace(progress, finished=(*failed, *progress.finished), waiting=waiting)
+        return progress.copy_with(finished=(*failed, *progress.finished), waiting=waiting)
 
     def _use(self, weights: _Weights) -> None:
         """Put these weights in place of those that are on the devices; who waits for them fails if that fails."""
@@ -282,7 +282,7 @@ class GroupSampler:
         """A step of both."""
         theirs = [request for request in command.admit if self.whole.holds(request.snapshot_id)]
         own = tuple(request for request in command.admit if not self.whole.holds(request.snapshot_id))
-        of_adapters = self.adapters.step(replace(command, admit=own))
+        of_adapters = self.adapters.step(command.copy_with(admit=own))
         of_whole = self.whole.step(theirs, command.cancel, wait=command.wait)
         return SampleProgress(
             of_adapters.finished + of_whole.finished,

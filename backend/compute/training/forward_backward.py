@@ -101,18 +101,18 @@ class ForwardRun:
     def _begin(self) -> _Pass:
         if self._one_pass:
             return _Pass(self._training, self._command)
-        plain = replace(self._command, loss="cross_entropy", config={}, custom=None)
+        plain = self._command.copy_with(loss="cross_entropy", config={}, custom=None)
         if self._scored is None:
-            return _Pass(self._training, replace(plain, backward=False))
+            return _Pass(self._training, plain.copy_with(backward=False))
         surrogate, self._result = self._judge(self._scored)
-        return _Pass(self._training, replace(plain, examples=surrogate.examples))
+        return _Pass(self._training, plain.copy_with(examples=surrogate.examples))
 
     def _judge(self, scored: ReadResult) -> tuple[Forward, ForwardResult]:
         """The command with the examples to train on, and the result."""
         forward = self._training.read(scored)
         judged = judge(self._command, forward.logprobs)
-        surrogate = replace(self._command, examples=judged.surrogates)
-        return surrogate, replace(forward, loss_sum=judged.loss_sum, metrics=judged.metrics)
+        surrogate = self._command.copy_with(examples=judged.surrogates)
+        return surrogate, forward.copy_with(loss_sum=judged.loss_sum, metrics=judged.metrics)
 
 
 class _Pass:

@@ -22,7 +22,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.pool.host.devices import place_in_pod
 from tinkerflow.backend.pool.host.places import LocalWorker, generation_secret
-from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.conversation import Conversation
 from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
@@ -38,6 +38,7 @@ from tinkerflow.backend.pool.protocol.messages import (
     Welcome,
 )
 from tinkerflow.backend.pool.protocol.software import software
+from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.supervise.processes import free_port
 
 log = logging.getLogger(__name__)
@@ -145,8 +146,8 @@ async def _join(config: HostConfig, agent: str, processes: HostProcesses) -> tup
     try:
         offer = Offer(agent, socket.gethostname(), link.address, config.processes, software(), processes.held, pod)
         async with asyncio.timeout(_CONNECT_SECONDS):
-            await link.write(0, frames.encode(offer))
-            answer = frames.decode((await link.read()).body)
+            await link.write(0, codec.encode(offer))
+            answer = codec.decode((await link.read()).body)
     except BaseException as error:
         link.close()
         if isinstance(error, ValueError):
@@ -233,7 +234,7 @@ class HostProcesses:
             case _:
                 raise ValueError(f"{type(message).__name__}, which is not for us")
 
-    def _tell(self, message: object) -> None:
+    def _tell(self, message: PoolMessage) -> None:
         if self._talk is not None:
             self._talk.tell(message)
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from tinkerflow.backend.pool.host.places import Launch, WorkerProcess, WorkerSlot, generation_secret
-from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.conversation import Conversation
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import HANDSHAKE_SECONDS, accept, next_connection
@@ -277,13 +277,13 @@ class Hosts:
     async def _hear_offer(self, link: LoopLink) -> Offer | None:
         """The offer of whoever connected; None, and it is told why, when it cannot join."""
         try:
-            offer = frames.decode((await link.read()).body)
+            offer = codec.decode((await link.read()).body)
             if not isinstance(offer, Offer):
                 raise ValueError(f"{type(offer).__name__} instead of an offer")
             if offer.software != software():
                 why = f"host {offer.host} has {offer.software}, the driver {software()}: they must be the same"
                 log.warning("refused: %s", why)
-                await link.write(0, frames.encode(Refusal(why)))
+                await link.write(0, codec.encode(Refusal(why)))
                 link.close()
                 return None
         except BaseException:

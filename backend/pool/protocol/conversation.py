@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.messages import Beat
+from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.supervise import HeartbeatMonitor
 
 
@@ -22,7 +23,7 @@ class Conversation:
         self.closed = False  # by the other end, as when its process ends
         self._link = link
         self._monitor = HeartbeatMonitor(silence, lambda: link.signs, self._beat)
-        self._outbox: asyncio.Queue[object] = asyncio.Queue()
+        self._outbox: asyncio.Queue[PoolMessage] = asyncio.Queue()
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -30,7 +31,7 @@ class Conversation:
         """Why the conversation has ended; None while it goes on."""
         return self._over.result() if self._over.done() else None
 
-    def tell(self, message: object) -> None:
+    def tell(self, message: PoolMessage) -> None:
         """Send a message after the others; it is lost when the conversation ends."""
         self._outbox.put_nowait(message)
 
@@ -39,7 +40,7 @@ class Conversation:
         if not self._over.done():
             self._over.set_result(why)
 
-    async def run(self, take: Callable[[object], Awaitable[None]]) -> str:
+    async def run(self, take: Callable[[PoolMessage], Awaitable[None]]) -> str:
         """Give each received message to `take`, in order, until the conversation ends: why it ended.
 
         ValueError of `take`: the other end should not have sent the message. Other errors of `take` are raised.
@@ -63,15 +64,15 @@ class Conversation:
     async def _send(self) -> str:
         try:
             while True:
-                await self._link.write(0, frames.encode(await self._outbox.get()))
+                await self._link.write(0, codec.encode(await self._outbox.get()))
         except OSError as error:
             return f"its connection broke ({error})"
 
-    async def _receive(self, take: Callable[[object], Awaitable[None]]) -> str:
+    async def _receive(self, take: Callable[[PoolMessage], Awaitable[None]]) -> str:
         try:
             while True:
                 frame = await self._link.read()
-                message = frames.decode(frame.body)
+                message = codec.decode(frame.body)
                 if not isinstance(message, Beat):
                     await take(message)
         except (EOFError, ConnectionResetError):

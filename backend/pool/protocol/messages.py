@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tinkerflow.backend.core import errors
 from tinkerflow.backend.spec.checkpoint import Digest
 from tinkerflow.backend.spec.commands import Command, FetchState, GroupConfig, WriteState
+from tinkerflow.backend.spec.pool_message import PoolMessage
 
 # The errors that an executor may raise by name: it cannot pretend that its group failed. Only classes of
 # backend/core/errors.py: classes that other rooms derive take more than a message, and no executor raises them.
@@ -24,8 +25,7 @@ _ERRORS: dict[str, type[errors.TinkerflowError]] = {
 _LONGEST_MESSAGE = 10_000
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(PoolMessage, frozen=True):
     """Driver to worker, first: how to set up. `coordinator` is "host:port" for jax.distributed, "" with one process.
 
     silence: seconds after which the driver takes a silent process for stopped. hosts: for each rank the number of its
@@ -42,8 +42,7 @@ class Start:
     groups: int = 1
 
 
-@dataclass(frozen=True)
-class Left:
+class Left(PoolMessage, frozen=True):
     """Worker to driver, first, when it has served another driver: how many commands it has received in its life.
 
     A driver sends commands only to a group that is ready, so ranks with the same commands have the same number.
@@ -52,8 +51,7 @@ class Left:
     commands: int
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(PoolMessage, frozen=True):
     """Worker to driver, once: the executor is made. Its fields are those of GroupInfo.
 
     reaches_store: it can take part in a Transfer. programs: a digest.
@@ -71,44 +69,38 @@ class Ready:
     programs: str
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(PoolMessage, frozen=True):
     """Worker to driver, at any time: a line for people about what takes long."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(PoolMessage, frozen=True):
     """Driver to worker (or to a host's agent) and back: the process is alive, whatever its main thread does."""
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(PoolMessage, frozen=True):
     """A command's outcome in place of a Reply: the name of an error in backend/core/errors.py, and its message."""
 
     error: str
     message: str
 
 
-@dataclass(frozen=True)
-class Traced:
-    """Driver to worker, in place of a command that belongs to a traced request. parent: the context of its span."""
+class Traced(PoolMessage, frozen=True):
+    """Driver to worker: a command that belongs to a traced request. parent: the context of its span; None: no span."""
 
-    parent: str
+    parent: str | None
     command: Command
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(PoolMessage, frozen=True):
     """Driver to worker, at any time: read or write a state beside the commands. number: of this transfer."""
 
     number: int
     job: FetchState | WriteState
 
 
-@dataclass(frozen=True)
-class Transferred:
+class Transferred(PoolMessage, frozen=True):
     """Worker to driver: a Transfer is done. files: what was written, by file name."""
 
     number: int
@@ -116,20 +108,17 @@ class Transferred:
     failed: Failed | None
 
 
-@dataclass(frozen=True)
-class Ack:
+class Ack(PoolMessage, frozen=True):
     """What ranks above 0 send in place of a reply: whether the command failed there, and how."""
 
     failed: Failed | None
 
 
-@dataclass(frozen=True)
-class Leaving:
+class Leaving(PoolMessage, frozen=True):
     """Worker to driver: the process was told to end by SIGTERM, as before its machine is taken away."""
 
 
-@dataclass(frozen=True)
-class Fatal:
+class Fatal(PoolMessage, frozen=True):
     """Worker to driver, last: why the process ends itself."""
 
     failed: Failed
@@ -145,8 +134,7 @@ class HeldWorker:
     plan: str
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(PoolMessage, frozen=True):
     """Agent to driver, first: how many processes the host runs.
 
     agent: an id, the same for all connections of one agent. address: the host's, as seen from the driver's network.
@@ -163,22 +151,19 @@ class Offer:
     pod: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Welcome:
+class Welcome(PoolMessage, frozen=True):
     """Driver to agent, in answer to an Offer. silence: seconds after which a silent end is lost to the other."""
 
     silence: float
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(PoolMessage, frozen=True):
     """Driver to agent, in answer to an Offer: why the host cannot join."""
 
     why: str
 
 
-@dataclass(frozen=True)
-class Spawn:
+class Spawn(PoolMessage, frozen=True):
     """Driver to agent: start a process of a group, once the held processes with the same plan have ended.
 
     The process's secret is made of the group's secret and `salt` (places.py). plan: a digest of the pool's settings.
@@ -192,8 +177,7 @@ class Spawn:
     plan: str
 
 
-@dataclass(frozen=True)
-class TakeOver:
+class TakeOver(PoolMessage, frozen=True):
     """Driver to agent: let a held process serve this driver; it keeps its rank and plan."""
 
     process: int
@@ -203,16 +187,14 @@ class TakeOver:
     salt: bytes
 
 
-@dataclass(frozen=True)
-class Signal:
+class Signal(PoolMessage, frozen=True):
     """Driver to agent: send a signal to a process."""
 
     process: int
     number: int
 
 
-@dataclass(frozen=True)
-class Spawned:
+class Spawned(PoolMessage, frozen=True):
     """Agent to driver: a process runs, or was taken over.
 
     coordinator: "address:port" for jax.distributed, free on that host when the process began.
@@ -223,8 +205,7 @@ class Spawned:
     coordinator: str
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(PoolMessage, frozen=True):
     """Agent to driver: a process has ended, or could not be started. See supervise.Ending."""
 
     process: int

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tinkerflow import backend
-from tinkerflow.backend.pool.protocol.frames import fingerprint
+from tinkerflow.backend.pool.protocol.codec import fingerprint
 
 WHOLE_BYTES = 32 * 2**20  # the largest file that is read whole
 _BLOCK, _BLOCKS = 4096, 256

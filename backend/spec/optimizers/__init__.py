@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import fields
 
 from tinkerflow.backend.core.errors import UserError, broken, shown
 from tinkerflow.backend.spec.limits import Bounds
+from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.spec.registry import registered
 
 _FLUSHED = float(np.finfo(np.float32).tiny)  # devices compute with 0 for anything closer to it
@@ -31,8 +33,7 @@ Fraction = Annotated[float, Bounds(low=0.0, below=1.0)]
 Finite = Annotated[float, Bounds()]
 
 
-@dataclass(frozen=True)
-class OptimizerParams:
+class OptimizerParams(PoolMessage, frozen=True):
     """Base of every optimizer's parameters: numbers annotated with their `Bounds`, `grad_clip_norm` among them.
 
     `grad_clip_norm` is the global norm that gradients are clipped to before `update`; 0 or less = off.
@@ -83,7 +84,7 @@ class OptimizerSpec:
     @property
     def example(self) -> OptimizerParams:
         """Some valid parameters: the defaults, and 1e-3 for what has none."""
-        return self.params(**{f.name: 1e-3 for f in fields(self.params) if f.default is MISSING})
+        return self.params(**{f.name: 1e-3 for f in fields(self.params) if f.required})
 
     def read(self, given: Mapping[str, object]) -> OptimizerParams:
         """The parameters that a request gives; UserError names the field, its value and the rule."""
@@ -98,7 +99,7 @@ class OptimizerSpec:
             if value is None:
                 if name in given:
                     raise broken(where, None, f"{rule.rule} {_NULL}")
-                if parameter.default is MISSING:
+                if parameter.required:
                     raise broken(where, None, rule.rule)
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not rule.hold(value):

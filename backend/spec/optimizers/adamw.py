@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tinkerflow.backend.spec.optimizers import (
@@ -16,8 +15,7 @@ from tinkerflow.backend.spec.optimizers import (
 )
 
 
-@dataclass(frozen=True)
-class AdamParams(OptimizerParams):
+class AdamParams(OptimizerParams, frozen=True):
     """AdamW's parameters, with the SDK's defaults. `grad_clip_norm` is a global norm, 0 = off."""
 
     learning_rate: NotNegative = 1e-4

@@ -10,7 +10,6 @@ out: the row and column preconditioner, and the learning rate's correction by ra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinkerflow.backend.spec.optimizers import Finite, Fraction, NotNegative, OptimizerParams, OptimizerSpec, Tree
@@ -23,8 +22,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-30  # a gradient that is zero, as A's is while B is, gives no direction
 
 
-@dataclass(frozen=True)
-class DimuonParams(OptimizerParams):
+class DimuonParams(OptimizerParams, frozen=True):
     """Dimuon's parameters: `beta1` averages the gradient; `grad_clip_norm` is a global norm, 0 or less = off."""
 
     learning_rate: NotNegative

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -170,7 +169,7 @@ def test_what_cannot_be_sampled_is_refused_by_name(executor: Executor, qwen3: Re
         executor.execute(PublishSnapshot("w", "one"))
     state = executor.execute(ExportAdapter("w", optimizer=False))
     name = "model.norm.weight"
-    broken = replace(state, weights=state.weights | {name: np.full_like(state.weights[name], np.nan)})
+    broken = state.copy_with(weights=state.weights | {name: np.full_like(state.weights[name], np.nan)})
     with pytest.raises(UserError, match="'nan': a weight of its model is not finite"):
         executor.execute(LoadSnapshot("nan", broken))
     narrow = qwen3.executor(device_memory=0.007)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -51,7 +49,7 @@ def test_training_leaves_an_imported_state_alone(shared_executor, state, example
 def test_without_moments_the_optimizer_starts_fresh(shared_executor, state, examples, forward):
     """And is exported as what it then is: the step is the number that AdamW corrects its moments by."""
     ends = []
-    shared_executor.execute(ImportAdapter("late", replace(state, moments={}, step=100)))
+    shared_executor.execute(ImportAdapter("late", state.copy_with(moments={}, step=100)))
     for name in ("late", "later"):
         forward(shared_executor, name if name == "late" else "later", examples((9,)), backward=True)
         shared_executor.execute(OptimStep(name, AdamParams(learning_rate=0.1)))
@@ -78,7 +76,7 @@ def test_a_tensor_that_does_not_fit_is_named(shared_executor, state, moments):
         "is not part": held | {"other.lora_A.weight" + end: np.zeros((4, 32), np.float32)},
     }
     for message, tensors in wrongs.items():
-        bad = replace(state, **{"moments" if moments else "weights": tensors})
+        bad = state.copy_with(**{"moments" if moments else "weights": tensors})
         with pytest.raises(UserError, match=message):
             shared_executor.execute(ImportAdapter("refused", bad))
         with pytest.raises(NotFoundError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from tests.compute.closeness import close
@@ -103,6 +101,6 @@ def test_optimizers_do_not_mix(shared_executor, examples, forward):
         executor.execute(OptimStep("a", DimuonParams(1e-3)))
     adamw = executor.execute(ExportAdapter("a", True))
     with pytest.raises(UserError, match=r"\.mu' does not belong to dimuon"):
-        executor.execute(ImportAdapter("x", replace(adamw, optimizer="dimuon")))
+        executor.execute(ImportAdapter("x", adamw.copy_with(optimizer="dimuon")))
     with pytest.raises(UserError, match=r"\.momentum' does not belong to adamw"):
-        executor.execute(ImportAdapter("x", replace(before, optimizer="adamw")))
+        executor.execute(ImportAdapter("x", before.copy_with(optimizer="adamw")))

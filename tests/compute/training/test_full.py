@@ -122,7 +122,7 @@ def test_other_losses_train_all_parameters_too(shared_executor, examples, forwar
 def test_without_moments_the_optimizer_starts_fresh_and_a_wrong_tensor_is_named(shared_executor):
     shared_executor.execute(CreateAdapter("s", ALL, 0))
     state = shared_executor.execute(ExportAdapter("s", optimizer=False))
-    shared_executor.execute(ImportAdapter("t", replace(state, step=0)))
+    shared_executor.execute(ImportAdapter("t", state.copy_with(step=0)))
     assert bits(shared_executor.execute(ExportAdapter("t", optimizer=False))) == bits(state)
     name = "model.layers.1.mlp.down_proj.weight"
     without = {key: array for key, array in state.weights.items() if key != name}
@@ -133,7 +133,7 @@ def test_without_moments_the_optimizer_starts_fresh_and_a_wrong_tensor_is_named(
     }
     for message, weights in wrongs.items():
         with pytest.raises(UserError, match=message):
-            shared_executor.execute(ImportAdapter("bad", replace(state, weights=weights)))
+            shared_executor.execute(ImportAdapter("bad", state.copy_with(weights=weights)))
 
 
 def test_what_cannot_be_trained_whole_is_refused_by_name(shared_executor):

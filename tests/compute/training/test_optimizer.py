@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 from tests.compute.closeness import close
 from tests.compute.training.test_dimuon import matrix_sign
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -89,11 +87,11 @@ def test_a_piece_that_is_missing_or_foreign_is_named(shared_executor, pieces):
 def test_what_was_fetched_outlives_an_earlier_snapshots_drop_and_a_late_fetch(shared_executor, pieces):
     before = shared_executor.execute(ExportAdapter("source", optimizer=False))
     shared_executor.hold(FetchState("sampled", STORED), before.weights)
-    shared_executor.hold(FetchState("sampled", replace(STORED, folder="late")), {})
+    shared_executor.hold(FetchState("sampled", STORED.copy_with(folder="late")), {})
     shared_executor.execute(DropSnapshot("sampled"))  # sent before the fetch, and executed after it
     shared_executor.execute(LoadSnapshot("sampled", STORED))
     with pytest.raises(ServerError, match="in late was not fetched"):
-        shared_executor.execute(LoadSnapshot("sampled", replace(STORED, folder="late")))
+        shared_executor.execute(LoadSnapshot("sampled", STORED.copy_with(folder="late")))
     shared_executor.execute(DropSnapshot("sampled"))
 
 
