@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Coroutine
@@ -36,6 +35,7 @@ from tinkerflow.api.tokens import (
 from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.core.errors import BodyTooLargeError, UserError
+from tinkerflow.backend.core.hosts import is_loopback
 from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER
 from tinkerflow.backend.journal import Journal, KeyView, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
@@ -242,16 +242,6 @@ class Authenticator:
             if not self._open:
                 self._known.clear()
         return self._open
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # another host name: it may resolve to anything
-        return False
 
 
 def _of_key(key: KeyView) -> Identity:

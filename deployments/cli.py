@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +13,8 @@ import typer
 from pydantic import ValidationError
 from rich.table import Table
 
-from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.backend.core.errors import TinkerflowError, UserError
+from tinkerflow.backend.core.prefect_access import find_server
 from tinkerflow.backend.journal import command_line_actor
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import checkpoint_commands
@@ -84,9 +86,30 @@ def up(
     try:
         with Stack(settings, report=lambda line: print(line, flush=True)) as stack:
             print(stack.ready_line, flush=True)
+            if sys.stdout.isatty() and stack.sign_in_line:  # not into a log: whoever reads the link can use it
+                print(stack.sign_in_line, flush=True)
             stack.keep()
     except KeyboardInterrupt:
         print("stopped", flush=True)
+
+
+@app.command()
+def prefect(
+    page: Annotated[str, typer.Option(help="path of the page that the link opens")] = "/",
+    env: Annotated[
+        bool, typer.Option("--env", help="print variables for Prefect's own command line and clients instead")
+    ] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Print a link that signs a browser in to the Prefect server of this data dir. It is valid for an hour."""
+    settings = settings_with(data_dir=data_dir)
+    if (server := find_server(settings.data_dir)) is None:
+        raise UserError(f"no Prefect server runs for data dir {settings.data_dir}: start it with `tinkerflow up`")
+    if env:
+        for name, value in server.environment.items():
+            print(f"export {name}={value}")
+    else:
+        print(server.link(page, time.time()))
 
 
 @app.command()

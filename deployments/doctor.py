@@ -20,6 +20,7 @@ from rich.text import Text
 
 from tinkerflow.backend.core.clock import Clock, SystemClock
 from tinkerflow.backend.core.errors import StoreError, TinkerflowError, UserError
+from tinkerflow.backend.core.prefect_access import server_for_clients
 from tinkerflow.backend.journal import AWAY, Journal, NoTablesError
 from tinkerflow.backend.pool.host.devices import accelerator, expected, seen
 from tinkerflow.backend.settings import Settings
@@ -188,13 +189,14 @@ def check_prefect(settings: Settings) -> str:
     external = os.environ.get("PREFECT_API_URL")
     if settings.prefect == "external" and not external:
         raise UserError("TINKERFLOW_PREFECT is external: set PREFECT_API_URL to the URL of that server's API")
-    url = f"{(external or f'http://127.0.0.1:{settings.prefect_port}/api').removesuffix('/')}/health"
+    server = server_for_clients(settings.data_dir, os.environ)
+    if server is None:
+        return "not running; `tinkerflow up` starts it"
+    url = f"{server.api_url.removesuffix('/')}/health"
     try:
         return f"{url}: {httpx.get(url, timeout=3).raise_for_status().text}"
     except httpx.ConnectError as error:
-        if external:
-            raise UserError(f"{url}: no answer ({error}); start that server, or change PREFECT_API_URL") from error
-        return f"{url}: not running; `tinkerflow up` starts it"
+        raise UserError(f"{url}: no answer ({error}); start that server, or change PREFECT_API_URL") from error
 
 
 CHECKS: Mapping[str, Callable[[Settings], str]] = {

@@ -13,6 +13,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from tinkerflow.backend.core.prefect_access import PrefectAccess
 from tinkerflow.deployments.local import API_KEY, running_stack
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson
 from tinkerflow.deployments.run import dim_lines, print_line, see_again
@@ -35,9 +36,9 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
     the lesson, until Ctrl-C. Returns whether the loss fell and the model then says every answer exactly.
     """
     with running_stack(data_dir, dim_lines(console), warm_up=False) as stack:
-        learnt, page = teach(console, stack.api_url, stack.prefect_url, steps)
+        learnt, page = teach(console, stack.api_url, stack.prefect, steps)
         if stay:
-            print_line(console, f"serving until Ctrl-C: {stack.api_url}  {page}")
+            print_line(console, f"serving until Ctrl-C: {stack.api_url}  {stack.prefect_url}")
             with contextlib.suppress(KeyboardInterrupt):
                 stack.keep()
     if page and stack.settings.prefect == "embedded":
@@ -47,10 +48,10 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
     return learnt
 
 
-def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> tuple[bool, str]:
-    """Fine-tune on the service at `api_url` for `steps` optimizer steps; whether it learnt, and the run's page.
+def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: int) -> tuple[bool, str]:
+    """Fine-tune on the service at `api_url` for `steps` optimizer steps; whether it learnt, and the path of its page.
 
-    prefect_url: where the pages of Prefect are; empty when Prefect is off, and then the run has no page.
+    prefect: the server that shows the run; None: none does, and then the run has no page.
     """
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
@@ -80,9 +81,11 @@ def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> tuple
         print_line(console, f"the run in the console: {api_url}/training_runs/{trainer.model_id}")
         talk = f"{api_url}/playground?mode=checkpoint&checkpoint={quote(saved.path, safe='')}"
         print_line(console, f"talk to it there: {talk}")
-        page = _flow_run_page(prefect_url, trainer.model_id)
-        shown = f"the run in Prefect, with its batches: {page}" if page else "this run has no page (Prefect is off)"
-        print_line(console, shown)
+        page = "" if prefect is None else _flow_run_page(prefect, trainer.model_id)
+        if prefect is None:
+            print_line(console, "this run has no page (Prefect is off)")
+        else:
+            print_line(console, f"the run in Prefect, with its batches: {prefect.link(page, time.time())}")
     learnt = after == [lesson.pig_latin for lesson in LESSONS]
     console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; {'all three answers learnt' if learnt else 'not learnt'}")
     return learnt and losses[-1] < losses[0], page
@@ -123,15 +126,13 @@ def _table(before: list[str], after: list[str]) -> Table:
     return table
 
 
-def _flow_run_page(prefect_url: str, model_id: str) -> str:
-    """Prefect's page of the training run of `model_id`; the page of all runs if the run is untracked."""
-    if not prefect_url:
-        return ""
-    named = {"flow_runs": {"name": {"like_": model_id}}}
+def _flow_run_page(prefect: PrefectAccess, model_id: str) -> str:
+    """The path of the page of the training run of `model_id`; of the page of all runs if the run is untracked."""
+    named, url = {"flow_runs": {"name": {"like_": model_id}}}, f"{prefect.api_url}/flow_runs/filter"
     deadline = time.monotonic() + SHOWN_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):  # on a busy machine Prefect may be late, or start anew
-            if runs := httpx.post(f"{prefect_url}/api/flow_runs/filter", json=named).raise_for_status().json():
-                return f"{prefect_url}/runs/flow-run/{runs[0]['id']}"
+            if runs := httpx.post(url, json=named, headers=prefect.headers).raise_for_status().json():
+                return f"/runs/flow-run/{runs[0]['id']}"
         time.sleep(0.2)
-    return f"{prefect_url}/runs"
+    return "/runs"

@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.core.prefect_access import PrefectAccess, server_for_clients
 from tinkerflow.backend.settings import Settings
-from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments.local import running_stack
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ def run(
     if config is None:
         return _run_example(console, pipeline, changes, data_dir)
     settings = Settings(data_dir=data_dir) if data_dir else Settings()
-    with prefect_api(console, settings) as (url, starts):
+    with prefect_api(console, settings) as (prefect, starts):
         sys.path.insert(0, str(config.resolve().parent))  # rewards and environments may be modules beside the file
-        page, completed = run_and_show(console, find(pipeline), read_config(config, changes), url)
+        page, completed = run_and_show(console, find(pipeline), read_config(config, changes), prefect)
     if starts:
         print_line(console, see_again(page, settings.data_dir))
     return completed
@@ -71,11 +71,10 @@ def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: 
     with running_stack(data_dir, dim_lines(console)) as stack:
         values = read_config(example_file(f"{name}.yaml"), changes)
         values.setdefault("work", stack.settings.pipelines_url)
-        prefect_url = f"{stack.prefect_url}/api"
-        wait_for_prefect(prefect_url, stack.settings.start_deadline)
+        prefect = wait_for_prefect(lambda: stack.prefect, stack.settings.start_deadline)
         if find(name).example_teacher and "teacher" not in values:
-            _make_student_and_teacher(console, values, prefect_url)
-        page, completed = run_and_show(console, find(name), values, prefect_url)
+            _make_student_and_teacher(console, values, prefect)
+        page, completed = run_and_show(console, find(name), values, prefect)
     if stack.settings.prefect == "embedded":
         print_line(console, see_again(page, data_dir))
     return completed
@@ -147,23 +146,21 @@ def make_absolute(folder: Path, values: dict[str, Any]) -> None:
 
 
 @contextmanager
-def prefect_api(console: Console, settings: Settings) -> Iterator[tuple[str, bool]]:
-    """The URL of a Prefect API: the one at PREFECT_API_URL, or the one on this machine, or one for the block only.
+def prefect_api(console: Console, settings: Settings) -> Iterator[tuple[PrefectAccess, bool]]:
+    """The Prefect server at PREFECT_API_URL, or that of the data dir, or one for the block only.
 
     Also whether it is for the block only.
     """
-    local = f"http://127.0.0.1:{settings.prefect_port}/api"
-    if url := os.environ.get("PREFECT_API_URL"):
-        yield url, False
-    elif settings.prefect_port and _answers(local):
-        yield local, False
-    else:
-        from tinkerflow.flows import start_server
+    if (prefect := server_for_clients(settings.data_dir, os.environ)) is not None:
+        yield prefect, False
+        return
+    from tinkerflow.flows.prefect.server import listen, start_server
 
-        console.print("  no Prefect server is running: one is started for this run", style="dim")
-        server = asyncio.run(start_server(settings.data_dir, free_port()))
+    console.print("  no Prefect server is running: one is started for this run", style="dim")
+    with asyncio.run(listen(0)) as listener:
+        server = asyncio.run(start_server(settings.data_dir, listener))
         try:
-            yield server.url, True
+            yield server.access, True
         finally:
             asyncio.run(server.stop())
 
@@ -171,25 +168,29 @@ def prefect_api(console: Console, settings: Settings) -> Iterator[tuple[str, boo
 def see_again(page: str, data_dir: Path | None) -> str:
     """How to see a run's page after this command, and the Prefect server that it started, have ended.
 
-    data_dir: where the server keeps its database; None: in a scratch folder.
+    page: the path of the run's page. data_dir: where the server keeps its database; None: in a scratch folder.
     """
     if data_dir is None:
         return "this page and the run end with this command: to keep them, run it again with --data-dir DIR"
-    port = Settings(data_dir=data_dir).prefect_port or "PORT"
-    path = page.partition("/runs/")[2]
+    folder = shlex.quote(str(data_dir))
     return (
-        f"this page ends with this command; to see the run again: tinkerflow up --data-dir {shlex.quote(str(data_dir))}"
-        f"\nand open http://127.0.0.1:{port}/runs/{path}"
+        f"this page ends with this command; to see the run again: tinkerflow up --data-dir {folder}"
+        f"\nand open the link that this prints: tinkerflow prefect --page {page} --data-dir {folder}"
     )
 
 
-def wait_for_prefect(url: str, seconds: float) -> None:
-    """Wait until the Prefect API at `url` answers: the service is ready without it. ServerError after `seconds`."""
+def wait_for_prefect(find: Callable[[], PrefectAccess | None], seconds: float) -> PrefectAccess:
+    """The Prefect server that `find` finds, once it answers: the service is ready without it.
+
+    ServerError after `seconds`.
+    """
     deadline = time.monotonic() + seconds
-    while not _answers(url):
+    while (prefect := find()) is None or not _answers(prefect.api_url):
         if time.monotonic() > deadline:
-            raise ServerError(f"run: Prefect at {url} does not answer, waited {seconds:.0f} s (start_deadline)")
+            where = "" if prefect is None else f" at {prefect.api_url}"
+            raise ServerError(f"run: Prefect{where} does not answer, waited {seconds:.0f} s (start_deadline)")
         time.sleep(0.2)
+    return prefect
 
 
 def _answers(url: str) -> bool:
@@ -205,15 +206,15 @@ def _import() -> None:
         import_module(module)
 
 
-def _make_student_and_teacher(console: Console, values: dict[str, Any], prefect_url: str) -> None:
+def _make_student_and_teacher(console: Console, values: dict[str, Any], prefect: PrefectAccess) -> None:
     """Train what an example with `example_teacher` needs: a student that has learnt a little, and a teacher."""
     lesson = read_config(example_file("sft.yaml")) | {"work": values["work"], "samples": {"rows": 0}}
     del lesson["held_out"]  # nobody looks at it: fewer programs to compile
     short = lesson | {"name": "student", "training": lesson["training"] | {"steps": 8}}
-    student = _run(console, find("sft"), short, prefect_url)
+    student = _run(console, find("sft"), short, prefect)
     start = values.setdefault("model", {})["start_from"] = _result(student)["state"]
     lesson["model"] |= {"start_from": start}
-    teacher = _run(console, find("sft"), lesson | {"name": "teacher"}, prefect_url)
+    teacher = _run(console, find("sft"), lesson | {"name": "teacher"}, prefect)
     values["teacher"] = {"weights": _result(teacher)["weights"]}
 
 
@@ -222,9 +223,11 @@ def _result(state: State[BaseModel]) -> dict[str, Any]:
     return asyncio.run(state.aresult()).model_dump()
 
 
-def run_and_show(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect_url: str) -> tuple[str, bool]:
-    """Run the pipeline and show its result; the run's page in Prefect, and whether the run completed."""
-    state = _run(console, pipeline, values, prefect_url)
+def run_and_show(
+    console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess
+) -> tuple[str, bool]:
+    """Run the pipeline and show its result; the path of the run's page in Prefect, and whether the run completed."""
+    state = _run(console, pipeline, values, prefect)
     if state.is_completed():
         table = Table(show_header=False, box=None)
         for name, value in _result(state).items():
@@ -232,14 +235,14 @@ def run_and_show(console: Console, pipeline: Pipeline, values: Mapping[str, Any]
         console.print(table, highlight=False)
     else:
         console.print(f"{pipeline.name}: {state.name}: {state.message}", markup=False, highlight=False)
-    page = f"{prefect_url.removesuffix('/api')}/runs/flow-run/{state.state_details.flow_run_id}"
-    print_line(console, f"see it in Prefect: {page}")
+    page = f"/runs/flow-run/{state.state_details.flow_run_id}"
+    print_line(console, f"see it in Prefect: {prefect.link(page, time.time())}")
     return page, state.is_completed()
 
 
-def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect_url: str) -> State[BaseModel]:
+def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess) -> State[BaseModel]:
     """Run the pipeline with a progress bar; its final state. ValidationError when a parameter is wrong."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     from tinkerflow.tasks.pipelines.artifacts import follower
 
@@ -247,7 +250,8 @@ def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefec
     logging.getLogger("tinker").setLevel(logging.ERROR)  # it warns whenever an answer takes long
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console)
-    with temporary_settings({PREFECT_API_URL: prefect_url}), bar:
+    server = {PREFECT_API_URL: prefect.api_url, PREFECT_API_AUTH_STRING: prefect.credential or None}
+    with temporary_settings(server), bar:
         shown = bar.add_task(pipeline.name, total=None, metrics="")
 
         def follow(step: int, steps: int, metrics: Mapping[str, float]) -> None:

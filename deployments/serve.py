@@ -1,12 +1,19 @@
-"""`tinkerflow serve`: run the deployments of a prefect.yaml on this machine, by their schedules, with no work pool."""
+"""`tinkerflow serve`: run the deployments of a prefect.yaml on this machine, by their schedules, with no work pool.
+
+The file decides what is executed, and the Prefect server only when and with which parameters. The flows are loaded
+from the file's entry points when `serve` starts, and run in processes of their own. Pull steps, other entry points and
+job variables that somebody gave a deployment on the server are not executed: such runs fail. Parameters can name only
+rewards and environments that the file names.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import wraps
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,17 +23,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tinkerflow.backend.core.disk import folder_of_url
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.prefect_access import server_for_clients
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.run import make_absolute
+from tinkerflow.deployments.run import make_absolute, wait_for_prefect
+from tinkerflow.tasks.pipelines.environments import MAY_IMPORT
 
 if TYPE_CHECKING:
     from prefect import Flow
-    from prefect.deployments.runner import RunnerDeployment
     from prefect.events.schemas.automations import AutomationCore
     from prefect.schedules import Schedule
 
 HEARTBEAT_SECONDS = 30
 RESULTS = "tinkerflow-results"
+CODE_PARAMETERS = ("reward", "environment")  # parameters that hold import paths
 
 
 class Deployment(BaseModel):
@@ -70,13 +79,39 @@ def read_tag_limits(file: Path) -> dict[str, int]:
     return limits
 
 
+def read_allowed_code(file: Path) -> list[str]:
+    """The import paths that parameters may name: those in the file's deployments, and in its list `allowed_code`.
+
+    Raises UserError when `allowed_code` is not a list of import paths.
+    """
+    listed = yaml.safe_load(file.read_text(encoding="utf-8")).get("allowed_code", [])
+    if not isinstance(listed, list) or not all(isinstance(path, str) and ":" in path for path in listed):
+        raise UserError(
+            f"serve {file}: allowed_code is {listed!r}: must be a list of import paths, package.module:name"
+        )
+    return sorted({*listed, *(path for deployment in read_deployments(file) for path in _code(deployment.parameters))})
+
+
+def _code(values: object) -> Iterator[str]:
+    match values:
+        case dict():
+            for name, value in values.items():
+                if name in CODE_PARAMETERS and isinstance(value, str):
+                    yield value
+                yield from _code(value)
+        case list():
+            for value in values:
+                yield from _code(value)
+
+
 def serve(file: Path, settings: Settings, *, limit: int) -> None:
     """Serve until SIGTERM or Ctrl-C: at most `limit` flow runs at the same time, each in its own process.
 
     The end cancels the runs that are running, and pauses the schedules until the deployments are served again. The
-    Prefect server is the one at PREFECT_API_URL, or else the one on this machine.
+    Prefect server is the one at PREFECT_API_URL, or else the one of the data dir, for which it waits `start_deadline`.
     """
-    os.environ.setdefault("PREFECT_API_URL", f"http://127.0.0.1:{settings.prefect_port}/api")
+    prefect = wait_for_prefect(lambda: server_for_clients(settings.data_dir, os.environ), settings.start_deadline)
+    os.environ |= prefect.environment | {MAY_IMPORT: " ".join(read_allowed_code(file))}
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
     asyncio.run(_serve(file, f"{settings.pipelines_url}/results", limit))
 
@@ -89,7 +124,8 @@ async def _serve(file: Path, results: str, limit: int) -> None:
     await ensure_tag_limits(read_tag_limits(file))
     runner = Runner(limit=limit)
     for deployment in read_deployments(file):
-        await runner.aadd_deployment(await make_deployment(deployment))
+        flow, given = make_deployment(deployment)
+        await runner.aadd_flow(flow, **given)
         print(f"serving {deployment.entrypoint.rsplit('.', 1)[-1]}/{deployment.name}", flush=True)
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
@@ -165,8 +201,8 @@ def _schedule(wanted: dict[str, Any]) -> Schedule:
     raise UserError(f"schedules: {wanted!r}: must have cron, or interval in seconds")
 
 
-async def make_deployment(wanted: Deployment) -> RunnerDeployment:
-    """The deployment as Prefect's runner takes it.
+def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]:
+    """The flow of a deployment, and the arguments with which Prefect's runner takes it (`Runner.aadd_flow`).
 
     Raises UserError when a schedule is wrong, ValidationError when a parameter of one of our pipelines is wrong.
     """
@@ -180,13 +216,46 @@ async def make_deployment(wanted: Deployment) -> RunnerDeployment:
     if flow.name in pipelines():  # wrong parameters are refused now
         pipelines()[flow.name].parameters.model_validate(wanted.parameters.get("parameters", {}))
     limit = wanted.concurrency_limit
-    return await flow.ato_deployment(
-        wanted.name,
-        description=wanted.description,
-        parameters=wanted.parameters,
-        tags=wanted.tags,
-        schedules=[_schedule(schedule) for schedule in wanted.schedules],
-        paused=wanted.paused,
-        concurrency_limit=ConcurrencyLimitConfig.model_validate(limit) if isinstance(limit, dict) else limit,
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
+    return unless_changed(flow, wanted.entrypoint), {
+        "name": wanted.name,
+        "description": wanted.description,
+        "parameters": wanted.parameters,
+        "tags": wanted.tags,
+        "schedules": [_schedule(schedule) for schedule in wanted.schedules],
+        "paused": wanted.paused,
+        "concurrency_limit": ConcurrencyLimitConfig.model_validate(limit) if isinstance(limit, dict) else limit,
+        "entrypoint_type": EntrypointType.MODULE_PATH,
+    }
+
+
+def unless_changed(flow: Flow[..., Any], entrypoint: str) -> Flow[..., Any]:
+    """The flow, whose runs fail when their deployment on the server has pull steps or executes anything else."""
+    function = flow.fn
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _check_deployment(entrypoint)
+        return function(*args, **kwargs)
+
+    checked = flow.with_options()
+    checked.fn = call
+    return checked
+
+
+def _check_deployment(entrypoint: str) -> None:
+    """Raise UserError when the deployment of this flow run is not the one that `serve` has made."""
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import deployment, flow_run
+
+    with get_client(sync_client=True) as client:
+        served, run = client.read_deployment(deployment.id), client.read_flow_run(flow_run.id)
+    changes = {
+        "pull_steps": served.pull_steps,
+        "entrypoint": served.entrypoint if served.entrypoint != entrypoint else None,
+        "job_variables": served.job_variables or run.job_variables,
+    }
+    if changed := [f"{name} {value!r}" for name, value in changes.items() if value]:
+        raise UserError(
+            f"deployment {served.name!r} was changed on the Prefect server ({'; '.join(changed)}): `tinkerflow serve` "
+            f"executes only its file's entrypoint {entrypoint!r}; start it again to restore the deployment"
+        )

@@ -8,12 +8,14 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Self
 
 from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
@@ -67,20 +69,32 @@ class Stack:
         return f"http://{self.settings.host}:{self.settings.port}"
 
     @property
+    def prefect(self) -> PrefectAccess | None:
+        """How to reach Prefect; None when nothing is tracked, or the embedded server does not run yet."""
+        if self.settings.prefect == "embedded":
+            return find_server(self.settings.data_dir)
+        return server_for_clients(self.settings.data_dir, os.environ) if self.settings.prefect == "external" else None
+
+    @property
     def prefect_url(self) -> str:
         """Where Prefect's UI is; empty when nothing is tracked."""
-        match self.settings.prefect:
-            case "embedded":
-                return f"http://127.0.0.1:{self.settings.prefect_port}"
-            case "external":
-                return os.environ["PREFECT_API_URL"].removesuffix("/").removesuffix("/api")
-            case "off":
-                return ""
+        if (prefect := self.prefect) is not None:
+            return prefect.pages_url
+        return f"http://127.0.0.1:{self.settings.prefect_port}" if self.settings.prefect == "embedded" else ""
 
     @property
     def ready_line(self) -> str:
         """The one line that says that requests can be served."""
         return f"ready: {self.api_url}  prefect: {self.prefect_url or 'off'}"
+
+    @property
+    def sign_in_line(self) -> str:
+        """A line for a terminal, with a link that signs a browser in to Prefect; empty where it needs none."""
+        if (prefect := self.prefect) is None or not prefect.is_embedded:
+            return ""
+        return (
+            f"Prefect's pages: {prefect.link('/', time.time())} (for an hour; `tinkerflow prefect` prints a new link)"
+        )
 
     def __enter__(self) -> Self:
         """Start the parts and wait until requests can be served."""

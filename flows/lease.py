@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 
+from tinkerflow.backend.core.process_identity import identity, is_alive
 from tinkerflow.backend.journal import AWAY, Journal
 from tinkerflow.backend.journal.leases import LEASE_SECONDS
 
@@ -25,8 +22,8 @@ _LOOK_SECONDS = 0.5
 async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
     """Take the lease, waiting for its holder to end or to be silent; the task that renews it ends when it is lost."""
     waiting = force = False
-    while (holder := await asyncio.to_thread(journal.leases.acquire, _identity(), force=force)) is not None:
-        if force := is_dead(holder):
+    while (holder := await asyncio.to_thread(journal.leases.acquire, identity(), force=force)) is not None:
+        if force := is_alive(holder) is False:
             continue
         if not waiting:
             log.warning("another engine (%s) works on this journal: waiting until it ends", holder)
@@ -39,37 +36,6 @@ async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
         renewing.cancel()
         await asyncio.gather(renewing, return_exceptions=True)
         await asyncio.to_thread(journal.leases.release)
-
-
-def is_dead(holder: str) -> bool:
-    """Whether `holder` was a process of this machine that runs no more; False when that cannot be known."""
-    try:
-        who = json.loads(holder)
-        mine: bool = who["host"] == socket.gethostname() and who["boot"] == _boot()
-        return mine and _birth(int(who["pid"])) != who["birth"]
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _identity() -> str:
-    pid = os.getpid()
-    return json.dumps({"host": socket.gethostname(), "boot": _boot(), "pid": pid, "birth": _birth(pid)})
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _birth(pid: int) -> str:
-    """When the process began, in ticks since the machine did; empty when it does not run (or has no /proc)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 async def _renew(journal: Journal) -> None:

@@ -21,11 +21,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from fastapi.routing import APIRoute
 
-from tinkerflow.api.call import LOCAL, Call, Identity, Services, is_loopback, read_body
+from tinkerflow.api.call import LOCAL, Call, Identity, Services, read_body
 from tinkerflow.api.console.render import render
 from tinkerflow.api.errors import status_of
 from tinkerflow.api.links import base_url
 from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.backend.core.hosts import is_loopback
 from tinkerflow.backend.core.ids import KEY_PREFIX
 from tinkerflow.backend.journal import Journal
 

@@ -39,6 +39,7 @@ class ChildProcess:
         log: Path | None,
         input_lines: bool = False,
         on_line: Callable[[str], None] | None = None,
+        sockets: Sequence[int] = (),
     ) -> None:
         """Start the process. OSError when the machine has no room for it.
 
@@ -47,6 +48,7 @@ class ChildProcess:
         log: the file to which its output is appended (made where it is missing, for the owner only); None = our stderr.
         input_lines: whether it gets lines by `write`, until `close_input`; otherwise its standard input is empty.
         on_line: gets each line of its standard output, in a thread of its own; None: standard output goes to `log`.
+        sockets: numbers of our open sockets that the process inherits under the same numbers.
         """
         with contextlib.ExitStack() as stack:
             output = 2 if log is None else stack.enter_context(_appended(log)).fileno()
@@ -57,6 +59,7 @@ class ChildProcess:
                 stdout=output if on_line is None else subprocess.PIPE,
                 stderr=output,
                 start_new_session=True,
+                pass_fds=sockets,
             )
         self.pid = self._process.pid
         self._ended: Future[int] = Future()

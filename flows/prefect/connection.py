@@ -8,8 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, cast
 from urllib.parse import urlsplit
 from uuid import NAMESPACE_URL, uuid5
@@ -21,6 +20,7 @@ from prefect.events import emit_event
 from prefect.events.clients import PrefectEventsClient
 from prefect.events.worker import EventsWorker, emit_events_to_cloud
 from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
     PREFECT_CLIENT_MAX_RETRIES,
@@ -30,11 +30,11 @@ from prefect.settings import (
 from prefect.states import Crashed
 
 from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.core.prefect_access import make_credential
 from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.settings import Settings
-from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.flows.prefect.client import get_client
-from tinkerflow.flows.prefect.server import is_healthy, start_server
+from tinkerflow.flows.prefect.server import is_healthy, listen, start_server
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +75,13 @@ class PrefectConnection:
         self._when_back: list[Callable[[], None]] = []
 
     @contextmanager
-    def settings(self, *, own_server: bool = False) -> Iterator[None]:
+    def settings(self, credential: str = "") -> Iterator[None]:
         """Prefect's client settings, for everything that is started inside.
 
-        Prefect's own logs stay with us. A request that fails is not repeated for minutes. own_server: it is the one
-        that we start, which has no CSRF tokens. Else each client asks for one first, which takes 1 ms of CPU.
+        Prefect's own logs stay with us. A request that fails is not repeated for minutes.
+
+        credential: of the server that we start; empty: the environment names the server's. Our server has no CSRF
+        tokens; for other servers each client requests one first, which takes 1 ms of CPU.
         """
         for name in _SAID_BY_US:
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -87,8 +89,8 @@ class PrefectConnection:
         updates: dict[Any, Any] = {PREFECT_LOGGING_TO_API_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 1}
         if self.api_url:
             updates[PREFECT_API_URL] = self.api_url
-        if own_server:
-            updates[PREFECT_CLIENT_CSRF_SUPPORT_ENABLED] = False
+        if credential:
+            updates |= {PREFECT_API_AUTH_STRING: credential, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}
         with temporary_settings(updates), _impatient_events(self.api_url):
             yield
 
@@ -209,25 +211,37 @@ async def open_prefect(settings: Settings, say: Callable[[str], None]) -> AsyncI
     """
     if settings.prefect == "external" and not os.environ.get("PREFECT_API_URL"):
         raise UserError("prefect is 'external': the variable PREFECT_API_URL must name the server to use")
-    port = settings.prefect_port or free_port()
-    url = {"off": "", "embedded": f"http://127.0.0.1:{port}/api", "external": os.environ.get("PREFECT_API_URL", "")}
-    connection = PrefectConnection(url[settings.prefect], settings.journal_url, title_of(settings))
-    with connection.settings(own_server=settings.prefect == "embedded"):
-        keeping: asyncio.Task[None] | None = None
+    names = (settings.journal_url, title_of(settings))
+    async with AsyncExitStack() as stack:
         if settings.prefect == "embedded":
             say("starting the Prefect server")
-            first: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            keeping = asyncio.create_task(_keep_server(settings.data_dir, port, first), name="prefect server")
-            if not await first:
-                connection.found(False, "the embedded server did not start")
-        try:
-            await connection.reconcile()
-            yield connection
-        finally:
-            await connection.close()
-            if keeping is not None:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
+            listener = stack.enter_context(await listen(settings.prefect_port))
+            connection = PrefectConnection(f"http://127.0.0.1:{listener.getsockname()[1]}/api", *names)
+            credential = await asyncio.to_thread(make_credential, settings.data_dir)
+            stack.enter_context(connection.settings(credential))
+            await stack.enter_async_context(_embedded_server(settings, listener, connection))
+        else:
+            external = os.environ["PREFECT_API_URL"] if settings.prefect == "external" else ""
+            connection = PrefectConnection(external, *names)
+            stack.enter_context(connection.settings())
+        stack.push_async_callback(connection.close)
+        await connection.reconcile()
+        yield connection
+
+
+@asynccontextmanager
+async def _embedded_server(
+    settings: Settings, listener: socket.socket, connection: PrefectConnection
+) -> AsyncIterator[None]:
+    first: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    keeping = asyncio.create_task(_keep_server(settings, listener, connection, first), name="prefect server")
+    try:
+        if not await first:
+            connection.found(False, "the embedded server did not start")
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
 
 
 def title_of(settings: Settings) -> str:
@@ -237,12 +251,15 @@ def title_of(settings: Settings) -> str:
     return f"training runs of {name.translate(_BANNED)} on {journal.hostname or socket.gethostname()}"
 
 
-async def _keep_server(data_dir: Path, port: int, first: asyncio.Future[bool]) -> None:
+async def _keep_server(
+    settings: Settings, listener: socket.socket, connection: PrefectConnection, first: asyncio.Future[bool]
+) -> None:
+    """Start the server again whenever it ends or is silent. first: whether the first start succeeded."""
     clock, restarts = asyncio.get_running_loop().time, Restarts()
     while True:
         steady = False
         try:
-            server = await start_server(data_dir, port)
+            server = await start_server(settings.data_dir, listener, settings.prefect_public_url)
         except ServerError as error:
             log.error("%s", error.message)
         else:
@@ -250,7 +267,9 @@ async def _keep_server(data_dir: Path, port: int, first: asyncio.Future[bool]) -
                 first.set_result(True)
             began = clock()
             try:
-                log.error("the Prefect server %s: it is started again", await server.ended())
+                ending = await server.ended()
+                log.error("the Prefect server %s: it is started again", ending)
+                connection.found(False, ending)
                 steady = clock() - began > STEADY_SECONDS
             finally:
                 await server.stop()

@@ -1,12 +1,17 @@
 """The embedded Prefect server: a child process with settings under which it was measured to keep up.
 
-It ends when its parent does, however that ends.
+It ends when its parent does, however that ends. Only clients with this data dir's credential can use it
+(backend/core/prefect_access.py), and only under names of this machine (guard.py). The parent opens the listening
+socket, and keeps it open while the server is started again, so that no other program can take the server's place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,41 +19,29 @@ from pathlib import Path
 import httpx
 
 from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.prefect_access import PrefectAccess, forget_server, make_credential, record_server
 from tinkerflow.backend.supervise import BEATS, ChildProcess, HeartbeatMonitor, watch
 from tinkerflow.backend.supervise.processes import tail
 
-START_SECONDS = 120.0
+log = logging.getLogger(__name__)
+
+START_SECONDS = 300.0
 STOP_SECONDS = 5.0
+PORT_SECONDS = 2.0  # for the server of an engine that was killed to give its port back
 SILENT_SECONDS = 120.0  # longer than a busy machine makes it wait: with its SQLite file locked, a minute was seen
 _RETENTION_DAYS = 30
 # Seconds between writes. The recorder cuts fractions off (prefect 3.8.8): below 1 it spins, and takes a whole core.
 _BATCHED_SERVICES = {"TASK_RUN_RECORDER": "1", "EVENT_PERSISTER": "0.25"}
 
-# What `prefect server start` does, less its command line. Not a module of this room: importing it costs seconds.
-_CHILD = """
-import sys
-from tinkerflow.backend.supervise.processes import die_with_parent
-die_with_parent(int(sys.argv[2]))
-import uvicorn
-uvicorn.run(
-    "prefect.server.api.server:create_app", factory=True, host="127.0.0.1", port=int(sys.argv[1]),
-    log_level="warning", timeout_keep_alive=5, timeout_graceful_shutdown=2,
-)
-"""
-
 
 @dataclass(frozen=True)
 class PrefectServer:
-    """A running embedded server; `log` is the file that its output is appended to."""
+    """A running embedded server. access: how to reach it. log: the file that its output is appended to."""
 
-    port: int
+    access: PrefectAccess
+    data_dir: Path
     log: Path
     process: ChildProcess
-
-    @property
-    def url(self) -> str:
-        """What PREFECT_API_URL is for the clients of this server."""
-        return f"http://127.0.0.1:{self.port}/api"
 
     async def ended(self, silence: float = SILENT_SECONDS) -> str:
         """Wait until the server ends, or has answered nothing for `silence` seconds (it was stopped): what happened."""
@@ -56,7 +49,7 @@ class PrefectServer:
 
         async def ask() -> None:
             nonlocal answers
-            answers += await is_healthy(client, self.url)
+            answers += await is_healthy(client, self.access.api_url)
 
         async with httpx.AsyncClient(timeout=silence / BEATS) as client:
             if await watch(self.process, HeartbeatMonitor(silence, lambda: answers, ask)) is None:
@@ -65,11 +58,32 @@ class PrefectServer:
 
     async def stop(self) -> None:
         """End the server: SIGTERM, and SIGKILL when it does not go within STOP_SECONDS. Repeating is fine."""
+        forget_server(self.data_dir, self.process.pid)
         await self.process.stop(STOP_SECONDS)
 
 
-def server_environment(data_dir: Path, port: int) -> dict[str, str]:
+async def listen(port: int) -> socket.socket:
+    """A listening socket on 127.0.0.1:`port`, or on a free port when another program keeps that one."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + PORT_SECONDS
+    while True:
+        try:
+            return socket.create_server(("127.0.0.1", port), backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        if loop.time() > deadline:
+            break
+        await asyncio.sleep(0.1)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    log.warning("port %d is in use: the Prefect server listens on port %d", port, listener.getsockname()[1])
+    return listener
+
+
+def server_environment(data_dir: Path, port: int, credential: str) -> dict[str, str]:
     """The server's variables: its own home and SQLite file in `data_dir`, batched recording, no calls home, retention.
+
+    Requests need the credential. No page of another origin may read an answer.
 
     With batches of 100 the server takes in 80-130 task runs per second; one by one, its default, 20-45.
     """
@@ -79,6 +93,8 @@ def server_environment(data_dir: Path, port: int) -> dict[str, str]:
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
         "PREFECT_SERVER_API_HOST": "127.0.0.1",
         "PREFECT_SERVER_API_PORT": str(port),
+        "PREFECT_SERVER_API_AUTH_STRING": credential,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://127.0.0.1:{port}",
         # relative, so that the page also works through a tunnel or a proxy
         "PREFECT_SERVER_UI_API_URL": "/api",
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
@@ -98,17 +114,28 @@ def server_environment(data_dir: Path, port: int) -> dict[str, str]:
     return inherited | settings
 
 
-async def start_server(data_dir: Path, port: int) -> PrefectServer:
-    """A server that answers on 127.0.0.1:`port`, with its database, pages and log (prefect.log) in `data_dir`.
+async def start_server(data_dir: Path, listener: socket.socket, public_url: str = "") -> PrefectServer:
+    """A server that answers at `listener`, with its database, pages and log (prefect.log) in `data_dir`.
 
-    ServerError when it ends, or does not answer within START_SECONDS; the message holds the end of its log.
+    listener: see `listen`. public_url: of a proxy that serves it to people, if there is one. ServerError when it ends,
+    or does not answer within START_SECONDS; the message holds the end of its log.
     """
+    credential = make_credential(data_dir)
     (data_dir / "prefect" / "ui").mkdir(parents=True, exist_ok=True)
-    log = data_dir / "logs" / "prefect.log"
-    command = (sys.executable, "-c", _CHILD, str(port), str(os.getpid()))
-    server = PrefectServer(port, log, ChildProcess(command, environment=server_environment(data_dir, port), log=log))
+    log_file, port = data_dir / "logs" / "prefect.log", listener.getsockname()[1]
+    module, parent = "tinkerflow.flows.prefect.server_process", str(os.getpid())
+    process = ChildProcess(
+        (sys.executable, "-m", module, str(listener.fileno()), parent, *filter(None, (public_url,))),
+        environment=server_environment(data_dir, port, credential),
+        log=log_file,
+        sockets=(listener.fileno(),),
+    )
+    url = f"http://127.0.0.1:{port}"
+    access = PrefectAccess(f"{url}/api", credential, public_url.rstrip("/") or url)
+    server = PrefectServer(access, data_dir, log_file, process)
     try:
         await _wait_until_healthy(server)
+        record_server(data_dir, port, process.pid, public_url)
     except BaseException:
         await server.stop()
         raise
@@ -122,7 +149,7 @@ async def _wait_until_healthy(server: PrefectServer) -> None:
         while loop.time() < deadline:
             if (status := server.process.status) is not None:
                 raise ServerError(f"the Prefect server ended with status {status}:\n{tail(server.log)}")
-            if await is_healthy(client, server.url):
+            if await is_healthy(client, server.access.api_url):
                 return
             await asyncio.sleep(0.1)
     raise ServerError(f"the Prefect server did not answer within {START_SECONDS:.0f} s:\n{tail(server.log)}")

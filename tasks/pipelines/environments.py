@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.rows import Message, Row
 
+MAY_IMPORT = "PIPELINES_MAY_IMPORT"  # import paths, divided by spaces
+REWARDS = "tinkerflow.tasks.pipelines.rewards"
 # A row's fields: `prompt` as messages; if the row has an answer, its text as `completion` and all its messages as
 # `continuation`; `tools`, if any; and all others as they are.
 Facts = Mapping[str, Any]
@@ -74,8 +77,18 @@ def facts_of(row: Row) -> Facts:
 
 
 def load(field: str, path: str) -> Callable[..., Any]:
-    """Import `package.module:name`; UserError, which names `field`, when that fails or the object is not callable."""
+    """Import `package.module:name`; UserError, which names `field`, when that fails or the object is not callable.
+
+    Where the environment has MAY_IMPORT (`tinkerflow serve` sets it), only our own rewards and the paths in it may be
+    imported.
+    """
     module, _, name = path.partition(":")
+    allowed = os.environ.get(MAY_IMPORT)
+    if allowed is not None and module != REWARDS and path not in allowed.split():
+        raise UserError(
+            f"{field} {path!r}: `tinkerflow serve` imports only the rewards and environments that its file names; add "
+            "the path to `allowed_code` in that file"
+        )
     try:
         loaded: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

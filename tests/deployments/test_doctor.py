@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,6 +14,7 @@ from threading import Thread
 import pytest
 
 from tinkerflow.backend.core.errors import ServerError, StoreError, UserError
+from tinkerflow.backend.core.prefect_access import make_credential, record_server
 from tinkerflow.backend.journal import migrate
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.commands import CompileStatus
@@ -169,9 +171,11 @@ def test_the_api_runs_or_is_to_be_started(tmp_path: Path, port: int) -> None:
 
 def test_prefect_embedded_external_or_off(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_prefect(Settings(data_dir=tmp_path, prefect="off")) == "off: nothing is tracked"
-    assert "/api/health" in doctor.check_prefect(Settings(data_dir=tmp_path, prefect_port=port))
-    idle = Settings(data_dir=tmp_path, prefect_port=free_port())
-    assert doctor.check_prefect(idle).endswith("not running; `tinkerflow up` starts it")
+    idle = Settings(data_dir=tmp_path, prefect_port=port)  # which another program has
+    assert doctor.check_prefect(idle) == "not running; `tinkerflow up` starts it"
+    make_credential(tmp_path)
+    record_server(tmp_path, port, os.getpid())
+    assert f"{port}/api/health" in doctor.check_prefect(idle)
     with pytest.raises(UserError, match="set PREFECT_API_URL"):
         doctor.check_prefect(Settings(data_dir=tmp_path, prefect="external", prefect_port=port))
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{port}/elsewhere/api/")

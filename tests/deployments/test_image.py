@@ -108,7 +108,12 @@ def test_the_image_runs_without_rights_and_looks_at_healthz() -> None:
 
 def test_the_compose_file_uses_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "deployments" / "compose.yaml").read_text()
-    values = {"TARGET": "cpu", "BASE_MODELS": "[]", "POSTGRES_PASSWORD": "secret"}
+    values = {
+        "TARGET": "cpu",
+        "BASE_MODELS": "[]",
+        "POSTGRES_PASSWORD": "secret",
+        "PREFECT_PASSWORD": "tinkerflow:secret",
+    }
     file = yaml.safe_load(re.sub(r"\$\{(\w+):[^}]*\}", lambda found: values[found[1]], text))
     services = file["services"]
     for service in services.values():
@@ -123,6 +128,9 @@ def test_the_compose_file_uses_what_exists(monkeypatch: pytest.MonkeyPatch) -> N
             if name.startswith("PREFECT_"):
                 assert getattr(prefect.settings, name).name == name
     ours = services["tinkerflow"]
+    credentials = ours["environment"]["PREFECT_API_AUTH_STRING"], services["prefect"]["environment"]
+    assert credentials[0] == credentials[1]["PREFECT_SERVER_API_AUTH_STRING"] == "tinkerflow:secret"
+    assert "*" not in credentials[1]["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]
     command_line()[f"tinkerflow {ours['command'][0]}"].make_context("up", list(ours["command"][1:]))
     for name in [name for name in os.environ if name.startswith("TINKERFLOW_")]:
         monkeypatch.delenv(name)

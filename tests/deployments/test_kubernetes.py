@@ -153,6 +153,7 @@ def environment(overlay: str, container: dict[str, Any]) -> dict[str, str]:
     for source in container.get("envFrom", ()):
         found |= objects(overlay, "ConfigMap")[source["configMapRef"]["name"]]["data"]
     known = {"status.podIP": "10.0.0.7", ("database", "url"): DATABASE, ("database", "password"): "secret"}
+    known["prefect", "password"] = "tinkerflow:secret"
     for entry in container.get("env", ()):
         match entry:
             case {"value": str(value)}:

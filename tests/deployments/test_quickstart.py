@@ -14,18 +14,19 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import local
 from tinkerflow.deployments import quickstart as module
 
-PAGE = "http://127.0.0.1:5555/runs/flow-run/1234"
+PAGE = "/runs/flow-run/1234"
 
 
 class StandIn:
     """A service that starts nothing; `keep` ends as by Ctrl-C."""
 
-    prefect = "embedded"
+    mode = "embedded"
     kept: list[Path]
 
     def __init__(self, settings: Settings, *, report: Any) -> None:
-        self.settings = SimpleNamespace(prefect=self.prefect, data_dir=settings.data_dir)
+        self.settings = SimpleNamespace(prefect=self.mode, data_dir=settings.data_dir)
         self.api_url, self.prefect_url, self.ready_line = "http://127.0.0.1:5000", "http://127.0.0.1:5555", "ready"
+        self.prefect = None
 
     def __enter__(self) -> Self:
         return self
@@ -60,13 +61,13 @@ def test_a_run_in_a_scratch_folder_is_said_to_be_gone() -> None:
 def test_a_run_in_a_data_dir_can_be_shown_again(tmp_path: Path) -> None:
     said = say(data_dir=tmp_path)
     assert f"tinkerflow up --data-dir {tmp_path}" in said
-    assert "http://127.0.0.1:4200/runs/flow-run/1234" in said
+    assert f"tinkerflow prefect --page {PAGE} --data-dir {tmp_path}" in said
 
 
 def test_it_stays_up_when_asked(tmp_path: Path, stand_in: type[StandIn]) -> None:
     said = say(data_dir=tmp_path, stay=True)
     assert stand_in.kept == [tmp_path]
-    assert f"serving until Ctrl-C: http://127.0.0.1:5000  {PAGE}" in said
+    assert "serving until Ctrl-C: http://127.0.0.1:5000  http://127.0.0.1:5555" in said
     assert f"tinkerflow up --data-dir {tmp_path}" in said and "--stay" not in said
 
 
@@ -74,6 +75,6 @@ def test_it_stays_up_when_asked(tmp_path: Path, stand_in: type[StandIn]) -> None
 def test_nothing_is_said_of_a_page_that_stays_or_never_was(
     monkeypatch: pytest.MonkeyPatch, prefect: str, page: str
 ) -> None:
-    monkeypatch.setattr(StandIn, "prefect", prefect)
+    monkeypatch.setattr(StandIn, "mode", prefect)
     monkeypatch.setattr(module, "teach", lambda *_: (True, page))
     assert say().strip() == "ready"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.core.prefect_access import PrefectAccess, make_credential, record_server
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import run as module
@@ -72,52 +74,59 @@ class Healthy(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
 
-def test_the_prefect_server_is_the_named_one_the_one_here_or_a_new_one(
+
+def test_the_prefect_server_is_the_named_one_that_of_the_data_dir_or_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
+    new = PrefectAccess("http://127.0.0.1:1/api", "a:b", "http://127.0.0.1:1")
 
     class Started:
-        url = "http://127.0.0.1:1/api"
+        access = new
 
         async def stop(self) -> None:
             started.append("stopped")
 
-    async def start_server(data_dir: Path, port: int) -> Started:
+    async def start_server(data_dir: Path, listener: object) -> Started:
         started.append(str(data_dir))
         return Started()
 
-    monkeypatch.setattr("tinkerflow.flows.start_server", start_server)
+    monkeypatch.setattr("tinkerflow.flows.prefect.server.start_server", start_server)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    settings = Settings(data_dir=tmp_path, prefect_port=free_port())
-    with prefect_api(quiet(), settings) as (url, ends):
-        assert (url, ends, started) == (Started.url, True, [str(tmp_path)])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as stranger:
+        Thread(target=stranger.serve_forever, daemon=True).start()
+        settings = Settings(data_dir=tmp_path, prefect_port=stranger.server_port)
+        with prefect_api(quiet(), settings) as (prefect, ends):  # a stranger's server on our port is not used
+            assert (prefect, ends, started) == (new, True, [str(tmp_path)])
+        stranger.shutdown()
     assert started == [str(tmp_path), "stopped"]
-    with ThreadingHTTPServer(("127.0.0.1", settings.prefect_port), Healthy) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        with prefect_api(quiet(), settings) as (url, ends):
-            assert (url, ends) == (f"http://127.0.0.1:{settings.prefect_port}/api", False)
-        server.shutdown()
+    credential = make_credential(tmp_path)
+    record_server(tmp_path, 4200, os.getpid())
+    with prefect_api(quiet(), settings) as (prefect, ends):
+        assert (prefect.api_url, prefect.credential, ends) == ("http://127.0.0.1:4200/api", credential, False)
     monkeypatch.setenv("PREFECT_API_URL", "http://elsewhere/api")
-    with prefect_api(quiet(), settings) as (url, ends):
-        assert (url, ends) == ("http://elsewhere/api", False)
+    with prefect_api(quiet(), settings) as (prefect, ends):
+        assert (prefect.api_url, prefect.credential, ends) == ("http://elsewhere/api", "", False)
 
 
 def test_waiting_for_prefect_has_an_end() -> None:
-    with pytest.raises(ServerError, match=r"does not answer, waited 0 s \(start_deadline\)"):
-        wait_for_prefect(f"http://127.0.0.1:{free_port()}/api", 0)
+    away = PrefectAccess(f"http://127.0.0.1:{free_port()}/api", "", "")
+    with pytest.raises(ServerError, match=r"Prefect at .* does not answer, waited 0 s \(start_deadline\)"):
+        wait_for_prefect(lambda: away, 0)
+    with pytest.raises(ServerError, match=r"Prefect does not answer, waited 0 s \(start_deadline\)"):
+        wait_for_prefect(lambda: None, 0)
 
 
-def test_the_end_says_how_the_page_can_be_seen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = "http://127.0.0.1:5555/runs/flow-run/1234"
+def test_the_end_says_how_the_page_can_be_seen_again(tmp_path: Path) -> None:
+    page = "/runs/flow-run/1234"
     assert "--data-dir DIR" in see_again(page, None)
     folder = tmp_path / "my data"
     said = see_again(page, folder)
     assert f"tinkerflow up --data-dir '{folder}'" in said
-    assert said.endswith("http://127.0.0.1:4200/runs/flow-run/1234")
-    monkeypatch.setenv("TINKERFLOW_PREFECT_PORT", "4300")
-    assert see_again(page, folder).endswith("http://127.0.0.1:4300/runs/flow-run/1234")
+    assert said.endswith(f"tinkerflow prefect --page {page} --data-dir '{folder}'")
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -125,21 +134,22 @@ def test_a_server_that_ends_with_the_run_is_not_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     @contextmanager
-    def api(*_: object) -> Iterator[tuple[str, bool]]:
-        yield "http://127.0.0.1:5555/api", ends
+    def api(*_: object) -> Iterator[tuple[PrefectAccess, bool]]:
+        yield access, ends
 
     asked: list[Any] = []
+    access = PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555")
 
-    def fake(console: Console, pipeline: Any, values: Any, url: str) -> tuple[str, bool]:
-        asked.append((pipeline.name, values, url))
-        return "http://127.0.0.1:5555/runs/flow-run/1", True
+    def fake(console: Console, pipeline: Any, values: Any, prefect: PrefectAccess) -> tuple[str, bool]:
+        asked.append((pipeline.name, values, prefect))
+        return "/runs/flow-run/1", True
 
     monkeypatch.setattr(module, "prefect_api", api)
     monkeypatch.setattr(module, "run_and_show", fake)
     (tmp_path / "sft.yaml").write_text("name: mine")
     console = quiet()
     assert run(console, "sft", tmp_path / "sft.yaml", example=False, changes=["name=other"], data_dir=tmp_path)
-    assert asked == [("sft", {"name": "other"}, "http://127.0.0.1:5555/api")]
+    assert asked == [("sft", {"name": "other"}, access)]
     assert ("tinkerflow up --data-dir" in console.file.getvalue()) == ends  # type: ignore[attr-defined]
 
 

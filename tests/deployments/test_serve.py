@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from pydantic import ValidationError
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.deployments.run import example_file, read_config
-from tinkerflow.deployments.serve import Deployment, make_deployment, read_deployments, read_tag_limits
+from tinkerflow.deployments.serve import (
+    Deployment,
+    make_deployment,
+    read_allowed_code,
+    read_deployments,
+    read_tag_limits,
+)
+from tinkerflow.flows.pipelines import Pipeline, pipelines
+from tinkerflow.tasks.pipelines.environments import MAY_IMPORT, load
+from tinkerflow.tasks.pipelines.rewards import is_answer
 
 
 def test_deployments_with_paths_relative_to_the_file(tmp_path: Path) -> None:
@@ -56,18 +68,63 @@ async def test_a_deployment_of_a_pipeline(schedule: dict[str, Any], kind: str) -
         schedules=[schedule],
         concurrency_limit={"limit": 1, "collision_strategy": "CANCEL_NEW"},
     )
-    made = await make_deployment(wanted)
+    flow, given = make_deployment(wanted)
+    made = await flow.ato_deployment(**given)
     assert (made.flow_name, made.name, made.tags) == ("sft", "mine", ["t"])
     assert made.entrypoint == "tinkerflow.flows.pipelines.sft.sft"
     assert getattr(made.schedules[0].schedule, kind) is not None
 
 
-async def test_wrong_parameters_and_schedules_are_refused_now() -> None:
+def test_wrong_parameters_and_schedules_are_refused_now() -> None:
     entrypoint = "tinkerflow.flows.pipelines.sft.sft"
     with pytest.raises(ValidationError, match="data"):
-        await make_deployment(Deployment(name="x", entrypoint=entrypoint, parameters={"parameters": {}}))
+        make_deployment(Deployment(name="x", entrypoint=entrypoint, parameters={"parameters": {}}))
     parameters = {"parameters": read_config(example_file("sft.yaml"))}
     with pytest.raises(UserError, match="must have cron, or interval in seconds"):
-        await make_deployment(
+        make_deployment(
             Deployment(name="x", entrypoint=entrypoint, parameters=parameters, schedules=[{"every": "day"}])
         )
+
+
+def test_parameters_may_name_the_code_that_the_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "prefect.yaml"
+    file.write_text(
+        "deployments:\n"
+        "  - {name: a, entrypoint: m.f, parameters: {reward: 'os.path:exists', steps: [{environment: 'a:B'}]}}\n"
+        "allowed_code: ['os.path:isdir']\n"
+    )
+    assert read_allowed_code(file) == ["a:B", "os.path:exists", "os.path:isdir"]
+    assert load("reward", "os:system") is os.system, "outside of serve, whoever runs a pipeline chooses its code"
+    monkeypatch.setenv(MAY_IMPORT, " ".join(read_allowed_code(file)))
+    assert load("reward", "os.path:isdir") is os.path.isdir
+    assert load("reward", "tinkerflow.tasks.pipelines.rewards:is_answer") is is_answer
+    for path in (
+        "os:system",
+        "os.path:isfile",
+        "os.path:exists ",
+        "builtins:exec",
+        "tinkerflow.tasks.pipelines.work:os",
+    ):
+        with pytest.raises(UserError, match=r"reward '.*': .* add the path to `allowed_code`"):
+            load("reward", path)
+
+
+@pytest.mark.parametrize("listed", ["os.path:isdir", "[1]", "[os]"])
+def test_allowed_code_is_a_list_of_import_paths(tmp_path: Path, listed: str) -> None:
+    (tmp_path / "prefect.yaml").write_text(f"deployments: []\nallowed_code: {listed}\n")
+    with pytest.raises(UserError, match=r"must be a list of import paths, package\.module:name"):
+        read_allowed_code(tmp_path / "prefect.yaml")
+
+
+def test_flows_are_sent_to_their_processes_whole() -> None:
+    """`Runner.aadd_flow` pickles them, so no pipeline may refer to what cannot be pickled."""
+    for pipeline in pipelines().values():
+        flow, _ = make_deployment(_example_of(pipeline))
+        copy = cloudpickle.loads(cloudpickle.dumps(flow))
+        assert (copy.name, copy.isasync) == (pipeline.flow.name, True)
+        assert inspect.signature(copy.fn) == inspect.signature(pipeline.flow.fn)
+
+
+def _example_of(pipeline: Pipeline) -> Deployment:
+    values = read_config(example_file(f"{pipeline.name}.yaml"))
+    return Deployment(name="mine", entrypoint=pipeline.entrypoint, parameters={"parameters": values})

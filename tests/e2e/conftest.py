@@ -20,6 +20,7 @@ import pytest
 import tinker
 from prefect.client.base import PrefectHttpxSyncClient
 
+from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server
 from tinkerflow.backend.store import Store
 from tinkerflow.deployments.run import wait_for_prefect
 
@@ -31,7 +32,7 @@ from descent import cmdline, descendants
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-PREFECT = "prefect.server.api.server"  # in the command line of the embedded server
+PREFECT = "tinkerflow.flows.prefect.server_process"  # in the command line of the embedded server
 
 
 class Client(tinker.ServiceClient):
@@ -51,7 +52,7 @@ class Server:
 
     data_dir: Path
     options: tuple[str, ...]
-    prefect: str = "embedded"
+    prefect_mode: str = "embedded"
     port: int = 0
     api_url: str = ""
     prefect_url: str = ""
@@ -67,7 +68,7 @@ class Server:
                 [sys.executable, "-m", "tinkerflow", "up", *options],
                 stdout=output,
                 stderr=output,
-                env={"TINKERFLOW_PREFECT": self.prefect} | os.environ | {"TINKERFLOW_PREFECT_PORT": "0"},
+                env={"TINKERFLOW_PREFECT": self.prefect_mode} | os.environ | {"TINKERFLOW_PREFECT_PORT": "0"},
             )
         while (match := re.search(r"^ready: (\S+)  prefect: (\S+)$", log.read_text()[said:], re.M)) is None:
             if self.process.poll() is not None:
@@ -98,9 +99,19 @@ class Server:
     def rest(self) -> tinker.RestClient:
         return tinker.RestClient(base_url=self.api_url, api_key="tml-test")
 
+    @property
+    def prefect(self) -> PrefectAccess:
+        """How to reach its Prefect server, as soon as that runs."""
+        return wait_for_prefect(lambda: find_server(self.data_dir), 300)
+
+    def prefect_page(self, path: str) -> str:
+        """A link to a page of Prefect's UI that signs the browser in."""
+        return self.prefect.link(path, time.time())
+
     def ask_prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """What its Prefect server answers to a GET, or a POST of `body`; asked again while it is busy (503)."""
-        with PrefectHttpxSyncClient(base_url=f"{self.prefect_url}/api", timeout=60) as http:
+        access = self.prefect
+        with PrefectHttpxSyncClient(base_url=access.api_url, headers=access.headers, timeout=60) as http:
             return (http.get(path) if body is None else http.post(path, json=body)).json()
 
     @property
@@ -189,13 +200,14 @@ class Pipelines:
 
 @pytest.fixture
 def pipelines(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipelines]:
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    wait_for_prefect(f"{server.prefect_url}/api", 300)
+    access = server.prefect
     monkeypatch.setenv("TINKER_BASE_URL", server.api_url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-    monkeypatch.setenv("PREFECT_API_URL", f"{server.prefect_url}/api")  # for processes that a test starts
-    with temporary_settings({PREFECT_API_URL: f"{server.prefect_url}/api"}):
+    for name, value in access.environment.items():  # for processes that a test starts
+        monkeypatch.setenv(name, value)
+    with temporary_settings({PREFECT_API_URL: access.api_url, PREFECT_API_AUTH_STRING: access.credential}):
         yield Pipelines(server, f"file://{tmp_path / 'work'}")
 
 

@@ -6,6 +6,7 @@ Asked from Prefect, and seen and clicked in a real browser.
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 import time
 
@@ -13,7 +14,7 @@ import pytest
 import tinker
 from browser import wait_for
 from prefect import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from tinker import types
 from tinker.lib.queue_state_logger import QueueStateLogger
 
@@ -24,6 +25,10 @@ def flow_run(server, model_id: str) -> dict:
     """The training run of a model, as soon as Prefect has it."""
     body = {"flow_runs": {"name": {"like_": model_id}}}
     return wait_for(lambda: server.ask_prefect("/flow_runs/filter", body))[0]
+
+
+def page_of(server, run: dict) -> str:
+    return server.prefect_page(f"/runs/flow-run/{run['id']}")
 
 
 def task_runs(server, run: dict) -> list[str]:
@@ -59,8 +64,27 @@ def test_one_readable_task_run_per_batch(server, trained):
     assert all("step-00000" in name for name in names[1:])
 
 
+def test_a_browser_is_signed_in_by_the_link_and_not_without_it(server, trained, page):
+    run = flow_run(server, trained)
+    stored = "return localStorage.getItem('prefect-password')"
+    page.open(f"{server.prefect_url}/")
+    page.run("localStorage.clear()")
+    with page.at(f"{server.prefect_url}/runs/flow-run/{run['id']}"):
+        page.shows("Authentication failed")
+        assert trained not in page.text() and page.run(stored) is None
+    with page.at(server.prefect_page("/")[:-1] + "x"):  # another ticket
+        page.shows("`tinkerflow prefect` prints a new one")
+        assert page.run(stored) is None
+    with page.at(page_of(server, run)):
+        page.shows(trained)
+        assert page.run("return location.pathname + location.hash") == f"/runs/flow-run/{run['id']}"
+        assert base64.b64decode(page.run(stored)).decode() == server.prefect.credential
+    with page.at(f"{server.prefect_url}/runs"):  # it stays signed in
+        page.shows(trained)
+
+
 def test_the_page_of_the_run_shows_its_batches(server, trained, page):
-    with page.at(f"{server.prefect_url}/runs/flow-run/{flow_run(server, trained)['id']}"):
+    with page.at(page_of(server, flow_run(server, trained))):
         text = page.shows("forward_backward", "optim_step", tab="task-runs")
     assert trained in text
 
@@ -78,7 +102,7 @@ def test_the_page_of_the_run_tells_its_steps_and_draws_its_curves(server, traine
     assert "**3** optimizer steps" in current()["run"]
     assert f"/training_runs/{trained})" in current()["run"]
     assert current()["curves"].startswith("data:image/svg+xml")
-    url = f"{server.prefect_url}/runs/flow-run/{run['id']}"
+    url = page_of(server, run)
     with page.at(url):
         page.shows("step 1: loss", "gradient norm", "learning rate", "/weights/seen", tab="logs")
         page.picture("training-run-logs")
@@ -91,7 +115,8 @@ def test_the_page_of_the_run_tells_its_steps_and_draws_its_curves(server, traine
 async def test_a_run_whose_loss_is_not_a_number_is_suspended_where_the_automation_is_enabled(server, make_datum):
     (wanted,) = [one for one in automations() if "not a number" in one.name]
     wanted = wanted.model_copy(update={"name": "tinkerflow: test of nan", "enabled": True})
-    with temporary_settings({PREFECT_API_URL: f"{server.prefect_url}/api"}):
+    access = server.prefect
+    with temporary_settings({PREFECT_API_URL: access.api_url, PREFECT_API_AUTH_STRING: access.credential}):
         assert await ensure_automations([wanted]) == [wanted.name]
         try:
             await asyncio.to_thread(_diverge, server, make_datum([3, 1, 4, 1, 5, 9]))
@@ -149,7 +174,7 @@ def test_the_buttons_of_a_training_run_hold_it_let_it_go_on_and_end_it(server, m
         client = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
         program = Stepping(client, make_datum([3, 1, 4, 1, 5, 9]))
         program.goes_on()
-        url = f"{server.prefect_url}/runs/flow-run/{flow_run(server, client.model_id)['id']}"
+        url = page_of(server, flow_run(server, client.model_id))
         with page.at(url):
             clicked = page.press("Suspend", "Submit")
             wait_for(lambda: flow_run(server, client.model_id)["state_type"] == "PAUSED")

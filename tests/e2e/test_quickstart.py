@@ -17,6 +17,7 @@ import pytest
 from browser import wait_for
 from rich.console import Console
 
+from tinkerflow.backend.core.prefect_access import find_server
 from tinkerflow.deployments.pig_latin import LESSONS
 from tinkerflow.deployments.quickstart import teach
 
@@ -47,7 +48,7 @@ class Kept:
     @property
     def prefect(self) -> tuple[str, str]:
         """Prefect's address, and the flow run's id."""
-        shown = self.found(r"(http://127\.0\.0\.1:\d+)/runs/flow-run/([0-9a-f-]{36})")
+        shown = self.found(r"(http://127\.0\.0\.1:\d+)/tinkerflow/sign-in\?to=/runs/flow-run/([0-9a-f-]{36})#")
         return shown[1], shown[2]
 
 
@@ -86,7 +87,9 @@ def test_quickstart_teaches_pig_latin_and_says_where_its_run_can_be_seen(kept):
     shown = httpx.get(f"{console}/training_runs/{run}", timeout=60)
     assert shown.status_code == 200 and "steps measured" in shown.text and "sampler_weights/pig-latin" in shown.text
     prefect, flow_run = kept.prefect
-    assert httpx.get(f"{prefect}/api/flow_runs/{flow_run}", timeout=60).is_success
+    run = f"{prefect}/api/flow_runs/{flow_run}"
+    assert httpx.get(run, headers=find_server(kept.data_dir).headers, timeout=60).is_success
+    assert httpx.get(run, timeout=60).status_code == 401
 
 
 def test_a_new_user_opens_the_console_sees_the_run_and_talks_to_what_was_just_taught(kept, page):
@@ -115,7 +118,8 @@ def test_a_quickstart_ends_at_ctrl_c_and_its_run_can_be_seen_again(kept, start_s
     _, flow_run = kept.prefect
     kept.process.send_signal(signal.SIGINT)
     assert kept.process.wait(180) == 0
-    again = f"tinkerflow up --data-dir {kept.data_dir}\nand open http://127.0.0.1:4200/runs/flow-run/{flow_run}\n"
+    shown = f"tinkerflow prefect --page /runs/flow-run/{flow_run} --data-dir {kept.data_dir}\n"
+    again = f"tinkerflow up --data-dir {kept.data_dir}\nand open the link that this prints: {shown}"
     assert again in kept.said
     with start_server(kept.data_dir) as server:
         assert server.ask_prefect(f"/flow_runs/{flow_run}")["id"] == flow_run
@@ -123,7 +127,7 @@ def test_a_quickstart_ends_at_ctrl_c_and_its_run_can_be_seen_again(kept, start_s
 
 def test_too_few_steps_teach_nothing(server):
     said = io.StringIO()
-    assert teach(Console(file=said, width=200), server.api_url, "", steps=2) == (False, "")
+    assert teach(Console(file=said, width=200), server.api_url, None, steps=2) == (False, "")
     assert "not learnt" in said.getvalue() and "(Prefect is off)" in said.getvalue()
 
 

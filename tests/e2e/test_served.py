@@ -60,6 +60,33 @@ def served(pipelines, tmp_path: Path, given: dict) -> Iterator[str]:
             raise
 
 
+def test_what_somebody_planted_on_the_server_is_not_executed(pipelines, tmp_path, monkeypatch):
+    """Pull steps, another entry point and job variables: whoever writes them into a deployment gets a failed run."""
+    monkeypatch.setenv("SLOW_SFT", str(tmp_path))
+    marker, ask = tmp_path / "executed", pipelines.server.ask_prefect
+    step = {"prefect.deployments.steps.run_shell_script": {"script": f"touch {marker}"}}
+    given = values(pipelines, "planted")
+    with served(pipelines, tmp_path, given) as run:
+        wait_for(lambda: state(pipelines, run)["type"] == "RUNNING")
+        ask(f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}, "force": True})
+        (mine,) = ask("/deployments/filter", {"deployments": {"name": {"any_": ["planted"]}}})
+        kept = {name: mine[name] for name in ("flow_id", "entrypoint", "parameters", "parameter_openapi_schema")}
+        for name, plants in (("planted", {"pull_steps": [step]}), ("planted", {"entrypoint": f"{marker}.py:main"})):
+            ask("/deployments/", {**kept, "name": name, **plants})
+            other = ask(f"/deployments/{mine['id']}/create_flow_run", {})["id"]
+            wait_for(lambda other=other: state(pipelines, other)["type"] == "FAILED")
+            assert "was changed on the Prefect server" in state(pipelines, other)["message"]
+            ask("/deployments/", {**kept, "name": name, "pull_steps": None})
+        variables = {"job_variables": {"env": {"PYTHONSTARTUP": str(marker)}}}
+        other = ask(f"/deployments/{mine['id']}/create_flow_run", variables)["id"]
+        wait_for(lambda: state(pipelines, other)["type"] == "FAILED")
+        new = ask("/deployments/", {**kept, "name": "new", "pull_steps": [step]})["id"]
+        late = ask(f"/deployments/{new}/create_flow_run", {})["id"]
+        wait_for(lambda: state(pipelines, run)["type"] == "CANCELLED")
+        assert state(pipelines, late)["type"] == "SCHEDULED", "`serve` looks for runs of its own deployments only"
+    assert not marker.exists()
+
+
 def state(pipelines, run: str) -> dict:
     return pipelines.server.ask_prefect(f"/flow_runs/{run}")["state"]
 
@@ -88,7 +115,7 @@ def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(p
     monkeypatch.setenv("SLOW_SFT", str(waiting))
     given = values(pipelines, "clicked")
     with served(pipelines, tmp_path, given) as run:
-        url = f"{pipelines.server.prefect_url}/runs/flow-run/{run}"
+        url = pipelines.server.prefect_page(f"/runs/flow-run/{run}")
 
         def made_three_steps(processes: int) -> None:
             wait_for(lambda: len(list(waiting.iterdir())) == processes)

@@ -1,4 +1,4 @@
-"""The fixtures of engine_parts.py, for this folder."""
+"""The fixtures of this folder."""
 
 from __future__ import annotations
 
@@ -8,3 +8,4 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_parts import *  # noqa: F403
+from prefect_server import server  # noqa: F401

@@ -58,6 +58,6 @@ def test_a_client_is_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_a_server_that_is_not_ours_is_asked_for_csrf_tokens() -> None:
     connection = PrefectConnection("http://prefect.example/api")
-    for own in (False, True):
-        with connection.settings(own_server=own):
-            assert PREFECT_CLIENT_CSRF_SUPPORT_ENABLED.value() is not own
+    for credential in ("", "tinkerflow:secret"):
+        with connection.settings(credential):
+            assert PREFECT_CLIENT_CSRF_SUPPORT_ENABLED.value() is not bool(credential)

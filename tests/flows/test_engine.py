@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.process_identity import is_alive
 from tinkerflow.backend.journal import Journal, Kind, ModelState
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.engine import run_engine
-from tinkerflow.flows.lease import is_dead
 from tinkerflow.flows.prefect.connection import PrefectConnection
 
 HERE = Path(__file__).parent
@@ -142,8 +142,8 @@ async def test_a_second_engine_waits_for_the_first(engine: Engine, connect: Any,
     async with engine() as journal:
         holder = journal.leases.acquire("another")
         assert holder is not None and str(os.getpid()) in holder
-        assert not is_dead(holder)
-        assert is_dead(holder.replace('"birth": "', '"birth": "9'))
+        assert is_alive(holder)
+        assert not is_alive(holder.replace('"birth": "', '"birth": "9'))
 
 
 async def test_models_of_ended_sessions_are_unloaded(engine: Engine, connect: Any, base_model: str, until: Any) -> None:

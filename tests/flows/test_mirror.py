@@ -97,7 +97,7 @@ async def test_a_server_that_cannot_start_does_not_stop_us(tmp_path: Path) -> No
 
 def test_server_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://elsewhere/api")
-    environment = server_environment(tmp_path, 4711)
+    environment = server_environment(tmp_path, 4711, "tinkerflow:secret")
     assert "PREFECT_API_URL" not in environment
     assert environment["PATH"] == os.environ["PATH"]
     assert environment["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import signal
 import warnings
@@ -17,6 +18,7 @@ import httpx
 import pytest
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect_server import prefect_http
 
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.journal import ModelState
@@ -28,7 +30,7 @@ from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.controls import CANCELLED
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.prefect.server import PrefectServer, start_server
+from tinkerflow.flows.prefect.server import PrefectServer, listen, start_server
 from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy, Why
 from tinkerflow.flows.sampling_runner import SamplingRunner
 
@@ -51,17 +53,13 @@ def _collect_prefect_s_connections() -> Iterator[None]:
         gc.collect()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
-    server = asyncio.run(start_server(tmp_path_factory.mktemp("prefect"), free_port()))
-    yield server
-    asyncio.run(server.stop())
-
-
 @pytest.fixture
 async def connection(server: PrefectServer) -> AsyncIterator[PrefectConnection]:
-    connection = PrefectConnection(server.url, "test")
-    with connection.settings(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 5}):  # nobody looks whether it is back
+    connection = PrefectConnection(server.access.api_url, "test")
+    with (
+        connection.settings(server.access.credential),
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 5}),
+    ):  # nobody looks whether it is back
         yield connection
         await connection.close()
 
@@ -69,10 +67,10 @@ async def connection(server: PrefectServer) -> AsyncIterator[PrefectConnection]:
 async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict[str, Any]]:
     """Flow or task runs, as soon as there are `wanted` and all have ended: the server writes them with some delay."""
     found: list[dict[str, Any]] = []
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with prefect_http(url) as http:
         for _ in range(600):
             order = {"sort": "EXPECTED_START_TIME_ASC"} if kind == "task_runs" else {}
-            found = await post(http, f"{url}/{kind}/filter", json=filters | order)
+            found = await post(http, f"/{kind}/filter", json=filters | order)
             if len(found) >= wanted and all(
                 run["state"] and run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") for run in found
             ):
@@ -141,9 +139,9 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
     assert by_name[f"{short}/step-000001/forward_backward"]["state"]["message"] == "forward_backward x2"
     failed = by_name[f"{short}/step-000002/forward_backward"]["state"]
     assert failed["type"] == "FAILED" and "data[0]" in failed["message"]
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with prefect_http(connection.api_url) as http:
         mine = {"artifacts": {"flow_run_id": {"any_": [flow_run["id"]]}}}
-        drawn = {one["type"]: one for one in await post(http, f"{connection.api_url}/artifacts/filter", json=mine)}
+        drawn = {one["type"]: one for one in await post(http, "/artifacts/filter", json=mine)}
     assert drawn["markdown"]["key"] == f"{model.replace(':', '-')}-run"
     assert f"(http://here/training_runs/{model})" in drawn["markdown"]["data"]
     assert "**2** optimizer steps" in drawn["markdown"]["data"]
@@ -202,15 +200,15 @@ async def test_a_training_run_goes_on_in_another_flow_run_after_so_many_task_run
 
 
 async def test_what_an_earlier_engine_left_running_is_said_to_have_crashed(server: PrefectServer) -> None:
-    connection = PrefectConnection(server.url, "another deployment")
-    with connection.settings():
+    connection = PrefectConnection(server.access.api_url, "another deployment")
+    with connection.settings(server.access.credential):
         (left,) = Mirror(connection, Pacing(1000.0, SystemClock())).training_run("left", BASE)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        async with prefect_http(server.access.api_url) as http:
             await in_state(http, await shown(http, "left"), "Running")
         assert left.flow_run is not None
-        assert await PrefectConnection(server.url, "a third one").reconcile() == 0
-        assert await PrefectConnection(server.url, "another deployment").reconcile() == 1
-        (run,) = await runs(server.url, "flow_runs", 1, flow_runs={"name": {"any_": ["unigram left"]}})
+        assert await PrefectConnection(server.access.api_url, "a third one").reconcile() == 0
+        assert await PrefectConnection(server.access.api_url, "another deployment").reconcile() == 1
+        (run,) = await runs(server.access.api_url, "flow_runs", 1, flow_runs={"name": {"any_": ["unigram left"]}})
         state = State.model_validate(run["state"])
         assert state.is_crashed() and "ended without a word" in str(state.message)
         await connection.close()
@@ -228,8 +226,8 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
         await client.result(created)
         assert connection.tracked == 1
 
-        server = next(p for p in children(os.getpid()) if f" {settings.prefect_port} " in cmdline(p))
-        os.kill(server, signal.SIGKILL)
+        noted = json.loads((tmp_path / "prefect" / "server.json").read_text())
+        os.kill(json.loads(noted["process"])["pid"], signal.SIGKILL)
         for _ in range(100):
             request = client.optim_step(model)
             runner.wake()
@@ -241,7 +239,7 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
 
         await until(lambda: connection.reachable)  # the embedded server is started again
         before = connection.tracked
-        async with asyncio.timeout(120), httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http:
+        async with asyncio.timeout(120), prefect_http(connection.api_url) as http:
             found: list[Any] = []
             while not found or connection.tracked == before:  # a server that starts may refuse some
                 await client.result(submit_and_wake(client, runner, model))
@@ -281,7 +279,7 @@ async def test_the_end_of_a_group_and_the_recovery_are_seen(
             return [state["name"] for state in states], told
 
         expected = {"tinkerflow.group.ended", "tinkerflow.group.serves", "tinkerflow.model.restored"}
-        async with httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http, asyncio.timeout(120):
+        async with prefect_http(connection.api_url) as http, asyncio.timeout(120):
             while True:
                 states, events = await found()
                 if states[-2:] == ["Restoring", "Running"] and expected <= events.keys():
@@ -305,7 +303,8 @@ def dispatcher_of(context: Any, client: Any, pool: Any, mirror: Mirror, tmp_path
 
 
 async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
-    server = await start_server(tmp_path, free_port())
+    listener = await listen(0)
+    server = await start_server(tmp_path, listener)
     try:
         watching = asyncio.create_task(server.ended(silence=6.0))
         server.process.signal(signal.SIGSTOP)
@@ -313,6 +312,7 @@ async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
     finally:
         server.process.signal(signal.SIGKILL)  # what stop() comes to; it would first wait for the SIGTERM to be heard
         await server.stop()
+        listener.close()
     assert await server.ended() == "ended with status -9"
 
 
@@ -338,15 +338,6 @@ def submit_and_wake(client: Any, runner: Runner, model: str) -> str:
     request: str = client.optim_step(model)
     runner.wake()
     return request
-
-
-def children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in listed for child in path.read_text().split()]
-
-
-def cmdline(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
 
 
 async def press(http: httpx.AsyncClient, run: dict[str, Any], **state: object) -> None:
@@ -391,7 +382,7 @@ async def test_the_buttons_of_the_ui_are_obeyed(
     dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
     async with (
         running(dispatcher.serve(lambda: None)),
-        httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http,
+        prefect_http(connection.api_url) as http,
     ):
         model = await client.create()
         run = await shown(http, model)
@@ -444,7 +435,7 @@ async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
     dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
     async with (
         running(dispatcher.serve(lambda: None)),
-        httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http,
+        prefect_http(connection.api_url) as http,
     ):
         run = await shown(http, model)
         await in_state(http, run, "Paused")
@@ -472,7 +463,7 @@ async def test_the_logs_of_a_flow_run_tell_its_story(
     async with running(dispatcher.serve(lambda: None)):
         model = await restored_model(client, pool)
         dispatcher.stop()
-    async with httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http, asyncio.timeout(120):
+    async with prefect_http(connection.api_url) as http, asyncio.timeout(120):
         (run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
         asked = {"logs": {"flow_run_id": {"any_": [run["id"]]}}, "sort": "TIMESTAMP_ASC"}
         lines: list[str] = []

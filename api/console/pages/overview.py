@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from urllib.parse import urlsplit
+import time
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
@@ -25,6 +25,7 @@ from tinkerflow.api.console.visit import (
 )
 from tinkerflow.api.links import base_url
 from tinkerflow.backend.core.ids import KEY_PREFIX
+from tinkerflow.backend.core.prefect_access import find_server, server_for_clients
 from tinkerflow.backend.settings import Settings
 
 _RECENT = 8
@@ -65,7 +66,10 @@ async def front_page(request: Request) -> Response:
 
     key = f"{KEY_PREFIX}any" if is_open else f"{KEY_PREFIX}..."
     found = await asyncio.to_thread(read)
-    return visit.page("overview.html", facts=facts, prefect=facts.get("prefect"), key=key, is_open=is_open, **found)
+    signs_in = services.settings.prefect == "embedded" and visit.identity.admin and visit.identity.key_id
+    link = f"{base_of(services)}/prefect" if signs_in else prefect
+    values = {"facts": facts, "prefect": prefect, "prefect_link": link, "key": key, "is_open": is_open}
+    return visit.page("overview.html", **values, **found)
 
 
 @router.post("/sign-in")
@@ -106,6 +110,20 @@ async def sign_out(visit: Visiting) -> Response:
     return answer
 
 
+@router.get("/prefect")
+async def prefect(visit: Visiting) -> Response:
+    """Lead an admin to the pages of the embedded Prefect server, signed in.
+
+    A server that is open to its machine does not: Prefect's credential is for the service's user, and not for others.
+    """
+    server = await asyncio.to_thread(find_server, visit.call.services.settings.data_dir)
+    if server is None:
+        raise HTTPException(404, "no embedded Prefect server runs here")
+    if not (visit.identity.admin and visit.identity.key_id):
+        raise HTTPException(403, "only admin keys open Prefect here; `tinkerflow prefect` prints a link on its machine")
+    return RedirectResponse(server.link("/", time.time()), 303)
+
+
 @router.get("/console/{name}")
 async def static(name: str) -> Response:
     """The style sheet or the script. Their URLs change with their content."""
@@ -118,11 +136,12 @@ async def static(name: str) -> Response:
 
 def _prefect_page(settings: Settings) -> str | None:
     """Where Prefect's page is, None when that is not known here or there is none."""
-    if settings.prefect == "embedded":
-        return f"http://127.0.0.1:{settings.prefect_port}" if settings.prefect_port else None
-    if settings.prefect == "external":
-        url = os.environ.get("PREFECT_UI_URL") or os.environ.get("PREFECT_API_URL", "").removesuffix("/api")
-        parts = urlsplit(url)
-        # A user and password in the URL are for our own requests: strangers see this page.
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() or None
+    match settings.prefect:
+        case "external":
+            server = server_for_clients(settings.data_dir, os.environ)
+            return server.pages_url if server is not None else None
+        case "embedded" if server := find_server(settings.data_dir):
+            return server.pages_url
+        case "embedded" if settings.prefect_port:
+            return f"http://127.0.0.1:{settings.prefect_port}"
     return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import pytest
 from tests.api.conftest import BASE
 
 from tinkerflow import __version__
+from tinkerflow.backend.core.prefect_access import SIGN_IN_PATH, is_valid_ticket, make_credential, record_server
 
 
 def test_a_browser_gets_a_page_that_says_how_to_use_the_server(start: Any) -> None:
@@ -40,3 +43,24 @@ def test_a_password_in_the_url_of_prefect_is_shown_to_nobody(start: Any, monkeyp
     facts = server.http.get(server.url, headers={"Accept": "application/json"}).json()
     assert facts["prefect"] == "https://prefect.example:4200"
     assert "hunter2" not in server.http.get(server.url).text
+
+
+def test_only_an_admin_key_opens_prefect_signed_in(start: Any, browse: Any, journal: Any) -> None:
+    server = start(prefect_port=4321)
+    folder = server.settings.data_dir
+    credential = make_credential(folder)
+    anybody = browse(server)
+    assert anybody.get("/prefect").status_code == 404
+    record_server(folder, 4321, os.getpid())
+    assert anybody.get("/prefect").status_code == 403, "an open server, which every user of the machine can reach"
+    for name, admin, status in (("ann", False, 403), ("boss", True, 303)):
+        key = journal.keys.create(name, name, admin=admin)[1]
+        server.clock.advance(60)  # the server looks for keys now and then
+        browser = browse(server)
+        assert browser.sign_in(key).status_code == 303
+        answer = browser.get("/prefect")
+        assert answer.status_code == status
+        assert ('href="/prefect"' in browser.get("/").text) is admin
+    link, _, ticket = answer.headers["location"].partition("#")
+    assert link == f"http://127.0.0.1:4321{SIGN_IN_PATH}" and is_valid_ticket(credential, ticket, time.time())
+    assert browse(server).get("/prefect").status_code == 401, "who is not signed in"

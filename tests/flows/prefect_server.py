@@ -1,0 +1,28 @@
+"""A real embedded Prefect server, and requests to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prefect.settings import PREFECT_API_AUTH_STRING
+
+from tinkerflow.flows.prefect.server import PrefectServer, listen, start_server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
+    listener = asyncio.run(listen(0))
+    server = asyncio.run(start_server(tmp_path_factory.mktemp("prefect"), listener))
+    yield server
+    asyncio.run(server.stop())
+    listener.close()
+
+
+def prefect_http(api_url: str, credential: str | None = None) -> httpx.AsyncClient:
+    """A client with this credential, or with that of Prefect's settings; an empty one is not sent."""
+    credential = PREFECT_API_AUTH_STRING.value() if credential is None else credential
+    auth = httpx.BasicAuth(*credential.split(":", 1)) if credential else None
+    return httpx.AsyncClient(base_url=api_url, auth=auth, timeout=60)
