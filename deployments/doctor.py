@@ -159,7 +159,7 @@ def check_compiled(settings: Settings) -> str:
     with _opened_journal(settings) as journal:
         models = [] if journal is None else journal.base_models.all()
     lines = [f"{m.name}: {_compile_status(m.compile_status)}" for m in models if m.compile_status]
-    files = [path for path in settings.compile_cache.rglob("*") if path.is_file()]
+    files = [path for path in settings.compile_cache.rglob("*-cache") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 2**20
     return "; ".join([*lines, f"{len(files)} file(s), {size:.1f} MiB in {settings.compile_cache}"])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.pool.compile_cache import CacheMender, agree, folder_of, write_with_notes
+from tinkerflow.backend.pool.compile_cache import copy_entries_of_rank_0, delete_cut_entries, folder_of, has_common_keys
 from tinkerflow.backend.pool.host import devices
 from tinkerflow.backend.pool.protocol.messages import Start
 from tinkerflow.backend.spec.commands import GroupConfig
@@ -53,10 +53,13 @@ def join_jax(
         wanted = max(1, config.fsdp) * config.expert * config.tensor
         update("jax_num_cpu_devices", -(-wanted // start.processes))
     update("jax_enable_preemption_service", False)  # it swallows SIGTERM
-    programs = None
+    cache = None
     if config.compile_cache_dir:
         cache = folder_of(config.compile_cache_dir, config.model_path, start.processes, rank)
-        programs = _keep_programs(cache, start.processes, update)
+        delete_cut_entries(cache)
+        update("jax_compilation_cache_dir", str(cache))
+        update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        update("jax_persistent_cache_min_entry_size_bytes", -1)
     if start.processes > 1:
         progress(f"joining {start.processes} processes")
         jax.distributed.initialize(
@@ -71,57 +74,55 @@ def join_jax(
             heartbeat_timeout_seconds=max(30, math.ceil(2 * start.silence)),
             shutdown_timeout_seconds=10,
         )
-        if programs is not None:
-            agree(cache, partial(_gather, rank, start.processes, "cached"))
     check_platform(jax, config, progress)
     if jax.process_index() != rank:
         raise UserError(
             f"rank {rank} of the group is process {jax.process_index()} of its TPU pod: set TPU_WORKER_ID on every host"
         )
-    if programs is not None and start.processes > 1:
-        _share_compilations(programs, partial(_gather, rank, start.processes))
+    if cache is not None and start.processes > 1:
+        _keep_programs_of_all(cache, rank, start.processes)
 
 
-def _keep_programs(cache: Path, processes: int, update: Callable[[str, object], None]) -> dict[str, str]:
-    """Have JAX keep programs in `cache`: the program of each key that it has asked for, as far as there are notes."""
-    from jax._src import compilation_cache, compiler
+def _keep_programs_of_all(cache: Path, rank: int, processes: int) -> None:
+    """Have every rank of a group of several find its programs in its `cache` at the next start.
 
-    update("jax_compilation_cache_dir", str(cache))
-    update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    update("jax_persistent_cache_min_entry_size_bytes", -1)
-    logging.captureWarnings(True)
-    logging.getLogger("py.warnings").addHandler(CacheMender(cache))
-    if processes == 1:
-        return {}
-    update("jax_persistent_cache_enable_xla_caches", "none")  # their folders would make an entry's key a rank's own
-    return write_with_notes(cache, compiler, compilation_cache)
-
-
-def _share_compilations(programs: dict[str, str], gather: Callable[[str, str], list[str]]) -> None:
-    """Have rank 0 compile for all ranks, if all have the same key for the same program.
-
-    On NVIDIA GPUs kernels are chosen by measuring, so that ranks that compile alone may compute other bits. On CPUs
-    keys depend on the rank, and compilation on nothing but the program.
+    Rank 0 compiles for all ranks if they have the same keys: on NVIDIA GPUs kernels are chosen by measuring, so that
+    ranks that compile alone may compute other bits. On CPUs compilation depends on nothing but the program.
     """
     import jax
+    from jax._src import distributed
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    over_all = NamedSharding(Mesh(jax.devices(), ("all",)), PartitionSpec("all"))
-    jax.jit(lambda: jax.numpy.zeros(jax.device_count()), out_shardings=over_all).lower().compile()
-    alike = len(set(gather("keys", " ".join(sorted(programs))))) == 1
-    jax.config.update("jax_share_binary_between_hosts", alike)
-    log.info("rank 0 compiles for all ranks" if alike else "each rank compiles for itself")
-
-
-def _gather(rank: int, processes: int, name: str, text: str) -> list[str]:
-    """The texts of all ranks, by jax.distributed's store of keys and values: nothing is compiled for it."""
-    from jax._src import distributed
-
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # their folders would be part of an entry's key
     client = distributed.global_state.client
     assert client is not None  # jax.distributed.initialize made it
-    client.key_value_set(f"tinkerflow/{name}/{rank}", text)
-    wait = _GATHER_SECONDS * 1000
-    return [client.blocking_key_value_get(f"tinkerflow/{name}/{other}", wait) for other in range(processes)]
+    over_all = NamedSharding(Mesh(jax.devices(), ("all",)), PartitionSpec("all"))
+
+    def compile_probe() -> None:
+        def probe() -> jax.Array:
+            return jax.numpy.zeros(jax.device_count())
+
+        jax.jit(probe, out_shardings=over_all).lower().compile()
+
+    def gather(name: str, text: str) -> list[str]:
+        client.key_value_set(f"tinkerflow/{name}/{rank}", text)
+        wait = _GATHER_SECONDS * 1000
+        return [client.blocking_key_value_get(f"tinkerflow/{name}/{other}", wait) for other in range(processes)]
+
+    distributed.global_state.process_id = 0  # JAX has only process 0 write; nothing else reads it from here on
+    if has_common_keys(cache, compile_probe, partial(gather, "probe")):
+        distributed.global_state.process_id = rank
+        copy_entries_of_rank_0(
+            cache,
+            rank,
+            partial(gather, "entries"),
+            lambda name, entry: client.key_value_set_bytes(f"tinkerflow/entry/{name}", entry),
+            lambda name: client.blocking_key_value_get_bytes(f"tinkerflow/entry/{name}", _GATHER_SECONDS * 1000),
+        )
+        jax.config.update("jax_share_binary_between_hosts", True)
+        log.info("rank 0 compiles for all ranks")
+    else:
+        log.info("each rank compiles for itself")
 
 
 def share_of_host(start: Start, rank: int) -> list[int] | None:

@@ -87,10 +87,9 @@ async def test_a_damaged_compilation_cache_is_mended(
     for name in entries:
         os.truncate(cache / name, 100)  # as a kill while writing leaves it
     assert set((await run_once()).values()) & {100} == set()
-    assert "deleting the unreadable cache entry" in log.read_text()
-    before = log.read_text().count("deleting")
+    assert log.read_text().count("it was cut short") == len(entries)
     await run_once()
-    assert log.read_text().count("deleting") == before
+    assert log.read_text().count("it was cut short") == len(entries)
 
 
 async def test_every_rank_of_a_second_generation_finds_what_the_first_one_compiled(
@@ -114,34 +113,26 @@ async def test_every_rank_of_a_second_generation_finds_what_the_first_one_compil
     assert await found() == [f"{count} of {count}" for count in asked]
 
 
-@pytest.mark.parametrize("damage", ["lost", "cut", "no note"])
-async def test_a_rank_that_lacks_a_program_has_all_ranks_compile_it(
-    start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path, damage: str
+async def test_a_rank_that_lacks_programs_compiles_them(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
 ) -> None:
     config = replace(group_config(str(tmp_path), fsdp=2), compile_cache_dir=str(tmp_path / "cache"))
 
-    async def serve() -> list[tuple[int, int]]:
-        """(found in the cache, asked for) of each rank."""
+    async def missing() -> list[int]:
+        """How many programs each rank has not found in its cache."""
         async with await start_pool("Counting", processes=2, config=config) as pool:
             assert await pool.submit(total(8)) == ForwardResult((), 28.0)
-            said = [(tmp_path / f"rank-{rank}").read_text().split(" of ") for rank in (0, 1)]
-        return [(int(hits), int(asked)) for hits, asked in said]
+            counts = [(tmp_path / f"rank-{rank}").read_text().split(" of ") for rank in (0, 1)]
+        return [int(requests) - int(hits) for hits, requests in counts]
 
-    ((_, asked), other) = await serve()
-    assert other == (0, asked) and asked
-    assert await serve() == [(asked, asked)] * 2
+    assert min(await missing()) > 0
+    assert await missing() == [0, 0]
     (folder,) = (tmp_path / "cache").glob("*/rank-1")
-    entry = next(folder.glob("jit__lambda*-cache"), None) or next(folder.glob("*-cache"))
-    if damage == "lost":
-        shutil.rmtree(folder)
-    elif damage == "cut":
-        os.truncate(entry, 100)
-    else:
-        entry.with_name(entry.name.replace("-cache", "-program")).unlink()
-    rank_0, rank_1 = await serve()
-    assert rank_0 == rank_1
-    assert rank_0[0] in ({0} if damage == "lost" else {asked, asked - 1})
-    assert await serve() == [(asked, asked)] * 2
+    os.truncate(next(folder.glob("jit__lambda*-cache")), 100)
+    assert await missing() == [0, 1]
+    shutil.rmtree(folder)
+    assert (await missing())[0] == 0
+    assert await missing() == [0, 0]
 
 
 async def test_a_rank_that_is_told_to_end_leaves_time_for_what_is_on_its_devices(
