@@ -182,6 +182,6 @@ BUDGETS = (
         )
         for rest in zip((STEP, TEMPORARIES, UNKNOWN_LOOPS), (1.25, 8, 1), met, strict=True)
     ),
-    # Eight devices do not divide 20 heads: of the matrix that `absorbed` multiplies by, four of them get 5 heads each.
+    # Eight devices do not divide 20 heads: four of them get 5 heads each of the matrix in `latent_attention`.
     Budget(_case("GLM-4.7-Flash h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, met=False, quick=False),
 )

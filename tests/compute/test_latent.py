@@ -18,7 +18,7 @@ from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.planning import memory
 from tinkerflow.backend.compute.planning.roofline import useful_flops
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
-from tinkerflow.backend.compute.sampler.absorbed import absorbed
+from tinkerflow.backend.compute.sampler.latent_attention import attend_latents
 from tinkerflow.backend.compute.weights.quantized import Int8
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import GroupConfig
@@ -167,7 +167,7 @@ def test_what_is_absorbed_is_what_heads_see(int8):
         scores = jnp.where(jnp.tri(Q, dtype=bool), scores * q.shape[-1] ** -0.5, -np.inf)
         return jnp.einsum("shqk,skhd->sqhd", jax.nn.softmax(scores, -1), jnp.broadcast_to(v, (S, Q, H, v.shape[-1])))
 
-    found = jax.jit(partial(absorbed, SHAPE, make_mesh(1, 1), seen, columns, 8))(plain, turned, c, k, kv_b, pair)
+    found = jax.jit(partial(attend_latents, SHAPE, make_mesh(1, 1), seen, columns, 8))(plain, turned, c, k, kv_b, pair)
     for row, (start, end) in enumerate(columns):
         update = (pair.A[start:end].T @ pair.B[start:end]).T
         made = (c[row] @ (whole + update).T).reshape(Q, H, -1)

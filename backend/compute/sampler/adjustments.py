@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import flax.struct
 import jax
@@ -25,10 +24,8 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.mesh import Array, by_rows
 from tinkerflow.backend.compute.sampler.constraints import everything
+from tinkerflow.backend.compute.sampler.requests import SlotAssignment
 from tinkerflow.backend.compute.warming import result_of
-
-if TYPE_CHECKING:  # the scheduler imports what decodes
-    from tinkerflow.backend.compute.sampler.scheduler import Held
 
 _ENTRIES = 4096  # of a table, written at once
 _PROMPT, _GENERATED = 1, 2  # what a token counts in `seen_SV`: an odd number is also in the prompt
@@ -71,7 +68,7 @@ def generated(rows: AdjustedRows, tokens_S: jax.Array) -> AdjustedRows:
     return replace(rows, seen_SV=jnp.asarray(rows.seen_SV).at[place_S, tokens_S].add(_GENERATED))
 
 
-def adjusted_rows(mesh: Mesh, vocab: int, S: int, held: Held) -> AdjustedRows | None:
+def adjusted_rows(mesh: Mesh, vocab: int, S: int, held: SlotAssignment) -> AdjustedRows | None:
     """What the sequences in their slots ask for; None when none of them asks for anything.
 
     mesh: the devices that the tables are for. vocab: V. S: slots.

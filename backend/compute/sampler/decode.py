@@ -46,9 +46,9 @@ from tinkerflow.backend.compute.models.transformer import (
     unembed,
 )
 from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
-from tinkerflow.backend.compute.sampler.absorbed import absorbed
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, by_mixer
+from tinkerflow.backend.compute.sampler.latent_attention import attend_latents
 from tinkerflow.backend.compute.sampler.sampling import Choice, greedy_choice, sample
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
 from tinkerflow.backend.compute.sampler.states import States, put, state_of, take, with_layer
@@ -235,7 +235,7 @@ def layers(
 
         latent_attend = None
         if cfg.latent is not None:
-            latent_attend = functools.partial(absorbed, cfg.latent, mesh, attend, columns_S2, width_of(lora))
+            latent_attend = functools.partial(attend_latents, cfg.latent, mesh, attend, columns_S2, width_of(lora))
         mixers, input_SQP = Mixers(attend, recur, latent_attend), of_layer(inputs_LSQP, number)
         x_SQD = block(cfg, one, kind, layer_params, layer_lora, x_SQD, rope, mixers, apply, input_SQP)
         x_SQD = x_SQD if images is None else deepened(images, place, x_SQD)
@@ -263,7 +263,7 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
     assert not isinstance(stacks, tuple)  # only CPUs have weights by layer
     if platform() is CUDA:
         names = stacks.keys() & projections(cfg).keys() if mesh.size == 1 else set()
-        return frozenset(names - {"kv_b"})  # `absorbed` multiplies by head
+        return frozenset(names - {"kv_b"})  # `latent_attention` multiplies by head
     experts = MLP if cfg.experts else ()
     return frozenset(name for name in experts if not isinstance(stacks[name], Int8))
 

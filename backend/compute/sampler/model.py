@@ -24,8 +24,8 @@ from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
 from tinkerflow.backend.compute.sampler.prefill import empty_piece, prefill
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores
+from tinkerflow.backend.compute.sampler.requests import SlotAssignment
 from tinkerflow.backend.compute.sampler.sampling import width_for
-from tinkerflow.backend.compute.sampler.scheduler import Held
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
 from tinkerflow.backend.compute.sampler.views import Views
 from tinkerflow.backend.spec.commands import CacheFormat
@@ -35,7 +35,7 @@ from tinkerflow.backend.spec.commands import CacheFormat
 class Chunk:
     """`steps` tokens of each of the sequences `held`, which the devices were asked for. decoded: on the devices."""
 
-    held: Held
+    held: SlotAssignment
     steps: int
     decoded: Decoded
 
@@ -123,7 +123,7 @@ class SamplerModel:
         group.advance(size, to_host(scored) if piece.score else None)
         return group.rows * size + looked
 
-    def decode_chunk(self, slots: int, held: Held, steps: int, before: Chunk | None) -> Chunk:
+    def decode_chunk(self, slots: int, held: SlotAssignment, steps: int, before: Chunk | None) -> Chunk:
         """Ask the devices for `steps` more tokens of every slot.
 
         held: the sequences; other slots decode what nobody reads. steps: at most `chunk`. before: the chunk that is not
@@ -170,7 +170,7 @@ class SamplerModel:
                 states_B[row] = table.state.pages[0] % self._pool.states.pages
         return states_B
 
-    def _rows(self, held: Held, S: int, steps: int, before: Chunk | None) -> Rows:
+    def _rows(self, held: SlotAssignment, S: int, steps: int, before: Chunk | None) -> Rows:
         rows = replace(
             empty_rows(S, self._width, self.chunk, states=self._pool.states is not None),
             tables_SW=self._tables(S, ((slot, sequence.table) for slot, sequence in held)),
@@ -191,7 +191,7 @@ class SamplerModel:
             part[slots] = chosen
         return rows if self._none_M is None else self._continued(rows, held, before)
 
-    def _continued(self, rows: Rows, held: Held, before: Chunk | None) -> Rows:
+    def _continued(self, rows: Rows, held: SlotAssignment, before: Chunk | None) -> Rows:
         """The rows, with the last tokens that nobody has read yet taken from the chunk before."""
         from_S = np.full(len(rows.tokens_S), -1, np.int32)
         place_of = {sequence: place for place, sequence in before.held} if before is not None else {}

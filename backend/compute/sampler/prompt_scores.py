@@ -1,11 +1,10 @@
 """The scores that a request wants of its prompt: logprobs, most likely tokens, given tokens' logprobs, alternatives.
 
-All are read from the logits of one scan over a piece of the prompt, a few positions at a time, so the logits of a whole
-prompt never exist. The number of each is padded to one of a few widths (`Widths`), so few programs are compiled.
-Requests that want only logprobs share one program.
+On the host. `prefill.score_piece` computes them on the devices. The number of each is padded to one of a few widths
+(`Widths`), so that few programs are compiled. Requests that want only logprobs share one program.
 
-Letters: B rows, Q tokens of a piece, c positions scored at once, D hidden, V vocabulary, k top tokens, K given tokens,
-A alternatives, N rows of a result (prompt tokens but the first).
+Letters: B rows, Q tokens of a piece, k top tokens, K given tokens, A alternatives, N rows of a result (prompt tokens
+but the first).
 """
 
 from __future__ import annotations
@@ -13,30 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import flax.struct
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.mesh import Array, by_rows
-from tinkerflow.backend.compute.models.long_rows import join_chunks, split_chunks
-from tinkerflow.backend.compute.models.lora import Lora
-from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.platforms import on_cpu
-from tinkerflow.backend.compute.sampler.decode import unembedded
-from tinkerflow.backend.compute.sampler.sampling import (
-    ALTERNATIVES,
-    Choice,
-    UniformStream,
-    normal_temperature,
-    sample,
-    width_for,
-)
-from tinkerflow.backend.compute.training.logprobs import MOST_LOGITS, chunk_size
+from tinkerflow.backend.compute.mesh import Array
+from tinkerflow.backend.compute.sampler.sampling import ALTERNATIVES, UniformStream, normal_temperature, width_for
 from tinkerflow.backend.spec.commands import NO_LOGPROB, Candidates, Float32, PromptWishes, SampleRequest, SampleResult
-
-_OF_TRAINING = 4  # on CPUs a quarter of its logits exist at a time: their caches are small
-_ROWS = 256  # elsewhere, whose logits exist at a time: the KV cache takes the memory
 
 
 @dataclass(frozen=True)
@@ -74,68 +54,6 @@ class PieceScores:
     alternatives: tuple[Array, Array] | None = None  # tokens_BQA, logprobs_BQA
 
 
-# ------------------------------------------------------------------ on the devices
-def score(
-    mesh: Mesh,
-    widths: Widths,
-    params: Params,
-    lora: Lora,
-    x_BQD: jax.Array,
-    columns_B2: Array,
-    wanted: PieceQueries,
-) -> PieceScores:
-    """What is wanted of every position of a piece. Q is a power of two.
-
-    mesh: rows are split over it. widths: how many of each the program computes. params, lora: the unembedding and the
-    stack's pair for it. x_BQD: final hidden states. columns_B2 int32: each row's columns of the stack. wanted: as
-    wide as `widths`.
-    """
-
-    def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]) -> PieceScores:
-        x_BcD, next_Bc, targets_BcK, uniform_BcA = part
-        logits = unembedded(mesh, params, lora.unembed, x_BcD, columns_B2)
-        if widths != PLAIN:  # whole rows on each device: top-k and draws need no collectives
-            logits = by_rows(mesh, logits)
-        total_Bc1 = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        found = PieceScores((_pick(logits, next_Bc[..., None]) - total_Bc1)[..., 0])
-        if widths.top:
-            values, tokens = jax.lax.top_k(logits, widths.top)
-            found = replace(found, top=(tokens.astype(jnp.int32), values - total_Bc1))
-        if targets_BcK is not None:
-            found = replace(found, targets_BQK=_pick(logits, targets_BcK) - total_Bc1)
-        if uniform_BcA is not None and wanted.temperature_B is not None:
-            tokens = _drawn(logits, uniform_BcA, wanted.temperature_B)
-            found = replace(found, alternatives=(tokens, _pick(logits, tokens) - total_Bc1))
-        return found
-
-    asked = (x_BQD, wanted.next_BQ, wanted.targets_BQK, wanted.uniform_BQA)
-    rows, tokens, _ = x_BQD.shape
-    most = MOST_LOGITS // _OF_TRAINING if on_cpu() else _ROWS * params.embed_VD.shape[0]
-    parts = split_chunks(asked, chunk_size(rows, tokens, params, most))
-    whole: PieceScores = jax.tree.map(join_chunks, jax.lax.map(chunk, parts))
-    return whole
-
-
-def _pick(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(logits, tokens, axis=-1)
-
-
-def _drawn(logits_BcV: jax.Array, uniform_BcA: jax.Array, temperature_B: Array) -> jax.Array:
-    """Tokens int32 [B, c, A], each drawn from the whole distribution at the row's temperature."""
-    B, c, V = logits_BcV.shape
-    rows = logits_BcV.reshape(B * c, V)
-    choice = Choice(
-        temperature_S=jnp.repeat(temperature_B, c),
-        top_k_S=jnp.full(B * c, -1, jnp.int32),
-        top_p_S=jnp.ones(B * c, jnp.float32),
-        min_p_S=jnp.zeros(B * c, jnp.float32),
-    )
-    uniform_AS = jnp.moveaxis(uniform_BcA, 2, 0).reshape(-1, B * c)
-    tokens_AS = jax.lax.map(lambda uniform_S: sample(rows, choice, uniform_S)[0], uniform_AS)
-    return jnp.moveaxis(tokens_AS.reshape(-1, B, c), 0, 2)
-
-
-# ------------------------------------------------------------------ on the host
 class PromptScores:
     """The scores that one request wants of its prompt, as far as they are computed."""
 

@@ -210,3 +210,6 @@ class ActiveSequence:
             np.concatenate([part.tokens_Nk for part in self.top])[:length, :k],
             np.concatenate([part.logprobs_Nk for part in self.top])[:length, :k],
         )
+
+
+SlotAssignment = list[tuple[int, ActiveSequence]]  # (slot, the sequence in it), ascending

@@ -33,14 +33,12 @@ from itertools import islice
 
 from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup, PrefillJob, scope_for
-from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
+from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope, SlotAssignment
 from tinkerflow.backend.compute.sampler.shapes import Shapes, at_least
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 from tinkerflow.backend.spec.commands import Int32, SampleResult
 
 _MOST_OVERTAKING = 256  # sequences that go before a batch request that came earlier
-
-Held = list[tuple[int, ActiveSequence]]  # (slot, the sequence in it), ascending
 
 
 class Scheduler:
@@ -96,7 +94,7 @@ class Scheduler:
         """Whether what was decoded for the sequence is its own: it has not ended, and its request is not gone."""
         return self._parents.get(sequence.parent.request.request_id) is sequence.parent and not sequence.ended
 
-    def held(self, sequences: Sequence[ActiveSequence]) -> tuple[int, Held]:
+    def held(self, sequences: Sequence[ActiveSequence]) -> tuple[int, SlotAssignment]:
         """How many slots a dispatch for these sequences has, and the slot of each.
 
         Those of a shard lie together, the longest first: CPUs attend to a few neighbours at a time.

@@ -25,7 +25,7 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import own_columns
 from tinkerflow.backend.compute.weights.quantized import Int8, Weight
 
 
-def absorbed(
+def attend_latents(
     latent: Latent,
     mesh: Mesh,
     attend: AttentionFn,
