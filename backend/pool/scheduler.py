@@ -19,7 +19,6 @@ from tinkerflow.backend.core.fairness import FairQueue
 from tinkerflow.backend.spec.commands import (
     Command,
     Forward,
-    ForwardResult,
     GroupInfo,
     NextMicroBatch,
     Reply,
@@ -28,6 +27,7 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.packing import ATTENTION_TOKENS, micro_batches
+from tinkerflow.backend.spec.traced_work import STEP_OPERATIONS, loss_steps
 
 _SMALL_SIZE = 1 / 16  # of a micro-batch: the size of commands that compute for no tokens
 _ENOUGH = 1 - 1e-9
@@ -37,7 +37,9 @@ _TURN = 1.0  # micro-batches that one adapter may send before the next project h
 def in_parts(
     command: Command, microbatch_tokens: int, fsdp: int, attention_tokens: int = ATTENTION_TOKENS
 ) -> Sequence[Command]:
-    """The commands that are sent for `command`, one for each micro-batch; the reply to the last one is its reply.
+    """The commands that are sent for `command`, one for each micro-batch and for each step of a custom loss.
+
+    The reply to the last one is its reply.
 
     microbatch_tokens, attention_tokens: those of GroupInfo. fsdp: the size of the mesh axis that rows are split over.
     """
@@ -47,10 +49,10 @@ def in_parts(
     a_pass = micro_batches(
         lengths, microbatch_tokens=microbatch_tokens, row_multiple=fsdp, attention_tokens=attention_tokens
     )
-    count = a_pass * LOSSES[command.loss].passes(backward=command.backward)
-    if count == 1:
-        return (command,)
-    return (command.copy_with(by_micro_batch=True), *[NextMicroBatch(command.adapter_id)] * (count - 1))
+    micro_batch, loss_step = NextMicroBatch(command.adapter_id), NextMicroBatch(command.adapter_id, of_loss=True)
+    passes = LOSSES[command.loss].passes(backward=command.backward)
+    parts = [*[micro_batch] * a_pass, *[loss_step] * loss_steps(command), *[micro_batch] * (a_pass * (passes - 1))]
+    return (command,) if len(parts) == 1 else (command.copy_with(by_micro_batch=True), *parts[1:])
 
 
 @dataclass(eq=False)
@@ -204,6 +206,8 @@ class CommandScheduler:
 
     def _size(self, command: Command) -> float:
         match command:
+            case NextMicroBatch(of_loss=True):  # a small model's micro-batch takes less time than a step of a loss
+                return max(1.0, STEP_OPERATIONS / self.microbatch_work)
             case Forward(by_micro_batch=True) | NextMicroBatch():
                 return 1.0
             case Forward():
@@ -252,8 +256,6 @@ class CommandScheduler:
             more = isinstance(reply, SampleProgress) and (reply.active or reply.waiting)
             self._expect(self.step_seconds if more else None)
         elif queued.adapter:
-            if isinstance(reply, ForwardResult):
-                self._waiting.charge(queued.owner, queued.adapter, reply.loss_work / self.microbatch_work)
             self._training -= 1
             self._ahead = self._ahead - queued.size if self._training else 0.0
             if not (self._training or self._waiting):

@@ -17,4 +17,7 @@ __all__ = [
     "ranks",
     "registry",
     "torch_names",
+    "traced_graph",
+    "traced_shapes",
+    "traced_work",
 ]

@@ -261,9 +261,10 @@ class DropAdapter(PoolMessage, frozen=True):
 class Forward(PoolMessage, frozen=True):
     """Logprobs and summed loss of `examples`; with `backward`, add the loss's gradient to the adapter's.
 
-    `custom` is given when the loss is `custom`. Reply: ForwardResult. by_micro_batch: compute only the first
-    micro-batch, and reply Done. As many NextMicroBatch follow as `in_parts` of the pool gives; no other command about
-    the adapter comes before the last of them.
+    custom, loss_seconds: given when the loss is `custom`; the latter is the work of each example's loss, as
+    `traced_work.loss_seconds` estimates it. by_micro_batch: compute only the first micro-batch, and reply Done. As many
+    NextMicroBatch follow as `in_parts` of the pool gives. No other command about the adapter comes before the last of
+    them. Reply: ForwardResult.
     """
 
     adapter_id: str
@@ -273,12 +274,17 @@ class Forward(PoolMessage, frozen=True):
     backward: bool = True
     custom: CustomLoss | None = None
     by_micro_batch: bool = False
+    loss_seconds: tuple[float, ...] = ()
 
 
 class NextMicroBatch(PoolMessage, frozen=True):
-    """Compute the next micro-batch of the adapter's Forward. Reply: Done; after the last one the ForwardResult."""
+    """Compute the next part of the adapter's Forward. Reply: Done; after the last part the ForwardResult.
+
+    of_loss: the part is a step of a custom loss (`traced_work.STEP_SECONDS`), not a micro-batch.
+    """
 
     adapter_id: str
+    of_loss: bool = False
 
 
 class OptimStep(PoolMessage, frozen=True):
@@ -421,14 +427,12 @@ class Done(PoolMessage, frozen=True):
 class ForwardResult(PoolMessage, frozen=True):
     """logprobs: one float32 [T] (flat) or [T, K] per example, in order; loss_sum: the sum over all tokens.
 
-    metrics: of a custom loss, `custom/<name>:sum|mean`, over all examples. loss_work: the floating-point operations
-    that a custom loss itself took, on one device; the client's project pays for them.
+    metrics: of a custom loss, `custom/<name>:sum|mean`, over all examples.
     """
 
     logprobs: tuple[Float32, ...]
     loss_sum: float
     metrics: Mapping[str, float] = message_field(default_factory=dict)
-    loss_work: float = 0.0
 
 
 class OptimResult(PoolMessage, frozen=True):

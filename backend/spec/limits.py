@@ -15,6 +15,7 @@ MAX_TARGETS = 256  # scored tokens at one position of a datum
 MAX_REQUEST_CELLS = 2**26
 # Cells of any tensor that a traced loss computes: T x T of a long example would otherwise take all memory.
 MAX_TRACED_CELLS = 2**26
+MAX_TRACED_RANK = 8  # dimensions of any tensor that a traced loss computes
 MAX_IMAGE_PIXELS = 2**25  # of an image before it is resized: a small file could hold any number
 MAX_IMAGE_TOKENS = 4096  # of one image: every patch attends to all others
 MAX_REQUEST_PIXEL_BYTES = 2**27  # of all images of one request, as the model takes them: about 3 KB for a token

@@ -14,11 +14,13 @@ import orjson
 from tinkerflow.backend.core.errors import UserError, broken, shown
 from tinkerflow.backend.spec.commands import CustomLoss
 from tinkerflow.backend.spec.torch_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
+from tinkerflow.backend.spec.traced_work import check_loss
 from tinkerflow.backend.wire.requests import whole_number
 from tinkerflow.backend.wire.validation import Text, WireModel
 
 MAX_NODES = 2000
 MAX_INPUTS = 16
+MAX_GRAPH_BYTES = 2**20  # as JSON: every worker gets the graph with each request
 _MAX_DEPTH = 8  # of an argument
 _INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -57,7 +59,10 @@ class _Node(WireModel):
 
 
 def read_custom_loss(values: Mapping[str, Any]) -> CustomLoss:
-    """A create_custom_loss body, parsed; UserError names the node, its target, and the rule that it breaks."""
+    """A create_custom_loss body, parsed; UserError names the node, its target, and the rule that it breaks.
+
+    A loss that is too much work even for one token is refused here, any other when an example is too long for it.
+    """
     body = CreateCustomLoss.from_values(values)
     name = body.name
     if not _LOSS_NAME.fullmatch(name):
@@ -77,7 +82,12 @@ def read_custom_loss(values: Mapping[str, Any]) -> CustomLoss:
     placeholders = [node["target"] for node in kept if node["op"] == "placeholder"]
     if placeholders != list(inputs):
         raise broken("graph.nodes", placeholders, f"with the placeholders {list(inputs)}, the inputs in order")
-    return CustomLoss(name, inputs, orjson.dumps(kept).decode())
+    encoded = orjson.dumps(kept)
+    if len(encoded) > MAX_GRAPH_BYTES:
+        raise UserError(f"graph.nodes takes {len(encoded)} bytes as JSON: must be at most {MAX_GRAPH_BYTES}")
+    loss = CustomLoss(name, inputs, encoded.decode())
+    check_loss(loss)
+    return loss
 
 
 def dump_custom_loss(loss: CustomLoss) -> str:

@@ -34,6 +34,7 @@ from tinkerflow.backend.spec.drift import kl_sample_train
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS, MAX_REQUEST_CELLS, MAX_TARGETS, MODEL_CONTEXT
 from tinkerflow.backend.spec.losses import LossSpec, loss_named
+from tinkerflow.backend.spec.traced_work import loss_seconds
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.backend.wire.images import LOCATION_RULE, LOCATIONS, FindFiles, check_room, pixels
 from tinkerflow.backend.wire.provenance import attribute, sequences_named
@@ -165,7 +166,8 @@ def decode_forward(
     what was recorded of its sequence_ids. processor: of images; None when the model takes text.
     UserError names the field, its value and the rule: unknown loss, config key or input; missing input; sequence
     empty or longer than `max_context`; lengths that differ; token ids outside [0, vocab_size); floats that are not
-    finite; images that the model does not take; spans that do not fit what was sampled.
+    finite; images that the model does not take; spans that do not fit what was sampled; a traced loss that is too much
+    work for an example or for all.
     """
     request, loss = read.request, read.loss
     examples_read = []
@@ -192,8 +194,15 @@ def decode_forward(
     if loss.recorded:
         both = enumerate(zip(examples, request.data, strict=True))
         examples = [attribute(example, datum, i, recorded or {}) for i, (example, datum) in both]
-    backward = not request.forward_only
-    return Forward(request.model_id, tuple(examples), loss.name, read.config, backward=backward, custom=custom)
+    return Forward(
+        request.model_id,
+        tuple(examples),
+        loss.name,
+        read.config,
+        backward=not request.forward_only,
+        custom=custom,
+        loss_seconds=() if custom is None else loss_seconds(custom, examples),
+    )
 
 
 def drift_metrics(command: Forward, result: ForwardResult) -> dict[str, float]:

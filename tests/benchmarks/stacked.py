@@ -25,8 +25,8 @@ from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.lora import Lora, init_lora
 from tinkerflow.backend.compute.models.params import load_params
 from tinkerflow.backend.compute.training.budget import Budget
-from tinkerflow.backend.compute.training.losses import choose
 from tinkerflow.backend.compute.training.optimizer import fresh_state, step
+from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.compute.training.train import DeviceBatch, make_steps
 from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.losses import packed_inputs

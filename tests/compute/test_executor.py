@@ -269,7 +269,7 @@ def test_a_custom_loss_that_fails_is_an_error_of_its_request(qwen3, examples, fo
     def bad(*args: Any) -> Any:
         raise TypeError("no such shape")
 
-    monkeypatch.setattr(forward_backward, "judge", bad)
+    monkeypatch.setattr(forward_backward.SequenceLosses, "compute", bad)
     for backward in (True, False):
         with pytest.raises(TypeError, match="no such shape"):
             forward(executor, "a", examples((9,)), "gspo", backward=backward)

@@ -24,7 +24,7 @@ from tinkerflow.backend.compute.platforms import CPU, CUDA, compiling_for
 from tinkerflow.backend.compute.training import budget as budget_module
 from tinkerflow.backend.compute.training import train
 from tinkerflow.backend.compute.training.budget import Budget
-from tinkerflow.backend.compute.training.losses import choose
+from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.compute.training.train import DeviceBatch, make_steps
 from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.spec.losses import packed_inputs

@@ -27,8 +27,8 @@ from tinkerflow.backend.compute.models.vision_tower import (
 )
 from tinkerflow.backend.compute.planning.memory import plan_memory
 from tinkerflow.backend.compute.training.images import image_features
-from tinkerflow.backend.compute.training.losses import choose
 from tinkerflow.backend.compute.training.packing import pack
+from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.compute.training.train import to_devices
 from tinkerflow.backend.compute.training.train_programs import batch_like, features_like
 from tinkerflow.backend.core.errors import UserError

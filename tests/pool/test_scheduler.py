@@ -21,7 +21,6 @@ from tinkerflow.backend.spec.commands import (
     Done,
     Example,
     Forward,
-    ForwardResult,
     GroupInfo,
     LoadSnapshot,
     LoraSpec,
@@ -33,6 +32,7 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+from tinkerflow.backend.spec.traced_work import STEP_OPERATIONS, STEP_SECONDS
 
 MICROBATCH = 64
 INFO = GroupInfo(("cpu:0", "cpu:1"), 1000, MICROBATCH, 1, 64, 128, "", 1)
@@ -173,13 +173,12 @@ async def test_a_project_with_ten_adapters_gets_the_share_of_a_project_with_one(
 
 
 async def test_a_project_pays_for_the_work_of_its_custom_losses() -> None:
-    """A loss that takes as long as three micro-batches: its project trains a quarter of the time of others."""
+    """A step of a loss that takes as long as four micro-batches: the project makes one, others four micro-batches."""
     devices = Devices()
-    devices.scheduler.serve(INFO)
-    work = 3 * devices.scheduler.microbatch_work
+    devices.scheduler.microbatch_work = STEP_OPERATIONS / 4
     for _ in range(80):
-        devices.submit("dear", forward("a"), ForwardResult((), 0.0, loss_work=work), owner="dear")
-        devices.submit("cheap", forward("b"), ForwardResult((), 0.0), owner="cheap")
+        devices.submit("dear", NextMicroBatch("a", of_loss=True), owner="dear")
+        devices.submit("cheap", forward("b"), owner="cheap")
     executed = [await devices.execute() for _ in range(80)]
     assert executed.count("dear") == pytest.approx(16, abs=2)
 
@@ -334,6 +333,14 @@ def test_a_forward_has_a_part_for_each_micro_batch(lengths: list[int], loss: str
     count = passes * len(pack(examples, microbatch_tokens=MICROBATCH, row_multiple=fsdp))
     assert first == (command if count == 1 else command.copy_with(by_micro_batch=True))
     assert others == [NextMicroBatch("a")] * (count - 1)
+
+
+def test_a_custom_loss_has_parts_of_its_own_between_the_passes() -> None:
+    seconds = (0.3 * STEP_SECONDS, 2.5 * STEP_SECONDS)
+    command = forward().copy_with(examples=2 * forward().examples, loss="custom", loss_seconds=seconds)
+    first, *others = in_parts(command, MICROBATCH, 1)
+    plain, loss = NextMicroBatch("a"), NextMicroBatch("a", of_loss=True)
+    assert [first, *others] == [command.copy_with(by_micro_batch=True), plain, *[loss] * 3, plain, plain]
 
 
 def test_other_commands_are_one_part() -> None:

@@ -97,11 +97,17 @@ def deep(levels: int) -> Any:
         (lambda b: b["inputs"][1].update(name="Adv"), "inputs[1].name is 'Adv'"),
         (lambda b: b["inputs"][0].update(rank=0), "logprobs, of rank 1 or 2"),
         (lambda b: b.update(name=""), "name is"),
+        (node(2, kwargs={"out": ["x" * 2**20]}), "bytes as JSON: must be at most 1048576"),
+        (node(2, target="torch.arange", args=[2**21]), None),  # shapes are checked with the data
+        (node(2, target="torch.cat", args=[[{"ref": "adv"}] * 5000]), "an example of one token: the loss takes about"),
     ],
 )  # fmt: skip
-def test_wrong_graphs_are_named(change: Any, told: str) -> None:
+def test_wrong_graphs_are_named(change: Any, told: str | None) -> None:
     body = copy.deepcopy(GOOD)
     change(body)
+    if told is None:
+        assert decode(body).name == "mine"
+        return
     with pytest.raises(UserError) as caught:
         decode(body)
     assert told in str(caught.value)
@@ -115,12 +121,14 @@ def test_a_datum_needs_what_the_loss_reads(body: Any, datum: Any) -> None:
         return decode_forward(read, vocab_size=10, max_context=16, custom=decode(GOOD))
 
     command = forward(adv=np.float32([1, 2, 3]), unread=np.float32([7]))
+    assert 0 < command.loss_seconds[0] < 1
     assert command.custom == decode(GOOD)
     assert command.examples[0].inputs.keys() == {"adv"}
     assert command.examples[0].inputs["adv"].tolist() == [1, 2, 3]
     for inputs, told in (
         ({}, "data[0].loss_fn_inputs lacks 'adv', which loss 'mine' takes"),
         ({"adv": np.ones((3, 1), np.float32)}, "of rank 1, as the loss declares it"),
+        ({"adv": np.ones(4, np.float32)}, "custom loss 'mine': node 'mul' (operator.mul): ValueError: shape mismatch"),
         ({"adv": np.float32([1, np.inf, 3])}, "data[0].loss_fn_inputs['adv'] at position 1 is inf"),
     ):
         with pytest.raises(UserError) as caught:

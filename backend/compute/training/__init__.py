@@ -9,9 +9,10 @@ __all__ = [
     "full",
     "images",
     "logprobs",
-    "losses",
     "optimizer",
     "packing",
+    "sequence_losses",
+    "token_losses",
     "train",
     "train_programs",
 ]

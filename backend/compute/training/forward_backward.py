@@ -1,14 +1,15 @@
 """A Forward command, executed one micro-batch at a time: logprobs, loss, and with `backward` the adapter's gradients.
 
-A loss per token takes one pass over the examples. Any other loss takes a pass for the logprobs, then its formula on the
-host, then (with `backward`) a pass that trains with the formula's slopes as weights. `LossSpec.passes` says how many
-there are and `spec.packing` how many micro-batches a pass has: the pool counts with both, and sends a command for each.
+A loss per token takes one pass over the examples. Any other loss takes a pass for the logprobs, then the loss itself,
+then (with `backward`) a pass that trains with the slopes of the loss as weights. The pool computes the number of parts
+from `LossSpec.passes`, `spec.packing` (micro-batches of a pass) and `spec.traced_work` (steps of a traced loss), and
+sends a command for each part.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -24,12 +25,14 @@ from tinkerflow.backend.compute.platforms import platform
 from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore, Unsure
 from tinkerflow.backend.compute.training.images import image_features
 from tinkerflow.backend.compute.training.logprobs import Scored
-from tinkerflow.backend.compute.training.losses import choose, judge
 from tinkerflow.backend.compute.training.packing import MicroBatch, pack
+from tinkerflow.backend.compute.training.sequence_losses import SequenceLosses
+from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.compute.training.train import Steps, to_devices
 from tinkerflow.backend.core.errors import OUT_OF_MEMORY, AllocationError, ServerError
 from tinkerflow.backend.spec.commands import DeferredReply, Done, Float32, Forward, ForwardResult, LoraSpec
 from tinkerflow.backend.spec.losses import LOSSES
+from tinkerflow.backend.spec.traced_work import examples_of_step, loss_steps
 
 log = logging.getLogger(__name__)
 
@@ -57,62 +60,58 @@ class Training:
 
 
 class ForwardRun:
-    """A Forward command under way. Call `step` until `done`."""
+    """A Forward command in progress. Call `step` until `done`."""
 
     def __init__(self, training: Training, command: Forward) -> None:
         """Nothing is computed yet. `command` has at least one example."""
         self.done = False
         self._training, self._command = training, command
-        self._pass: _Pass | None = None
-        self._scored: ReadResult | None = None  # the logprobs that a loss of whole sequences needs
-        self._result: ForwardResult | None = None  # what such a loss gives
-        self._one_pass = LOSSES[command.loss].per_token is not None
+        self._replies = self._token_loss() if LOSSES[command.loss].per_token is not None else self._sequence_loss()
 
     def step(self) -> DeferredReply:
-        """Start the next micro-batch. The reply is Done, or the ForwardResult after the last one.
+        """Start the next part. The reply is Done, or the ForwardResult after the last part.
 
-        NotFoundError: the adapter is not here. ServerError: computing failed; with `backward` the adapter's gradients
-        are cleared. UserError: the loss is not finite. AllocationError, also when the reply is read: the devices had no
-        memory left, and the adapter is as it was. The run cannot go on after an error.
+        NotFoundError: the adapter does not exist. ServerError: computing failed; with `backward` the adapter's
+        gradients are cleared. UserError: the loss is not finite. AllocationError, also when the reply is read: the
+        devices had no memory left, and the adapter is unchanged. The run cannot continue after an error.
         """
-        return partial(_or_no_memory, self._command, _or_no_memory(self._command, self._step))
+        return partial(_or_no_memory, self._command, _or_no_memory(self._command, lambda: next(self._replies)))
 
-    def _step(self) -> DeferredReply:
-        current = self._pass or self._begin()
-        scored = current.step()
-        if not current.done:
-            self._pass = current
-            return partial(_wait_for, scored)
-        self._pass, finished = None, current.finish()
-        if self._one_pass:
+    def _token_loss(self) -> Iterator[DeferredReply]:
+        current = _Pass(self._training, self._command)
+        while not self.done:
+            scored = current.step()
+            self.done = current.done
+            yield current.finish() if self.done else partial(_wait_for, scored)
+
+    def _sequence_loss(self) -> Iterator[DeferredReply]:
+        """The logprobs by micro-batch, the losses by step, then with `backward` the gradients by micro-batch."""
+        command, steps = self._command, loss_steps(self._command)
+        plain = command.copy_with(loss="cross_entropy", config={}, custom=None, loss_seconds=())
+        current = _Pass(self._training, plain.copy_with(backward=False))
+        while not current.done:
+            waiting = partial(_wait_for, current.step())
+            if steps or command.backward or not current.done:
+                yield waiting
+        forward = self._training.read(current.finish())
+        losses = SequenceLosses(command, forward.logprobs)
+        for step in range(steps):
+            losses.compute(examples_of_step(command, step))
+            if step + 1 < steps or command.backward:
+                yield Done
+        if not steps:
+            losses.compute(range(len(command.examples)))
+        judged = losses.result()
+        result = forward.copy_with(loss_sum=judged.loss_sum, metrics=judged.metrics)
+        if not command.backward:
             self.done = True
-            return finished
-        if self._scored is None:
-            self._scored = finished
-            if self._command.backward:
-                return partial(_wait_for, scored)
-            _, result = self._judge(finished)
-            self.done = True
-            return lambda: result
-        assert self._result is not None
-        self.done = True
-        return partial(_after, finished, self._result)
-
-    def _begin(self) -> _Pass:
-        if self._one_pass:
-            return _Pass(self._training, self._command)
-        plain = self._command.copy_with(loss="cross_entropy", config={}, custom=None)
-        if self._scored is None:
-            return _Pass(self._training, plain.copy_with(backward=False))
-        surrogate, self._result = self._judge(self._scored)
-        return _Pass(self._training, plain.copy_with(examples=surrogate.examples))
-
-    def _judge(self, scored: ReadResult) -> tuple[Forward, ForwardResult]:
-        """The command with the examples to train on, and the result."""
-        forward = self._training.read(scored)
-        judged = judge(self._command, forward.logprobs)
-        surrogate = self._command.copy_with(examples=judged.surrogates)
-        return surrogate, forward.copy_with(loss_sum=judged.loss_sum, metrics=judged.metrics)
+            yield lambda: result
+            return
+        current = _Pass(self._training, plain.copy_with(examples=judged.surrogates))
+        while not self.done:
+            scored = current.step()
+            self.done = current.done
+            yield partial(_after, current.finish(), result) if self.done else partial(_wait_for, scored)
 
 
 class _Pass:

@@ -28,7 +28,7 @@ from tinkerflow.backend.compute.models.long_rows import join_chunks, split_chunk
 from tinkerflow.backend.compute.models.lora import LoraPair, apply_one, low_rank
 from tinkerflow.backend.compute.models.transformer import Params, capped, capped_pullback, unembed, unembed_pullback
 from tinkerflow.backend.compute.platforms import CUDA, SCORED_ROWS, on_cpu, platform
-from tinkerflow.backend.compute.training.losses import LossChoice, TokenInputs, losses_and_slopes, token_losses
+from tinkerflow.backend.compute.training.token_losses import LossChoice, TokenInputs, losses_and_slopes, token_losses
 
 MOST_LOGITS = 2**24  # of one chunk on CPUs: 64 MiB in float32
 

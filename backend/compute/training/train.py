@@ -28,9 +28,9 @@ from tinkerflow.backend.compute.training.attention import attend_segments
 from tinkerflow.backend.compute.training.budget import Budget, at_once, what_is_kept
 from tinkerflow.backend.compute.training.full import Trained, computed, pinned, with_head_gradient
 from tinkerflow.backend.compute.training.logprobs import Scored, score, score_and_grads
-from tinkerflow.backend.compute.training.losses import LossChoice, TokenInputs
 from tinkerflow.backend.compute.training.optimizer import Leaf, OptimizerState, Stepped, step
 from tinkerflow.backend.compute.training.packing import MicroBatch
+from tinkerflow.backend.compute.training.token_losses import LossChoice, TokenInputs
 from tinkerflow.backend.spec.losses import packed_inputs
 
 Result = TypeVar("Result")

@@ -22,8 +22,8 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.transformer import ImageFeatures, Params
 from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.training.full import Trained, shapes, shardings
-from tinkerflow.backend.compute.training.losses import choose
 from tinkerflow.backend.compute.training.optimizer import fresh_state
+from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.compute.training.train import DeviceBatch, Steps
 from tinkerflow.backend.compute.warming import Program, like, result_of
 from tinkerflow.backend.spec.commands import LoraSpec, Optimizer

@@ -25,14 +25,15 @@ def ppo(logprobs: jax.Array, inputs: Mapping[str, jax.Array], config: Mapping[st
     import jax.numpy as jnp
 
     log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
-    low, high = thresholds(inputs, config)
+    bounds = thresholds(inputs, config)
     # A clipped token's loss is constant. Its ratio may overflow, and 0 times the slope of infinity is not a number, so
     # the formula that is differentiated gets another ratio there.
-    clipped = jax.lax.stop_gradient(jnp.exp(log_ratio))
-    constant = jnp.where(advantages > 0, clipped > high, clipped < low)
+    exact = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    bound = jnp.clip(exact, *bounds)
+    constant = jnp.where(advantages > 0, exact > bound, exact < bound)
     ratio = jnp.exp(jnp.where(constant, 0.0, log_ratio))
-    objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
-    return -jnp.where(constant, jnp.clip(clipped, low, high) * advantages, objective)
+    objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, *bounds) * advantages)
+    return -jnp.where(constant, bound * advantages, objective)
 
 
 LOSS = LossSpec(

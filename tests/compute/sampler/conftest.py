@@ -189,8 +189,8 @@ def prompt() -> Callable[..., list[int]]:
 @pytest.fixture(scope="session")
 def training_logprobs() -> Callable[..., np.ndarray[Any, Any]]:
     """training_logprobs(tiny, lora, tokens): what the training forward says of tokens[1:], float32 [T - 1]."""
-    from tinkerflow.backend.compute.training.losses import choose
     from tinkerflow.backend.compute.training.packing import pack
+    from tinkerflow.backend.compute.training.token_losses import choose
     from tinkerflow.backend.compute.training.train import make_steps, to_devices
     from tinkerflow.backend.spec.commands import Example
 

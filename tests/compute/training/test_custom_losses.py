@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from tests.compute.closeness import close
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
-from tinkerflow.backend.compute.training.custom_loss import custom_losses
+from tinkerflow.backend.compute.training.custom_loss import custom_loss
 from tinkerflow.backend.compute.training.custom_loss.ops import DTYPES, OPS
+from tinkerflow.backend.compute.training.sequence_losses import SequenceLosses
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec import torch_names
 from tinkerflow.backend.spec.commands import CustomLoss, Example, Forward
+from tinkerflow.backend.spec.traced_work import examples_of_step, loss_seconds, loss_steps
 from tinkerflow.backend.wire import read_custom_loss
 
 Fn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -110,13 +112,25 @@ def in_torch(fn: Fn, examples: tuple[Example, ...], logprobs: list[np.ndarray]) 
     return losses, slopes, {k: v / len(examples) if k.endswith("mean") else v for k, v in metrics.items()}
 
 
+def compute(loss: CustomLoss, examples: tuple[Example, ...], logprobs: list[np.ndarray]) -> Any:
+    """The loss and the slope of each example, and the metrics of all, as workers compute them."""
+    command = Forward("a", examples, "custom", custom=loss, loss_seconds=loss_seconds(loss, examples))
+    losses, done = SequenceLosses(command, logprobs), list[int]()
+    for step in range(loss_steps(command)):
+        losses.compute(members := examples_of_step(command, step))
+        done += members
+    assert done == list(range(len(examples)))
+    outcomes = [custom_loss(loss, example, lp) for example, lp in zip(examples, logprobs, strict=True)]
+    return [outcome[:2] for outcome in outcomes], losses.result().metrics
+
+
 @pytest.mark.parametrize("fn", [ppo, gspo, masked, reductions, shapes, elementwise], ids=lambda fn: fn.__name__)
 def test_value_slope_and_metrics_are_torchs(fn):
     examples = data(LENGTHS[1:] if fn in (reductions, shapes) else LENGTHS)  # a std of one value is no number
     rng = np.random.default_rng(1)
     logprobs = [-rng.exponential(1.5, e.targets_TK.shape).astype(np.float32) for e in examples]
     expected_losses, expected_slopes, expected_metrics = in_torch(fn, examples, logprobs)
-    found, metrics = custom_losses(trace(fn, logprobs=1, old=1, advantages=1), examples, logprobs)
+    found, metrics = compute(trace(fn, logprobs=1, old=1, advantages=1), examples, logprobs)
     assert [loss for loss, _ in found] == pytest.approx(expected_losses, rel=2e-5, abs=1e-6)
     for (_, slope), expected in zip(found, expected_slopes, strict=True):
         close(slope, expected, ulps=512)
@@ -132,7 +146,7 @@ def test_two_dimensional_targets_and_scalars():
     scaled = tuple(replace(e, inputs={"old": e.inputs["old"], "scale": scale}) for e in examples)
     logprobs = [-np.ones(e.targets_TK.shape, np.float32) for e in scaled]
     losses, slopes, _ = in_torch(mixture, scaled, logprobs)
-    found, _ = custom_losses(trace(mixture, logprobs=2, old=2, scale=0), scaled, logprobs)
+    found, _ = compute(trace(mixture, logprobs=2, old=2, scale=0), scaled, logprobs)
     assert [loss for loss, _ in found] == pytest.approx(losses, rel=1e-5)
     for (_, a), b in zip(found, slopes, strict=True):
         close(a, b)
@@ -144,10 +158,9 @@ def test_every_name_that_may_be_called_has_an_op():
 
 
 @pytest.mark.parametrize(
-    ("fn", "told"),
+    ("fn", "error"),
     [
         (lambda logprobs, old, advantages: (logprobs * 2, {}), r"the loss has shape \[5\]: must be a scalar"),
-        (lambda logprobs, old, advantages: (logprobs[old > 0].sum(), {}), r"node 'getitem' \(operator.getitem\)"),
         (lambda logprobs, old, advantages: (logprobs.reshape(7).sum(), {}), r"node 'reshape' \(reshape\)"),
         (
             lambda logprobs, old, advantages: (logprobs.sum() * (old.size(0) * 10**10), {}),
@@ -156,12 +169,19 @@ def test_every_name_that_may_be_called_has_an_op():
         (lambda logprobs, old, advantages: (logprobs.sum() * 2 ** (old.size(0) ** 9), {}), "OverflowError|beyond"),
         (lambda logprobs, old, advantages: (torch.arange(old.size(0) * 10**6).sum() * logprobs.sum(), {}), "is longer"),
         (lambda logprobs, old, advantages: (logprobs.expand(10**8, 5).sum(), {}), "500000000 cells: must be at most"),
+        (lambda logprobs, old, advantages: (logprobs.diff(n=65).sum(), {}), "n is 65: must be 0 to 64"),
+        (lambda logprobs, old, advantages: (logprobs[(None,) * 8].sum(), {}), "9 dimensions: must be at most 8"),
     ],
 )
-def test_what_cannot_be_computed_is_named(fn, told):
-    example = data((5,))
-    with pytest.raises(UserError, match=told):
-        custom_losses(trace(fn, logprobs=1, old=1, advantages=1), example, [-np.ones((5, 1), np.float32)])
+def test_what_cannot_be_computed_is_named_before_anything_is_computed(fn, error):
+    with pytest.raises(UserError, match=error):
+        loss_seconds(trace(fn, logprobs=1, old=1, advantages=1), data((5,)))
+
+
+def test_a_boolean_index_is_named_when_it_is_computed():
+    loss = trace(lambda logprobs, old, advantages: (logprobs[old > 0].sum(), {}), logprobs=1, old=1, advantages=1)
+    with pytest.raises(UserError, match=r"node 'getitem' \(operator.getitem\)"):
+        custom_loss(loss, data((5,))[0], -np.ones((5, 1), np.float32))
 
 
 def test_the_server_trains_as_the_client_would(shared_executor, examples, adapter, forward, gradients):

@@ -21,7 +21,7 @@ from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.training import logprobs
-from tinkerflow.backend.compute.training.losses import choose, token_losses
+from tinkerflow.backend.compute.training.token_losses import choose, token_losses
 from tinkerflow.backend.spec.losses import packed_inputs
 
 B, T, D, K, V, R = 2, 32, 16, 3, 50, 4

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute.training.losses import PER_TOKEN, choose, losses_and_slopes, token_losses
+from tinkerflow.backend.compute.training.token_losses import PER_TOKEN, choose, losses_and_slopes, token_losses
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.losses import LOSSES, packed_inputs
 

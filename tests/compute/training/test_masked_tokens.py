@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.compute.training.test_custom_losses import elementwise, gspo, masked, ppo, reductions, shapes, trace
 from tests.compute.training.test_losses import EXPECTED
+from tests.compute.training.test_sequence_losses import judge
 
-from tinkerflow.backend.compute.training.custom_loss import custom_losses
+from tinkerflow.backend.compute.training.custom_loss import custom_loss
 from tinkerflow.backend.compute.training.custom_loss.evaluate import evaluate
 from tinkerflow.backend.compute.training.custom_loss.masked import value_and_slope
-from tinkerflow.backend.compute.training.losses import PER_TOKEN, choose, judge, losses_and_slopes, token_losses
 from tinkerflow.backend.compute.training.packing import pack
+from tinkerflow.backend.compute.training.token_losses import PER_TOKEN, choose, losses_and_slopes, token_losses
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import Example, Forward, ForwardResult
 from tinkerflow.backend.spec.losses import LOSSES, packed_inputs
@@ -180,13 +181,13 @@ def test_a_traced_loss_may_mask_tokens_as_it_likes(fn, places, old, advantage):
         for name, value in (("old", old), ("advantages", advantage), ("weights", 0.0)):
             inputs[name][list(places)] = value
         loss = trace(fn, logprobs=1, old=1, advantages=1, weights=1)
-        return custom_losses(loss, (replace(example, inputs=inputs),), [logprobs_T[:, None]])
+        return custom_loss(loss, replace(example, inputs=inputs), logprobs_T[:, None])
 
     if fn is multiplied:
         advantage = min(advantage, 50.0)  # there it is a factor of tokens that count
         advantage = max(advantage, -50.0)
-    ((loss, slope),), metrics = run(old, advantage)
-    ((expected, expected_slope),), expected_metrics = run(0.0, advantage if fn is multiplied else 0.0)
+    loss, slope, metrics = run(old, advantage)
+    expected, expected_slope, expected_metrics = run(0.0, advantage if fn is multiplied else 0.0)
     assert np.isfinite(loss) and loss == pytest.approx(expected, rel=1e-5)
     np.testing.assert_allclose(slope, expected_slope, rtol=1e-5, atol=1e-6)
     assert metrics == pytest.approx(expected_metrics, rel=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute.training.losses import judge
+from tinkerflow.backend.compute.training.sequence_losses import SequenceLoss, SequenceLosses
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import Example, Forward
 from tinkerflow.backend.spec.losses import LOSSES
@@ -46,6 +46,12 @@ CASES = [
     ("stable_reinforce", {}),
     ("stable_reinforce", {"kl_coeff": 0.3}),
 ]
+
+
+def judge(command: Forward, logprobs: list[np.ndarray]) -> SequenceLoss:
+    losses = SequenceLosses(command, logprobs)
+    losses.compute(range(len(command.examples)))
+    return losses.result()
 
 
 def given(example, **inputs):

@@ -3,6 +3,6 @@
 `backend/spec/torch_names.py` lists what may be called; `backend/wire/custom_losses.py` refuses everything else.
 """
 
-from tinkerflow.backend.compute.training.custom_loss.evaluate import custom_losses
+from tinkerflow.backend.compute.training.custom_loss.evaluate import Outcome, custom_loss
 
-__all__ = ["custom_losses"]
+__all__ = ["Outcome", "custom_loss"]

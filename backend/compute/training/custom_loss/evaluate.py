@@ -20,34 +20,22 @@ from tinkerflow.backend.compute.training.custom_loss.masked import value_and_slo
 from tinkerflow.backend.compute.training.custom_loss.ops import DTYPES, OPS
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import CustomLoss, Example, Float32
-from tinkerflow.backend.spec.limits import MAX_TRACED_CELLS
-from tinkerflow.backend.spec.torch_names import FUNCTIONS, METHODS
+from tinkerflow.backend.spec.traced_graph import run_graph
 
 PROGRAMS = 256
-_MAX_INTEGER = 2**31 - 1
 
+Outcome = tuple[float, npt.NDArray[np.float64], dict[str, float]]  # the loss, its slope, and its metrics by name
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 
-def custom_losses(
-    loss: CustomLoss, examples: Sequence[Example], logprobs: Sequence[Float32]
-) -> tuple[list[tuple[float, npt.NDArray[np.float64]]], dict[str, float]]:
-    """(loss, slope [T, K]) of each example, and the metrics over all of them: their sums, or means over the examples.
-
-    logprobs are [T, K]. UserError names the node that cannot be computed.
-    """
-    outcomes, sums = [], dict[str, float]()
-    for example, logprobs_TK in zip(examples, logprobs, strict=True):
-        flat = logprobs_TK[:, 0] if example.flat else logprobs_TK
-        values = (flat, *(example.inputs[name] for name in tuple(loss.inputs)[1:]))
-        value, metrics, slope = _of_example(loss, values)
-        outcomes.append((value, slope.astype(np.float64).reshape(logprobs_TK.shape)))
-        for key, metric in metrics.items():
-            sums[key] = sums.get(key, 0.0) + metric
-    return outcomes, {key: total / len(examples) if key.endswith(":mean") else total for key, total in sums.items()}
+def custom_loss(loss: CustomLoss, example: Example, logprobs_TK: Float32) -> Outcome:
+    """The loss of an example, its slope [T, K] and its metrics. UserError names the node that cannot be computed."""
+    flat = logprobs_TK[:, 0] if example.flat else logprobs_TK
+    value, metrics, slope = _compute(loss, (flat, *(example.inputs[name] for name in tuple(loss.inputs)[1:])))
+    return value, slope.astype(np.float64).reshape(logprobs_TK.shape), metrics
 
 
-def _of_example(loss: CustomLoss, values: Sequence[npt.NDArray[Any]]) -> tuple[float, dict[str, float], Float32]:
+def _compute(loss: CustomLoss, values: Sequence[npt.NDArray[Any]]) -> tuple[float, dict[str, float], Float32]:
     """The loss, the metrics and the slope by the first value. Tokens that overflow and do not count change nothing."""
     shapes = tuple((value.shape, value.dtype.name) for value in values)
 
@@ -86,60 +74,12 @@ def _program(name: str, nodes: str, shapes: Shapes, masked: bool) -> Any:
 def evaluate(
     name: str, graph: Sequence[Mapping[str, Any]], values: Sequence[jax.Array]
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-    """The scalar loss and the scalar metrics of a graph, given its inputs in order."""
-    inputs, known = iter(values), dict[str, Any]()
-    for node in graph:
-        where = f"custom loss {name!r}: node {node['name']!r} ({node['target']})"
-        if node["op"] == "placeholder":
-            known[node["name"]] = next(inputs)
-            continue
-        args = [_value(arg, known) for arg in node["args"]]
-        if node["op"] == "output":
-            loss, metrics = args[0]
-            for key, value in {"the loss": loss, **metrics}.items():
-                if getattr(value, "shape", ()) != ():
-                    raise UserError(f"{where}: {key} has shape {list(value.shape)}: must be a scalar")
-            if not isinstance(loss, jax.Array) or not np.issubdtype(loss.dtype, np.floating):
-                raise UserError(f"{where}: the loss is no floating-point tensor")
-            return loss, metrics
-        op = OPS[(FUNCTIONS if node["op"] == "call_function" else METHODS)[node["target"]]]
-        try:
-            value = op(*args, **{key: _value(arg, known) for key, arg in node["kwargs"].items()})
-        except Exception as error:  # whatever an op finds wrong with its arguments is the loss's fault
-            reason = str(error).split("\n", 1)[0][:200]
-            raise UserError(f"{where}: {type(error).__name__}: {reason}") from error
-        _check_size(value, where)
-        known[node["name"]] = value
-    raise UserError(f"custom loss {name!r}: it has no output")
+    """The scalar loss and the scalar metrics of a graph, given its inputs in order. UserError names the wrong node."""
 
+    def call(op: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        return OPS[op](*args, **named)
 
-def _check_size(value: object, where: str) -> None:
-    if isinstance(value, jax.Array) and value.size > MAX_TRACED_CELLS:
-        raise UserError(f"{where}: the result has {value.size} cells: must be at most {MAX_TRACED_CELLS}")
-    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
-        raise UserError(f"{where}: the result is beyond 32 bits")
-
-
-def _value(arg: Any, known: Mapping[str, Any]) -> Any:
-    """An encoded argument as the ops take it."""
-    if isinstance(arg, list):
-        return [_value(part, known) for part in arg]
-    if not isinstance(arg, dict):
-        return arg
-    ((kind, content),) = arg.items()
-    match kind:
-        case "ref":
-            return known[content]
-        case "tuple":
-            return tuple(_value(part, known) for part in content)
-        case "dict":
-            return {key: _value(part, known) for key, part in content.items()}
-        case "slice":
-            return slice(*(_value(part, known) for part in content))
-        case "ellipsis":
-            return ...
-        case "float":
-            return float(content)
-        case "dtype":
-            return DTYPES[content]
-    return content  # a device, layout or memory format: there is one of each here
+    loss, metrics, where = run_graph(name, graph, values, call, DTYPES)
+    if not isinstance(loss, jax.Array) or not np.issubdtype(loss.dtype, np.floating):
+        raise UserError(f"{where}: the loss is no floating-point tensor")
+    return loss, metrics

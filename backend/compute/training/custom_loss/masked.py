@@ -22,39 +22,9 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 # Each cell of the result depends on the same cell of the operands only.
 _ELEMENTWISE = {
-    *(
-        "abs",
-        "add_any",
-        "add",
-        "sub",
-        "neg",
-        "div",
-        "rem",
-        "max",
-        "min",
-        "pow",
-        "integer_pow",
-        "square",
-        "sqrt",
-        "rsqrt",
-    ),
-    *(
-        "sqrt",
-        "rsqrt",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "sin",
-        "cos",
-        "tan",
-        "tanh",
-        "logistic",
-        "erf",
-        "select_n",
-    ),
-    *("convert_element_type", "copy", "sign"),
+    *("abs", "add", "add_any", "convert_element_type", "copy", "cos", "div", "erf", "exp", "exp2", "expm1"),
+    *("integer_pow", "log", "log1p", "logistic", "max", "min", "neg", "pow", "rem", "rsqrt", "select_n", "sign", "sin"),
+    *("sqrt", "square", "sub", "tan", "tanh"),
 }
 _CALLS = ("jit", "pjit")
 

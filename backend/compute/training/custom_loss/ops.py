@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tinkerflow.backend.spec.torch_names import MATH, OPERATORS
+from tinkerflow.backend.spec.traced_shapes import Extremes
 
 DTYPES = {
     "float32": jnp.float32,
@@ -25,9 +25,7 @@ DTYPES = {
     "int32": jnp.int32,
     "bool": jnp.bool_,
 }
-_LONGEST = 2**20  # of an arange
 Op = Callable[..., Any]
-Extremes = namedtuple("Extremes", ["values", "indices"])
 
 
 def _axes(dim: Any) -> Any:
@@ -126,8 +124,6 @@ def _like(fill: Any) -> Op:
 
 
 def _arange(*bounds: Any, **named: Any) -> jax.Array:
-    if len(range(*bounds)) > _LONGEST:
-        raise ValueError(f"arange{bounds} is longer than {_LONGEST}")
     numbers = jnp.arange(*bounds)
     return numbers if named.get("dtype") is None else numbers.astype(named["dtype"])
 
