@@ -12,9 +12,14 @@ from fastapi import Depends, FastAPI
 
 from tinkerflow import __version__
 from tinkerflow.api import console, errors, links, routes
-from tinkerflow.api.call import API, Authenticator, Counted, Holds, Services, Wire, authorised
+from tinkerflow.api.bodies import Memories
+from tinkerflow.api.call import Holds, Services, authorised
+from tinkerflow.api.counted import Counted
+from tinkerflow.api.hosts import HostGuard
+from tinkerflow.api.identity import Authenticator
 from tinkerflow.api.metrics import Metrics
-from tinkerflow.api.samplers import EndpointSamplers
+from tinkerflow.api.sampler_sessions import EndpointSamplers
+from tinkerflow.api.schemas import API, Wire
 from tinkerflow.api.text import Tokenizers
 from tinkerflow.api.threads import FairThreads
 from tinkerflow.backend.core.clock import Clock, SystemClock
@@ -23,6 +28,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
 _SLOW = 8  # threads for work that may take seconds
+_HEAVY = 2  # threads for large bodies, because parsing one takes memory, too
 
 
 def create_app(
@@ -53,6 +59,8 @@ def create_app(
         holds=Holds(),
         urgent=urgent,
         slow=FairThreads("slow", _SLOW),
+        heavy=FairThreads("heavy", _HEAVY),
+        memories=Memories.for_bodies_of(settings.max_body_bytes),
         clock=clock,
         link_secret=journal.keys.service_secret(links.SECRET),
         metrics=metrics,
@@ -61,7 +69,8 @@ def create_app(
         tokenizers=Tokenizers(),
         imports=FairThreads("imports", 1),
     )
-    app.add_middleware(Counted, metrics=metrics)
+    app.add_middleware(HostGuard, settings=settings, is_open=app.state.services.auth.is_open)
+    app.add_middleware(Counted, metrics=metrics)  # added last, so it is the outermost
     errors.install(app)
     app.add_api_route(f"{API}/healthz", _healthz, methods=["GET"])
     # Every module of `routes` has a `router`; some have a `link_router` too, which links open without a key.

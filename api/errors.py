@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from tinkerflow.api.call import OPEN_API
+from tinkerflow.api.schemas import OPEN_API
 from tinkerflow.backend.core.errors import (
     BodyTooLargeError,
     ConflictError,
@@ -117,15 +117,16 @@ def error_body(path: str, status: int, message: str) -> dict[str, Any]:
     return next((form(status, message) for start, form in FORMS if path.startswith(start)), {"detail": message})
 
 
-def _answer(request: Request, status: int, message: str, headers: Any = None) -> JSONResponse:
-    return JSONResponse(error_body(request.url.path, status, message), status, headers)
+def error_response(path: str, status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """An error as the answer to a request for this path."""
+    return JSONResponse(error_body(path, status, message), status, headers)
 
 
 def _ours(request: Request, error: Exception) -> JSONResponse:
     status = status_of(error)
     if status == 503:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _answer(request, status, str(error), {"Retry-After": "1"} if status == 429 else None)
+    return error_response(request.url.path, status, str(error), {"Retry-After": "1"} if status == 429 else None)
 
 
 def _gone(request: Request, error: Exception) -> Response:
@@ -139,7 +140,7 @@ async def _http(request: Request, error: Exception) -> Response:
     if error.detail == HTTPStatus(error.status_code).phrase:  # of the router, which says no more
         error.detail = f"{request.method} {request.url.path} is no endpoint of this service; /openapi.json lists them"
     if request.url.path.startswith(f"{OPEN_API}/"):
-        return _answer(request, error.status_code, str(error.detail), error.headers)
+        return error_response(request.url.path, error.status_code, str(error.detail), error.headers)
     return await http_exception_handler(request, error)
 
 
@@ -147,10 +148,10 @@ async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     if request.url.path.startswith(f"{OPEN_API}/"):
         first = error.errors()[0]
-        return _answer(request, 400, f"{first['loc'][-1]}: {first['msg']}")
+        return error_response(request.url.path, 400, f"{first['loc'][-1]}: {first['msg']}")
     return await request_validation_exception_handler(request, error)
 
 
 def _unknown(request: Request, error: Exception) -> JSONResponse:
     # uvicorn logs the traceback; the client sees no internals
-    return _answer(request, 500, f"the service failed: {type(error).__name__}")
+    return error_response(request.url.path, 500, f"the service failed: {type(error).__name__}")

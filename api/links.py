@@ -14,7 +14,8 @@ from urllib.parse import quote
 from fastapi import Depends, HTTPException, Request
 from itsdangerous import Signer
 
-from tinkerflow.api.call import API, Call, Services
+from tinkerflow.api.call import Call, Services
+from tinkerflow.api.schemas import API
 
 SECRET = "links"
 LIFETIME = timedelta(hours=1)

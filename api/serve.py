@@ -11,10 +11,12 @@ from types import FrameType
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from sqlalchemy.exc import OperationalError
 
 from tinkerflow.api.app import create_app
 from tinkerflow.api.call import Services
+from tinkerflow.api.connections import Connection, watch
 from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.clock import every_second
 from tinkerflow.backend.core.errors import ServerError
@@ -56,17 +58,7 @@ async def _serve(settings: Settings, on_ready: Callable[[], None], on_turn: Call
         await _base_model_registered(journal)
         async with journal.result_subscriptions() as subscriptions:
             app = create_app(settings, journal, subscriptions, Store.open(settings.store_url))
-            config = uvicorn.Config(
-                app,
-                host=settings.host,
-                port=settings.port,
-                log_config=None,
-                access_log=False,
-                backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=_STOP_SECONDS,
-            )
-            server = ApiServer(config, app.state.services, on_ready)
+            server = ApiServer(app, settings, on_ready)
             beating = asyncio.create_task(_beat(journal), name="beat")
             try:
                 await asyncio.create_task(server.serve(), name="http")
@@ -111,18 +103,32 @@ async def _base_model_registered(journal: Journal) -> None:
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn that releases held polls when it stops, and exits with status 0 after a signal."""
+    """uvicorn with the clocks of connections.py. It releases held polls when it stops, and exits with status 0."""
 
-    def __init__(self, config: uvicorn.Config, services: Services, on_ready: Callable[[], None]) -> None:
-        """config: of uvicorn, with the app. services: of that app. on_ready: called when the server listens."""
+    def __init__(self, app: FastAPI, settings: Settings, on_ready: Callable[[], None] = lambda: None) -> None:
+        """app: of `create_app`. settings: have the address. on_ready: called when the server listens."""
+        config = uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            http=Connection,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_STOP_SECONDS,
+        )
         super().__init__(config)
-        self._services = services
+        self._services: Services = app.state.services
         self._on_ready = on_ready
+        self._watching: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then call on_ready."""
         await super().startup(sockets)
         if self.started:
+            self._watching = asyncio.create_task(watch(self.server_state.connections), name="connections")
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -133,4 +139,6 @@ class ApiServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Release the held polls, then wait for the answers in progress."""
         self._services.holds.release()
+        if self._watching is not None:
+            self._watching.cancel()
         await super().shutdown(sockets)

@@ -20,7 +20,12 @@ _USER = "tml:user:"
 
 
 class BadTokenError(Exception):
-    """The token is not one of ours, or has expired; the text says which."""
+    """The token is not one of ours, or has expired; the text names the reason."""
+
+    def __init__(self, reason: str, *, expired: bool = False) -> None:
+        """expired: whether the token was one of ours."""
+        super().__init__(reason)
+        self.expired = expired
 
 
 @dataclass(frozen=True)
@@ -63,5 +68,5 @@ def read_token(token: str, secret: bytes, now: datetime) -> Claims:
         raise BadTokenError("the token is not one of ours: its signature does not fit") from e
     expires = datetime.fromtimestamp(said["exp"], now.tzinfo)
     if expires <= now:
-        raise BadTokenError("the token has expired; exchange the key for a new one")
+        raise BadTokenError("the token has expired; exchange the key for a new one", expired=True)
     return Claims(said["key_id"], said["org_id"], said["email"], expires)

@@ -34,6 +34,9 @@ class Settings(BaseSettings):
     """port that the API listens on; 0 = any free port"""
     public_url: str = ""
     """URL at which clients reach the API, used in download links; empty = the URL of each request"""
+    allowed_hosts: tuple[str, ...] = ()
+    """names that the API answers under, beside those of its own machine and public_url; * = all names; none = all names
+    when keys are needed, else no others"""
     base_models: tuple[str, ...] = ()
     """models to serve, as Hugging Face ids, folders, or file:// or gs:// URLs; none = the tiny embedded model"""
     store: str = ""

@@ -14,10 +14,10 @@ from fastapi.responses import Response
 from tinkerflow.api.call import Call
 from tinkerflow.api.chat.conversation import Prompt
 from tinkerflow.api.chat.events import Event, Said
+from tinkerflow.api.endpoints.generation import Generation, SamplePiece, generate, until_gone
+from tinkerflow.api.endpoints.sse import EventStream
+from tinkerflow.api.endpoints.targets import Target
 from tinkerflow.api.errors import naming
-from tinkerflow.api.generation import Generation, SamplePiece, generate, until_gone
-from tinkerflow.api.models import Target
-from tinkerflow.api.sse import EventStream
 from tinkerflow.api.text import Detokenizer
 from tinkerflow.backend.spec.commands import Priority, SampleResult
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinkerflow.api.chat.parsers import PARSERS, Parser, ParserSpec, parser_for
-from tinkerflow.api.chat.pictures import Placed, in_words, pictures_of, placed, processor_for, shown
 from tinkerflow.api.chat.reader import Tools
 from tinkerflow.api.chat.template import load_template
-from tinkerflow.api.models import Target
+from tinkerflow.api.endpoints.images import Placed, in_words, pictures_of, placed, processor_for, shown
+from tinkerflow.api.endpoints.targets import Target
 from tinkerflow.backend.core.errors import UserError
 
 # How turns end in chat templates. Weights that learnt a template end their answers so, also where the base model's own

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 from tinkerflow.api.chat.answer import AnswerReader, call_id
 from tinkerflow.api.chat.conversation import Prompt
 from tinkerflow.api.chat.events import ArgumentsDelta, CallBegins, CallBreaks, ContentDelta, Event, ReasoningDelta
-from tinkerflow.api.generation import Generation, SamplePiece, collected
-from tinkerflow.api.openai import usage
-from tinkerflow.api.sse import event as sse
+from tinkerflow.api.endpoints.generation import Generation, SamplePiece, collected
+from tinkerflow.api.endpoints.openai import usage
+from tinkerflow.api.endpoints.sse import event as sse
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.spec.commands import SampleResult
 

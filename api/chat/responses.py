@@ -16,8 +16,8 @@ from tinkerflow.api.chat.events import (
     Event,
     ReasoningDelta,
 )
-from tinkerflow.api.generation import Generation, collected
-from tinkerflow.api.sse import event as sse
+from tinkerflow.api.endpoints.generation import Generation, collected
+from tinkerflow.api.endpoints.sse import event as sse
 from tinkerflow.backend.spec.commands import SampleResult
 
 Json: TypeAlias = dict[str, Any]

@@ -21,12 +21,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from fastapi.routing import APIRoute
 
-from tinkerflow.api.call import LOCAL, Call, Identity, Services, read_body
+from tinkerflow.api.call import Call, Services
+from tinkerflow.api.connections import accept, peer_of
 from tinkerflow.api.console.render import render
 from tinkerflow.api.errors import status_of
+from tinkerflow.api.hosts import same_site
+from tinkerflow.api.identity import LOCAL, Identity
 from tinkerflow.api.links import base_url
 from tinkerflow.backend.core.errors import TinkerflowError
-from tinkerflow.backend.core.hosts import is_loopback
 from tinkerflow.backend.core.ids import KEY_PREFIX
 from tinkerflow.backend.journal import Journal
 
@@ -99,12 +101,13 @@ async def visiting(request: Request) -> Visit:
     """
     services: Services = request.app.state.services
     identity = await _identity(request, services)
+    accept(request)
     if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
         raise HTTPException(404, "the URL holds a NUL character (%00): there is no such page")
     visit = Visit(Call(request, identity, services))
     if request.method == "GET":
         return visit
-    fields = await form(request)
+    fields = await form(visit.call)
     shown = fields.pop(MARK, "") or request.headers.get("x-csrf", "")
     if not hmac.compare_digest(shown.encode(), mark_of(services, identity).encode()):
         raise HTTPException(403, "this form is not of a page of yours, or it is too old: go back and load it again")
@@ -114,29 +117,22 @@ async def visiting(request: Request) -> Visit:
 Visiting = Annotated[Visit, Depends(visiting)]
 
 
-async def form(request: Request) -> dict[str, str]:
+async def form(call: Call, most: int = FORM_BYTES) -> dict[str, str]:
     """The fields of a form that one of our pages has sent; HTTPException 403 when another site did."""
-    services: Services = request.app.state.services
-    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
-    known = {request.headers.get("host", ""), urlsplit(services.settings.public_url).netloc} - {""}
-    if site not in ("same-origin", "none") or (origin is not None and urlsplit(origin).netloc not in known):
+    if not same_site(call.request.headers, urlsplit(call.services.settings.public_url).netloc):
         raise HTTPException(403, "this form comes from another site, and changes nothing here")
-    body = (await read_body(request, FORM_BYTES)).decode("utf-8", "replace")
+    body = (await call.body(most)).decode("utf-8", "replace")
     return {name: value.replace("\0", "") for name, value in parse_qsl(body, keep_blank_values=True)}
 
 
 async def _identity(request: Request, services: Services) -> Identity:
     if await services.auth.is_open():
-        # Another site could give its own name our address, and its scripts would then be our pages (DNS rebinding).
-        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-        if is_loopback(host) or host == urlsplit(services.settings.public_url).hostname:
-            return LOCAL
-        raise HTTPException(403, f"this server is open to its own machine alone, and not under the name {host!r}")
+        return LOCAL
     token = request.cookies.get(COOKIE)
     if not token:
         raise SignInError
     try:
-        return await services.auth.identity(token)
+        return await services.auth.identity(token, peer_of(request))
     except HTTPException as error:
         raise SignInError(str(error.detail)) from error
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, Call, PageLimit, PageOffset, Router, Wire
+from tinkerflow.api.call import Authorised, Call, PageLimit, PageOffset, Router
 from tinkerflow.api.openapi import takes_bytes
+from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.core.errors import BodyTooLargeError, NotFoundError, UserError
 from tinkerflow.backend.core.ids import new_id
-from tinkerflow.backend.spec.limits import MAX_ASSET_BYTES, MAX_ASSETS
+from tinkerflow.backend.spec.limits import MAX_ASSET_BYTES
 from tinkerflow.backend.wire.images import LOCATIONS
 
 router = Router()
@@ -45,7 +45,8 @@ class AssetList(Wire):
 @router.post("/assets", openapi_extra=takes_bytes())
 async def upload_asset(call: Authorised) -> AssetStored:
     """Keep an image, a PNG or JPEG file. The same file again has the same location."""
-    return await asyncio.to_thread(_keep, call, await call.body())
+    file = await call.body(MAX_ASSET_BYTES)
+    return await call.on_body(len(file), _keep, call, file)
 
 
 @router.get("/assets")
@@ -93,29 +94,3 @@ def _delete(call: Call, asset_id: str) -> None:
     store.remove_pieces(asset_id)  # while the row is there, so that no file is forgotten
     if late := assets.forget(asset_id, call.owner):
         store.remove_pieces(asset_id, late)
-
-
-def files_at(call: Call, locations: Sequence[str]) -> Mapping[str, bytes]:
-    """The files at these locations; those that are none of the project's are left out.
-
-    UserError when they are too many, or when the request would be larger with them than one may be.
-    """
-    ids = {
-        location: location.removeprefix(LOCATIONS)
-        for location in locations
-        if location.startswith(LOCATIONS) and "\0" not in location  # no database has such a name
-    }
-    if len(ids) > MAX_ASSETS:
-        raise UserError(f"the request names {len(ids)} uploaded images: must be at most {MAX_ASSETS}")
-    assets = call.journal.assets.found(set(ids.values()), call.owner)
-    size = sum(assets[ids[location]].size_bytes for location in locations if ids.get(location) in assets)
-    if size > (most := call.services.settings.max_body_bytes):
-        raise UserError(f"the request's uploaded images have {size} bytes: must be at most {most} (max_body_bytes)")
-    files = {}
-    for location, asset_id in ids.items():
-        if (asset := assets.get(asset_id)) is not None:
-            try:
-                files[location] = call.services.store.pieces(asset.id, asset.piece, 1)
-            except NotFoundError:
-                continue  # it was deleted meanwhile
-    return files

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tinkerflow.api.call import Authorised, Router, Wire
+from tinkerflow.api.call import Authorised, Router
+from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.core.errors import UserError
 
 router = Router()

@@ -10,7 +10,8 @@ import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from tinkerflow.api.call import Authorised, Router, Wire
+from tinkerflow.api.call import Authorised, Router
+from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import StoredUsage, Usage, UsageKind, plain_metadata
 from tinkerflow.backend.settings import Settings

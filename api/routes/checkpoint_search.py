@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
 from pydantic import AwareDatetime, Field
 
-from tinkerflow.api.call import Authorised, Router, Wire
+from tinkerflow.api.call import Authorised, Router
+from tinkerflow.api.checkpoints import CheckpointDetails, CheckpointType, checkpoint, kind_of
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.lookup import AccessibleOwner, OwnOwner, UserOwner
-from tinkerflow.api.routes.weights import CheckpointDetails, CheckpointType, checkpoint, kind_of
+from tinkerflow.api.schemas import Owner, OwnOwner, UserOwner, Wire
 from tinkerflow.backend.journal import CheckpointQuery
 
 router = Router(busy=1)
@@ -29,7 +28,7 @@ class SearchCheckpoints(Wire):
     project_ids: tuple[str, ...] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
     checkpoint_type: CheckpointType | None = None
-    owner: Annotated[OwnOwner | AccessibleOwner | UserOwner, Field(discriminator="type")] = OwnOwner()
+    owner: Owner = OwnOwner()
     base_models: tuple[str, ...] | None = None
     limit: int = Field(default=50, ge=1, le=200)
     cursor: CheckpointCursor | None = None

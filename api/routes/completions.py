@@ -11,9 +11,8 @@ import orjson
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import OPEN_API, Authorised, Call, Router
-from tinkerflow.api.errors import naming
-from tinkerflow.api.generation import (
+from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.endpoints.generation import (
     Generation,
     SamplePiece,
     Top,
@@ -24,10 +23,13 @@ from tinkerflow.api.generation import (
     together,
     until_gone,
 )
-from tinkerflow.api.models import Target, resolve
-from tinkerflow.api.openai import MAX_TOP, SamplingFields, check_choices, usage
+from tinkerflow.api.endpoints.openai import MAX_TOP, SamplingFields, check_choices, usage
+from tinkerflow.api.endpoints.sse import EventStream, event
+from tinkerflow.api.endpoints.targets import Target, resolve
+from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.sse import EventStream, event
+from tinkerflow.api.schemas import OPEN_API
+from tinkerflow.api.submit import parsed_prompt
 from tinkerflow.api.text import Detokenizer
 from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.spec.commands import SampleResult
@@ -56,7 +58,7 @@ class CompletionBody(SamplingFields):
 @router.post("/completions", openapi_extra=takes(CompletionBody))
 async def completions(call: Authorised) -> Response:
     """Continue each of the prompts `n` times."""
-    body = await call.parsed(CompletionBody)
+    body = await parsed_prompt(call, CompletionBody)
     _check(body)
     wants_usage = body.wants_usage
     target = await resolve(call, body.model)

@@ -7,8 +7,10 @@ import hashlib
 import secrets
 from datetime import timedelta
 
-from tinkerflow.api.call import Authorised, Call, Router, Wire
+from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.checkpoints import destination
 from tinkerflow.api.openapi import takes
+from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import CheckpointSaved, access_hash
@@ -55,19 +57,6 @@ def _copy(call: Call, wanted: CopyWeights) -> str:
     return call.journal.imports.record_copy(
         session_id, CheckpointSaved.of(saved), source.path, key_id=call.key_id, project_id=label
     )
-
-
-def destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
-    """The project that owns the copy, and the copy's label there.
-
-    An ordinary key writes only into its own project, where any other project_id is a label as sessions have them. An
-    admin key also writes into every project that has keys.
-    """
-    if project_id is None or project_id == call.owner:
-        return call.owner, None
-    if call.admin and project_id in {made.project for made in call.journal.keys.all()}:
-        return project_id, None
-    return call.owner, project_id
 
 
 def _session_id(call: Call, wanted: CopyWeights, source: CheckpointPath) -> str:

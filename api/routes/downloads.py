@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime
-from email.utils import format_datetime
 from functools import partial
 from typing import Annotated
 
@@ -12,9 +11,10 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from tinkerflow.api.bytes import ByteSource, archive, send
-from tinkerflow.api.call import Authorised, Call, Router, Wire
+from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.checkpoints import ARCHIVE, CHECKPOINT, archive_redirect, committed, inside, readable
 from tinkerflow.api.links import LIFETIME, Linked, link
-from tinkerflow.api.routes.weights import CHECKPOINT
+from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind
 from tinkerflow.backend.store import CheckpointPath, Saved, Store
@@ -23,7 +23,7 @@ from tinkerflow.backend.store.commit import OPTIMIZER
 router = Router()
 link_router = APIRouter()  # opened by a signed link instead of a key
 
-_FILE, _ARCHIVE = "checkpoint_files", "checkpoint_archives"
+_FILE = "checkpoint_files"
 _ATTEMPT = "{run_id}/{kind}/{name}/{attempt}"
 _COMPLETE = "checkpoint_complete"  # push-hf of SDK 0.25 treats an archive without this file as incomplete
 
@@ -45,12 +45,12 @@ async def external_weights_urls(run_id: str, kind: CheckpointKind, name: str, ca
 
 
 def _urls(call: Call, path: CheckpointPath) -> ExternalWeightsUrls:
-    saved = _readable(call, path, "external_weights_urls")
+    saved = readable(call, path, "external_weights_urls")
     urls, expires = {}, call.services.clock.now() + LIFETIME
     for file in saved.files:
         url = call.services.store.signed_url(saved.path, saved.attempt, file, int(LIFETIME.total_seconds()))
         if url is None:
-            url, expires = link(call, f"{_FILE}/{_inside(path, saved)}/{file}")
+            url, expires = link(call, f"{_FILE}/{inside(path, saved)}/{file}")
         urls[file] = url
     return ExternalWeightsUrls(urls=urls, expires=expires)
 
@@ -59,9 +59,7 @@ def _urls(call: Call, path: CheckpointPath) -> ExternalWeightsUrls:
 async def archive_link(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> Response:
     """A redirect to a tar of the checkpoint's PEFT files, for SDKs that know no external weights."""
     path = CheckpointPath(run_id, kind, name)
-    saved = await asyncio.to_thread(_readable, call, path, "archive")
-    url, expires = link(call, f"{_ARCHIVE}/{_inside(path, saved)}")
-    return Response(status_code=302, headers={"location": url, "expires": format_datetime(expires, usegmt=True)})
+    return await archive_redirect(call, path)
 
 
 async def _linked_to(run_id: str, kind: CheckpointKind, name: str, attempt: str, services: Linked) -> Saved:
@@ -70,7 +68,7 @@ async def _linked_to(run_id: str, kind: CheckpointKind, name: str, attempt: str,
     def read() -> Saved:
         path = CheckpointPath(run_id, kind, name)
         services.journal.checkpoints.get(str(path), None)
-        saved = _committed(services.store, path)
+        saved = committed(services.store, path)
         if saved.attempt != attempt:
             raise NotFoundError(f"checkpoint {path} was saved anew; ask for a new link")
         return saved
@@ -91,30 +89,13 @@ async def read_file(file: str, saved: LinkedTo, services: Linked, request: Reque
     return send(request, [_segment(services.store, saved, file)], headers, saved.files[file].sha256)
 
 
-@link_router.head(f"/{_ARCHIVE}/{_ATTEMPT}")
-@link_router.get(f"/{_ARCHIVE}/{_ATTEMPT}")
+@link_router.head(f"/{ARCHIVE}/{_ATTEMPT}")
+@link_router.get(f"/{ARCHIVE}/{_ATTEMPT}")
 async def read_archive(name: str, saved: LinkedTo, services: Linked, request: Request) -> Response:
     """A tar of the adapter's files, without the optimizer state."""
     files = [(file, _segment(services.store, saved, file)) for file in saved.files if file != OPTIMIZER]
     headers = {"content-disposition": f'attachment; filename="{name}.tar"', "content-type": "application/x-tar"}
     return send(request, archive([*files, (_COMPLETE, ByteSource.of(b""))], saved.created_at), headers, saved.attempt)
-
-
-def _readable(call: Call, path: CheckpointPath, purpose: str) -> Saved:
-    """The commit of a checkpoint that the caller may read. The audit log notes the access."""
-    call.journal.checkpoints.get_for_download(str(path), call.owner, purpose, call.key_id)
-    return _committed(call.services.store, path)
-
-
-def _committed(store: Store, path: CheckpointPath) -> Saved:
-    saved = store.find(str(path))
-    if saved is None:
-        raise NotFoundError(f"checkpoint {path}: the store has it no longer")
-    return saved
-
-
-def _inside(path: CheckpointPath, saved: Saved) -> str:
-    return f"{path.run_id}/{path.kind}/{path.name}/{saved.attempt}"
 
 
 def _segment(store: Store, saved: Saved, file: str) -> ByteSource:

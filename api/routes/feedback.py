@@ -10,10 +10,11 @@ import orjson
 from fastapi import Query
 from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
-from tinkerflow.api.call import OPEN_API, Authorised, Call, PageLimit, Router, Strict, Wire
+from tinkerflow.api.call import Authorised, Call, PageLimit, Router
 from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.training import served
+from tinkerflow.api.schemas import OPEN_API, Strict, Wire
+from tinkerflow.api.submit import base_model_card
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal.feedback import FeedbackView, NewFeedback
@@ -68,13 +69,13 @@ class FeedbackPage(Wire):
 @router.post("/feedback", openapi_extra=takes(Feedback))
 async def give_feedback(call: Authorised) -> FeedbackKept:
     """Keep what somebody thought of an answer of the own project, together with the answer."""
-    body = await call.parsed(Feedback)
+    body = await call.parsed(Feedback, 8 * _LONGEST)
     if body.reward is None and body.label is None and body.text is None:
         raise UserError("reward, label and text are all absent: at least one must be given")
     await asyncio.to_thread(call.journal.feedback.check, call.owner, call.services.limits)  # before the work
     request_id, index = _parts(body.id)
     view = await asyncio.to_thread(_sample, call, request_id)
-    card = await asyncio.to_thread(served, call.journal, view.base_model)
+    card = await asyncio.to_thread(base_model_card, call.journal, view.base_model)
     tokenizer = await call.services.tokenizers.load(card)
     new = await call.slowly(_new, call, body, view, index, tokenizer)
     kept = await asyncio.to_thread(call.journal.feedback.add, new, call.services.limits)

@@ -1,113 +1,25 @@
-"""Futures: the ids that answer every submit, storing JSON operations, long polls for results, and giving a sample up.
-
-Wrong content is not refused but stored as a failed request. A submit of forward_backward is never refused, because a
-refused chunk other than the first makes the SDK wait for ever. Even a request whose model is unknown or whose bytes
-cannot be read gets an id, which then carries the reason (`refuse`), and polling it returns the failure. Nothing is
-stored, and whoever invents such an id reads their own text.
-"""
+"""Futures: long polls for the results of requests (api/submit.py stores them), and giving a sample up."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import zlib
-from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, TypeVar
 
-import orjson
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Router, Wire
+from tinkerflow.api.call import Authorised, Call, Router
 from tinkerflow.api.openapi import takes
-from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.journal import Completions, Kind, NewRequest, Result
-from tinkerflow.backend.wire import OnModel, parse
+from tinkerflow.api.schemas import Wire
+from tinkerflow.api.submit import json_response, reason_of
+from tinkerflow.backend.journal import Completions, Result
 
 router = Router(busy=9)
 
-_REFUSED = "refused-"
-T = TypeVar("T")
-V = TypeVar("V")
-_SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
-_LONGEST_REASON = 500  # characters
+_MOST_RETRIEVED = 2**23  # bytes of a body with ids of retrieved results
 
 
-def accepted(request_id: str, **more: Any) -> Response:
-    """The answer to every submit: the request's id, and what else its kind needs."""
-    return _json({"request_id": request_id, **more})
-
-
-def refuse(reason: str) -> str:
-    """A request id that stands for a failure caused by the user, for this reason."""
-    return _REFUSED + base64.urlsafe_b64encode(reason[:_LONGEST_REASON].encode()).decode().rstrip("=")
-
-
-def reason_of(request_id: str) -> str | None:
-    """The reason in an id made by `refuse`, None for any other id."""
-    if not request_id.startswith(_REFUSED):
-        return None
-    text = request_id.removeprefix(_REFUSED)
-    try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True).decode() or None
-    except ValueError:  # not base64, or not text
-        return None
-
-
-# ------------------------------------------------------------------ storing JSON operations
-def content_hash(values: Mapping[str, Any], without: Collection[str] = ()) -> str:
-    """Equal for JSON bodies that mean the same; the top-level fields `without` do not count."""
-    kept = {key: value for key, value in values.items() if key not in without}
-    return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
-
-
-def judged(check: Callable[[V], T], given: V) -> tuple[T, None] | tuple[None, str]:
-    """What `check` makes of what is given, or what it finds wrong with it: the text of its UserError."""
-    try:
-        return check(given), None
-    except UserError as e:
-        return None, e.message
-
-
-async def submit_for_model(
-    call: Call,
-    kind: Kind,
-    check: Callable[[dict[str, Any]], object],
-    *,
-    body: bytes | None = None,
-    not_content: Collection[str] = (),
-) -> Response:
-    """Store an operation on a model and answer with its id.
-
-    call: its request. kind: of the operation. check: raises UserError for wrong content, which then fails the request.
-    body: its JSON, stored as it is; None: as it came. not_content: fields in which a repeated submit may differ.
-    UserError from here means that the body does not say which model or seq_id it is for; NotFoundError and
-    ConflictError are the journal's.
-    """
-    payload = await call.body() if body is None else body
-
-    def submit() -> Response:
-        values = parse(payload)
-        address = OnModel.from_values(values)
-        request = NewRequest(
-            kind=kind,
-            owner=call.owner,
-            payload=payload,
-            content_hash=content_hash(values, not_content),
-            model_id=address.model_id,
-            seq_id=address.seq_id,
-            error=judged(check, values)[1],
-            # A save that names nothing is kept for sampling only, and not stored.
-            stores=kind in _SAVES and values.get("path") is not None,
-        )
-        return accepted(call.journal.requests.submit(request, call.services.limits), model_id=address.model_id)
-
-    return await asyncio.to_thread(submit)
-
-
-# ------------------------------------------------------------------ polling, and giving up
 class RetrieveFuture(Wire):
     """The request whose result is wanted. allow_metadata_only: of a large result, its size is wanted first."""
 
@@ -172,7 +84,7 @@ async def retrieve_futures(call: Authorised) -> Response:
 
     Results that the client has downloaded are dropped, because it is their only reader.
     """
-    body = await call.parsed(RetrieveFutures)
+    body = await call.parsed(RetrieveFutures, _MOST_RETRIEVED)
     target, owner = body.target, call.owner
     if body.retrieved_request_ids:
         await asyncio.to_thread(
@@ -189,7 +101,7 @@ async def retrieve_futures(call: Authorised) -> Response:
         else {"state": "failed", "request_id": row.request_id}
         for row in found.rows
     ]
-    return _json({"completions": rows, "cursor": found.cursor})
+    return json_response({"completions": rows, "cursor": found.cursor})
 
 
 async def _completions(call: Call, body: RetrieveFutures) -> Completions:
@@ -236,23 +148,21 @@ def spread(hold: float, name: str) -> float:
 def _not_yet(request_id: str, reason: str | None) -> Response:
     """reason: what the request waits for beside its turn, None for nothing; the SDK logs it as `paused_capacity`."""
     if reason is None:
-        return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+        return json_response({"type": "try_again", "request_id": request_id, "queue_state": "active"})
     waiting = {"queue_state": "paused_capacity", "queue_state_reason": reason}
-    return _json({"type": "try_again", "request_id": request_id, **waiting})
+    return json_response({"type": "try_again", "request_id": request_id, **waiting})
 
 
 def _answer(result: Result, request_id: str) -> Response:
     if result.error is not None:
         return _failed(result.error, result.category or "unknown")
     if result.result is None:
-        return _json({"status": "complete_metadata", "response_payload_size": result.size, "request_id": request_id})
+        return json_response(
+            {"status": "complete_metadata", "response_payload_size": result.size, "request_id": request_id}
+        )
     media = "application/x-protobuf" if result.result_type == "proto" else "application/json"
     return Response(result.result, media_type=media)
 
 
 def _failed(error: str, category: str) -> Response:
-    return _json({"error": error, "category": category})
-
-
-def _json(values: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(values), media_type="application/json")
+    return json_response({"error": error, "category": category})

@@ -10,10 +10,10 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import AwareDatetime, Field
 
-from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router, Wire
+from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router
 from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.sessions import FinishedBecause, FinishReason
+from tinkerflow.api.schemas import FinishedBecause, FinishReason, Owner, OwnOwner, UserOwner, Wire
 from tinkerflow.api.trace import trace
 from tinkerflow.backend.journal import SessionFailure, SessionQuery, SessionState, SessionSummary, plain_metadata
 
@@ -40,25 +40,6 @@ class ClientFinishedStatus(Wire):
     reasons: tuple[FinishedBecause, ...] | None = Field(default=None, min_length=1)
 
 
-class OwnOwner(Wire):
-    """Filter: sessions of the caller's project."""
-
-    type: Literal["own"] = "own"
-
-
-class AccessibleOwner(Wire):
-    """Filter: every session that the caller may see."""
-
-    type: Literal["accessible"]
-
-
-class UserOwner(Wire):
-    """Filter: sessions of these owners that the caller may see. An owner is named by its project."""
-
-    type: Literal["user"]
-    owner_urns: tuple[str, ...] = Field(min_length=1, max_length=10)
-
-
 class SearchCursor(Wire):
     """The last session of a page; the next page begins after it."""
 
@@ -73,7 +54,7 @@ class SearchSessions(Wire):
     project_ids: tuple[str, ...] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
     display_name: str | None = Field(default=None, min_length=1)
-    owner: Annotated[OwnOwner | AccessibleOwner | UserOwner, Field(discriminator="type")] = OwnOwner()
+    owner: Owner = OwnOwner()
     statuses: tuple[Annotated[PlainStatus | ClientFinishedStatus, Field(discriminator="type")], ...] | None = Field(
         default=None, min_length=1
     )

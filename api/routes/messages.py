@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import OPEN_API, Authorised, Call, Router, Strict, Wire
+from tinkerflow.api.call import Authorised, Call, Router
 from tinkerflow.api.chat.answer import AnswerReader, respond, sampled
 from tinkerflow.api.chat.anthropic import MessageAnswer
 from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
-from tinkerflow.api.models import Target, resolve
+from tinkerflow.api.chat.requests import ToolName, joined, part_of, string_in, text_of, thought
+from tinkerflow.api.endpoints.generation import Generation
+from tinkerflow.api.endpoints.targets import Target, resolve
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.chat import ToolName, joined, part_of, string_in, text_of, thought
+from tinkerflow.api.schemas import OPEN_API, Strict, Wire
+from tinkerflow.api.submit import parsed_prompt
 from tinkerflow.backend.core.errors import UserError, broken
 
 router = Router(busy=6, at=OPEN_API)
@@ -112,7 +116,13 @@ class TokenCount(Wire):
 @router.post("/messages", openapi_extra=takes(MessagesBody))
 async def messages(call: Authorised) -> Response:
     """Answer a conversation."""
-    body = await call.parsed(MessagesBody)
+    generation, answer, stream = await _begin(call)
+    return await respond(call, generation, answer, stream=stream, error_name="error")
+
+
+async def _begin(call: Call) -> tuple[Generation, MessageAnswer, bool]:
+    """The sample, its answer, and whether it is streamed. The body is not in memory any more when they are there."""
+    body = await parsed_prompt(call, MessagesBody)
     target, prompt = await _prompt(call, body)
     stops = [text for text in body.stop_sequences or () if text]
     params: dict[str, Any] = {
@@ -124,14 +134,15 @@ async def messages(call: Authorised) -> Response:
     params |= {name: given for name in ("temperature", "top_k", "top_p") if (given := getattr(body, name)) is not None}
     generation = await sampled(call, target, prompt, params, stream=body.stream)
     one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
+    prompt = replace(prompt, images=())
     answer = MessageAnswer(generation, prompt, AnswerReader(target, prompt, stops, one_call=one_call))
-    return await respond(call, generation, answer, stream=body.stream, error_name="error")
+    return generation, answer, body.stream
 
 
 @router.post("/messages/count_tokens", openapi_extra=takes(Counting))
 async def count_tokens(call: Authorised) -> TokenCount:
     """How many tokens the prompt of a request has."""
-    _, prompt = await _prompt(call, await call.parsed(Counting))
+    _, prompt = await _prompt(call, await parsed_prompt(call, Counting))
     return TokenCount(input_tokens=len(prompt.tokens))
 
 

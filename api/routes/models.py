@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal
 
-from tinkerflow.api.call import OPEN_API, Authorised, Router, Wire
-from tinkerflow.api.models import Listed, find, list_models
+from tinkerflow.api.call import Authorised, Router
+from tinkerflow.api.endpoints.targets import Listed, find, list_models
+from tinkerflow.api.schemas import OPEN_API, Wire
 from tinkerflow.backend.core.errors import UserError
 
 router = Router(busy=3, at=OPEN_API)

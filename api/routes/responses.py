@@ -8,13 +8,16 @@ from typing import Any, Literal
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import OPEN_API, Authorised, Router, Strict
+from tinkerflow.api.call import Authorised, Call, Router
 from tinkerflow.api.chat.answer import respond
-from tinkerflow.api.chat.pictures import Picture
+from tinkerflow.api.chat.requests import AnswerFields, ToolFunction, begun, called_tool, joined, string_in, thought
 from tinkerflow.api.chat.responses import ResponseAnswer
+from tinkerflow.api.endpoints.generation import Generation
+from tinkerflow.api.endpoints.images import Picture
 from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.chat import AnswerFields, ToolFunction, begun, called_tool, joined, string_in, thought
+from tinkerflow.api.schemas import OPEN_API, Strict
+from tinkerflow.api.submit import parsed_prompt
 from tinkerflow.backend.core.errors import broken
 
 router = Router(busy=5, at=OPEN_API)
@@ -98,10 +101,16 @@ class ResponsesBody(Strict):
 @router.post("/responses", openapi_extra=takes(ResponsesBody))
 async def responses(call: Authorised) -> Response:
     """Answer a conversation, as a list of items."""
-    body = await call.parsed(ResponsesBody)
+    generation, answer, stream = await _begin(call)
+    return await respond(call, generation, answer, stream=stream, error_name="error")
+
+
+async def _begin(call: Call) -> tuple[Generation, ResponseAnswer, bool]:
+    """The sample, its answer, and whether it is streamed. The body is not in memory any more when they are there."""
+    body = await parsed_prompt(call, ResponsesBody)
     with naming(_NAMES):
         generation, prompt, reader = await begun(call, _fields(body), _messages(body))
-    shown = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    shown = body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"input"})
     echoed = {
         "parallel_tool_calls": body.parallel_tool_calls,
         "tool_choice": shown.get("tool_choice", "auto"),
@@ -109,8 +118,8 @@ async def responses(call: Authorised) -> Response:
         "tools": shown.get("tools", []),
         "metadata": body.metadata or {},
     }
-    answer = ResponseAnswer(generation, prompt, reader(), int(call.services.clock.now().timestamp()), echoed)
-    return await respond(call, generation, answer, stream=body.stream, error_name="error")
+    created = int(call.services.clock.now().timestamp())
+    return generation, ResponseAnswer(generation, prompt, reader(), created, echoed), body.stream
 
 
 # ------------------------------------------------------------------ from the wire

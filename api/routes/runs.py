@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from datetime import datetime
 
-from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router, Wire
-from tinkerflow.api.routes.weights import CheckpointDetails, Cursor, checkpoint
+from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router
+from tinkerflow.api.checkpoints import CheckpointDetails, checkpoint
+from tinkerflow.api.schemas import Cursor, Wire
 from tinkerflow.backend.journal import ModelState, RunView
 
 router = Router(busy=3)

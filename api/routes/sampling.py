@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-import orjson
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Router, Wire
+from tinkerflow.api.call import Authorised, Call, Router
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.assets import files_at
-from tinkerflow.api.routes.futures import accepted, content_hash, judged
-from tinkerflow.api.routes.training import served
+from tinkerflow.api.schemas import Wire
+from tinkerflow.api.submit import base_model_card, checked, prompt_body, response, submit_sample
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import sampler_id
-from tinkerflow.backend.journal import Journal, Kind, NewRequest, NewSampler
-from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse, with_files, with_seed
+from tinkerflow.backend.journal import Journal, NewSampler
+from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse
 
 router = Router(busy=7)
 
@@ -66,33 +63,16 @@ async def asample(call: Authorised) -> Response:
 
     429 when the project has as many samples waiting as it may. The SDK then waits a second and repeats the request.
     """
-    return await asyncio.to_thread(_submit_sample, call, await call.body())
+    body = await prompt_body(call)
+    return await call.on_body(len(body), _submit_sample, call, body)
 
 
 def _submit_sample(call: Call, body: bytes) -> Response:
     values = parse(body)
     request_id = submit_sample(call, body, values)
-    asked, _ = judged(NumSamples.from_values, values)
+    asked, _ = checked(NumSamples.read, values)
     count = 0 if asked is None else asked.num_samples
-    return accepted(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
-
-
-def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
-    """Store a sample request of the tinker protocol; its id. values: of `body`. Wrong content is a stored failure."""
-    address = OnSampler.from_values(values)
-    filled, error = judged(partial(with_files, find=partial(files_at, call)), values)
-    stored = values if filled is None else filled
-    request = NewRequest(
-        kind=Kind.SAMPLE,
-        owner=call.owner,
-        payload=with_seed(body if stored is values else orjson.dumps(stored), stored),
-        content_hash=content_hash(values),
-        sampler_id=address.sampling_session_id,
-        seq_id=address.seq_id,
-        error=error or judged(NumSamples.from_values, values)[1],
-        interactive=values.get("priority") == "interactive",
-    )
-    return call.journal.requests.submit(request, call.services.limits)
+    return response(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
 
 
 @router.post("/create_sampling_session", openapi_extra=takes(CreateSamplingSession))
@@ -111,7 +91,7 @@ def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
         base_model = base_model or saved.base_model
         if base_model != saved.base_model:
             raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, that of {body.model_path}")
-    card = served(journal, base_model)
+    card = base_model_card(journal, base_model)
     new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
     return journal.samplers.open(NewSampler(new_id, body.session_id, owner, card.name, body.model_path))
 

@@ -10,9 +10,10 @@ from typing import Literal
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tinkerflow.api.call import Authorised, Router, Wire
+from tinkerflow.api.call import Authorised, Router
 from tinkerflow.api.metrics import Known
 from tinkerflow.api.openapi import takes
+from tinkerflow.api.schemas import Wire
 from tinkerflow.api.tokens import TOKEN_PREFIX
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.ids import KEY_PREFIX
@@ -20,6 +21,7 @@ from tinkerflow.backend.core.ids import KEY_PREFIX
 log = logging.getLogger(__name__)
 router = Router(busy=6)
 
+_MOST_TELEMETRY = 2**22  # bytes
 _SECRET = re.compile(rf"(?:{KEY_PREFIX}|{TOKEN_PREFIX})[\w.~+/=-]+")
 
 
@@ -83,7 +85,7 @@ async def client_dynamic_config() -> dict[str, object]:
 @router.post("/telemetry", openapi_extra=takes(Telemetry))
 async def telemetry(call: Authorised) -> TelemetryAccepted:
     """Log what happened in the client. Events can hold request headers with keys, which are never read."""
-    body = await call.parsed(Telemetry)
+    body = await call.parsed(Telemetry, _MOST_TELEMETRY)
     for event in body.events:
         message = _SECRET.sub("[key]", event.error_message or "")
         log.debug("%s: %s %s %s %s", body.session_id, event.event, event.event_name, event.error_type, message[:500])

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from fastapi import HTTPException
 
-from tinkerflow.api.call import Authorised, Router, Wire
+from tinkerflow.api.call import Authorised, Router
 from tinkerflow.api.openapi import takes
+from tinkerflow.api.schemas import FinishReason, Wire
 from tinkerflow.backend.journal import NewSession, SessionState
 
 router = Router(busy=5)
@@ -41,15 +42,6 @@ class HeartbeatHeard(Wire):
     """The session is active."""
 
     type: Literal["session_heartbeat"] = "session_heartbeat"
-
-
-FinishedBecause = Literal["success", "errored", "interrupted"]
-
-
-class FinishReason(Wire):
-    """Why a session ends."""
-
-    type: FinishedBecause
 
 
 class Finish(Wire):

@@ -11,12 +11,20 @@ from typing import Any, Literal
 
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, Call, Router, Wire
+from tinkerflow.api.call import Authorised, Call, Router
 from tinkerflow.api.openapi import takes, takes_protobuf
-from tinkerflow.api.routes.assets import files_at
-from tinkerflow.api.routes.futures import accepted, content_hash, judged, refuse, submit_for_model
+from tinkerflow.api.schemas import Wire
+from tinkerflow.api.submit import (
+    base_model_card,
+    checked,
+    content_hash,
+    refuse,
+    response,
+    submit_for_model,
+    uploaded_files,
+)
 from tinkerflow.backend.catalog.model_card import ModelCard
-from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, TooManyError, UserError
 from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
 from tinkerflow.backend.spec.commands import LoraSpec
@@ -43,6 +51,7 @@ from tinkerflow.backend.wire import (
 router = Router(busy=8)
 
 _SEED_BITS = 31
+_MOST_OF_A_LOSS = 2**22  # bytes of a traced loss
 
 
 class GetInfo(Wire):
@@ -76,9 +85,12 @@ class ModelInfo(Wire):
 async def forward_backward(call: Authorised) -> Response:
     """Accept a chunk. The answer is never a 4xx, which would hang the client: see `refuse`."""
     try:
-        return await asyncio.to_thread(_submit_chunk, call, await call.body())
+        body = await call.body(call.services.settings.max_body_bytes)
+        return await call.on_body(len(body), _submit_chunk, call, body)
+    except TooManyError:
+        raise  # before anything was stored: the SDK sends the chunk again
     except UserError as e:
-        return accepted(refuse(e.message))
+        return response(refuse(e.message))
 
 
 def _submit_chunk(call: Call, body: bytes) -> Response:
@@ -88,7 +100,7 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
             f"model_id is {header.model_id!r}, seq_id {header.seq_id}: both must be given, model_id without NUL "
             "characters, seq_id from 1"
         )
-    filled, error = judged(partial(with_files_to_train, find=partial(files_at, call)), body)
+    filled, error = checked(partial(with_files_to_train, find=partial(uploaded_files, call)), body)
     new = NewRequest(
         kind=Kind.FORWARD if header.forward_only else Kind.FORWARD_BACKWARD,
         owner=call.owner,
@@ -99,25 +111,26 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
         seq_id=header.seq_id,
         tokens=training_tokens(body) if limits.queued_tokens else 0,
     )
-    return accepted(call.journal.requests.submit(new, limits), model_id=header.model_id)
+    return response(call.journal.requests.submit(new, limits), model_id=header.model_id)
 
 
 @router.post("/optim_step", openapi_extra=takes(OnModel, OptimStepBody))
 async def optim_step(call: Authorised) -> Response:
     """Accept an optimizer step."""
-    return await submit_for_model(call, Kind.OPTIM_STEP, lambda values: OptimStepBody.from_values(values).params)
+    return await submit_for_model(call, Kind.OPTIM_STEP, lambda values: OptimStepBody.read(values).params)
 
 
 @router.post("/create_custom_loss", openapi_extra=takes(CustomLossAddress, CreateCustomLoss))
 async def create_custom_loss(call: Authorised) -> Response:
     """Keep a traced loss for its session. A wrong graph fails the future."""
-    return await asyncio.to_thread(_keep_loss, call, await call.body())
+    body = await call.body(_MOST_OF_A_LOSS)
+    return await call.on_body(len(body), _keep_loss, call, body)
 
 
 def _keep_loss(call: Call, body: bytes) -> Response:
     values = parse(body)
-    address = CustomLossAddress.from_values(values)
-    loss, error = judged(read_custom_loss, values)
+    address = CustomLossAddress.read(values)
+    loss, error = checked(read_custom_loss, values)
     new = NewCustomLoss(
         session_id=address.session_id,
         owner=call.owner,
@@ -128,7 +141,7 @@ def _keep_loss(call: Call, body: bytes) -> Response:
         content_hash=content_hash(values),
         error=error,
     )
-    return accepted(call.journal.losses.submit(new))
+    return response(call.journal.losses.submit(new))
 
 
 @router.post("/create_model", openapi_extra=takes(OnNewModel, CreateModel))
@@ -143,18 +156,18 @@ async def load_weights(call: Authorised) -> Response:
     body = hash_token(await call.body(), access_hash)
     if parse(body).get("session_id") is not None:
         return await asyncio.to_thread(_create, call, body, Kind.LOAD_MODEL)
-    return await submit_for_model(call, Kind.LOAD_WEIGHTS, LoadWeights.from_values, body=body)
+    return await submit_for_model(call, Kind.LOAD_WEIGHTS, LoadWeights.read, body=body)
 
 
 def _create(call: Call, body: bytes, kind: Kind) -> Response:
     values = parse(body)
-    address = OnNewModel.from_values(values)
+    address = OnNewModel.read(values)
     new_id = model_id(address.session_id, address.model_seq_id)
     base_model = address.base_model if isinstance(address.base_model, str) else ""
     # What is known of a model that never came to be. Its request says why.
     known = NewModel(new_id, address.session_id, call.owner, base_model, rank=0)
     describe = _fresh if kind is Kind.CREATE_MODEL else _from_checkpoint
-    model, error = judged(lambda values: describe(call, known, values), values)
+    model, error = checked(lambda values: describe(call, known, values), values)
     request = NewRequest(
         kind=kind,
         owner=call.owner,
@@ -165,12 +178,12 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
         error=error,
     )
     request_id = call.journal.models.create(model or known, request, call.services.limits)
-    return accepted(request_id, model_id=new_id)
+    return response(request_id, model_id=new_id)
 
 
 def _fresh(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
-    asked = CreateModel.from_values(values)
-    card = served(call.journal, asked.base_model)
+    asked = CreateModel.read(values)
+    card = base_model_card(call.journal, asked.base_model)
     spec = {
         **asdict(asked.lora.spec),
         "expert_rank": expert_rank(asked.lora.rank, card.experts_per_token, call.services.settings.expert_rank),
@@ -181,21 +194,13 @@ def _fresh(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
 
 
 def _from_checkpoint(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
-    asked = LoadModel.from_values(values)
+    asked = LoadModel.read(values)
     saved = call.journal.checkpoints.get(asked.path, call.owner, access=asked.access)
     base_model = asked.base_model or saved.base_model
-    served(call.journal, base_model)
+    base_model_card(call.journal, base_model)
     spec = {field.name: getattr(saved, field.name) for field in fields(LoraSpec)}
     optimizer = saved.optimizer if asked.optimizer else asked.fresh
     return replace(known, base_model=base_model, optimizer=optimizer, user_metadata=asked.user_metadata, **spec)
-
-
-def served(journal: Journal, base_model: str | None) -> ModelCard:
-    """The card of a base model; NotFoundError when it is not served here."""
-    cards = {row.name: row.card for row in journal.base_models.all()}
-    if base_model not in cards:
-        raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(cards)}")
-    return ModelCard.from_json(cards[base_model])
 
 
 @router.post("/get_info", openapi_extra=takes(GetInfo))

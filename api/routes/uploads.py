@@ -14,11 +14,12 @@ from functools import partial
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, Call, Router, Services, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Services
+from tinkerflow.api.checkpoints import destination
 from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes, takes_bytes
-from tinkerflow.api.routes.copies import destination
-from tinkerflow.api.routes.training import served
+from tinkerflow.api.schemas import Wire
+from tinkerflow.api.submit import base_model_card
 from tinkerflow.backend.catalog.peft_import import NAME, import_adapter, import_path, largest_size, save_import
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.core.errors import BodyTooLargeError, ConflictError, UserError
@@ -80,7 +81,7 @@ async def upload_file(upload_id: str, file: str, services: Linked, request: Requ
     if before:
         await asyncio.to_thread(services.store.remove_pieces, upload_id, before)
     try:
-        count = await _take(services, request, upload_id, file, name, most)
+        count = await _take(services, request, upload, file, name, most)
         await asyncio.to_thread(services.journal.uploads.arrived, upload_id, file, name, count)
     except BaseException:
         await asyncio.shield(asyncio.to_thread(services.store.remove_pieces, upload_id, name))
@@ -88,35 +89,42 @@ async def upload_file(upload_id: str, file: str, services: Linked, request: Requ
     return Response()
 
 
-async def _take(services: Services, request: Request, upload_id: str, file: str, name: str, most: int) -> int:
-    """Write the body into the store, piece by piece; how many there are. What exceeds `most` is read and dropped."""
+async def _take(services: Services, request: Request, upload: UploadView, file: str, name: str, most: int) -> int:
+    """Write the body into the store, piece by piece; how many there are. BodyTooLargeError beyond `most` bytes."""
     piece, count, size = bytearray(), 0, 0
+    pieces = services.memories.pieces
 
     def write() -> None:
-        if services.journal.uploads.get(upload_id, None).files[file][0] != name:
+        if services.journal.uploads.get(upload.id, None).files[file][0] != name:
             raise anew(file)
-        services.store.write_piece(upload_id, name, count, bytes(piece))
+        services.store.write_piece(upload.id, name, count, bytes(piece))
 
-    async for part in request.stream():
-        size += len(part)
-        if size > 2 * most:
-            break
-        if size > most:
-            continue
-        piece += part
-        if len(piece) >= _PIECE:
-            await asyncio.to_thread(write)
-            count, piece = count + 1, bytearray()
-    if size > most:
-        raise BodyTooLargeError(
-            f"{file} has more than {most} bytes: must be at most that for the adapter of this upload"
-        )
-    await asyncio.to_thread(write)
+    if int(request.headers.get("content-length", 0)) > most:
+        raise _too_large(file, most)
+    share = await pieces.take(upload.owner, 2 * _PIECE)  # the piece, and its copy for the store
+    try:
+        async with pieces.receiving(share):
+            async for part in request.stream():
+                size += len(part)
+                share.arrived = size
+                if size > most:
+                    raise _too_large(file, most)
+                piece += part
+                if len(piece) >= _PIECE:
+                    await services.heavy.run(upload.owner, write)
+                    count, piece = count + 1, bytearray()
+        await services.heavy.run(upload.owner, write)
+    finally:
+        pieces.give_back(share)
     return count + 1
 
 
+def _too_large(file: str, most: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"{file} has more than {most} bytes: must be at most that for the adapter of this upload")
+
+
 def _start(call: Call, asked: StartUpload) -> UploadStarted:
-    card = served(call.journal, asked.base_model)
+    card = base_model_card(call.journal, asked.base_model)
     owner, label = destination(call, asked.destination_project_id)
     spec = asked.lora.spec
     upload_id = new_id("upload")
@@ -146,7 +154,7 @@ def _finish(call: Call, upload_id: str) -> str:
         return upload.path
     if upload.expires_at <= call.services.clock.now():
         raise UserError(f"upload {upload_id!r} has expired at {upload.expires_at:%Y-%m-%d %H:%M} UTC; begin another")
-    card = served(journal, upload.base_model)
+    card = base_model_card(journal, upload.base_model)
     spec = LoraSpec(upload.rank, upload.train_attn, upload.train_mlp, upload.train_unembed)
     config, adapter = (_whole(call, upload, file) for file in _FILES)
     state = import_adapter(load_config(card.path, name=card.name), config, adapter, spec)

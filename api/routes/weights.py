@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import datetime
-from typing import Literal
 
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Router, Wire
+from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Router
+from tinkerflow.api.checkpoints import CHECKPOINT, CheckpointDetails, checkpoint
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.futures import submit_for_model
+from tinkerflow.api.schemas import Cursor, Wire
+from tinkerflow.api.submit import submit_for_model
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.journal import CheckpointKind, CheckpointView, Kind
+from tinkerflow.backend.journal import CheckpointKind, Kind
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.wire import OnModel, SaveExternal, SaveForSampler, SaveWeights, TtlSeconds, parse
@@ -21,35 +21,6 @@ router = Router(busy=4)
 
 # The SDK gives a retried unnamed save a new number, but it is the same save.
 _RENUMBERED = ("sampling_session_seq_id",)
-CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
-CheckpointType = Literal["training", "sampler", "external"]
-_TYPES: dict[CheckpointKind, CheckpointType] = {
-    CheckpointKind.WEIGHTS: "training",
-    CheckpointKind.SAMPLER_WEIGHTS: "sampler",
-    CheckpointKind.EXTERNAL_WEIGHTS: "external",
-}
-
-
-class CheckpointDetails(Wire):
-    """A saved checkpoint; checkpoint_id is `{kind}/{name}`."""
-
-    checkpoint_id: str
-    checkpoint_type: CheckpointType
-    base_model: str
-    time: datetime
-    tinker_path: str
-    size_bytes: int
-    public: bool
-    user_metadata: dict[str, str]
-    expires_at: datetime | None = None
-
-
-class Cursor(Wire):
-    """Which part of a list a page is."""
-
-    offset: int
-    limit: int
-    total_count: int
 
 
 class CheckpointList(Wire):
@@ -161,26 +132,6 @@ async def weights_info(call: Authorised) -> WeightsInfo:
         train_mlp=saved.train_mlp,
         train_attn=saved.train_attn,
         optimizer_config=OPTIMIZERS[saved.optimizer].config,
-    )
-
-
-def kind_of(checkpoint_type: CheckpointType) -> CheckpointKind:
-    """The kind that clients call so."""
-    return next(kind for kind, name in _TYPES.items() if name == checkpoint_type)
-
-
-def checkpoint(row: CheckpointView) -> CheckpointDetails:
-    """A checkpoint as clients see it."""
-    return CheckpointDetails(
-        checkpoint_id=f"{row.kind}/{row.name}",
-        checkpoint_type=_TYPES[row.kind],
-        base_model=row.base_model,
-        time=row.created_at,
-        tinker_path=row.path,
-        size_bytes=row.size_bytes,
-        public=row.public,
-        user_metadata=dict(row.user_metadata),
-        expires_at=row.expires_at,
     )
 
 

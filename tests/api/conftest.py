@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import tinker
 import tokenizers
-import uvicorn
 from tests.manual_clock import ManualClock
 
 from tinkerflow.api.app import create_app
@@ -362,8 +361,7 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))
             async with journal.result_subscriptions(recheck_seconds=recheck_seconds) as subscriptions:
                 started["app"] = app = create_app(settings, journal, subscriptions, store, clock=clock)
-                config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, timeout_graceful_shutdown=1)
-                started["server"] = server = ApiServer(config, app.state.services, ready.set)
+                started["server"] = server = ApiServer(app, settings, ready.set)
                 await server.serve([listening])
 
         thread = threading.Thread(target=lambda: asyncio.run(main()))

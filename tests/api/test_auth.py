@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 from tests.manual_clock import ManualClock
 
-from tinkerflow.api.call import LOCAL, REMEMBERED_SECONDS, Authenticator, Identity
+from tinkerflow.api.identity import LOCAL, REMEMBERED_SECONDS, Authenticator, Identity
 from tinkerflow.api.links import linked
 from tinkerflow.api.tokens import Claims, sign_token
 from tinkerflow.backend.core.hosts import is_loopback

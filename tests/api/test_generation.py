@@ -16,9 +16,10 @@ from tests.api.conftest import BASE, EOS, Engine
 from tests.manual_clock import ManualClock
 
 from tinkerflow.api.app import create_app
-from tinkerflow.api.call import Call, Identity
-from tinkerflow.api.generation import generate, until_gone
-from tinkerflow.api.models import list_models, resolve
+from tinkerflow.api.call import Call
+from tinkerflow.api.endpoints.generation import generate, until_gone
+from tinkerflow.api.endpoints.targets import list_models, resolve
+from tinkerflow.api.identity import Identity
 from tinkerflow.backend.catalog.champions import champion_key
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.errors import NotFoundError, ServerError, TooManyError, UserError

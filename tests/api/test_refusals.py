@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkerflow.api.routes.futures import reason_of, refuse
+from tinkerflow.api.submit import reason_of, refuse
 
 
 @given(st.text(min_size=1, max_size=500).filter(lambda s: s.isascii()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.api.conftest import BASE, Running
 
-from tinkerflow.api.routes.futures import content_hash
+from tinkerflow.api.submit import content_hash
 from tinkerflow.backend.wire import parse
 
 STEP = (

@@ -19,7 +19,7 @@ from tests.api.test_futures import calls_of
 from tests.compat.cli import Cli
 from tinker.cli.__main__ import main_cli
 
-from tinkerflow.api.call import REMEMBERED_SECONDS
+from tinkerflow.api.identity import REMEMBERED_SECONDS
 from tinkerflow.api.tokens import TOKEN_LIFETIME, BadTokenError, Claims, read_token, sign_token
 from tinkerflow.backend.core.errors import NotFoundError
 

@@ -14,7 +14,7 @@ from tests.docs.metrics import families
 from tests.docs.pages import DOCS, ROOT, anchors, links, paths, tracked, written
 
 import tinkerflow.api.routes as routes
-from tinkerflow.api.call import API, OPEN_API
+from tinkerflow.api.schemas import API, OPEN_API
 from tinkerflow.backend.compute.models.families import registered
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.launchers import LAUNCHERS

@@ -7,10 +7,10 @@ import re
 
 from fastapi.responses import Response
 
-from tinkerflow.api import models
 from tinkerflow.api.call import PageOffset
+from tinkerflow.api.checkpoints import archive_redirect
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
-from tinkerflow.api.routes.downloads import archive_link
+from tinkerflow.api.endpoints.targets import champions_of
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView
 from tinkerflow.backend.store import CheckpointPath
@@ -43,7 +43,7 @@ async def checkpoint_page(run_id: str, kind: CheckpointKind, name: str, visit: V
             "run": _run(visit, saved),
             "metadata": metadata,
             "lineage": lineage,
-            "champions": models.champions_of(visit.call, saved.path),
+            "champions": champions_of(visit.call, saved.path),
         }
 
     return visit.page("checkpoint.html", **await asyncio.to_thread(read))
@@ -52,7 +52,7 @@ async def checkpoint_page(run_id: str, kind: CheckpointKind, name: str, visit: V
 @router.get(f"{_ONE}/download")
 async def download(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
     """A tar of the adapter's files, by a link that lasts an hour."""
-    return await archive_link(run_id, kind, name, visit.call)
+    return await archive_redirect(visit.call, CheckpointPath(run_id, kind, name))
 
 
 @router.get(f"{_ONE}/delete")
@@ -60,7 +60,7 @@ async def confirm_page(run_id: str, kind: CheckpointKind, name: str, visit: Visi
     """What is lost when the checkpoint is deleted, and the button that does it."""
     saved = await asyncio.to_thread(_own, visit, run_id, kind, name)
     return visit.page(
-        "delete.html", saved=saved, champions=await asyncio.to_thread(models.champions_of, visit.call, saved.path)
+        "delete.html", saved=saved, champions=await asyncio.to_thread(champions_of, visit.call, saved.path)
     )
 
 

@@ -8,9 +8,9 @@ from datetime import timedelta
 
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Identity
 from tinkerflow.api.console.charts import chart
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
+from tinkerflow.api.identity import Identity
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.plot import LINES, Line
 from tinkerflow.backend.journal import KeyView, UsageKind, actor_of_key

@@ -10,7 +10,9 @@ from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from tinkerflow import __version__
-from tinkerflow.api.call import API, Services
+from tinkerflow.api.bodies import SMALL
+from tinkerflow.api.call import Call, Services
+from tinkerflow.api.connections import accept, peer_of
 from tinkerflow.api.console.render import STATIC, static_file
 from tinkerflow.api.console.visit import (
     COOKIE,
@@ -23,7 +25,9 @@ from tinkerflow.api.console.visit import (
     sign_in_page,
     visiting,
 )
+from tinkerflow.api.identity import STRANGER
 from tinkerflow.api.links import base_url
+from tinkerflow.api.schemas import API
 from tinkerflow.backend.core.ids import KEY_PREFIX
 from tinkerflow.backend.core.prefect_access import find_server, server_for_clients
 from tinkerflow.backend.settings import Settings
@@ -76,14 +80,15 @@ async def front_page(request: Request) -> Response:
 async def sign_in(request: Request) -> Response:
     """Take a key, and lead to the page that was asked for; 401 and the form again for a key that is none."""
     services: Services = request.app.state.services
-    fields = await form(request)
+    fields = await form(Call(request, STRANGER, services), SMALL)
     key = fields.get("key", "").strip()
     if not key.startswith(KEY_PREFIX):
         return sign_in_page(request, 401, f"a key starts with {KEY_PREFIX}")
     try:
-        identity = await services.auth.identity(key)
+        identity = await services.auth.identity(key, peer_of(request))
     except HTTPException as error:
         return sign_in_page(request, 401, str(error.detail))
+    accept(request)
     base, wanted = base_of(services), fields.get("next", "/")
     local = (
         wanted.startswith("/") and not wanted.startswith(("//", "/\\")) and "\n" not in wanted and "\r" not in wanted

@@ -17,9 +17,9 @@ from fastapi.responses import Response
 
 from tinkerflow.api.chat.conversation import Chat, prompt_of
 from tinkerflow.api.console.visit import Visiting, page_router
-from tinkerflow.api.generation import Generation, SamplePiece, generate, until_gone
-from tinkerflow.api.models import Target, list_models, resolve
-from tinkerflow.api.sse import EventStream, event
+from tinkerflow.api.endpoints.generation import Generation, SamplePiece, generate, until_gone
+from tinkerflow.api.endpoints.sse import EventStream, event
+from tinkerflow.api.endpoints.targets import Target, list_models, resolve
 from tinkerflow.api.text import Detokenizer, Tokenizer
 from tinkerflow.backend.core.errors import UserError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tinkerflow.api.chat.answer import AnswerReader
 from tinkerflow.api.chat.events import ReasoningDelta
-from tinkerflow.api.generation import SamplePiece
+from tinkerflow.api.endpoints.generation import SamplePiece
 from tinkerflow.api.text import Tokenizer
 
 

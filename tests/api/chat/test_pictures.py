@@ -18,9 +18,9 @@ from PIL import Image
 from tests.api.chat.conftest import END, Speaker
 from tests.api.conftest import BASE
 
-from tinkerflow.api import generation
-from tinkerflow.api.chat import pictures
-from tinkerflow.api.models import Target
+from tinkerflow.api import submit
+from tinkerflow.api.endpoints import generation, images
+from tinkerflow.api.endpoints.targets import Target
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Journal, Outcome, Pending
@@ -52,7 +52,7 @@ def sees(card: ModelCard, journal: Journal, tmp_path: Path, monkeypatch: pytest.
     shutil.copytree(card.path, tmp_path / "sees")
     (tmp_path / "sees" / "chat_template.jinja").write_text(TEMPLATE)
     journal.base_models.register([(BASE, replace(card, path=str(tmp_path / "sees")).to_json())])
-    for module in (pictures, generation):
+    for module in (images, generation, submit):
         monkeypatch.setattr(module, "image_processor", lambda folder: SEES)
 
 
@@ -179,7 +179,7 @@ def test_images_that_no_context_holds_are_not_measured(
         measured.append(name)
         return pixels_of(chunk, name, *args, **more)
 
-    monkeypatch.setattr(pictures, "pixels_of", measure)
+    monkeypatch.setattr(images, "pixels_of", measure)
     content = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": png}}] * 50
     answer = post("messages/count_tokens", {"model": BASE, "messages": [{"role": "user", "content": content}]})
     assert answer.status_code == 400, answer.text
@@ -205,7 +205,7 @@ def test_a_model_that_takes_text_is_named(
     template: str, sees: None, tmp_path: Path, post: Callable[..., Any], speaker: Speaker, monkeypatch: Any
 ) -> None:
     (tmp_path / "sees" / "chat_template.jinja").write_text(template)
-    monkeypatch.setattr(pictures, "image_processor", lambda folder: None)
+    monkeypatch.setattr(images, "image_processor", lambda folder: None)
     content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
     answer = post("chat/completions", {"model": BASE, "messages": [{"role": "user", "content": content}]})
     assert answer.status_code == 400, answer.text

@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import cache
 
 from tinkerflow.api.call import Call
-from tinkerflow.api.routes.training import served
+from tinkerflow.api.submit import base_model_card
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.catalog.champions import champion_names, newest_champion
 from tinkerflow.backend.catalog.model_card import ModelCard
@@ -140,12 +140,12 @@ def _find(call: Call, model: str) -> tuple[ModelCard, CheckpointView | None]:
         model = _champion(call, model)
     elif not model.startswith("tinker://"):
         if any(row.name == model for row in journal.base_models.all()):
-            return served(journal, model), None
+            return base_model_card(journal, model), None
         model = _newest_of_run(call, model)
     checkpoint = journal.checkpoints.get(model, call.owner)
     if checkpoint.unsampled:
         raise UserError(f"model is {model!r}: {checkpoint.unsampled}")
-    return served(journal, checkpoint.base_model), checkpoint
+    return base_model_card(journal, checkpoint.base_model), checkpoint
 
 
 def _newest_of_run(call: Call, run_id: str) -> str:

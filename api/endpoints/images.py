@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tinkerflow.api.endpoints.targets import Target
 from tinkerflow.api.errors import naming
-from tinkerflow.api.models import Target
 from tinkerflow.backend.catalog.model_card import image_processor
 from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.spec.commands import ImagePixels

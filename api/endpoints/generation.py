@@ -23,11 +23,11 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tinkerflow.api.call import Call
-from tinkerflow.api.chat.pictures import Placed, chunks_of, fields_of
+from tinkerflow.api.endpoints.images import Placed, chunks_of, fields_of
+from tinkerflow.api.endpoints.sse import left
+from tinkerflow.api.endpoints.targets import Target
 from tinkerflow.api.errors import naming, renamed
-from tinkerflow.api.models import Target
-from tinkerflow.api.routes.sampling import submit_sample
-from tinkerflow.api.sse import left
+from tinkerflow.api.submit import submit_sample
 from tinkerflow.backend.catalog.model_card import image_processor
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.journal import Result
@@ -237,10 +237,13 @@ async def generate(
     names = _NAMES | fields_of(images)
     with naming(names):
         await call.slowly(_check, target, values)
-    session_id, sampler, seq_id = await call.services.samplers.address(call.identity, target)
+    session_id, sampler, seq_id = await call.services.samplers.address(
+        call.identity, target.card.name, target.checkpoint
+    )
     values |= {"sampling_session_id": sampler, "seq_id": seq_id}
     listener = await call.services.subscriptions.tokens.listen(stream_name(sampler, seq_id)) if stream else None
-    request_id = await asyncio.to_thread(submit_sample, call, orjson.dumps(values), values)
+    request_id = await call.on_body(call.body_size, lambda: submit_sample(call, orjson.dumps(values), values))
+    call.release_body()  # the journal has it
     return Generation(call, target, request_id, session_id, prompt_tokens, listener, names)
 
 

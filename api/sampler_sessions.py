@@ -10,12 +10,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 from tinkerflow import __version__
-from tinkerflow.api.call import Identity
-from tinkerflow.api.models import Target
+from tinkerflow.api.identity import Identity
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import sampler_id
-from tinkerflow.backend.journal import Journal, NewSampler, NewSession, SessionState
+from tinkerflow.backend.journal import CheckpointView, Journal, NewSampler, NewSession, SessionState
 
 NAME = "OpenAI and Anthropic endpoints"  # of these sessions, as people see them
 _MOST_SAMPLERS = 256  # of one session: then another begins, so that checkpoints nobody asks for any more are let go
@@ -48,20 +47,23 @@ class EndpointSamplers:
         self._sessions: dict[tuple[str, str], _Session] = {}
         self._opening: dict[tuple[str, str], asyncio.Lock] = {}
 
-    async def address(self, identity: Identity, target: Target) -> tuple[str, str, int]:
-        """Where a request of this key for this target goes: its session, its sampler, and a sequence id of its own."""
+    async def address(self, identity: Identity, base_model: str, saved: CheckpointView | None) -> tuple[str, str, int]:
+        """The address of a request of this key: its session, its sampler, and a sequence id of its own.
+
+        saved: the checkpoint that is sampled, None for the base model itself.
+        """
         key = (identity.owner, identity.key_id)
         async with self._opening.setdefault(key, asyncio.Lock()):
             session = await self._session(key, identity)
-            saved = target.checkpoint
-            # A checkpoint that is saved anew under its path has another attempt.
-            what = (target.card.name, "", "") if saved is None else (target.card.name, saved.path, saved.attempt)
-            sampler = session.samplers.get(what)
+            # A checkpoint that is saved again under its path has another attempt.
+            weights = (base_model, "", "") if saved is None else (base_model, saved.path, saved.attempt)
+            sampler = session.samplers.get(weights)
             if sampler is None:
                 new = sampler_id(session.id, len(session.samplers))
-                wanted = NewSampler(new, session.id, identity.owner, target.card.name, target.path)
-                sampler = _Sampler(await asyncio.to_thread(self._journal.samplers.open, wanted))
-                session.samplers[what] = sampler
+                path = None if saved is None else saved.path
+                row = NewSampler(new, session.id, identity.owner, base_model, path)
+                sampler = _Sampler(await asyncio.to_thread(self._journal.samplers.open, row))
+                session.samplers[weights] = sampler
             sampler.next_seq += 1
             return session.id, sampler.id, sampler.next_seq - 1
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
-from tinkerflow.api.call import Strict
-from tinkerflow.api.models import Target
+from tinkerflow.api.endpoints.targets import Target
+from tinkerflow.api.schemas import Strict
 from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.spec.commands import SampleResult
 

@@ -1,0 +1,99 @@
+"""Checkpoints as clients see them: their names and URLs, their details, and where copies of them go."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+from email.utils import format_datetime
+from typing import Literal
+
+from fastapi.responses import Response
+
+from tinkerflow.api.call import Call
+from tinkerflow.api.links import link
+from tinkerflow.api.schemas import Wire
+from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.journal import CheckpointKind, CheckpointView
+from tinkerflow.backend.store import CheckpointPath, Saved, Store
+
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+ARCHIVE = "checkpoint_archives"  # below which links to tar archives begin
+CheckpointType = Literal["training", "sampler", "external"]
+_TYPES: dict[CheckpointKind, CheckpointType] = {
+    CheckpointKind.WEIGHTS: "training",
+    CheckpointKind.SAMPLER_WEIGHTS: "sampler",
+    CheckpointKind.EXTERNAL_WEIGHTS: "external",
+}
+
+
+class CheckpointDetails(Wire):
+    """A saved checkpoint; checkpoint_id is `{kind}/{name}`."""
+
+    checkpoint_id: str
+    checkpoint_type: CheckpointType
+    base_model: str
+    time: datetime
+    tinker_path: str
+    size_bytes: int
+    public: bool
+    user_metadata: dict[str, str]
+    expires_at: datetime | None = None
+
+
+def kind_of(checkpoint_type: CheckpointType) -> CheckpointKind:
+    """The kind that clients call so."""
+    return next(kind for kind, name in _TYPES.items() if name == checkpoint_type)
+
+
+def checkpoint(row: CheckpointView) -> CheckpointDetails:
+    """A checkpoint as clients see it."""
+    return CheckpointDetails(
+        checkpoint_id=f"{row.kind}/{row.name}",
+        checkpoint_type=_TYPES[row.kind],
+        base_model=row.base_model,
+        time=row.created_at,
+        tinker_path=row.path,
+        size_bytes=row.size_bytes,
+        public=row.public,
+        user_metadata=dict(row.user_metadata),
+        expires_at=row.expires_at,
+    )
+
+
+def destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
+    """The project that owns the copy, and the copy's label there.
+
+    An ordinary key writes only into its own project, where any other project_id is a label as sessions have them. An
+    admin key also writes into every project that has keys.
+    """
+    if project_id is None or project_id == call.owner:
+        return call.owner, None
+    if call.admin and project_id in {made.project for made in call.journal.keys.all()}:
+        return project_id, None
+    return call.owner, project_id
+
+
+async def archive_redirect(call: Call, path: CheckpointPath) -> Response:
+    """A redirect to a link that opens a tar of the checkpoint's PEFT files."""
+    saved = await asyncio.to_thread(readable, call, path, "archive")
+    url, expires = link(call, f"{ARCHIVE}/{inside(path, saved)}")
+    return Response(status_code=302, headers={"location": url, "expires": format_datetime(expires, usegmt=True)})
+
+
+def readable(call: Call, path: CheckpointPath, purpose: str) -> Saved:
+    """The commit of a checkpoint that the caller may read. The audit log notes the access."""
+    call.journal.checkpoints.get_for_download(str(path), call.owner, purpose, call.key_id)
+    return committed(call.services.store, path)
+
+
+def committed(store: Store, path: CheckpointPath) -> Saved:
+    """The commit of a checkpoint; NotFoundError when the store has none."""
+    saved = store.find(str(path))
+    if saved is None:
+        raise NotFoundError(f"checkpoint {path}: the store has it no longer")
+    return saved
+
+
+def inside(path: CheckpointPath, saved: Saved) -> str:
+    """The part of a link that names a checkpoint and the attempt in which it was saved."""
+    return f"{path.run_id}/{path.kind}/{path.name}/{saved.attempt}"

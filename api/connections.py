@@ -1,0 +1,166 @@
+"""HTTP connections: what a client may cost before a key of its own has been accepted, and how slow it may be.
+
+`Connection` is uvicorn's protocol with clocks. A client must send the headers of a request within HEADER_SECONDS, and
+its body at BODY_RATE on average. Only the seconds in which the server waits for the client count. A client that does
+not read its answer is cut off after WRITE_SECONDS. A connection on which no key was accepted is a stranger's: it may
+not be idle for long, and an address may have STRANGERS such connections; beyond them, the oldest ones are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, cast
+
+from fastapi import Request
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+log = logging.getLogger(__name__)
+
+HEADER_SECONDS = 10
+HEADER_BYTES = 2**16
+BODY_SECONDS = 30  # for a body of any size, beside its bytes at BODY_RATE
+BODY_RATE = 2**13  # bytes per second
+WRITE_SECONDS = 120
+STRANGERS = 256
+_UNREAD_BYTES = 2**30  # of a body that nobody reads, because its request was answered; then the connection is closed
+_SECOND = 1.0
+_KEY = "tinkerflow.connection"  # in a request's scope
+
+
+class Connection(HttpToolsProtocol):
+    """One connection of a client. `watch` advances its clocks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Start the clocks. args, kwargs: of uvicorn's protocol."""
+        super().__init__(*args, **kwargs)
+        self.accepted = False  # whether a key was accepted on this connection
+        self.address = ""
+        self.born = self.loop.time()
+        self._in_headers = True  # of a request that has begun, or of the first one
+        self._in_body = False
+        self._size = 0  # bytes of these headers, or of this body
+        self._waited = 0.0  # seconds spent waiting for the client's bytes
+        self._unsent = 0.0  # seconds for which the client has not read the answer
+
+    # ------------------------------------------------------------ what uvicorn and the parser call
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Note the address of the client."""
+        super().connection_made(transport)
+        self.address = address_group(self.client[0]) if self.client else ""
+
+    def data_received(self, data: bytes) -> None:
+        """Count the bytes, and end a connection whose headers or unread body are too long."""
+        self._size += len(data)
+        super().data_received(data)
+        if self._in_headers and self._size > HEADER_BYTES:
+            self._refuse(431, "the request's headers are too long")
+        elif self._in_body and self._size > _UNREAD_BYTES and self.cycle.response_complete:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Begin to wait for headers."""
+        super().on_message_begin()
+        cast("dict[str, object]", self.scope)[_KEY] = self
+        self._in_headers, self._in_body, self._waited = True, False, 0.0
+
+    def on_headers_complete(self) -> None:
+        """Begin to wait for the body."""
+        self._in_headers, self._in_body, self._size, self._waited = False, True, 0, 0.0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Wait for nothing."""
+        super().on_message_complete()
+        self._in_body, self._size, self._waited = False, 0, 0.0
+
+    # ------------------------------------------------------------ clocks
+    @property
+    def unfinished(self) -> bool:
+        """Whether the server waits for the client to finish a request, or to send a first one."""
+        return self._in_headers or self._in_body
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way: the last request was answered."""
+        return not self.unfinished and (self.cycle is None or self.cycle.response_complete)
+
+    def pass_time(self, seconds: float) -> None:
+        """Advance the clocks by `seconds`, and close the connection if one of them has run out."""
+        self._unsent = self._unsent + seconds if self.flow.write_paused else 0.0
+        if self._unsent > WRITE_SECONDS:
+            self.transport.abort()
+        elif (self.unfinished and not self.flow.read_paused) or (self.idle and not self.accepted):
+            self._waited += seconds
+            if self._in_body:
+                if self._waited > BODY_SECONDS + self._size / BODY_RATE:
+                    self._refuse(408, "the request's body arrives too slowly")
+            elif self._waited > HEADER_SECONDS:
+                self._refuse(408, "the request's headers did not arrive in time")
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """Answer, unless another answer has begun, and close the connection."""
+        if self.transport.is_closing():
+            return
+        answers = not self.idle and (self.cycle is None or not self.cycle.response_started)
+        if self._in_headers:  # a client that has sent nothing waits for no answer
+            answers = self._size > 0 and (self.cycle is None or self.cycle.response_complete)
+        if answers:
+            body = reason.encode()
+            head = b"content-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+
+async def watch(connections: Iterable[object]) -> None:
+    """Advance the clocks of the connections every second, until cancelled."""
+    while True:
+        await asyncio.sleep(_SECOND)
+        current = [one for one in list(connections) if isinstance(one, Connection)]
+        for connection in current:
+            connection.pass_time(_SECOND)
+        close_excess(current)
+
+
+def close_excess(connections: Iterable[Connection]) -> None:
+    """Close the connections of strangers that an address has beyond STRANGERS, the oldest first."""
+    strangers: dict[str, list[Connection]] = defaultdict(list)
+    for connection in connections:
+        if not connection.accepted and (connection.unfinished or connection.idle):
+            strangers[connection.address].append(connection)
+    for address, theirs in strangers.items():
+        if excess := sorted(theirs, key=lambda one: one.born)[:-STRANGERS]:
+            log.warning("closing %d of %d connections of %s that show no key", len(excess), len(theirs), address)
+            for connection in excess:
+                connection.transport.abort()
+
+
+def address_group(host: str) -> str:
+    """The address that bounds apply to: an IPv4 address, or the /64 network of an IPv6 address."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a Unix socket, or a test client's name
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
+
+
+def peer_of(request: Request) -> str:
+    """The address that a request's connection comes from, whatever its headers claim."""
+    connection = request.scope.get(_KEY)
+    if isinstance(connection, Connection):
+        return connection.address
+    return address_group(request.client.host) if request.client else ""
+
+
+def accept(request: Request) -> None:
+    """Note that a key was accepted on the request's connection."""
+    connection = request.scope.get(_KEY)
+    if isinstance(connection, Connection):
+        connection.accepted = True

@@ -1,0 +1,109 @@
+"""Which names the server answers under, and which web pages may change something through a visitor's browser.
+
+A server that needs no key answers only under names of its own machine, the host of the setting `public_url`, and the
+setting `allowed_hosts`. Otherwise a web page could give its own name our address, and its scripts would be same-origin
+with us (DNS rebinding). A server with keys answers under every name, unless `allowed_hosts` is set: a page from
+elsewhere has no key. Headers such as X-Forwarded-Host are ignored.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tinkerflow.api.errors import error_response
+from tinkerflow.backend.core.errors import shown
+from tinkerflow.backend.settings import Settings
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
+_READS = ("GET", "HEAD", "OPTIONS")
+_OWN_SITE = ("same-origin", "none")
+
+
+class HostGuard:
+    """The app, for requests under its own names. Every other request is answered 403 before anything reads it."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, is_open: Callable[[], Awaitable[bool]]) -> None:
+        """app: answers the requests. settings: have the names. is_open: whether the server needs no key."""
+        self._app = app
+        self._is_open = is_open
+        self._public = urlsplit(settings.public_url)
+        self._any = "*" in settings.allowed_hosts
+        self._restricted = bool(settings.allowed_hosts)
+        self._allowed = {*map(_plain, settings.allowed_hosts), self._public.hostname}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if (reason := await self._refusal(scope["method"], Headers(scope=scope))) is not None:
+            await error_response(scope["path"], 403, reason)(scope, receive, send)
+            return
+
+        async def send_local(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 307 and "endpoint" not in scope:
+                message["headers"] = [(b"location", self._redirect(scope)), (b"content-length", b"0")]
+            await send(message)
+
+        await self._app(scope, receive, send_local)
+
+    async def _refusal(self, method: str, headers: Headers) -> str | None:
+        """Why the request is refused, None when it is not."""
+        hosts = headers.getlist("host")
+        host = hostname(hosts[0]) if len(hosts) == 1 else None
+        is_open = await self._is_open()
+        if (is_open or self._restricted) and not self._answers_to(host, is_open=is_open):
+            rule = "must be a name of this machine, the host of public_url, or one of allowed_hosts"
+            return f"the Host header is {shown(', '.join(hosts))}: {rule}"
+        if is_open and method not in _READS and not same_site(headers, self._public.netloc):
+            return "this request comes from a web page of another site, and changes nothing here"
+        return None
+
+    def _answers_to(self, host: str | None, *, is_open: bool) -> bool:
+        if self._any or host is None:
+            return self._any
+        # DNS rebinding needs a name, so a restricted server still answers to its addresses: health checks use them.
+        return is_loopback(host) or host in self._allowed or (not is_open and _is_address(host))
+
+    def _redirect(self, scope: Scope) -> bytes:
+        """The location to which the router redirects, without a host: with a slash at its end, or without one."""
+        path = str(scope["raw_path"].decode("ascii"))
+        path = path.rstrip("/") if path.endswith("/") else path + "/"
+        query = scope["query_string"].decode("latin-1")
+        return f"{self._public.path.rstrip('/')}/{path.lstrip('/')}{'?' + query if query else ''}".encode("latin-1")
+
+
+def same_site(headers: Headers, public: str) -> bool:
+    """Whether a request comes from a page of ours, or from no page. public: host and port of the setting public_url."""
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
+    known = {headers.get("host", ""), public} - {""}
+    return site in _OWN_SITE and (origin is None or urlsplit(origin).netloc in known)
+
+
+def hostname(header: str) -> str | None:
+    """The name in a Host header, in lower case; None for a header that holds anything else."""
+    match = _HOST.fullmatch(header)
+    return None if match is None else _plain(match[1])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` always means this machine."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _plain(name: str) -> str:
+    return name.strip("[]").rstrip(".").lower()

@@ -1,0 +1,235 @@
+"""Who sent a request: API keys, and tokens that represent keys (tokens.py), become identities."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
+
+from fastapi import HTTPException
+
+from tinkerflow.api.hosts import is_loopback
+from tinkerflow.api.tokens import (
+    TOKEN_LIFETIME,
+    TOKEN_PREFIX,
+    TOKEN_SECRET,
+    BadTokenError,
+    Claims,
+    read_token,
+    sign_token,
+)
+from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER
+from tinkerflow.backend.journal import Journal, KeyView
+from tinkerflow.backend.settings import Settings
+
+T = TypeVar("T")
+
+REMEMBERED_SECONDS = 5.0  # for which a key is not looked up again, and a revoked key still works
+_NO_KEYS_SECONDS = 1.0
+_MOST_REMEMBERED = 10_000
+_GUESSES = 30  # unknown keys of one address before its next ones are answered 429
+_GUESS_SECONDS = 2.0  # after which an address may show one more unknown key
+_MOST_NEW = 64  # keys that were never seen before and wait to be looked up
+_MOST_ADDRESSES = 10_000
+_INVALID_TOKEN = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # RFC 6750: the SDK exchanges its key again
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The sender of a request.
+
+    owner: the project whose rows the sender reads and writes. key_id: the key, "" on a server that needs no key.
+    admin: whether the sender may read the rows of all projects. name: of the key. expires: when the token that the
+    sender showed ends, None for a key.
+    """
+
+    owner: str
+    key_id: str
+    admin: bool
+    name: str = ""
+    expires: datetime | None = None
+
+    @property
+    def number(self) -> int:
+        """The key's id as an integer of 48 bits, for answers that need one; 0 without a key."""
+        return int.from_bytes(hashlib.sha256(self.key_id.encode()).digest()[:6]) if self.key_id else 0
+
+
+# The person who runs a server that only this machine can reach.
+LOCAL = Identity(LOCAL_OWNER, key_id="", admin=True, name=LOCAL_OWNER)
+STRANGER = Identity("", key_id="", admin=False)  # a visitor who signs in
+
+
+class UnknownKeyError(Exception):
+    """The key or token is not valid. guess: whether nobody can have been given it. headers: of the answer."""
+
+    def __init__(self, reason: str, *, guess: bool = False, headers: dict[str, str] | None = None) -> None:
+        """reason: for the sender."""
+        super().__init__(reason)
+        self.guess = guess
+        self.headers = headers
+
+
+class Guesses:
+    """How many unknown keys each address has shown lately: a bucket of _GUESSES that fills again over time."""
+
+    def __init__(self, clock: Clock) -> None:
+        """No address has shown any."""
+        self._clock = clock
+        self._full_at: dict[str, float] = {}  # when the bucket of an address will be full again
+
+    def allow(self, address: str) -> bool:
+        """Count one unknown key of `address`; whether the address may show it."""
+        now = self._clock.monotonic()
+        if len(self._full_at) >= _MOST_ADDRESSES:
+            self._full_at = {other: at for other, at in self._full_at.items() if at > now}
+        full_at = max(now, self._full_at.get(address, 0.0)) + _GUESS_SECONDS
+        if full_at > now + _GUESSES * _GUESS_SECONDS:
+            return False
+        self._full_at[address] = full_at
+        return True
+
+
+class Authenticator:
+    """Turns keys and tokens into identities.
+
+    On a server that is bound to loopback and has no keys, any `tml-` key belongs to the owner `local`, and so do its
+    tokens until a key is made. On every other server a key must verify. A token lives no longer than its key: once the
+    key is revoked, both are refused within REMEMBERED_SECONDS.
+
+    Unknown keys cost little. One thread looks up the keys that were never seen before, so the keys of others are not
+    delayed; and an address that has shown too many unknown keys is answered 429.
+    """
+
+    def __init__(self, settings: Settings, journal: Journal, clock: Clock, threads: Executor | None = None) -> None:
+        """Check keys against the journal, in `threads` (default: the event loop's own threads)."""
+        self._journal = journal
+        self._clock = clock
+        self._secret = journal.keys.service_secret(TOKEN_SECRET)
+        self._open = is_loopback(settings.host)
+        self._no_keys_until = 0.0
+        self._known: dict[str, tuple[Identity, float]] = {}
+        self._recognised: set[bytes] = set()  # digests of keys that were valid once
+        self._threads = threads
+        self._first_look = ThreadPoolExecutor(1, "new-keys")
+        self._new = 0  # keys that wait for that thread
+        self._guesses = Guesses(clock)
+        self._asking: dict[str, asyncio.Future[Any]] = {}
+
+    async def identity(self, shown: str | None, address: str = "") -> Identity:
+        """The identity behind a key or token that came from `address`.
+
+        HTTPException 401: it is not valid. HTTPException 429: it is not valid, and the address has shown too many.
+        """
+        if not shown or not shown.startswith((KEY_PREFIX, TOKEN_PREFIX)):
+            raise HTTPException(
+                401, f"the X-API-Key header, or Authorization: Bearer, must hold a key that starts with {KEY_PREFIX}"
+            )
+        now = self._clock.monotonic()
+        if await self.is_open() and shown.startswith(KEY_PREFIX):
+            return LOCAL
+        if (known := self._known.get(shown)) is not None and now < known[1]:
+            return known[0]
+        try:
+            check = self._of_token if shown.startswith(TOKEN_PREFIX) else self._of_key
+            identity, seconds = await check(shown)
+        except UnknownKeyError as error:
+            self._known.pop(shown, None)
+            if error.guess and not self._guesses.allow(address):
+                raise _too_many() from error
+            raise HTTPException(401, str(error), error.headers) from error
+        self._remember(shown, identity, now, seconds)
+        return identity
+
+    def token(self, identity: Identity, lifetime: timedelta = TOKEN_LIFETIME) -> str:
+        """A token for this identity. A token that is exchanged for a new one does not live longer through that."""
+        now = self._clock.now()
+        until = now + lifetime
+        expires = until if identity.expires is None else min(until, identity.expires)
+        claims = Claims(identity.key_id, identity.owner, identity.name, expires)
+        return sign_token(claims, self._secret, now)
+
+    def forget(self, key_id: str) -> None:
+        """Look this key up again at its next use, because it was revoked here."""
+        self._known = {shown: known for shown, known in self._known.items() if known[0].key_id != key_id}
+
+    async def _of_key(self, key: str) -> tuple[Identity, float]:
+        """The identity behind a key, and for how many seconds it may be remembered."""
+        digest = hashlib.sha256(key.encode()).digest()
+        recognised = digest in self._recognised
+        if recognised:
+            row = await self._ask(f"key {key}", self._threads, self._journal.keys.verify, key)
+        elif self._new >= _MOST_NEW:
+            raise _too_many()
+        else:
+            self._new += 1
+            try:
+                row = await self._ask(f"key {key}", self._first_look, self._journal.keys.verify, key)
+            finally:
+                self._new -= 1
+        if row is None:
+            reason = "the API key is unknown or revoked; `tinkerflow key create` makes one"
+            raise UnknownKeyError(reason, guess=not recognised)
+        if len(self._recognised) < _MOST_REMEMBERED:
+            self._recognised.add(digest)
+        return _of_row(row), REMEMBERED_SECONDS
+
+    async def _of_token(self, token: str) -> tuple[Identity, float]:
+        """The identity behind a token, and for how many seconds it may be remembered."""
+        try:
+            claims = read_token(token, self._secret, self._clock.now())
+        except BadTokenError as e:
+            raise UnknownKeyError(str(e), guess=not e.expired, headers=_INVALID_TOKEN) from e
+        left = min(REMEMBERED_SECONDS, (claims.expires - self._clock.now()).total_seconds())
+        if not claims.key_id:
+            if not self._open:
+                reason = "the token was made when no key was needed here; a key is needed now"
+                raise UnknownKeyError(reason, headers=_INVALID_TOKEN)
+            return replace(LOCAL, expires=claims.expires), left
+        row = await self._ask(f"id {claims.key_id}", self._threads, self._journal.keys.usable, claims.key_id)
+        if row is None:
+            raise UnknownKeyError("the API key of this token was revoked", headers=_INVALID_TOKEN)
+        return replace(_of_row(row), expires=claims.expires), left
+
+    def _remember(self, credential: str, identity: Identity, now: float, seconds: float) -> None:
+        if len(self._known) >= _MOST_REMEMBERED:
+            self._known = {shown: known for shown, known in self._known.items() if now < known[1]}
+        self._known[credential] = (identity, now + seconds)
+
+    async def _ask(self, name: str, threads: Executor | None, question: Callable[..., T], *args: object) -> T:
+        """The journal's answer, shared by all requests that need it now: thousands may when a key was forgotten."""
+        asking = self._asking.get(name)
+        if asking is None:
+            loop = asyncio.get_running_loop()
+            asking = self._asking[name] = loop.run_in_executor(threads, lambda: question(*args))
+            asking.add_done_callback(lambda _: self._asking.pop(name, None))
+        answer: T = await asyncio.shield(asking)
+        return answer
+
+    async def is_open(self) -> bool:
+        """Whether the server needs no key: it is bound to loopback, and no key was ever made.
+
+        The journal is asked once a second, and never again once there is a key.
+        """
+        if self._open and (now := self._clock.monotonic()) >= self._no_keys_until:
+            self._open = not await self._ask("", self._threads, self._journal.keys.has_any)
+            self._no_keys_until = now + _NO_KEYS_SECONDS
+            if not self._open:
+                self._known.clear()
+        return self._open
+
+
+def _of_row(key: KeyView) -> Identity:
+    return Identity(key.owner, key.id, key.admin, key.name)
+
+
+def _too_many() -> HTTPException:
+    seconds = f"{_GUESS_SECONDS:.0f}"
+    return HTTPException(
+        429, f"too many unknown keys came from this address: try again in {seconds} s", {"Retry-After": seconds}
+    )

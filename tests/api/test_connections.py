@@ -1,0 +1,120 @@
+"""Connections cost strangers something: clocks, sizes and numbers are bounded before a key was accepted."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.api.conftest import KEY, Running
+
+from tinkerflow.api import connections
+from tinkerflow.api.connections import address_group
+
+HEAD = f"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEY}\r\n"
+Connect = Callable[..., socket.socket]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks and bounds that a test can wait for."""
+    monkeypatch.setattr(connections, "_SECOND", 0.05)
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "STRANGERS", 5)
+
+
+@pytest.fixture
+def connect(quick: None, server: Running) -> Iterator[Connect]:
+    """Opens a connection to the server and sends the given text."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(text: str = "") -> socket.socket:
+            port = int(server.url.rsplit(":", 1)[1])
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            connection.sendall(text.encode())
+            return connection
+
+        yield begin
+
+
+def end_of(connection: socket.socket) -> bytes:
+    """Everything that the server sends until it closes the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(2**16):
+            received += part
+    return received
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        ("", b""),
+        ("GET / HTTP/1.1\r\nHost: a", b"408"),
+        (HEAD, b"408"),
+        (HEAD + "Content-Length: 100\r\n\r\nhalf", b"408"),
+        (HEAD + "Transfer-Encoding: chunked\r\n\r\n5\r\nhalf.\r\n", b"408"),
+        ("GET / HTTP/1.1\r\nX: " + "x" * 2**17, b"431"),
+        ("x", b""),
+    ],
+    ids=["nothing", "half a line", "half the headers", "half a body", "a chunk", "long headers", "no HTTP"],
+)
+def test_an_unfinished_request_ends_in_time(connect: Connect, sent: str, answer: bytes) -> None:
+    assert answer in end_of(connect(sent)).split(b"\r\n")[0]
+
+
+def test_an_answered_request_whose_body_goes_on_ends_too(connect: Connect) -> None:
+    refused = HEAD.replace(KEY, "wrong") + "Content-Length: 100\r\n\r\nhalf"
+    assert end_of(connect(refused)).count(b"HTTP/1.1") == 1
+
+
+def test_a_stranger_is_not_idle_for_long_and_a_client_with_a_key_may(connect: Connect) -> None:
+    stranger, client = connect("GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"), connect()
+    ask = f"GET /api/v1/sessions HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEY}\r\n\r\n".encode()
+    client.sendall(ask)
+    assert b"200 OK" in client.recv(2**16)
+    assert b"200 OK" in end_of(stranger)
+    client.sendall(ask)
+    assert b"200 OK" in client.recv(2**16), "its connection outlived the stranger's"
+
+
+def test_the_oldest_connections_of_an_address_without_a_key_give_way(
+    connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 60)
+    opened = [connect(HEAD) for _ in range(20)]
+    for connection in opened[:15]:
+        assert end_of(connection) == b""
+    for connection in opened[15:]:
+        connection.sendall(b"Content-Length: 19\r\n\r\n" + b'{"sdk_version":"0"}')
+        assert b"200 OK" in connection.recv(2**16)
+    assert server.session()
+
+
+def test_a_client_that_does_not_read_its_answer_is_cut_off(
+    connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "WRITE_SECONDS", 0.2)
+    connection = connect()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+    many = "GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400
+    connection.sendall(many.encode())
+    deadline = time.monotonic() + 30
+    serving: Any = server
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            connection.send(b"x", socket.MSG_DONTWAIT)
+            time.sleep(0.05)
+            continue
+        break
+    assert time.monotonic() < deadline and serving.session()
+
+
+def test_bounds_hold_for_the_network_of_an_ipv6_address() -> None:
+    assert address_group("2001:db8::1") == address_group("2001:db8::ffff:1") == "2001:db8::/64"
+    assert address_group("::ffff:10.1.2.3") == address_group("10.1.2.3") == "10.1.2.3"
+    assert address_group("testclient") == "testclient"
