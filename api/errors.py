@@ -154,4 +154,5 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 def _unknown(request: Request, error: Exception) -> JSONResponse:
     # uvicorn logs the traceback; the client sees no internals
-    return error_response(request.url.path, 500, f"the service failed: {type(error).__name__}")
+    text = f"the service failed: {type(error).__name__}"
+    return error_response(request.url.path, 500, text, {"Connection": "close"})  # uvicorn closes it in any case

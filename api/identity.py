@@ -25,6 +25,7 @@ from tinkerflow.api.tokens import (
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER
 from tinkerflow.backend.journal import Journal, KeyView
+from tinkerflow.backend.journal.keys import hash_key
 from tinkerflow.backend.settings import Settings
 
 T = TypeVar("T")
@@ -34,8 +35,9 @@ _NO_KEYS_SECONDS = 1.0
 _MOST_REMEMBERED = 10_000
 _GUESSES = 30  # unknown keys of one address before its next ones are answered 429
 _GUESS_SECONDS = 2.0  # after which an address may show one more unknown key
-_MOST_NEW = 64  # keys that were never seen before and wait to be looked up
+_MOST_ASKED = 256  # keys that are being looked up; beyond them, keys that were never seen before are refused
 _MOST_ADDRESSES = 10_000
+_AUDIT_SECONDS = 60.0  # between two entries for the same refused key
 _INVALID_TOKEN = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # RFC 6750: the SDK exchanges its key again
 
 
@@ -45,7 +47,7 @@ class Identity:
 
     owner: the project whose rows the sender reads and writes. key_id: the key, "" on a server that needs no key.
     admin: whether the sender may read the rows of all projects. name: of the key. expires: when the token that the
-    sender showed ends, None for a key.
+    sender showed ends, None for a key. sign_in: the sign-in to the console that it belongs to, "" for none.
     """
 
     owner: str
@@ -53,6 +55,7 @@ class Identity:
     admin: bool
     name: str = ""
     expires: datetime | None = None
+    sign_in: str = ""
 
     @property
     def number(self) -> int:
@@ -117,8 +120,8 @@ class Authenticator:
         self._recognised: set[bytes] = set()  # digests of keys that were valid once
         self._threads = threads
         self._first_look = ThreadPoolExecutor(1, "new-keys")
-        self._new = 0  # keys that wait for that thread
         self._guesses = Guesses(clock)
+        self._audited: dict[str, float] = {}  # digests of refused keys, and until when they are not written again
         self._asking: dict[str, asyncio.Future[Any]] = {}
 
     async def identity(self, shown: str | None, address: str = "") -> Identity:
@@ -142,36 +145,40 @@ class Authenticator:
             self._known.pop(shown, None)
             if error.guess and not self._guesses.allow(address):
                 raise _too_many() from error
+            await self._audit_refusal(shown, address)
             raise HTTPException(401, str(error), error.headers) from error
         self._remember(shown, identity, now, seconds)
         return identity
 
-    def token(self, identity: Identity, lifetime: timedelta = TOKEN_LIFETIME) -> str:
-        """A token for this identity. A token that is exchanged for a new one does not live longer through that."""
+    def token(self, identity: Identity, lifetime: timedelta = TOKEN_LIFETIME, *, sign_in: str = "") -> str:
+        """A token for this identity. A token that is exchanged for a new one does not live longer through that.
+
+        sign_in: the id of a new sign-in to the console.
+        """
         now = self._clock.now()
         until = now + lifetime
         expires = until if identity.expires is None else min(until, identity.expires)
-        claims = Claims(identity.key_id, identity.owner, identity.name, expires)
+        claims = Claims(identity.key_id, identity.owner, identity.name, expires, sign_in or identity.sign_in)
         return sign_token(claims, self._secret, now)
 
     def forget(self, key_id: str) -> None:
         """Look this key up again at its next use, because it was revoked here."""
         self._known = {shown: known for shown, known in self._known.items() if known[0].key_id != key_id}
 
+    async def sign_out(self, identity: Identity) -> None:
+        """End the sign-in of this identity: its token and all tokens that it was exchanged for are refused."""
+        if identity.sign_in and identity.expires is not None:
+            await asyncio.to_thread(self._journal.keys.end_token, identity.sign_in, identity.expires)
+            self._known = {shown: known for shown, known in self._known.items() if known[0].sign_in != identity.sign_in}
+
     async def _of_key(self, key: str) -> tuple[Identity, float]:
         """The identity behind a key, and for how many seconds it may be remembered."""
         digest = hashlib.sha256(key.encode()).digest()
         recognised = digest in self._recognised
-        if recognised:
-            row = await self._ask(f"key {key}", self._threads, self._journal.keys.verify, key)
-        elif self._new >= _MOST_NEW:
+        name, threads = f"key {key}", self._threads if recognised else self._first_look
+        if not recognised and name not in self._asking and len(self._asking) >= _MOST_ASKED:
             raise _too_many()
-        else:
-            self._new += 1
-            try:
-                row = await self._ask(f"key {key}", self._first_look, self._journal.keys.verify, key)
-            finally:
-                self._new -= 1
+        row = await self._ask(name, threads, self._journal.keys.verify, key)
         if row is None:
             reason = "the API key is unknown or revoked; `tinkerflow key create` makes one"
             raise UnknownKeyError(reason, guess=not recognised)
@@ -191,10 +198,25 @@ class Authenticator:
                 reason = "the token was made when no key was needed here; a key is needed now"
                 raise UnknownKeyError(reason, headers=_INVALID_TOKEN)
             return replace(LOCAL, expires=claims.expires), left
+        sign_in = claims.sign_in
+        ended: bool = (
+            await self._ask(sign_in, self._threads, self._journal.keys.is_ended, sign_in) if sign_in else False
+        )
+        if ended:
+            raise UnknownKeyError("the token was signed out", headers=_INVALID_TOKEN)
         row = await self._ask(f"id {claims.key_id}", self._threads, self._journal.keys.usable, claims.key_id)
         if row is None:
             raise UnknownKeyError("the API key of this token was revoked", headers=_INVALID_TOKEN)
-        return replace(_of_row(row), expires=claims.expires), left
+        return replace(_of_row(row), expires=claims.expires, sign_in=claims.sign_in), left
+
+    async def _audit_refusal(self, shown: str, address: str) -> None:
+        """Write to the audit log that a key or token was refused, at most once a minute for each."""
+        hashed, now = hash_key(shown), self._clock.monotonic()
+        if len(self._audited) >= _MOST_REMEMBERED:
+            self._audited = {other: until for other, until in self._audited.items() if until > now}
+        if self._audited.get(hashed, 0.0) <= now:
+            self._audited[hashed] = now + _AUDIT_SECONDS
+            await self._ask(hashed, self._first_look, self._journal.audit.record_refused_key, hashed, address)
 
     def _remember(self, credential: str, identity: Identity, now: float, seconds: float) -> None:
         if len(self._known) >= _MOST_REMEMBERED:

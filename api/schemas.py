@@ -20,8 +20,8 @@ M = TypeVar("M", bound=BaseModel)
 class Wire(BaseModel):
     """Base of the JSON models. Requests may hold unknown fields.
 
-    Clients write null for fields that they leave out, so null counts as absent wherever a field has a default and no
-    meaning for null. `model_` is an ordinary field prefix here, not pydantic's own namespace.
+    Clients write null for fields that they leave out, so null counts as absent wherever it has no meaning. `model_` is
+    an ordinary field prefix here, not pydantic's own namespace.
     """
 
     model_config = ConfigDict(protected_namespaces=(), frozen=True)
@@ -94,11 +94,9 @@ def _names(model: type[BaseModel]) -> frozenset[str]:
 
 @cache
 def _never_null(model: type[BaseModel]) -> frozenset[str]:
-    """The names of a model's fields that have a default, and no meaning for null."""
+    """The names of a model's fields that have no meaning for null."""
     return frozenset(
-        field.alias or name
-        for name, field in model.model_fields.items()
-        if not field.is_required() and NoneType not in get_args(field.annotation)
+        field.alias or name for name, field in model.model_fields.items() if NoneType not in get_args(field.annotation)
     )
 
 

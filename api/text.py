@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
+from tinkerflow.backend.catalog.control_tokens import ControlTokens
 from tinkerflow.backend.catalog.model_card import TOKENIZER, ModelCard
 from tinkerflow.backend.core.errors import ServerError
 
@@ -25,6 +26,7 @@ class Tokenizer:
         import tokenizers
 
         self.folder = folder
+        self._control_tokens: dict[str, ControlTokens] = {}
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str((folder / TOKENIZER).read_text(encoding="utf-8"))
         except Exception as error:  # the package raises a bare Exception for a broken file
@@ -57,6 +59,12 @@ class Tokenizer:
         """The id of a token by its own name in the vocabulary, as `<|im_end|>`; None when there is none."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
+
+    def control_tokens(self, template: str) -> ControlTokens:
+        """The tokens that structure a conversation, with a chat template of this source."""
+        if template not in self._control_tokens:
+            self._control_tokens[template] = ControlTokens(self._tokenizer, template)
+        return self._control_tokens[template]
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -33,12 +33,14 @@ class Claims:
     """What a token says: the key (id "" where none is needed), its project, and when the token ends.
 
     name: the key's. It stands where the SDK expects an e-mail address: no address is known, and people know their keys.
+    sign_in: the id of the sign-in to the console that the token belongs to, "" for other tokens.
     """
 
     key_id: str
     project: str
     name: str
     expires: datetime
+    sign_in: str = ""
 
 
 def sign_token(claims: Claims, secret: bytes, now: datetime) -> str:
@@ -51,6 +53,7 @@ def sign_token(claims: Claims, secret: bytes, now: datetime) -> str:
         "email": claims.name,
         "iat": int(now.timestamp()),
         "exp": int(claims.expires.timestamp()),
+        **({"sign_in": claims.sign_in} if claims.sign_in else {}),
     }
     return jwt.encode(body, secret, _ALGORITHM)
 
@@ -69,4 +72,4 @@ def read_token(token: str, secret: bytes, now: datetime) -> Claims:
     expires = datetime.fromtimestamp(said["exp"], now.tzinfo)
     if expires <= now:
         raise BadTokenError("the token has expired; exchange the key for a new one", expired=True)
-    return Claims(said["key_id"], said["org_id"], said["email"], expires)
+    return Claims(said["key_id"], said["org_id"], said["email"], expires, said.get("sign_in", ""))

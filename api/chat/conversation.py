@@ -10,9 +10,10 @@ from typing import Any
 
 from tinkerflow.api.chat.parsers import PARSERS, Parser, ParserSpec, parser_for
 from tinkerflow.api.chat.reader import Tools
-from tinkerflow.api.chat.template import load_template
+from tinkerflow.api.chat.template import ChatTemplate, load_template
 from tinkerflow.api.endpoints.images import Placed, in_words, pictures_of, placed, processor_for, shown
 from tinkerflow.api.endpoints.targets import Target
+from tinkerflow.backend.catalog.control_tokens import ControlTokens
 from tinkerflow.backend.core.errors import UserError
 
 # How turns end in chat templates. Weights that learnt a template end their answers so, also where the base model's own
@@ -45,6 +46,7 @@ class Chat:
 
     must_call: the answer is a call of one of these. schema: the answer is JSON of this schema. schema_field: where the
     request has it. options: variables of the chat template. prefill: how the answer begins.
+    special_tokens: whether `<|im_end|>` in a text is that token; usually it is text.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -54,6 +56,7 @@ class Chat:
     schema_field: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     prefill: str = ""
+    special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,8 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
     spec = parser_for(source)
     if conversation.tools and (spec.parse is None or "tools" not in source):
         raise UserError(f"tools: the chat template of {model} takes none: must be left out")
-    tools = [tool.shown() for tool in conversation.tools]
-    messages: Sequence[Mapping[str, Any]] = shown(conversation.messages)
-    messages = spec.prepared(messages, tools) if spec.prepared is not None else messages
-    text = await target.call.slowly(template.render, messages, tools, conversation.options)
-    text = text.encode("utf-8", "replace").decode()  # arguments of earlier calls may hold halves of characters
+    control = tokenizer.control_tokens(source)
+    text = await target.call.slowly(_rendered, template, spec, conversation, control)
     thinks = spec.thinks(source)
     opened = thinks and spec.think is not None and text.rstrip().endswith(spec.think[0])
     begun, schema = "", conversation.schema
@@ -117,7 +117,10 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
         spec = spec if spec.opening else PARSERS[_JSON]
     ends = {end for token in _TURN_ENDS if token in source and (end := tokenizer.id_of(token)) is not None}
     images: tuple[Placed, ...] = ()
-    tokens = await target.encode(text + begun + conversation.prefill, "messages", special=False)
+    prefill = conversation.prefill
+    if not conversation.special_tokens:
+        prefill = control.hide(prefill, assistant=True)
+    tokens = await target.encode(text + begun + prefill, "messages", control)
     if processor is not None:
         tokens, images = await target.call.slowly(placed, target, processor, tokens, pictures)
     return Prompt(
@@ -133,6 +136,18 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
         messages=in_words(conversation.messages),
         images=images,
     )
+
+
+def _rendered(template: ChatTemplate, spec: ParserSpec, conversation: Chat, control: ControlTokens) -> str:
+    """The text of the prompt, in which control tokens of the conversation's own texts are hidden."""
+    messages: Sequence[Mapping[str, Any]] = shown(conversation.messages)
+    tools: Sequence[Mapping[str, Any]] = [tool.shown() for tool in conversation.tools]
+    options = conversation.options
+    if not conversation.special_tokens:
+        messages, tools, options = control.hide_messages(messages), control.hide(tools), control.hide(options)
+    messages = spec.prepared(messages, tools) if spec.prepared is not None else messages
+    text = template.render(messages, tools, options)
+    return text.encode("utf-8", "replace").decode()  # arguments of earlier calls may hold halves of characters
 
 
 def _call_schema(tools: Sequence[Tool]) -> dict[str, Any]:

@@ -79,8 +79,9 @@ class AnswerFields(SamplingFields):
     """A request without its messages. max_completion_tokens: as max_tokens; absent: all that the context has left.
 
     top_logprobs: needs logprobs. chat_template_kwargs: variables of the model's chat template. reasoning_effort:
-    another such variable; `none` and `minimal` also set enable_thinking to false. service_tier: `flex` waits behind
-    requests of people, as samples of programs do. metadata, store, safety_identifier, prompt_cache_key and modalities
+    another such variable; `none` and `minimal` also set enable_thinking to false. allow_special_tokens: `<|im_end|>` in
+    a message is that token, and not text. service_tier: `flex` waits behind requests of people, as samples of programs
+    do. metadata, store, safety_identifier, prompt_cache_key and modalities
     are accepted where they ask for what is done anyway.
     """
 
@@ -100,6 +101,7 @@ class AnswerFields(SamplingFields):
     service_tier: Literal["auto", "default", "flex"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    allow_special_tokens: bool = False
     modalities: list[Literal["text"]] | None = None
 
 
@@ -155,6 +157,7 @@ def _conversation(body: AnswerFields, messages: Sequence[Mapping[str, Any]]) -> 
         schema=schema,
         schema_field="response_format",
         options=_options(body),
+        special_tokens=body.allow_special_tokens,
     )
 
 

@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import Any
 
 from tinkerflow.api.console.render import size
-from tinkerflow.api.console.visit import Visit
+from tinkerflow.api.console.visit import Visit, record
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.errors import ServerError, UserError
-from tinkerflow.backend.journal import SampleView, WholeSample
+from tinkerflow.backend.journal import AuditedEvent, SampleView, WholeSample
 from tinkerflow.backend.wire import SampleBody, decode_sample
 
 _SHOWN = 400  # characters of a prompt's end and of an answer in a list
@@ -37,11 +37,28 @@ class ShownSample:
 async def shown(visit: Visit, *, run_id: str | None = None, limit: int = 20) -> list[ShownSample]:
     """The newest samples of the visitor's, or those of one run's weights."""
     found = await asyncio.to_thread(visit.journal.samples.recent, visit.owner, run_id=run_id, limit=limit)
-    return [await read(visit, one, shorten=True) for one in found]  # one after another: their bytes add up
+    await _audit(visit, found)
+    return [await _shown(visit, sample, shorten=True) for sample in found]  # one after another: their bytes add up
 
 
-async def read(visit: Visit, sample: SampleView, *, shorten: bool = False) -> ShownSample:
-    """One sample's texts. shorten: the end of the prompt, and the beginnings of the answers."""
+async def read(visit: Visit, sample: SampleView) -> ShownSample:
+    """One sample with all of its texts."""
+    await _audit(visit, [sample])
+    return await _shown(visit, sample, shorten=False)
+
+
+async def _audit(visit: Visit, samples: Sequence[SampleView]) -> None:
+    """Write to the audit logs of other projects that an admin read their samples."""
+    others: dict[str, list[str]] = {}
+    for sample in samples:
+        if sample.owner != visit.identity.owner:
+            others.setdefault(sample.owner, []).append(sample.id)
+    for owner, ids in others.items():
+        await record(visit.call.services, AuditedEvent.PROJECT_SAMPLE_READ, visit.identity, owner, samples=ids)
+
+
+async def _shown(visit: Visit, sample: SampleView, *, shorten: bool) -> ShownSample:
+    """A sample's texts. shorten: the end of the prompt, and the beginnings of the answers."""
     if sample.size > (_READ_IN_LIST if shorten else _READ):
         return ShownSample(sample, None, (), f"it is too large to be shown here: {size(sample.size)}")
     whole = await asyncio.to_thread(visit.journal.samples.whole, sample.id, visit.owner)

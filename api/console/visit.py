@@ -8,6 +8,7 @@ our pages show, and the browser must not say that another site sent it.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable, Coroutine, Mapping
@@ -30,7 +31,7 @@ from tinkerflow.api.identity import LOCAL, Identity
 from tinkerflow.api.links import base_url
 from tinkerflow.backend.core.errors import TinkerflowError
 from tinkerflow.backend.core.ids import KEY_PREFIX
-from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.journal import AuditedEvent, Journal, actor_of_key
 
 COOKIE = "tinkerflow"
 SIGNED_IN = timedelta(hours=12)
@@ -135,6 +136,12 @@ async def _identity(request: Request, services: Services) -> Identity:
         return await services.auth.identity(token, peer_of(request))
     except HTTPException as error:
         raise SignInError(str(error.detail)) from error
+
+
+async def record(services: Services, event: AuditedEvent, identity: Identity, owner: str, **details: object) -> None:
+    """Write to the audit log of the project `owner` what the visitor did."""
+    actor = actor_of_key(identity.key_id)
+    await asyncio.to_thread(services.journal.audit.record, event, owner=owner, actor=actor, details=details)
 
 
 def mark_of(services: Services, identity: Identity) -> str:

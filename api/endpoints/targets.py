@@ -18,6 +18,7 @@ from tinkerflow.api.call import Call
 from tinkerflow.api.submit import base_model_card
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.catalog.champions import champion_names, newest_champion
+from tinkerflow.backend.catalog.control_tokens import ControlTokens
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView
@@ -53,17 +54,19 @@ class Target:
         """The most characters that a text may have."""
         return _LONGEST_TOKENS * self.card.max_context
 
-    async def encode(self, text: str, field: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text, as of Tokenizer.encode. UserError names the field of a text that no context holds.
+    async def encode(self, text: str, field: str, control: ControlTokens | None = None) -> list[int]:
+        """The tokens of a text. UserError names the field of a text that no context holds.
 
+        control: encodes a rendered conversation; None: the text is a prompt of its own, as of `Tokenizer.encode`.
         Without a limit, tokenising the largest body would take minutes and tens of gigabytes.
         """
+        encode = self.tokenizer.encode if control is None else control.encode
         if len(text) > (most := self.longest_text):
             rule = f"at most {most}, {_LONGEST_TOKENS} for each token of the context"
             raise UserError(f"{field} has {len(text)} characters: must have {rule}")
         if len(text) <= _SHORT:
-            return self.tokenizer.encode(text, special=special)
-        return await self.call.slowly(self.tokenizer.encode, text, special=special)
+            return encode(text)
+        return await self.call.slowly(encode, text)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tinkerflow.api.call import Authorised, Router
 from tinkerflow.api.schemas import Wire
-from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.journal import StoredUsage, Usage, UsageKind, plain_metadata
 from tinkerflow.backend.settings import Settings
 
@@ -136,7 +136,10 @@ async def current_storage(call: Authorised, project_id: str | None = None) -> Cu
 
 
 def _hour(name: str, moment: datetime) -> datetime:
-    moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    try:
+        moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except OverflowError:  # the first or the last day of the calendar, east or west of here
+        raise broken(name, moment.isoformat(), "a time within the years 1 to 9999 in UTC") from None
     if moment.minute or moment.second or moment.microsecond:
         raise UserError(f"{name} is {moment.isoformat()}: must be a whole hour in UTC")
     return moment

@@ -82,7 +82,10 @@ class AnthropicMessage(Strict):
 
 
 class Counting(Strict):
-    """What is counted: the fields of a request that its prompt is made of. cache_control: is accepted."""
+    """The fields of a request that its prompt is made of. cache_control: is accepted.
+
+    allow_special_tokens: as of chat completions.
+    """
 
     model: str
     messages: list[AnthropicMessage] = Field(min_length=1)
@@ -92,6 +95,7 @@ class Counting(Strict):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
+    allow_special_tokens: bool = False
 
 
 class MessagesBody(Counting):
@@ -183,6 +187,7 @@ def _conversation(body: Counting) -> Chat:
         schema_field="output_config.format",
         options=_options(body.thinking, body.output_config),
         prefill=prefill,
+        special_tokens=body.allow_special_tokens,
     )
 
 

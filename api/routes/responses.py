@@ -71,9 +71,9 @@ class Reasoning(Strict):
 class ResponsesBody(Strict):
     """A request. input: a text, or items of the types message, function_call, function_call_output and reasoning.
 
-    Nothing is stored for later requests, so `previous_response_id` is unknown. service_tier: as of chat completions.
-    store, metadata, user, safety_identifier, prompt_cache_key and truncation are accepted, and change nothing; so is
-    `include` of encrypted reasoning, because reasoning is shown as it is.
+    Nothing is stored for later requests, so `previous_response_id` is unknown. service_tier, allow_special_tokens: as
+    of chat completions. store, metadata, user, safety_identifier, prompt_cache_key and truncation are accepted, and
+    change nothing; so is `include` of encrypted reasoning, because reasoning is shown as it is.
     """
 
     model: str
@@ -94,6 +94,7 @@ class ResponsesBody(Strict):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    allow_special_tokens: bool = False
     service_tier: Literal["auto", "default", "flex"] | None = None
     truncation: Literal["disabled"] | None = None
 
@@ -134,6 +135,7 @@ def _fields(body: ResponsesBody) -> AnswerFields:
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "service_tier": body.service_tier,
+        "allow_special_tokens": body.allow_special_tokens,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "stream": body.stream,
     }

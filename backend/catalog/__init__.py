@@ -3,6 +3,7 @@
 __all__ = [
     "champions",
     "checkpoint_index",
+    "control_tokens",
     "merging",
     "model_card",
     "model_source",

@@ -23,6 +23,7 @@ _ANSWERED = sa.and_(
 )
 _COLUMNS = (
     col(Request.id),
+    col(Request.owner),
     col(Request.sampler_id),
     sa.case(
         (_ANSWERED, RequestState.DONE), (col(Request.error) == CANCELLED, "cancelled"), else_=col(Request.state)
@@ -46,6 +47,7 @@ class SampleView:
     """
 
     id: str
+    owner: str
     sampler_id: str
     base_model: str
     model_path: str | None

@@ -118,7 +118,7 @@ def test_what_cannot_be_kept_or_is_too_much_is_refused(start: Any, monkeypatch: 
     body = {"sampling_session_id": name, "seq_id": 1, "prompt": {"chunks": [chunk] * 2}, "sampling_params": {}}
     told = server.result(server.post("asample", body).json()["request_id"]).json()
     assert "uploaded images have 80000 bytes: must be at most 65536 (max_body_bytes)" in told["error"]
-    monkeypatch.setattr("tinkerflow.api.routes.assets.MAX_ASSETS", 1)
+    monkeypatch.setattr("tinkerflow.api.submit.MAX_ASSETS", 1)
     body = {**body, "seq_id": 2, "prompt": {"chunks": [chunk, {**chunk, "location": "tinker://assets/asset-0"}]}}
     told = server.result(server.post("asample", body).json()["request_id"]).json()
     assert "the request names 2 uploaded images: must be at most 1" in told["error"]

@@ -38,7 +38,7 @@ async def calls(
     """Requests of these identities to an app that runs in this event loop."""
     async with journal.result_subscriptions() as subscriptions:
         app = create_app(settings, journal, subscriptions, Store.open(settings.store_url), clock=clock)
-        yield lambda identity: Call(SimpleNamespace(), identity, app.state.services)  # type: ignore[arg-type]
+        yield lambda identity: Call(SimpleNamespace(scope={}), identity, app.state.services)  # type: ignore[arg-type]
 
 
 def saved(journal: Journal, run: str, name: str, owner: str = "ann", kind: str = "sampler_weights") -> str:

@@ -177,7 +177,9 @@ def test_who_goes_away_is_cancelled(server: Running, decoder: Decoder) -> None:
 def test_a_slow_reader_slows_nobody(server: Running, decoder: Decoder) -> None:
     """One that does not read at all: a socket whose buffers are full."""
     body = json.dumps({"model": BASE, "prompt": "a", "max_tokens": 40, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     port = int(server.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as slow:
         slow.sendall(head.encode() + body)

@@ -22,13 +22,15 @@ from tinkerflow.api.console.visit import (
     base_of,
     form,
     page_router,
+    record,
     sign_in_page,
     visiting,
 )
 from tinkerflow.api.identity import STRANGER
 from tinkerflow.api.links import base_url
 from tinkerflow.api.schemas import API
-from tinkerflow.backend.core.ids import KEY_PREFIX
+from tinkerflow.backend.core.ids import KEY_PREFIX, new_id
+from tinkerflow.backend.journal import AuditedEvent
 from tinkerflow.backend.core.prefect_access import find_server, server_for_clients
 from tinkerflow.backend.settings import Settings
 
@@ -89,6 +91,8 @@ async def sign_in(request: Request) -> Response:
     except HTTPException as error:
         return sign_in_page(request, 401, str(error.detail))
     accept(request)
+    sign_in = new_id("signin")
+    await record(services, AuditedEvent.PROJECT_SIGNED_IN, identity, identity.owner, address=peer_of(request))
     base, wanted = base_of(services), fields.get("next", "/")
     local = (
         wanted.startswith("/") and not wanted.startswith(("//", "/\\")) and "\n" not in wanted and "\r" not in wanted
@@ -97,7 +101,7 @@ async def sign_in(request: Request) -> Response:
     secure = request.url.scheme == "https" or services.settings.public_url.startswith("https:")
     answer.set_cookie(
         COOKIE,
-        services.auth.token(identity, SIGNED_IN),
+        services.auth.token(identity, SIGNED_IN, sign_in=sign_in),
         max_age=int(SIGNED_IN.total_seconds()),
         path=base or "/",
         secure=secure,
@@ -109,7 +113,11 @@ async def sign_in(request: Request) -> Response:
 
 @router.post("/sign-out")
 async def sign_out(visit: Visiting) -> Response:
-    """Forget who was signed in on this browser."""
+    """End the sign-in, here and on the server."""
+    services, identity = visit.call.services, visit.identity
+    if identity.sign_in:
+        await services.auth.sign_out(identity)
+        await record(services, AuditedEvent.PROJECT_SIGNED_OUT, identity, identity.owner)
     answer = visit.go("/")
     answer.delete_cookie(COOKIE, path=base_of(visit.call.services) or "/", httponly=True, samesite="strict")
     return answer

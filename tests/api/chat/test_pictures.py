@@ -110,7 +110,8 @@ def test_wrong_images_are_refused_by_name(
         {**part, "image_url": {"url": part["image_url"]["url"].replace("PNG", png)}} if "image_url" in part else part
         for part in content
     ]
-    answer = post("chat/completions", {"model": BASE, "messages": [{"role": "user", "content": content}]})
+    body = {"model": BASE, "messages": [{"role": "user", "content": content}], "allow_special_tokens": True}
+    answer = post("chat/completions", body)
     assert answer.status_code == 400, answer.text
     assert says in answer.json()["error"]["message"]
 
@@ -189,8 +190,8 @@ def test_images_that_no_context_holds_are_not_measured(
     assert len(measured) < 20
 
 
-async def encode_anything(target: Target, text: str, field: str, *, special: bool = True) -> list[int]:
-    return target.tokenizer.encode(text, special=special)
+async def encode_anything(target: Target, text: str, field: str, control: Any = None) -> list[int]:
+    return control.encode(text)
 
 
 def test_an_error_counts_all_blocks_of_a_message(sees: None, post: Callable[..., Any], speaker: Speaker) -> None:
