@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, ParamSpec, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
-from pydantic import BaseModel
 
 from tinkerflow.api import bodies
 from tinkerflow.api.bodies import BODY, MEDIUM, SMALL, Body, Memories
@@ -21,7 +20,7 @@ from tinkerflow.api.connections import accept, peer_of
 from tinkerflow.api.identity import Authenticator, Identity
 from tinkerflow.api.metrics import Metrics
 from tinkerflow.api.sampler_sessions import EndpointSamplers
-from tinkerflow.api.schemas import API, read_json
+from tinkerflow.api.schemas import API, Wire
 from tinkerflow.api.text import Tokenizers
 from tinkerflow.api.threads import FairThreads
 from tinkerflow.backend.core.clock import Clock
@@ -34,7 +33,7 @@ MOST_VALUES = 2**21  # in a JSON body; a prompt of token ids has the most
 
 AccessScope = Literal["owned", "accessible"]
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=Wire)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -193,13 +192,13 @@ class Call:
         """The JSON body as `model`; UserError names the field and the rule. most: as of `body`."""
         body = await self.body(most)
         if len(body) <= SMALL:
-            return read_json(model, body)
+            return model.from_json(body)
         return await self.on_body(len(body), _read_large, model, body)
 
 
 def _read_large(model: type[M], body: bytes) -> M:
     bodies.check_values(body, MOST_VALUES, "the most for this endpoint")
-    return read_json(model, body)
+    return model.from_json(body)
 
 
 async def authorised(request: Request) -> Call:

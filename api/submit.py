@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi.responses import Response
-from pydantic import BaseModel
 
 from tinkerflow.api.bodies import MEDIUM, SMALL, check_values
 from tinkerflow.api.call import CONTROL_BYTES, Call
-from tinkerflow.api.schemas import read_json
+from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.catalog.model_card import ModelCard, image_processor
 from tinkerflow.backend.core.errors import NotFoundError, TinkerflowError, UserError
 from tinkerflow.backend.journal import Journal, Kind, NewRequest
@@ -33,7 +32,7 @@ from tinkerflow.backend.wire.requests import MAX_LISTED
 _REFUSED = "refused-"
 T = TypeVar("T")
 V = TypeVar("V")
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=Wire)
 _SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
 _LONGEST_REASON = 500  # characters
 _VALUES_PER_TOKEN = MAX_LISTED + 2  # numbers for each token of the context: the token, and tokens to be scored there
@@ -101,7 +100,7 @@ async def submit_for_model(
 
     def submit() -> Response:
         values = parse(payload)
-        address = OnModel.read(values)
+        address = OnModel.from_values(values)
         request = NewRequest(
             kind=kind,
             owner=call.owner,
@@ -120,7 +119,7 @@ async def submit_for_model(
 
 def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
     """Store a sample request of the tinker protocol; its id. values: of `body`. Wrong content is a stored failure."""
-    address = OnSampler.read(values)
+    address = OnSampler.from_values(values)
     filled, error = checked(partial(with_files, find=partial(uploaded_files, call)), values)
     stored = values if filled is None else filled
     request = NewRequest(
@@ -130,7 +129,7 @@ def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
         content_hash=content_hash(values),
         sampler_id=address.sampling_session_id,
         seq_id=address.seq_id,
-        error=error or checked(NumSamples.read, values)[1],
+        error=error or checked(NumSamples.from_values, values)[1],
         interactive=values.get("priority") == "interactive",
     )
     return call.journal.requests.submit(request, call.services.limits)
@@ -164,7 +163,7 @@ async def prompt_body(call: Call) -> bytes:
 async def parsed_prompt(call: Call, model: type[M]) -> M:
     """The JSON body of `prompt_body` as `model`; UserError names the field and the rule."""
     body = await prompt_body(call)
-    return read_json(model, body) if len(body) <= SMALL else await call.on_body(len(body), read_json, model, body)
+    return model.from_json(body) if len(body) <= SMALL else await call.on_body(len(body), model.from_json, body)
 
 
 def _prompt_bounds(call: Call) -> tuple[int, int]:

@@ -70,7 +70,7 @@ async def asample(call: Authorised) -> Response:
 def _submit_sample(call: Call, body: bytes) -> Response:
     values = parse(body)
     request_id = submit_sample(call, body, values)
-    asked, _ = checked(NumSamples.read, values)
+    asked, _ = checked(NumSamples.from_values, values)
     count = 0 if asked is None else asked.num_samples
     return response(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
 

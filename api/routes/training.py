@@ -117,7 +117,7 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
 @router.post("/optim_step", openapi_extra=takes(OnModel, OptimStepBody))
 async def optim_step(call: Authorised) -> Response:
     """Accept an optimizer step."""
-    return await submit_for_model(call, Kind.OPTIM_STEP, lambda values: OptimStepBody.read(values).params)
+    return await submit_for_model(call, Kind.OPTIM_STEP, lambda values: OptimStepBody.from_values(values).params)
 
 
 @router.post("/create_custom_loss", openapi_extra=takes(CustomLossAddress, CreateCustomLoss))
@@ -129,7 +129,7 @@ async def create_custom_loss(call: Authorised) -> Response:
 
 def _keep_loss(call: Call, body: bytes) -> Response:
     values = parse(body)
-    address = CustomLossAddress.read(values)
+    address = CustomLossAddress.from_values(values)
     loss, error = checked(read_custom_loss, values)
     new = NewCustomLoss(
         session_id=address.session_id,
@@ -156,12 +156,12 @@ async def load_weights(call: Authorised) -> Response:
     body = hash_token(await call.body(), access_hash)
     if parse(body).get("session_id") is not None:
         return await asyncio.to_thread(_create, call, body, Kind.LOAD_MODEL)
-    return await submit_for_model(call, Kind.LOAD_WEIGHTS, LoadWeights.read, body=body)
+    return await submit_for_model(call, Kind.LOAD_WEIGHTS, LoadWeights.from_values, body=body)
 
 
 def _create(call: Call, body: bytes, kind: Kind) -> Response:
     values = parse(body)
-    address = OnNewModel.read(values)
+    address = OnNewModel.from_values(values)
     new_id = model_id(address.session_id, address.model_seq_id)
     base_model = address.base_model if isinstance(address.base_model, str) else ""
     # What is known of a model that never came to be. Its request says why.
@@ -182,7 +182,7 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
 
 
 def _fresh(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
-    asked = CreateModel.read(values)
+    asked = CreateModel.from_values(values)
     card = base_model_card(call.journal, asked.base_model)
     spec = {
         **asdict(asked.lora.spec),
@@ -194,7 +194,7 @@ def _fresh(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
 
 
 def _from_checkpoint(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
-    asked = LoadModel.read(values)
+    asked = LoadModel.from_values(values)
     saved = call.journal.checkpoints.get(asked.path, call.owner, access=asked.access)
     base_model = asked.base_model or saved.base_model
     base_model_card(call.journal, base_model)
