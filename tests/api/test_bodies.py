@@ -182,15 +182,15 @@ def test_values_are_counted_before_they_are_parsed() -> None:
 # ------------------------------------------------------------------ over HTTP
 def test_endpoints_bound_their_bodies_and_others_go_on_meanwhile(start: Any, lettered: Any) -> None:
     """Each endpoint takes what it can use: a large body is answered before it is parsed, hashed or stored."""
-    server = start()
+    server = start(max_body_bytes=2**24)
     session = server.session()
-    numbers = b'{"prompt": {"chunks": [{"tokens": [' + b"1," * 24_000_000 + b"1]}]}}"
+    numbers = b'{"prompt": {"chunks": [{"tokens": [' + b"1," * 400_000 + b"1]}]}}"
     large = {
         "session_heartbeat": b'{"session_id": "' + session.encode() + b'", "x": "' + bytes(2 * 2**20) + b'"}',
         "create_session": b'{"sdk_version": "' + b"x" * 2**21 + b'"}',
-        "asample": numbers,
+        "asample": b" " * 2**23 + numbers,
         "optim_step": b" " * 2**21,
-        "assets": bytes(2**25 + 1),
+        "assets": bytes(2**24 + 1),
     }
     for path, body in large.items():
         frame = zstandard.ZstdCompressor().compress(body)
@@ -201,10 +201,11 @@ def test_endpoints_bound_their_bodies_and_others_go_on_meanwhile(start: Any, let
             assert answer.status_code == 413, (path, more, answer.text[:200])
             assert "must" in answer.json()["detail"]
             assert time.monotonic() - began < 10
-    refused = server.http.post(f"{server.url}/v1/chat/completions", content=numbers, headers={"X-API-Key": KEY})
-    assert (refused.status_code, refused.json()["error"]["type"]) == (413, "invalid_request_error")
-    body = large["session_heartbeat"] * 200
-    refused = server.http.post(f"{server.url}/api/v1/forward_backward", content=body, headers={"X-API-Key": KEY})
+    for content in (numbers * 3, large["asample"]):  # too many values, and too many bytes
+        refused = server.http.post(f"{server.url}/v1/chat/completions", content=content, headers={"X-API-Key": KEY})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (413, "invalid_request_error")
+    body, key = bytes(2**24 + 1), {"X-API-Key": KEY}
+    refused = server.http.post(f"{server.url}/api/v1/forward_backward", content=body, headers=key)
     assert refused.status_code == 200, "a refused chunk would hang the SDK"
     assert "max_body_bytes" in server.result(refused.json()["request_id"]).json()["error"]
     assert server.post("session_heartbeat", {"session_id": session}).status_code == 200
