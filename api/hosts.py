@@ -9,7 +9,6 @@ elsewhere has no key. Headers such as X-Forwarded-Host are ignored.
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
@@ -18,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkerflow.api.errors import error_response
 from tinkerflow.backend.core.errors import shown
+from tinkerflow.backend.core.hosts import host_name, is_loopback
 from tinkerflow.backend.settings import Settings
 
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 _READS = ("GET", "HEAD", "OPTIONS")
 _OWN_SITE = ("same-origin", "none")
 
@@ -35,7 +34,7 @@ class HostGuard:
         self._public = urlsplit(settings.public_url)
         self._any = "*" in settings.allowed_hosts
         self._restricted = bool(settings.allowed_hosts)
-        self._allowed = {*map(_plain, settings.allowed_hosts), self._public.hostname}
+        self._allowed = {*map(host_name, settings.allowed_hosts), self._public.hostname or ""} - {""}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -56,7 +55,7 @@ class HostGuard:
     async def _refusal(self, method: str, headers: Headers) -> str | None:
         """Why the request is refused, None when it is not."""
         hosts = headers.getlist("host")
-        host = hostname(hosts[0]) if len(hosts) == 1 else None
+        host = host_name(hosts[0]) if len(hosts) == 1 else ""
         is_open = await self._is_open()
         if (is_open or self._restricted) and not self._answers_to(host, is_open=is_open):
             rule = "must be a name of this machine, the host of public_url, or one of allowed_hosts"
@@ -65,9 +64,9 @@ class HostGuard:
             return "this request comes from a web page of another site, and changes nothing here"
         return None
 
-    def _answers_to(self, host: str | None, *, is_open: bool) -> bool:
-        if self._any or host is None:
-            return self._any
+    def _answers_to(self, host: str, *, is_open: bool) -> bool:
+        if self._any:
+            return True
         # DNS rebinding needs a name, so a restricted server still answers to its addresses: health checks use them.
         return is_loopback(host) or host in self._allowed or (not is_open and _is_address(host))
 
@@ -86,24 +85,9 @@ def same_site(headers: Headers, public: str) -> bool:
     return site in _OWN_SITE and (origin is None or urlsplit(origin).netloc in known)
 
 
-def hostname(header: str) -> str | None:
-    """The name in a Host header, in lower case; None for a header that holds anything else."""
-    match = _HOST.fullmatch(header)
-    return None if match is None else _plain(match[1])
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` always means this machine."""
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-
-
 def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
         return False
     return True
-
-
-def _plain(name: str) -> str:
-    return name.strip("[]").rstrip(".").lower()

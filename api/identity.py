@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from fastapi import HTTPException
 
-from tinkerflow.api.hosts import is_loopback
 from tinkerflow.api.tokens import (
     TOKEN_LIFETIME,
     TOKEN_PREFIX,
@@ -23,6 +22,7 @@ from tinkerflow.api.tokens import (
     sign_token,
 )
 from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.hosts import is_loopback
 from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER
 from tinkerflow.backend.journal import Journal, KeyView
 from tinkerflow.backend.journal.keys import hash_key

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-from urllib.parse import urlsplit
+import re
+
+_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 
 
 def is_loopback(host: str) -> bool:
@@ -17,8 +19,6 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(authority: str) -> str:
-    """The host of `host`, `host:port` or `[v6]:port`, in lower case; empty when there is none."""
-    try:
-        return urlsplit(f"//{authority}").hostname or ""
-    except ValueError:
-        return ""
+    """The host of `host`, `host:port` or `[v6]:port`, in lower case and without a dot at its end; else empty."""
+    match = _AUTHORITY.fullmatch(authority)
+    return "" if match is None else match[1].strip("[]").rstrip(".").lower()

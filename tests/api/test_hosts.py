@@ -9,7 +9,8 @@ import pytest
 from starlette.datastructures import Headers
 from tests.api.conftest import KEY, Running
 
-from tinkerflow.api.hosts import hostname, is_loopback, same_site
+from tinkerflow.api.hosts import same_site
+from tinkerflow.backend.core.hosts import host_name, is_loopback
 from tinkerflow.backend.journal import Journal
 
 FOREIGN = [
@@ -93,7 +94,8 @@ def test_web_pages_of_other_sites_change_nothing_on_a_server_without_keys(
 
 
 def test_names_in_headers() -> None:
-    assert hostname("Box:80") == "box" and hostname("[::1]") == "::1" and hostname("a b") is None
+    assert host_name("Box.:80") == "box" and host_name("[::1]") == "::1"
+    assert host_name("a b") == host_name("user@box") == host_name("") == ""
     assert is_loopback("::1") and not is_loopback("box") and not is_loopback("")
     assert same_site(Headers({"host": "a:1", "origin": "http://a:1"}), "") and same_site(Headers({}), "")
     assert not same_site(Headers({"host": "a:1", "origin": "http://a:2"}), "")

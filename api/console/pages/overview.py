@@ -30,8 +30,8 @@ from tinkerflow.api.identity import STRANGER
 from tinkerflow.api.links import base_url
 from tinkerflow.api.schemas import API
 from tinkerflow.backend.core.ids import KEY_PREFIX, new_id
-from tinkerflow.backend.journal import AuditedEvent
 from tinkerflow.backend.core.prefect_access import find_server, server_for_clients
+from tinkerflow.backend.journal import AuditedEvent
 from tinkerflow.backend.settings import Settings
 
 _RECENT = 8
