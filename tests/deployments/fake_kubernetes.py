@@ -1,7 +1,4 @@
-"""What the launcher needs of a cluster's API, with the API's own words where it refuses.
-
-Server-side apply only merges here: a field that is no longer applied stays.
-"""
+"""The part of a cluster's API that the launcher uses. Server-side apply only merges here."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import kubernetes_validate
 
 VERSION = "1.37"
@@ -29,9 +26,9 @@ Json = dict[str, Any]
 
 @dataclass
 class FakeKubernetes:
-    """The API of a cluster with one StatefulSet, in the namespace tinkerflow.
+    """A cluster with one StatefulSet (None = none), in the namespace tinkerflow.
 
-    stateful_set: None = there is none. rules: of the service account's Role. applied: how often something was.
+    rules: of the service account's Role. applied: how often something was applied. outage: the response to everything.
     """
 
     stateful_set: Json | None
@@ -39,52 +36,51 @@ class FakeKubernetes:
     pods: list[Json] = field(default_factory=list)
     events: list[Json] = field(default_factory=list)
     applied: int = 0
+    outage: httpx2.Response | Exception | None = None
 
     @property
     def replicas(self) -> int:
         assert self.stateful_set is not None
         return int(self.stateful_set["spec"].get("replicas", 1))
 
-    def answer(self, request: httpx.Request) -> httpx.Response:
+    def respond(self, request: httpx2.Request) -> httpx2.Response:
         """The response to a request."""
-        asked = _URL.fullmatch(request.url.path)
-        assert asked, request.url
-        group, resource, name = asked["group"] or "", asked["resource"], asked["name"]
+        if isinstance(self.outage, Exception):
+            raise self.outage
+        found = _URL.fullmatch(request.url.path)
+        assert found, request.url
+        group, resource, name = found["group"] or "", found["resource"], found["name"]
         verb = "list" if name is None else request.method.lower()
-        if request.headers["Authorization"] != f"Bearer {TOKEN}":
-            return _refused(401, "Unauthorized")
-        if not any(
+        allowed = any(
             group in rule["apiGroups"]
             and resource in rule["resources"]
             and verb in rule["verbs"]
             and name in rule.get("resourceNames", [name])
             for rule in self.rules
-        ):
-            what = f'{resource}.{group} "{name}"' if name else resource
-            who = 'User "system:serviceaccount:tinkerflow:tinkerflow"'
-            where = f'in API group "{group}" in the namespace "tinkerflow"'
-            return _refused(403, f'{what} is forbidden: {who} cannot {verb} resource "{resource}" {where}')
+        )
         match verb, resource:
+            case _ if self.outage is not None:
+                return self.outage
+            case _ if request.headers["Authorization"] != f"Bearer {TOKEN}":
+                return _refused(401, "Unauthorized")
+            case _ if not allowed:
+                return _refused(403, f'{resource} "{name}" is forbidden: cannot {verb} resource "{resource}"')
             case "list", "pods":
                 assert request.url.params["labelSelector"] == "app.kubernetes.io/name=worker"
-                return httpx.Response(200, json={"items": self.pods})
+                return httpx2.Response(200, json={"metadata": {}, "items": self.pods})
             case "list", "events":
                 about = "involvedObject.kind=StatefulSet,involvedObject.name=worker,type=Warning"
                 assert request.url.params["fieldSelector"] == about
-                return httpx.Response(200, json={"items": self.events})
-        if self.stateful_set is None or self.stateful_set["metadata"]["name"] != name:
-            return _refused(404, f'statefulsets.apps "{name}" not found')
-        if verb == "patch":
-            assert request.headers["Content-Type"] == "application/apply-patch+yaml"
-            assert dict(request.url.params) == {"fieldManager": "tinkerflow", "force": "true"}
-            merged = _merged(self.stateful_set, json.loads(request.content))
-            try:
-                kubernetes_validate.validate(merged, VERSION, strict=True)
-            except kubernetes_validate.ValidationError as error:
-                return _refused(422, f'StatefulSet.apps "{name}" is invalid: {error}')
-            self.stateful_set = merged
-            self.applied += 1
-        return httpx.Response(200, json=self.stateful_set)
+                return httpx2.Response(200, json={"metadata": {}, "items": self.events})
+            case _ if self.stateful_set is None:
+                return _refused(404, f'statefulsets.apps "{name}" not found')
+            case "patch", _:
+                assert request.headers["Content-Type"] == "application/apply-patch+yaml"
+                assert dict(request.url.params) == {"fieldManager": "tinkerflow", "force": "true"}
+                self.stateful_set = _merged(self.stateful_set, json.loads(request.content))
+                kubernetes_validate.validate(self.stateful_set, VERSION, strict=True)
+                self.applied += 1
+        return httpx2.Response(200, json=self.stateful_set)
 
 
 @contextmanager
@@ -104,15 +100,16 @@ def served(fake: FakeKubernetes, address: str, account: Path) -> Iterator[int]:
         def do_GET(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             url, headers = f"https://{address}{self.path}", dict(self.headers)
-            answer = fake.answer(httpx.Request(self.command, url, headers=headers, content=content))
+            answer = fake.respond(httpx2.Request(self.command, url, headers=headers, content=content))
             self.send_response(answer.status_code)
+            self.send_header("Content-Type", answer.headers["Content-Type"])
             self.end_headers()
             self.wfile.write(answer.content)
 
         do_PATCH = do_GET
 
         def log_request(self, code: object = "-", size: object = "-") -> None:
-            """Nobody reads it."""
+            """Log nothing."""
 
     with ThreadingHTTPServer((address, 0), Handler) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
@@ -125,16 +122,15 @@ def served(fake: FakeKubernetes, address: str, account: Path) -> Iterator[int]:
             thread.join()
 
 
-def _refused(code: int, message: str) -> httpx.Response:
-    return httpx.Response(code, json={"kind": "Status", "status": "Failure", "message": message, "code": code})
+def _refused(code: int, message: str) -> httpx2.Response:
+    return httpx2.Response(code, json={"kind": "Status", "status": "Failure", "message": message, "code": code})
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Maps are merged, and lists of what has a name."""
+    """Merge maps, and lists whose items have names."""
     if isinstance(old, dict) and isinstance(new, dict):
         return old | {key: _merged(old.get(key), value) for key, value in new.items()}
-    if isinstance(old, list) and isinstance(new, list) and all("name" in one for one in (*old, *new)):
-        named = {one["name"]: one for one in new}
-        known = [_merged(one, named.pop(one["name"], {})) for one in old]
-        return [*known, *named.values()]
+    if isinstance(old, list) and isinstance(new, list) and all("name" in item for item in (*old, *new)):
+        named = {item["name"]: item for item in new}
+        return [*(_merged(item, named.pop(item["name"], {})) for item in old), *named.values()]
     return new

@@ -38,52 +38,30 @@ DATABASE = "postgresql://tinkerflow:secret@postgres/tinkerflow"
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
 of_each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
+
+def shape(*required: str, **properties: Any) -> dict[str, Any]:
+    """The JSON schema of an object that has no other properties."""
+    return {"type": "object", "required": [*required], "additionalProperties": False, "properties": properties}
+
+
+NUMBER = {"type": "integer", "minimum": 0}
+SUBDOMAIN = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
+JOB = shape("name", "template", name={"type": "string"}, replicas=NUMBER, template={"required": ["spec"]})
 # Of the JobSet's CRD (jobset.x-k8s.io/v1alpha2), the fields that we use; its jobs are checked as Jobs.
-JOBSET: dict[str, Any] = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "additionalProperties": False,
-    "properties": {
-        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
-        "kind": {"const": "JobSet"},
-        "metadata": {"type": "object"},
-        "spec": {
-            "type": "object",
-            "required": ["replicatedJobs"],
-            "additionalProperties": False,
-            "properties": {
-                "network": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {
-                        "enableDNSHostnames": {"type": "boolean"},
-                        "subdomain": {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63},
-                        "publishNotReadyAddresses": {"type": "boolean"},
-                    },
-                },
-                "failurePolicy": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {"maxRestarts": {"type": "integer", "minimum": 0}},
-                },
-                "replicatedJobs": {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "required": ["name", "template"],
-                        "additionalProperties": False,
-                        "properties": {
-                            "name": {"type": "string"},
-                            "replicas": {"type": "integer", "minimum": 0},
-                            "template": {"type": "object", "required": ["spec"]},
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
+JOBSET = shape(
+    *("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
+    kind={"const": "JobSet"},
+    metadata={"type": "object"},
+    spec=shape(
+        "replicatedJobs",
+        network=shape(
+            enableDNSHostnames={"type": "boolean"}, subdomain=SUBDOMAIN, publishNotReadyAddresses={"type": "boolean"}
+        ),
+        failurePolicy=shape(maxRestarts=NUMBER),
+        replicatedJobs={"type": "array", "minItems": 1, "items": JOB},
+    ),
+)
 
 
 @dataclass(frozen=True)
