@@ -194,15 +194,12 @@ def plan(
     base_weights: Annotated[Literal["full", "int8"] | None, setting("base_weights")] = None,
     tensor_parallel: Annotated[int | None, setting("tensor_parallel")] = None,
     expert_parallel: Annotated[int | None, setting("expert_parallel")] = None,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="also ask the accelerator's compiler, which takes minutes")
-    ] = False,
 ) -> None:
-    """Say whether a base model fits a machine, which batch and context it allows, and how fast it can be at best.
+    """Print whether a base model fits a machine, which batch and context it allows, and its highest possible speed.
 
-    It needs no accelerator: it computes what the workers would plan, and the speed from the devices' peak rates.
+    It needs no accelerator: it makes the plan that the workers would make, and uses the devices' peak rates.
     """
-    from tinkerflow.deployments.plan import describe_plan
+    from tinkerflow.deployments.plan import describe_plan, plan_service
 
     settings = settings_with(
         max_context=max_context,
@@ -210,7 +207,7 @@ def plan(
         tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel,
     )
-    print(describe_plan(settings, base_model, topology, rank=rank, compiled=compile_))
+    print(describe_plan(plan_service(settings, base_model, topology, rank=rank)))
 
 
 @app.command()

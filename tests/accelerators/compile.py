@@ -18,14 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 from tests.accelerators.budgets import Case, Record
-from tests.accelerators.programs import config
+from tests.accelerators.hlo_text import Counts, seconds
+from tests.accelerators.model_programs import Programs
+from tests.accelerators.models import config
+from tests.accelerators.targets import Figures
 
 from tinkerflow.backend.compute.planning.device_bytes import held_bytes, read_bytes
 from tinkerflow.backend.compute.planning.memory import state_bytes
-from tinkerflow.backend.compute.planning.roofline import Device, parse_topology, seconds, useful_flops
-from tinkerflow.backend.compute.planning.roofline_programs import Programs
-from tinkerflow.backend.compute.planning.roofline_targets import Figures
-from tinkerflow.backend.compute.planning.roofline_text import Counts
+from tinkerflow.backend.compute.planning.roofline import useful_flops
+from tinkerflow.backend.compute.planning.topologies import Device, parse_topology
 from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 

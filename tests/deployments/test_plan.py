@@ -1,4 +1,4 @@
-"""What `tinkerflow plan` says of a machine that nobody has here."""
+"""The plan of a service on accelerators that this machine does not have."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tests.accelerators.programs import MODELS
+from tests.accelerators.models import MODELS
 
 from tinkerflow.backend.compute.planning.memory import MemoryUses
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.plan import describe_plan
+from tinkerflow.deployments.plan import describe_plan, plan_service
 
 
 def plan(folder: Path, model: str, topology: str, *, rank: int = 32, **settings: object) -> str:
     """The plan for one of MODELS, of which there is a config.json and nothing else."""
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     chosen = Settings(data_dir=folder / "data", **settings)  # type: ignore[arg-type]
-    return describe_plan(chosen, str(folder), topology, rank=rank, compiled=False)
+    return describe_plan(plan_service(chosen, str(folder), topology, rank=rank))
 
 
 def number(text: str, pattern: str) -> float:
@@ -110,13 +110,15 @@ def test_what_cannot_be_is_refused_by_name(
 
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
-        describe_plan(Settings(data_dir=tmp_path), str(tmp_path), "h100:1", rank=32, compiled=False)
+        plan_service(Settings(data_dir=tmp_path), str(tmp_path), "h100:1", rank=32)
 
 
-@pytest.mark.skipif(find_spec("libtpu") is not None, reason="there is a compiler here")
 def test_without_the_compiler_its_figures_are_refused_by_name(tmp_path: Path) -> None:
+    """`python -m tests.accelerators.plan` prints the plan, and names the compiler that it needs."""
+    if find_spec("libtpu") is not None:
+        pytest.skip("this environment has the compiler")
     (tmp_path / "config.json").write_text(json.dumps(MODELS["0.6B"]))
-    command = ("plan", "--base-model", str(tmp_path), "--topology", "v6e:1x1", "--compile")
-    done = subprocess.run([sys.executable, "-m", "tinkerflow", *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("tinkerflow: topology 'v6e:1x1': no compiler for it here; it needs libtpu")
+    command = [sys.executable, "-m", "tests.accelerators.plan", "v6e:1x1", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "on v6e:1x1, 1 device(s)" in done.stdout
+    assert "topology 'v6e:1x1': no compiler for it here; it needs libtpu" in done.stderr

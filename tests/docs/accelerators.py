@@ -9,7 +9,7 @@ from functools import partial
 from tests.accelerators.budgets import BUDGETS, MFU, Record
 from tests.accelerators.gate import FIGURES
 
-from tinkerflow.backend.compute.planning.roofline import DEVICES
+from tinkerflow.backend.compute.planning.topologies import DEVICES
 
 Row = tuple[str, ...]
 

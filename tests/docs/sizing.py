@@ -9,7 +9,7 @@ from typing import Literal
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.planning.device_bytes import weight_bytes
 from tinkerflow.backend.compute.planning.memory import GB, MemoryPlan, plan_memory
-from tinkerflow.backend.compute.planning.roofline import DEVICES, Device
+from tinkerflow.backend.compute.planning.topologies import DEVICES, Device
 from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.core.errors import UserError

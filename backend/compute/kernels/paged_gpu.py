@@ -84,7 +84,7 @@ def attend(
         grid=(blocks * D, G, S),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
-        # `roofline_text` reads how many positions a row's queries see.
+        # `tests/accelerators/hlo_kernels.py` reads how many positions a row's queries see.
         name="paged_attention" if window is None else f"paged_attention_of_{window + Q - 1}",
     )(jnp.reshape(layer, 1), tables_SW, start_S, q, cache_k, *((cache_v,) if separate_values else ()))
     shares = jax.nn.softmax(log_totals, axis=0)

@@ -4,6 +4,6 @@ __all__ = [
     "device_bytes",
     "memory",
     "roofline",
-    "roofline_programs",
+    "topologies",
     "training_memory",
 ]

@@ -17,7 +17,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.params import count, load_params
 from tinkerflow.backend.compute.planning import device_bytes, memory, training_memory
-from tinkerflow.backend.compute.planning.roofline import parse_topology
+from tinkerflow.backend.compute.planning.topologies import parse_topology
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.training import budget as budget_module
 from tinkerflow.backend.compute.training.adapters import AdapterStore

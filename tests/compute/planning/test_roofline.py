@@ -1,12 +1,12 @@
-"""Names of topologies, and the time that a program takes at the peaks of a device."""
+"""Names of topologies, and the flops that a token needs."""
 
 from __future__ import annotations
 
 import pytest
 
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.planning.roofline import DEVICES, parse_topology, seconds, useful_flops
-from tinkerflow.backend.compute.planning.roofline_text import Work
+from tinkerflow.backend.compute.planning.roofline import useful_flops
+from tinkerflow.backend.compute.planning.topologies import DEVICES, parse_topology
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import LoraSpec
 
@@ -38,14 +38,6 @@ def test_another_topology_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_topology(text)
     assert caught.value.message.startswith(message)
-
-
-def test_an_operation_takes_the_longer_of_its_flops_and_its_bytes() -> None:
-    device = DEVICES["h100"]
-    matmul = Work("a", "dot", 1, int(device.flops), 0)
-    copy = Work("b", "copy", 1, 0, int(device.bandwidth))
-    both = Work("c", "dot", 1, int(device.flops), int(device.bandwidth) // 2)
-    assert seconds([matmul, copy, both], device) == pytest.approx(3)
 
 
 def test_a_token_of_qwen3_4b_has_17_gflop_at_rank_32() -> None:

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
+from tests.accelerators.hlo_text import Counts, count, seconds
 
 from tinkerflow.backend.compute.mesh import over
-from tinkerflow.backend.compute.planning.roofline import Topology, parse_topology, seconds
-from tinkerflow.backend.compute.planning.roofline_text import Counts, count
+from tinkerflow.backend.compute.planning.topologies import Topology, parse_topology
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for, environment
 from tinkerflow.backend.core.errors import UserError
 

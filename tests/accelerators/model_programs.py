@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from tests.accelerators.targets import Figures, compile_for, mesh_for
 
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, cache_mesh, replicated, sharding
 from tinkerflow.backend.compute.models.config import ModelConfig
@@ -19,8 +20,7 @@ from tinkerflow.backend.compute.models.lora import Lora, gathered, shardings
 from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.planning.memory import plan_memory
-from tinkerflow.backend.compute.planning.roofline import parse_topology
-from tinkerflow.backend.compute.planning.roofline_targets import Figures, compile_for, mesh_for
+from tinkerflow.backend.compute.planning.topologies import parse_topology
 from tinkerflow.backend.compute.platforms import compiling_for
 from tinkerflow.backend.compute.sampler.decode import decode, empty_rows
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache

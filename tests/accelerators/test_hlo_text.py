@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.accelerators.hlo_text import Counts, Loop, Work, count, seconds
 
-from tinkerflow.backend.compute.planning.roofline_text import Counts, Loop, count
+from tinkerflow.backend.compute.planning.topologies import DEVICES
 
 MATMUL = 2 * 4096 * 2560 * 9728
 LOOP = """HloModule jit_f, is_scheduled=true
@@ -370,3 +371,11 @@ def test_collectives_have_the_bytes_of_their_result() -> None:
 def test_a_text_that_is_no_program_is_refused() -> None:
     with pytest.raises(ValueError, match="no ENTRY"):
         count("module @jit_f {}", False)
+
+
+def test_an_operation_takes_the_longer_of_its_flops_and_its_bytes() -> None:
+    device = DEVICES["h100"]
+    matmul = Work("a", "dot", 1, int(device.flops), 0)
+    copy = Work("b", "copy", 1, 0, int(device.bandwidth))
+    both = Work("c", "dot", 1, int(device.flops), int(device.bandwidth) // 2)
+    assert seconds([matmul, copy, both], device) == pytest.approx(3)

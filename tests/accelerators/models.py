@@ -1,6 +1,6 @@
 """The models that budgets are about, and a command that prints the figures of one program.
 
-    python programs.py 4B h100:1 forward_backward 4 1024 [rank=32 tensor=8 expert=1 save=/tmp/text]
+    python -m tests.accelerators.models 4B h100:1 forward_backward 4 1024 [rank=32 tensor=8 expert=1 save=/tmp/text]
 
 It needs the environment that `environment.py` makes. What was compiled before is not compiled again.
 """
@@ -12,10 +12,10 @@ import sys
 from typing import Any
 
 from tests.accelerators import environment
+from tests.accelerators.model_programs import Programs
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import parse_config
-from tinkerflow.backend.compute.planning.roofline_programs import Programs
 
 _QWEN3 = {
     "model_type": "qwen3",

@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from tinkerflow.backend.compute.planning.roofline_kernels import KERNELS, LOGITS, READ, Shape
+from tests.accelerators.hlo_kernels import KERNELS, LOGITS, READ, Shape
+
+from tinkerflow.backend.compute.planning.topologies import Device
 
 Known = TypeVar("Known")
 
@@ -109,6 +111,15 @@ class Counts:
             for shape, flops in work.matmuls:
                 found[shape] = found.get(shape, 0) + flops
         return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def seconds(work: Iterable[Work], device: Device) -> float:
+    """The time of operations that run one after the other, each limited by the peak of flops or of bandwidth.
+
+    It is a lower bound: no kernel reaches either peak, and launches and transfers between devices are not counted
+    (Williams, Waterman and Patterson, "Roofline", 2009).
+    """
+    return sum(max(each.flops / device.flops, each.bytes / device.bandwidth) for each in work)
 
 
 def count(text: str, on_chip_spaces: bool, unknown_trips: int = 1) -> Counts:
