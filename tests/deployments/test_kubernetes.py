@@ -183,7 +183,8 @@ def test_names_lead_somewhere(overlay: str) -> None:
         volumes = {volume["name"]: volume for volume in one.spec.get("volumes", ())}
         for volume in volumes.values():
             match volume:
-                case {"secret": {"secretName": name}}:
+                case {"secret": {"secretName": name, "defaultMode": mode}}:
+                    assert mode & 0o007 == 0, "readable by the pod's user and group only"
                     assert name in {known for known, _ in secrets}
                 case {"persistentVolumeClaim": {"claimName": name}}:
                     assert name in objects(overlay, "PersistentVolumeClaim")

@@ -14,6 +14,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.launchers import LAUNCHERS, launcher_of, ray, slurm
 from tinkerflow.deployments.launching import Plan, own_address
+from tinkerflow.deployments.up import Stack
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -85,12 +86,11 @@ def test_cpus_are_no_accelerators(tmp_path: Path) -> None:
         plan(tmp_path, platform="cpu", process_devices=2)
 
 
-def test_ray_is_loaded_by_nobody_else_and_its_lack_is_said() -> None:
+def test_the_clients_of_clusters_are_loaded_when_they_are_needed_and_a_missing_one_is_named() -> None:
     code = """
 import sys
-from dataclasses import replace
 import tinkerflow.deployments.up, tinkerflow.deployments.launchers.ray as launcher
-assert "ray" not in sys.modules
+assert not {"ray", "lightkube"} & set(sys.modules)
 sys.modules["ray"] = None  # as if it were not installed
 try:
     launcher._connect("")
@@ -109,6 +109,16 @@ def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
     assert command[-6:-2] == ("--group", "10.0.0.1:7000", "--secret-file", str(tmp_path / "group.secret"))
     step = slurm.srun(replace(found, environment={"SLURM_JOB_ID": "7"}), 3)
     assert {"--exact", "--mem=0", "--relative=3"} <= set(step) and "--exclusive" not in step
+
+
+def test_no_command_line_holds_a_secret(tmp_path: Path) -> None:
+    """Every user of the machine can read the arguments of processes."""
+    given = {"data_dir": tmp_path, "port": 1, "prefect": "off", "group": "127.0.0.1:7000"}
+    settings = Settings(database_url="postgresql://me:pass-word@db/journal", **given)
+    children = [part.command for part in Stack(settings, report=print)._parts]
+    children.append(slurm.srun(Plan.of(settings, {}), 0))
+    secret = settings.group_secret_path.read_text().strip()
+    assert not [word for command in children for word in command if "pass-word" in word or secret in word]
 
 
 def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None:

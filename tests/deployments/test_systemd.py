@@ -13,6 +13,11 @@ UNITS = Path(__file__).parents[2] / "deployments" / "systemd"
 PROGRAM = "/opt/tinkerflow/.venv/bin/tinkerflow"
 
 
+@pytest.mark.parametrize("unit", sorted(UNITS.iterdir()), ids=lambda unit: unit.name)
+def test_what_a_unit_writes_is_for_its_user_alone(unit: Path) -> None:
+    assert {"StateDirectoryMode=0700", "UMask=0077"} <= set(unit.read_text().splitlines())
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 @pytest.mark.parametrize("unit", sorted(UNITS.iterdir()), ids=lambda unit: unit.name)
 def test_a_unit_is_right(unit: Path, tmp_path: Path) -> None:
