@@ -155,6 +155,22 @@ class Settings(BaseSettings):
     """bytes of checkpoints and uploaded images that a project may have; further ones fail; 0 = no limit"""
     max_feedback_per_day: int = Field(0, ge=0)
     """answers that a project may rate in 24 hours; 0 = no limit"""
+    max_queued_bytes: int = Field(2**33, ge=0)
+    """bytes of requests that a project may have waiting; 0 = no limit"""
+    max_sessions: int = Field(100_000, ge=0)
+    """sessions that a project may keep in the database; 0 = no limit"""
+    max_training_runs: int = Field(100_000, ge=0)
+    """training runs that a project may keep in the database; 0 = no limit"""
+    max_samplers: int = Field(1_000_000, ge=0)
+    """samplers that a project may keep in the database; 0 = no limit"""
+    max_custom_losses: int = Field(10_000, ge=0)
+    """custom losses that a project may keep in the database; 0 = no limit"""
+    max_images: int = Field(100_000, ge=0)
+    """uploaded images that a project may keep; 0 = no limit"""
+    max_feedback: int = Field(1_000_000, ge=0)
+    """rated answers that a project may keep in the database; 0 = no limit"""
+    max_kept_bytes: int = Field(2**32, ge=0)
+    """bytes of names, metadata, custom losses and feedback that a project may keep in the database; 0 = no limit"""
     max_body_bytes: int = Field(256 * 2**20, ge=2**16)
     """bytes of the largest body of one request, before and after decompression"""
 

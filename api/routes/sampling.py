@@ -14,8 +14,9 @@ from tinkerflow.api.schemas import Wire
 from tinkerflow.api.submit import base_model_card, checked, prompt_body, response, submit_sample
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import sampler_id
-from tinkerflow.backend.journal import Journal, NewSampler
+from tinkerflow.backend.journal import NewSampler
 from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse
+from tinkerflow.backend.wire.validation import OptionalText
 
 router = Router(busy=7)
 
@@ -25,8 +26,8 @@ class CreateSamplingSession(Wire):
 
     session_id: str
     sampling_session_seq_id: int = Field(ge=0, lt=2**31)
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: OptionalText = None
+    model_path: OptionalText = None
 
 
 class SamplingSessionCreated(Wire):
@@ -79,11 +80,11 @@ def _submit_sample(call: Call, body: bytes) -> Response:
 async def create_sampling_session(call: Authorised) -> SamplingSessionCreated:
     """Open a sampler on a base model or on a saved checkpoint."""
     body = await call.parsed(CreateSamplingSession)
-    return SamplingSessionCreated(sampling_session_id=await asyncio.to_thread(_open, call.journal, call.owner, body))
+    return SamplingSessionCreated(sampling_session_id=await asyncio.to_thread(_open, call, body))
 
 
-def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
-    base_model = body.base_model
+def _open(call: Call, body: CreateSamplingSession) -> str:
+    journal, owner, base_model = call.journal, call.owner, body.base_model
     if body.model_path is not None:
         saved = journal.checkpoints.get(body.model_path, owner)
         if saved.unsampled:
@@ -93,7 +94,8 @@ def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
             raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, that of {body.model_path}")
     card = base_model_card(journal, base_model)
     new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
-    return journal.samplers.open(NewSampler(new_id, body.session_id, owner, card.name, body.model_path))
+    new = NewSampler(new_id, body.session_id, owner, card.name, body.model_path)
+    return journal.samplers.open(new, call.services.limits)
 
 
 @router.post("/join_sampling_session", openapi_extra=takes(JoinSamplingSession))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import HTTPException
+from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Router
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import FinishReason, Wire
 from tinkerflow.backend.journal import NewSession, SessionState
+from tinkerflow.backend.wire.validation import MAX_DETAIL, AnyMetadata, Label, OptionalText, Texts
 
 router = Router(busy=5)
 
@@ -18,11 +20,11 @@ router = Router(busy=5)
 class CreateSession(Wire):
     """What a client says of itself when it begins a session."""
 
-    sdk_version: str
-    tags: tuple[str, ...] = ()
-    user_metadata: dict[str, Any] | None = None
-    project_id: str | None = None
-    display_name: str | None = None
+    sdk_version: Label
+    tags: Texts = ()
+    user_metadata: AnyMetadata = Field(default_factory=dict)
+    project_id: OptionalText = None
+    display_name: OptionalText = None
 
 
 class SessionCreated(Wire):
@@ -48,7 +50,7 @@ class Finish(Wire):
     """Why the client ends its session, and its words on that."""
 
     reason: FinishReason
-    detail: str | None = None
+    detail: Annotated[str, Field(max_length=MAX_DETAIL)] | None = None
 
 
 @router.post("/create_session", openapi_extra=takes(CreateSession))
@@ -59,12 +61,14 @@ async def create_session(call: Authorised) -> SessionCreated:
         owner=call.owner,
         sdk_version=body.sdk_version,
         tags=body.tags,
-        user_metadata=body.user_metadata or {},
+        user_metadata=body.user_metadata,
         project_id=body.project_id,
         display_name=body.display_name,
         key_id=call.key_id,
     )
-    return SessionCreated(session_id=await asyncio.to_thread(call.journal.sessions.create, session))
+    return SessionCreated(
+        session_id=await asyncio.to_thread(call.journal.sessions.create, session, call.services.limits)
+    )
 
 
 @router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))

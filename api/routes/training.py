@@ -137,11 +137,10 @@ def _keep_loss(call: Call, body: bytes) -> Response:
         seq_id=address.custom_loss_seq_id,
         name="" if loss is None else loss.name,
         definition="" if loss is None else dump_custom_loss(loss),
-        payload=body,
         content_hash=content_hash(values),
         error=error,
     )
-    return response(call.journal.losses.submit(new))
+    return response(call.journal.losses.submit(new, call.services.limits))
 
 
 @router.post("/create_model", openapi_extra=takes(OnNewModel, CreateModel))

@@ -37,11 +37,11 @@ from tinkerflow.backend.journal.models import RunView as RunView
 from tinkerflow.backend.journal.notify import Notifier as Notifier
 from tinkerflow.backend.journal.notify import ResultSubscriptions as ResultSubscriptions
 from tinkerflow.backend.journal.observed import Observed as Observed
+from tinkerflow.backend.journal.quotas import Limits as Limits
 from tinkerflow.backend.journal.recovery import Executed as Executed
 from tinkerflow.backend.journal.recovery import Recovery as Recovery
 from tinkerflow.backend.journal.recovery import SnapshotTaken as SnapshotTaken
 from tinkerflow.backend.journal.recovery import SnapshotView as SnapshotView
-from tinkerflow.backend.journal.requests import Limits as Limits
 from tinkerflow.backend.journal.requests import NewRequest as NewRequest
 from tinkerflow.backend.journal.requests import Pending as Pending
 from tinkerflow.backend.journal.requests import Requests as Requests

@@ -13,10 +13,9 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned
-from tinkerflow.backend.journal.requests import Limits, stored_bytes, take_owners_turn
+from tinkerflow.backend.journal.quotas import Limits, check_storage, count_kept, lock_project, uncount_kept
 from tinkerflow.backend.journal.tables import AssetRow
 
 
@@ -35,20 +34,16 @@ class Assets(Aggregate):
     """Uploaded images. NotFoundError everywhere: foreign ones do not exist."""
 
     def begin(self, asset_id: str, owner: str, size: int, limits: Limits) -> AssetView:
-        """The row of an image of so many bytes, made if there is none; UserError when the project has no room."""
+        """The row of an image of so many bytes, made if there is none; UserError when the project may not keep it."""
         new = AssetView(id=asset_id, owner=owner, size_bytes=size, piece="", created_at=self._now())
         with self._write() as connection:
-            take_owners_turn(connection, owner)
+            lock_project(connection, owner)
             found = connection.execute(sa.select(AssetRow).where(col(AssetRow.id) == asset_id)).one_or_none()
             if found is not None:
                 return as_view(AssetView, found)
-            stored = stored_bytes(connection, owner)
-            if limits.stored_bytes and stored + size > limits.stored_bytes:
-                raise UserError(
-                    f"the image has {size} bytes, this project's checkpoints and images {stored}: together they must "
-                    f"be at most {limits.stored_bytes} (max_stored_bytes)"
-                )
+            check_storage(connection, limits, owner, "the image has", size, reserved=0)
             connection.execute(sa.insert(AssetRow).values(**asdict(new)))
+            count_kept(connection, owner, "images", 0, limits)
         return new
 
     def arrived(self, asset_id: str, owner: str, piece: str, key_id: str = "") -> str:
@@ -92,7 +87,10 @@ class Assets(Aggregate):
         """Remove the row of an image; the pieces that have arrived since it was withdrawn, or ""."""
         its = sa.delete(AssetRow).where(col(AssetRow.id) == asset_id, col(AssetRow.owner) == owner)
         with self._write() as connection:
-            return connection.execute(its.returning(col(AssetRow.piece))).scalar_one_or_none() or ""
+            pieces: str | None = connection.execute(its.returning(col(AssetRow.piece))).scalar_one_or_none()
+            if pieces is not None:
+                uncount_kept(connection, owner, "images", 1, 0)
+        return pieces or ""
 
     def _note(self, connection: sa.Connection, event: audit.AuditedEvent, row: sa.Row[Any], key_id: str) -> None:
         details = {"asset_id": row.id, "size_bytes": row.size_bytes, "key_id": key_id}

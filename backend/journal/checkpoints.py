@@ -28,7 +28,7 @@ from tinkerflow.backend.journal.database import (
     missing,
     owned_by,
 )
-from tinkerflow.backend.journal.requests import Limits, storage_failure
+from tinkerflow.backend.journal.quotas import Limits, kept_failure, storage_failure
 from tinkerflow.backend.journal.tables import Checkpoint, Model, Session, WeightsShare
 from tinkerflow.backend.spec.checkpoint import Saved
 from tinkerflow.backend.spec.commands import Optimizer
@@ -188,9 +188,10 @@ class SavedCheckpoints(Aggregate):
         return BeforeSave(row[0], is_gone=row[1] is not None and not row[1])
 
     def check_storage(self, owner: str, limits: Limits) -> None:
-        """UserError when the project may not store another checkpoint now."""
+        """UserError when the project may not store another checkpoint, in a session and run made for it."""
         with self._read() as connection:
             failure = storage_failure(connection, owner, limits)
+            failure = failure or kept_failure(connection, owner, limits, "sessions", "training_runs")
         if failure is not None:
             raise UserError(failure[0])
 

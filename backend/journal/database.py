@@ -6,6 +6,7 @@ building a statement costs more than executing it.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,7 +25,7 @@ from sqlmodel import SQLModel, col
 
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.core.disk import make_folder, make_private, open_private
-from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFoundError
+from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFoundError, UserError
 
 if TYPE_CHECKING:
     from tinkerflow.backend.journal.notify import Notifier
@@ -47,6 +48,18 @@ Owned = type[Any]  # a table with the columns `id` and `owner`
 
 
 # ------------------------------------------------------------------ tables and their columns
+# Requests are validated before (backend/wire/validation.py). The sizes here are the last line of defense: no column
+# takes a text of any size, whichever way it came.
+ID_BYTES = 1024  # of an id, a path, a name of a kind or state
+NAME_BYTES = 4096  # of a name that a client gives: 1,024 characters in UTF-8
+TEXT_BYTES = 2**16  # of a message or a reason
+JSON_BYTES = 2**20
+
+
+class TooLongError(UserError, sa.exc.DontWrapMixin):
+    """A text or JSON value is larger than its column allows. SQLAlchemy raises it as it is."""
+
+
 class UtcDateTime(sa.types.TypeDecorator[datetime]):
     """Aware UTC datetimes in and out. SQLite stores no zone: it is dropped on the way in and added on the way out."""
 
@@ -69,6 +82,58 @@ class UtcDateTime(sa.types.TypeDecorator[datetime]):
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Text(sa.types.TypeDecorator[str]):
+    """A text of at most `most` bytes in UTF-8; TooLongError for a longer one."""
+
+    impl = sa.String
+    cache_ok = True
+
+    def __init__(self, most: int = ID_BYTES) -> None:
+        """most: bytes."""
+        super().__init__()
+        self.most = most
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """Check the size."""
+        if value is not None and len(value) * 4 > self.most and (size := len(value.encode())) > self.most:
+            raise TooLongError(f"a text has {size} bytes: must have at most {self.most} to be stored")
+        return value
+
+
+class CutText(Text):
+    """A text for people that the service makes, such as an error: a longer one is cut to `most` bytes."""
+
+    cache_ok = True
+
+    def __init__(self, most: int = TEXT_BYTES) -> None:
+        """most: bytes."""
+        super().__init__(most)
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """Cut the text: a failure must be stored, however long its message is."""
+        if value is None or len(value) * 4 <= self.most:
+            return value
+        return value.encode()[: self.most].decode(errors="ignore")
+
+
+class Json(sa.types.TypeDecorator[Any]):
+    """JSON of at most `most` bytes; TooLongError for a longer one. none_as_null: None is NULL, and not JSON's null."""
+
+    impl = sa.JSON
+    cache_ok = True
+
+    def __init__(self, most: int = JSON_BYTES, *, none_as_null: bool = False) -> None:
+        """most: bytes."""
+        super().__init__(none_as_null=none_as_null)
+        self.most = most
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
+        """Check the size."""
+        if value and (size := len(json.dumps(value))) > self.most:
+            raise TooLongError(f"metadata has {size} bytes as JSON: must have at most {self.most} to be stored")
+        return value
 
 
 class Table(SQLModel):

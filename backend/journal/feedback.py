@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 
@@ -11,7 +12,7 @@ from sqlmodel import col
 from tinkerflow.backend.core.errors import TooManyError
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view
-from tinkerflow.backend.journal.requests import NO_LIMITS, Limits
+from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, text_bytes
 from tinkerflow.backend.journal.tables import FeedbackRow
 
 _AT_ONCE = 8  # rows that are read from the database
@@ -68,6 +69,8 @@ class FeedbackGiven(Aggregate):
         now = self._now()
         with self._write() as connection:
             row = {**asdict(new), "at": now}
+            texts = text_bytes(json.dumps(new.prompt), new.answer, new.text) + len(new.tokens) + len(new.logprobs)
+            count_kept(connection, new.owner, "feedback", texts, limits)
             made = connection.execute(sa.insert(FeedbackRow).values(**row).returning(col(FeedbackRow.id))).scalar_one()
             details = {"sample_id": new.sample_id, "key_id": new.key_id}
             event = audit.AuditedEvent.FEEDBACK_GIVEN

@@ -1,6 +1,7 @@
 """Rows of checkpoints that no client saved here: copies, imports, and checkpoints found only in the store.
 
-Their runs and sessions are over from the start: nobody trains or samples in them, they only hold checkpoints.
+Their runs and sessions are over from the start: nobody trains or samples in them, they only hold checkpoints. Quotas
+are checked before files are copied or uploaded, and not again when their rows are made.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import CheckpointSaved, put_checkpoint
 from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.models import NewModel, insert_model
+from tinkerflow.backend.journal.quotas import NO_LIMITS
 from tinkerflow.backend.journal.sessions import NewSession, insert_session
 from tinkerflow.backend.journal.tables import Checkpoint, ModelState, SessionState
 
@@ -108,7 +110,7 @@ def record(
 
 def _insert_session(connection: sa.Connection, session_id: str, session: NewSession, detail: str, at: datetime) -> bool:
     over = {"state": SessionState.FINISHED, "detail": detail, "finish_reason": "success", "ended_at": at}
-    return insert_session(connection, session_id, session, at, **over)
+    return insert_session(connection, session_id, session, at, NO_LIMITS, **over)
 
 
 def _insert_run(

@@ -16,7 +16,8 @@ from sqlmodel import col
 
 from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.core.ids import custom_loss_id, new_id
-from tinkerflow.backend.journal.database import Aggregate, get_owned, insert_if_absent
+from tinkerflow.backend.journal.database import JSON_BYTES, Aggregate, get_owned, insert_if_absent
+from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, text_bytes
 from tinkerflow.backend.journal.tables import (
     CustomLossRow,
     Kind,
@@ -44,7 +45,6 @@ class NewCustomLoss:
     seq_id: int
     name: str
     definition: str
-    payload: bytes
     content_hash: str
     error: str | None = None
 
@@ -74,18 +74,22 @@ class SequencesRecorded:
 class Losses(Aggregate):
     """Custom losses, and what stable_reinforce records."""
 
-    def submit(self, loss: NewCustomLoss) -> str:
+    def submit(self, loss: NewCustomLoss, limits: Limits = NO_LIMITS) -> str:
         """Store a traced loss and the request that it answers at once; the request's id, of a replay the first one's.
 
         NotFoundError: unknown or foreign session. ConflictError: the number holds other content. A loss with an error,
-        or in a session that is over, is stored as a failed request: a refusal would hang the client.
+        or in a session that is over, is stored as a failed request: a refusal would hang the client. UserError: the
+        project keeps as many as it may.
         """
         loss_id, request_id, now = custom_loss_id(loss.session_id, loss.seq_id), new_id("req"), self._now()
         with self._write() as connection:
             session = get_owned(connection, Session, loss.session_id, loss.owner, lock=True)
             error = loss.error
+            if error is None and len(loss.definition) > JSON_BYTES:
+                error = f"the custom loss has {len(loss.definition)} characters as JSON: must have at most {JSON_BYTES}"
             if session.state != SessionState.ACTIVE:
                 error, _ = session_over(session.id, session.state, session.detail)
+            definition = loss.definition if error is None else None
             row = {
                 "id": loss_id,
                 "session_id": loss.session_id,
@@ -93,11 +97,12 @@ class Losses(Aggregate):
                 "seq_id": loss.seq_id,
                 "request_id": request_id,
                 "name": loss.name,
-                "definition": loss.definition if error is None else None,
+                "definition": definition,
                 "created_at": now,
             }
             if not insert_if_absent(connection, CustomLossRow, row):
                 return _replayed(connection, loss_id, loss)
+            count_kept(connection, loss.owner, "custom_losses", text_bytes(loss.name, definition), limits)
             done = orjson.dumps({"type": "create_custom_loss", "loss_id": loss_id})
             connection.execute(
                 sa.insert(Request).values(
@@ -106,7 +111,7 @@ class Losses(Aggregate):
                     owner=loss.owner,
                     session_id=loss.session_id,
                     content_hash=loss.content_hash,
-                    payload=loss.payload,
+                    payload=b"",  # the definition says it all
                     state=RequestState.DONE if error is None else RequestState.FAILED,
                     result=done if error is None else None,
                     result_type="json",

@@ -15,7 +15,8 @@ from tinkerflow.backend.core.ids import CheckpointKind
 from tinkerflow.backend.journal.checkpoints import CheckpointView, Page, exists
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, insert_if_absent, missing, owned_by
 from tinkerflow.backend.journal.effects import end_models, forget
-from tinkerflow.backend.journal.requests import NO_LIMITS, Failure, Limits, NewRequest, model_failure, store, take_turn
+from tinkerflow.backend.journal.quotas import NO_LIMITS, Failure, Limits, count_kept, model_failure, text_bytes
+from tinkerflow.backend.journal.requests import NewRequest, lock_quotas, store
 from tinkerflow.backend.journal.sessions import PROJECT
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
@@ -93,12 +94,13 @@ class Models(Aggregate):
 
         When the request carries an error, the session is over, or the project is over its `limits`, both are stored as
         failed. NotFoundError: unknown or foreign session. ConflictError: the model was created by another request.
+        UserError: the project keeps as many training runs as it may.
         """
         if request.model_id != model.id or request.seq_id != 0:
             raise ValueError(f"model {model.id}: its creation must name it with seq_id 0, not {request.seq_id!r}")
         now = self._now()
         with self._write() as connection:
-            take_turn(connection, limits, request)
+            lock_quotas(connection, limits, request)
             # Locked, so that a session which ends meanwhile either sees this model or is seen by it.
             session = get_owned(connection, Session, model.session_id, model.owner, lock=True)
             failure: Failure = None if request.error is None else (request.error, UserError.category)
@@ -106,7 +108,7 @@ class Models(Aggregate):
                 failure = session_over(session.id, session.state, session.detail)
             failure = failure or model_failure(connection, model.owner, limits)
             state, detail = (ModelState.CREATING, None) if failure is None else (ModelState.FAILED, failure[0])
-            insert_model(connection, model, state, detail, now)
+            insert_model(connection, model, state, detail, now, limits=limits)
             request_id = store(connection, request, model.session_id, failure, now)
         self._publish(f"model:{model.id}")
         return request_id
@@ -253,12 +255,18 @@ class Models(Aggregate):
 
 
 def insert_model(
-    connection: sa.Connection, model: NewModel, state: ModelState, detail: str | None, now: datetime, step: int = 0
+    connection: sa.Connection,
+    model: NewModel,
+    state: ModelState,
+    detail: str | None,
+    now: datetime,
+    step: int = 0,
+    limits: Limits = NO_LIMITS,
 ) -> None:
     """Make the row of a model unless its id exists.
 
     connection: of the caller's transaction. state, detail, step: what the model is at the beginning, and why. now: when
-    it was made.
+    it was made. limits: of its project; UserError when it keeps as many as it may.
     """
     row = {
         **asdict(model),
@@ -270,7 +278,9 @@ def insert_model(
         "created_at": now,
         "last_request_at": now,
     }
-    insert_if_absent(connection, Model, row)
+    if insert_if_absent(connection, Model, row):
+        texts = text_bytes(model.base_model, *model.user_metadata, *model.user_metadata.values())
+        count_kept(connection, model.owner, "training_runs", texts, limits)
 
 
 def _with_checkpoints(connection: sa.Connection, models: Sequence[sa.Row[Any]], now: datetime) -> list[RunView]:

@@ -1,4 +1,4 @@
-"""Requests on their way to the engine: submitted, counted against limits, ready to execute. results.py answers them.
+"""Requests on their way to the engine: submitted, counted against quotas, ready to execute. results.py answers them.
 
 Submitting: the unique constraints on (model or sampler, seq_id) decide which of two equal requests was first, and a
 replay gets the id of the first one. A request that cannot be executed (its model ended, its session is over, its seq_id
@@ -7,8 +7,6 @@ was given up, its content is wrong) is stored already failed: the client would w
 Executing: a model's requests run in the order of their sequence ids, from next_seq on. Sequence ids whose request
 failed at once count as used. A missing id holds back all later ones (chunks of one call arrive as 2..n, then 1).
 A request below next_seq is a save that later requests have overtaken.
-
-Limits: how much one project may have at a time. The transaction that adds to it counts first, so nothing gets past one.
 
 Every transaction locks rows in the same order: sessions, models, samplers, then requests, each by id.
 """
@@ -25,17 +23,25 @@ from sqlalchemy.orm import Mapped
 from sqlmodel import col
 
 from tinkerflow.backend.core import tracing
-from tinkerflow.backend.core.errors import Category, ConflictError, TinkerflowError, TooManyError, UserError
+from tinkerflow.backend.core.errors import Category, ConflictError, TinkerflowError, UserError
 from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.journal.database import Aggregate, as_view, insert_if_absent, is_owned, missing
 from tinkerflow.backend.journal.notify import answered
+from tinkerflow.backend.journal.quotas import (
+    NO_LIMITS,
+    Failure,
+    Limits,
+    check_sample,
+    kept_failure,
+    lock_project,
+    refused,
+    training_failure,
+)
 from tinkerflow.backend.journal.results import TAKE_NUMBER, Effect, Outcome, finish
 from tinkerflow.backend.journal.samplers import SamplerView
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
-    AssetRow,
-    Checkpoint,
     Kind,
     Model,
     ModelState,
@@ -53,7 +59,7 @@ from tinkerflow.backend.journal.tables import (
 
 CANCELLED = "cancelled by the client"
 MOST_ALONG = 2**16  # bytes of a payload that come with its sample; a larger one is read when there is room for it
-Failure = tuple[str, Category] | None
+FAILED_PAYLOAD = 2**16  # bytes of a payload that is kept although its request failed when it was submitted
 
 
 # ------------------------------------------------------------------ what goes in and what comes out
@@ -135,29 +141,6 @@ class Pending:
         return Outcome(self.id, effects=effects, **answer)
 
 
-# ------------------------------------------------------------------ limits
-@dataclass(frozen=True)
-class Limits:
-    """The most that a project may have; 0 is no limit.
-
-    sampling_requests: samples that wait for their answer.
-    queued_tokens: tokens of forward and forward_backward requests that wait.
-    live_models: models that are being created or live.
-    stored_bytes: bytes of checkpoints and uploaded images; once they are reached, nothing more is saved. A checkpoint
-    that is being saved at that moment has no size yet and does not count.
-    feedback_per_day: answers that it rates in 24 hours.
-    """
-
-    sampling_requests: int = 0
-    queued_tokens: int = 0
-    live_models: int = 0
-    stored_bytes: int = 0
-    feedback_per_day: int = 0
-
-
-NO_LIMITS = Limits()
-
-
 # ------------------------------------------------------------------ statements
 def _of_session(column: Mapped[Any]) -> sa.ScalarSelect[Any]:
     return sa.select(column).where(col(Session.id) == col(Model.session_id)).scalar_subquery()
@@ -232,7 +215,7 @@ class Requests(Aggregate):
             raise ValueError(f"{request.kind} request: needs a seq_id and exactly one of model_id and sampler_id")
         now = self._now()
         with self._write() as connection:
-            take_turn(connection, limits, request)
+            lock_quotas(connection, limits, request)
             if request.model_id is not None:
                 request_id = _submit_to_model(connection, request.model_id, request, limits, now)
                 topic = f"model:{request.model_id}"
@@ -334,13 +317,22 @@ def _submit_to_model(
     elif model.session_state != SessionState.ACTIVE:
         failure = session_over(model.session_id, model.session_state, model.session_detail)
     elif request.seq_id is not None and request.seq_id < model.next_seq:
-        failure = _refused(
+        failure = refused(
             f"seq_id {request.seq_id} of model {model_id} came too late: it was given up, {model.next_seq} is next"
         )
     elif request.error is not None:
-        failure = _refused(request.error)
+        failure = refused(request.error)
     else:
-        failure = _training_failure(connection, limits, request)
+        failure = training_failure(
+            connection,
+            limits,
+            request.owner,
+            tokens=request.tokens,
+            size=len(request.payload),
+            stores=request.stores,
+        )
+        if failure is None and request.kind == Kind.SAVE_FOR_SAMPLER and not request.stores:
+            failure = kept_failure(connection, request.owner, limits, "samplers")
     return store(connection, request, model.session_id, failure, now)
 
 
@@ -355,9 +347,9 @@ def _submit_to_sampler(
     if sampler.state != SamplerState.LIVE:
         failure = sampler_ended(sampler_id, sampler.detail)
     elif request.error is not None:
-        failure = _refused(request.error)
+        failure = refused(request.error)
     else:
-        _check_sample(connection, limits, request.owner)
+        check_sample(connection, limits, request.owner, len(request.payload))
     if failure is None:
         return store(connection, request, sampler.session_id, None, now), "sample"
     number = connection.execute(_TAKE_NUMBER_AND_TELL, {"of_sampler": sampler_id}).scalar_one()
@@ -380,6 +372,7 @@ def store(
     """
     request_id = new_id("req")
     error, category = failure or (None, None)
+    payload = request.payload if failure is None or len(request.payload) <= FAILED_PAYLOAD else b""
     row = {
         "id": request_id,
         "kind": request.kind,
@@ -389,7 +382,7 @@ def store(
         "sampler_id": request.sampler_id,
         "seq_id": request.seq_id,
         "content_hash": request.content_hash,
-        "payload": request.payload,
+        "payload": payload,
         "state": RequestState.PENDING if failure is None else RequestState.FAILED,
         "result_type": "json",
         "error": error,
@@ -399,6 +392,7 @@ def store(
         "replays": False,
         "completion": completion,
         "waiting_tokens": request.tokens,
+        "waiting_bytes": len(payload),
         "trace": tracing.current.get(),
         "interactive": request.interactive,
     }
@@ -424,46 +418,11 @@ def _replayed(connection: sa.Connection, request: NewRequest) -> str:
     return str(stored.id)
 
 
-def count_in_range(
-    connection: sa.Connection, model_id: str, first: int, end: int, *where: sa.ColumnElement[bool]
-) -> int:
-    """How many requests of the model have a seq_id in [first, end) and are `where`."""
-    in_range = (col(Request.model_id) == model_id, col(Request.seq_id) >= first, col(Request.seq_id) < end)
-    return connection.execute(sa.select(sa.func.count()).select_from(Request).where(*in_range, *where)).scalar_one()
+def lock_quotas(connection: sa.Connection, limits: Limits, request: NewRequest) -> None:
+    """Wait for the project's other transactions that count what this request adds; before any row is locked.
 
-
-# ------------------------------------------------------------------ counting what is limited
-# SQLite has one writer. On Postgres a transaction that adds to something limited first takes an advisory lock named
-# after the project, and holds it until its commit: two such transactions never count at the same time. No transaction
-# that holds another lock ever waits for this lock. Each count is one statement over an index that holds only the rows
-# that count, and it is made only where a limit is set: ix_request_pending_of_owner for sampling requests and queued
-# tokens, ix_model_owner_state for live models, ix_checkpoint_stored_by_owner and
-# ix_asset_owner_size_bytes for stored bytes.
-_TURN = sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:owner, 0))")
-_OWNER = sa.bindparam("owner", type_=sa.String)
-_SAMPLES = (
-    sa.select(sa.literal(1))
-    .where(col(Request.owner) == _OWNER, IS_PENDING, col(Request.kind) == sa.literal_column(f"'{Kind.SAMPLE}'"))
-    .limit(sa.bindparam("at_most"))
-    .subquery()
-)
-_COUNT_SAMPLES = sa.select(sa.func.count()).select_from(_SAMPLES)
-_COUNT_TOKENS = sa.select(sa.func.coalesce(sa.func.sum(col(Request.waiting_tokens)), 0)).where(
-    col(Request.owner) == _OWNER, IS_PENDING, col(Request.kind).in_((Kind.FORWARD, Kind.FORWARD_BACKWARD))
-)
-_COUNT_MODELS = sa.select(sa.func.count()).where(col(Model.owner) == _OWNER, col(Model.state).in_(TAKES_WORK))
-_COUNT_BYTES = sa.select(
-    sa.select(sa.func.coalesce(sa.func.sum(col(Checkpoint.size_bytes)), 0))
-    .where(col(Checkpoint.owner) == _OWNER, col(Checkpoint.deleted_at).is_(None))
-    .scalar_subquery()
-    + sa.select(sa.func.coalesce(sa.func.sum(col(AssetRow.size_bytes)), 0))
-    .where(col(AssetRow.owner) == _OWNER)
-    .scalar_subquery()
-)
-
-
-def take_turn(connection: sa.Connection, limits: Limits, request: NewRequest) -> None:
-    """Wait for the project's other transactions that add to what is limited; before any row is locked."""
+    queued_bytes are counted without this wait: requests that come at the same moment may exceed them a little.
+    """
     limited = (
         (request.kind == Kind.SAMPLE and limits.sampling_requests)
         or (request.tokens and limits.queued_tokens)
@@ -471,68 +430,12 @@ def take_turn(connection: sa.Connection, limits: Limits, request: NewRequest) ->
         or (request.kind in (Kind.CREATE_MODEL, Kind.LOAD_MODEL) and limits.live_models)
     )
     if limited:
-        take_owners_turn(connection, request.owner)
+        lock_project(connection, request.owner)
 
 
-def take_owners_turn(connection: sa.Connection, owner: str) -> None:
-    """Wait for the transactions of a project that took their turn. SQLite has one writer at a time anyway."""
-    if connection.dialect.name == "postgresql":
-        connection.execute(_TURN, {"owner": owner})
-
-
-def _check_sample(connection: sa.Connection, limits: Limits, owner: str) -> None:
-    """TooManyError when the project has as many samples waiting as it may: the client sends this one again later."""
-    most = limits.sampling_requests
-    if most and _ask(connection, _COUNT_SAMPLES, owner, at_most=most) >= most:
-        raise TooManyError(
-            f"this project has {most} sampling requests waiting, as many as it may (max_sampling_requests)"
-        )
-
-
-def _training_failure(connection: sa.Connection, limits: Limits, request: NewRequest) -> Failure:
-    """Why the project may not have this operation now; no statement when it adds nothing that is limited."""
-    if request.tokens and limits.queued_tokens:
-        waiting = _ask(connection, _COUNT_TOKENS, request.owner)
-        if waiting + request.tokens > limits.queued_tokens:
-            return _refused(
-                f"the request has {request.tokens} tokens, and this project has {waiting} waiting: "
-                f"together they must be at most {limits.queued_tokens} (max_queued_tokens)"
-            )
-    return storage_failure(connection, request.owner, limits) if request.stores else None
-
-
-def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Failure:
-    """Why the project may not store another checkpoint now, or None."""
-    if not limits.stored_bytes or (stored := stored_bytes(connection, owner)) < limits.stored_bytes:
-        return None
-    return _refused(
-        f"this project's checkpoints and images have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
-        "(max_stored_bytes); delete some"
-    )
-
-
-def stored_bytes(connection: sa.Connection, owner: str) -> int:
-    """The bytes of the project's checkpoints and uploaded images."""
-    return _ask(connection, _COUNT_BYTES, owner)
-
-
-def model_failure(connection: sa.Connection, owner: str, limits: Limits) -> Failure:
-    """Why the project may not have another model now, or None."""
-    if not limits.live_models:
-        return None
-    live = _ask(connection, _COUNT_MODELS, owner)
-    if live < limits.live_models:
-        return None
-    return _refused(
-        f"this project has {live} models: must be at most {limits.live_models} (max_live_models); "
-        "close the sessions of those that are done"
-    )
-
-
-def _ask(connection: sa.Connection, statement: sa.Select[tuple[int]], owner: str, **more: int) -> int:
-    return int(connection.execute(statement, {"owner": owner, **more}).scalar_one())
-
-
-def _refused(text: str) -> tuple[str, Category]:
-    """The failure of a request that is wrong, as `text` says."""
-    return text, UserError.category
+def count_in_range(
+    connection: sa.Connection, model_id: str, first: int, end: int, *where: sa.ColumnElement[bool]
+) -> int:
+    """How many requests of the model have a seq_id in [first, end) and are `where`."""
+    in_range = (col(Request.model_id) == model_id, col(Request.seq_id) >= first, col(Request.seq_id) < end)
+    return connection.execute(sa.select(sa.func.count()).select_from(Request).where(*in_range, *where)).scalar_one()

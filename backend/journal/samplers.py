@@ -22,6 +22,7 @@ from tinkerflow.backend.journal.database import (
     is_owned,
     missing,
 )
+from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, text_bytes
 from tinkerflow.backend.journal.tables import Request, SamplerRow, SamplerState, Session, SessionState, session_over
 
 NEXT_COMPLETION = {"last_completion": col(SamplerRow.last_completion) + 1}
@@ -91,7 +92,7 @@ class SamplerLoaded:
 class Samplers(Aggregate):
     """Sampling sessions."""
 
-    def open(self, sampler: NewSampler) -> str:
+    def open(self, sampler: NewSampler, limits: Limits = NO_LIMITS) -> str:
         """Make a sampler; its id. Repeating changes nothing.
 
         NotFoundError: unknown or foreign session. UserError: the session is over. ConflictError: the id has other
@@ -101,7 +102,7 @@ class Samplers(Aggregate):
             session = get_owned(connection, Session, sampler.session_id, sampler.owner, lock=True)
             if session.state != SessionState.ACTIVE:
                 raise UserError(session_over(session.id, session.state, session.detail)[0])
-            if not insert_sampler(connection, sampler, self._now()):
+            if not insert_sampler(connection, sampler, self._now(), limits):
                 stored = connection.execute(sa.select(SamplerRow).where(col(SamplerRow.id) == sampler.id)).one()
                 if (stored.base_model, stored.model_path) != (sampler.base_model, sampler.model_path):
                     raise ConflictError(
@@ -138,7 +139,10 @@ class Samplers(Aggregate):
         return int(clone)
 
 
-def insert_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime) -> bool:
-    """Make the sampler's row unless its id exists; whether it was made."""
+def insert_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime, limits: Limits = NO_LIMITS) -> bool:
+    """Make the sampler's row unless its id exists; whether it was made. UserError: the project keeps too many."""
     values = {**asdict(sampler), "state": SamplerState.LIVE, "created_at": now, "last_completion": 0, "clones": 0}
-    return insert_if_absent(connection, SamplerRow, values)
+    made = insert_if_absent(connection, SamplerRow, values)
+    if made:
+        count_kept(connection, sampler.owner, "samplers", text_bytes(sampler.base_model, sampler.model_path), limits)
+    return made

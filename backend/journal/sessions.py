@@ -35,6 +35,7 @@ from tinkerflow.backend.journal.database import (
 )
 from tinkerflow.backend.journal.effects import close_samplers
 from tinkerflow.backend.journal.leases import answering_since
+from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, text_bytes
 from tinkerflow.backend.journal.tables import (
     Checkpoint,
     Kind,
@@ -165,11 +166,11 @@ _TIMED = [column.name for column in fields(Timed) if column.name != "base_model"
 class Sessions(Aggregate):
     """Clients' sessions."""
 
-    def create(self, session: NewSession) -> str:
-        """Begin a session; its id."""
+    def create(self, session: NewSession, limits: Limits = NO_LIMITS) -> str:
+        """Begin a session; its id. UserError when its project keeps as many, or as much, as it may."""
         session_id = new_id("sess")
         with self._write() as connection:
-            insert_session(connection, session_id, session, self._now())
+            insert_session(connection, session_id, session, self._now(), limits)
         return session_id
 
     def get(self, session_id: str, owner: str | None) -> SessionView:
@@ -277,7 +278,12 @@ class Sessions(Aggregate):
 
 
 def insert_session(
-    connection: sa.Connection, session_id: str, session: NewSession, now: datetime, **over: object
+    connection: sa.Connection,
+    session_id: str,
+    session: NewSession,
+    now: datetime,
+    limits: Limits = NO_LIMITS,
+    **over: object,
 ) -> bool:
     """Make the row of a session unless its id exists; whether it was made. `over`: columns of one that is over."""
     row = {
@@ -290,7 +296,12 @@ def insert_session(
         "last_seen_at": now,
         **over,
     }
-    return insert_if_absent(connection, Session, row)
+    made = insert_if_absent(connection, Session, row)
+    if made:
+        named = (session.sdk_version, session.project_id, session.display_name, *session.tags)
+        texts = text_bytes(*named, json.dumps(dict(session.user_metadata)))
+        count_kept(connection, session.owner, "sessions", texts, limits)
+    return made
 
 
 def _view(row: sa.Row[Any]) -> SessionView:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 import sqlalchemy as sa
 from sqlmodel import Field, col
 
 from tinkerflow.backend.core.errors import Category, StateLostError, UserError
-from tinkerflow.backend.journal.database import Table, UtcDateTime
+from tinkerflow.backend.journal.database import JSON_BYTES, NAME_BYTES, CutText, Json, Table, Text, UtcDateTime
 
 PayloadType = Literal["json", "proto"]
 
@@ -110,16 +110,21 @@ def _partial(name: str, columns: str, where: str) -> sa.Index:
     return sa.Index(name, *columns.split(), sqlite_where=sa.text(on_sqlite), postgresql_where=sa.text(where))
 
 
+def _count() -> Any:
+    """A number that is 0 in a row that is made for another number."""
+    return Field(default=0, sa_type=sa.BigInteger, sa_column_kwargs={"server_default": "0"})
+
+
 class ApiKey(Table, table=True):
     """An API key: only the SHA-256 of its 256 random bits is kept."""
 
     __tablename__ = "api_key"
 
-    id: str = Field(primary_key=True)
-    key_hash: str = Field(unique=True)
-    prefix: str
-    name: str
-    project: str
+    id: str = Field(primary_key=True, sa_type=Text())
+    key_hash: str = Field(unique=True, sa_type=Text())
+    prefix: str = Field(sa_type=Text(NAME_BYTES))
+    name: str = Field(sa_type=Text(NAME_BYTES))
+    project: str = Field(sa_type=Text(NAME_BYTES))
     admin: bool
     created_at: datetime = Field(sa_type=UtcDateTime)
     last_used_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
@@ -133,14 +138,14 @@ class AuditEvent(Table, table=True):
     __table_args__ = (sa.Index("ix_audit_event_owner_at", "owner", "at"),)
 
     id: int | None = Field(default=None, primary_key=True)
-    owner: str
+    owner: str = Field(sa_type=Text(NAME_BYTES))
     at: datetime = Field(sa_type=UtcDateTime, index=True)
-    event: str
-    actor: str = Field(default="", sa_column_kwargs={"server_default": ""})
-    model_id: str | None = None
-    tinker_path: str | None = None
-    purpose: str | None = None
-    details: dict[str, object] = Field(sa_type=sa.JSON)
+    event: str = Field(sa_type=Text())
+    actor: str = Field(default="", sa_column_kwargs={"server_default": ""}, sa_type=Text(NAME_BYTES))
+    model_id: str | None = Field(default=None, sa_type=Text())
+    tinker_path: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    purpose: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    details: dict[str, object] = Field(sa_type=Json())
 
 
 class EndedToken(Table, table=True):
@@ -148,7 +153,7 @@ class EndedToken(Table, table=True):
 
     __tablename__ = "ended_token"
 
-    token_hash: str = Field(primary_key=True)
+    token_hash: str = Field(primary_key=True, sa_type=Text())
     expires_at: datetime = Field(sa_type=UtcDateTime, index=True)
 
 
@@ -162,12 +167,12 @@ class BaseModelRow(Table, table=True):
 
     __tablename__ = "base_model"
 
-    name: str = Field(primary_key=True)
-    card: str
+    name: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
+    card: str = Field(sa_type=Text(JSON_BYTES))
     registered_at: datetime = Field(sa_type=UtcDateTime)
-    progress: str | None = None
-    compile_status: str | None = None
-    worker_group: str | None = None
+    progress: str | None = Field(default=None, sa_type=CutText())
+    compile_status: str | None = Field(default=None, sa_type=Text(JSON_BYTES))
+    worker_group: str | None = Field(default=None, sa_type=Text(JSON_BYTES))
 
 
 class ServiceSecret(Table, table=True):
@@ -175,7 +180,7 @@ class ServiceSecret(Table, table=True):
 
     __tablename__ = "service_secret"
 
-    name: str = Field(primary_key=True)
+    name: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
     value: bytes
     created_at: datetime = Field(sa_type=UtcDateTime)
 
@@ -189,18 +194,18 @@ class Session(Table, table=True):
         sa.Index("ix_session_owner_created_at", "owner", "created_at"),
     )
 
-    id: str = Field(primary_key=True)
-    owner: str
-    key_id: str
-    tags: list[str] = Field(sa_type=sa.JSON)
-    user_metadata: dict[str, object] = Field(sa_type=sa.JSON)
-    sdk_version: str
-    project_id: str | None = None
-    display_name: str | None = None
-    state: str
-    detail: str | None = None
-    finish_reason: str | None = None
-    failure: dict[str, str | None] | None = Field(default=None, sa_type=sa.JSON(none_as_null=True))
+    id: str = Field(primary_key=True, sa_type=Text())
+    owner: str = Field(sa_type=Text(NAME_BYTES))
+    key_id: str = Field(sa_type=Text())
+    tags: list[str] = Field(sa_type=Json())
+    user_metadata: dict[str, object] = Field(sa_type=Json())
+    sdk_version: str = Field(sa_type=Text(NAME_BYTES))
+    project_id: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    display_name: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    state: str = Field(sa_type=Text())
+    detail: str | None = Field(default=None, sa_type=CutText())
+    finish_reason: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    failure: dict[str, str | None] | None = Field(default=None, sa_type=Json(none_as_null=True))
     created_at: datetime = Field(sa_type=UtcDateTime)
     last_seen_at: datetime = Field(sa_type=UtcDateTime)
     ended_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
@@ -218,22 +223,22 @@ class Model(Table, table=True):
         sa.Index("ix_model_owner_state", "owner", "state"),
     )
 
-    id: str = Field(primary_key=True)
-    session_id: str = Field(foreign_key="session.id", index=True)
-    owner: str
-    base_model: str
+    id: str = Field(primary_key=True, sa_type=Text())
+    session_id: str = Field(foreign_key="session.id", index=True, sa_type=Text())
+    owner: str = Field(sa_type=Text(NAME_BYTES))
+    base_model: str = Field(sa_type=Text(NAME_BYTES))
     rank: int
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
     expert_rank: int | None = None
-    optimizer: str
+    optimizer: str = Field(sa_type=Text())
     seed: int | None = Field(default=None, sa_type=sa.BigInteger)
-    user_metadata: dict[str, str] = Field(sa_type=sa.JSON)
-    state: str
-    detail: str | None = None
-    progress: str | None = None
-    paused: str | None = None
+    user_metadata: dict[str, str] = Field(sa_type=Json())
+    state: str = Field(sa_type=Text())
+    detail: str | None = Field(default=None, sa_type=CutText())
+    progress: str | None = Field(default=None, sa_type=CutText())
+    paused: str | None = Field(default=None, sa_type=CutText())
     next_seq: int = Field(sa_type=sa.BigInteger)
     step: int
     created_at: datetime = Field(sa_type=UtcDateTime)
@@ -250,14 +255,14 @@ class SamplerRow(Table, table=True):
     __tablename__ = "sampler"
     __table_args__ = (sa.Index("ix_sampler_state_base_model", "state", "base_model"),)
 
-    id: str = Field(primary_key=True)
-    session_id: str = Field(foreign_key="session.id", index=True)
-    owner: str = Field(index=True)
-    base_model: str
-    model_path: str | None = None
-    snapshot_id: str | None = None
-    state: str
-    detail: str | None = None
+    id: str = Field(primary_key=True, sa_type=Text())
+    session_id: str = Field(foreign_key="session.id", index=True, sa_type=Text())
+    owner: str = Field(index=True, sa_type=Text(NAME_BYTES))
+    base_model: str = Field(sa_type=Text(NAME_BYTES))
+    model_path: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    snapshot_id: str | None = Field(default=None, sa_type=Text())
+    state: str = Field(sa_type=Text())
+    detail: str | None = Field(default=None, sa_type=CutText())
     created_at: datetime = Field(sa_type=UtcDateTime)
     last_completion: int = Field(sa_type=sa.BigInteger)
     clones: int
@@ -282,24 +287,24 @@ class Request(Table, table=True):
         _partial("ix_request_pending_samples", "created_at sampler_id", "state = 'pending' AND sampler_id IS NOT NULL"),
         _partial("ix_request_pending_interactive", "created_at sampler_id", "state = 'pending' AND interactive"),
         # `state` for SQLite: it looks at the row for what the index's condition says already
-        _partial("ix_request_pending_of_owner", "owner kind waiting_tokens state", "state = 'pending'"),
+        _partial("ix_request_pending_of_owner", "owner kind waiting_tokens waiting_bytes state", "state = 'pending'"),
         _partial("ix_request_completions", "sampler_id completion seq_id", "completion IS NOT NULL"),
         _partial("ix_request_finished_with_bytes", "finished_at", "dropped_at IS NULL AND finished_at IS NOT NULL"),
         _partial("ix_request_replays", "model_id seq_id", "replays"),
     )
 
-    id: str = Field(primary_key=True)
-    kind: str
-    owner: str
-    session_id: str = Field(foreign_key="session.id")
-    model_id: str | None = Field(default=None, foreign_key="model.id")
-    sampler_id: str | None = Field(default=None, foreign_key="sampler.id")
+    id: str = Field(primary_key=True, sa_type=Text())
+    kind: str = Field(sa_type=Text())
+    owner: str = Field(sa_type=Text(NAME_BYTES))
+    session_id: str = Field(foreign_key="session.id", sa_type=Text())
+    model_id: str | None = Field(default=None, foreign_key="model.id", sa_type=Text())
+    sampler_id: str | None = Field(default=None, foreign_key="sampler.id", sa_type=Text())
     seq_id: int | None = Field(default=None, sa_type=sa.BigInteger)
-    content_hash: str
-    state: str
-    result_type: str
-    error: str | None = None
-    category: str | None = None
+    content_hash: str = Field(sa_type=Text())
+    state: str = Field(sa_type=Text())
+    result_type: str = Field(sa_type=Text())
+    error: str | None = Field(default=None, sa_type=CutText())
+    category: str | None = Field(default=None, sa_type=Text())
     created_at: datetime = Field(sa_type=UtcDateTime)
     started_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     finished_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
@@ -308,7 +313,8 @@ class Request(Table, table=True):
     replays: bool = False
     completion: int | None = Field(default=None, sa_type=sa.BigInteger)
     waiting_tokens: int = Field(sa_type=sa.BigInteger)
-    trace: str | None = None  # the span in which it was submitted
+    waiting_bytes: int = Field(default=0, sa_type=sa.BigInteger, sa_column_kwargs={"server_default": "0"})
+    trace: str | None = Field(default=None, sa_type=Text())  # the span in which it was submitted
     interactive: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})  # a sample somebody reads
     # Last, so that SQLite reads the columns before them without walking overflow pages.
     payload: bytes
@@ -337,26 +343,26 @@ class Checkpoint(Table, table=True):
         _partial("ix_checkpoint_to_note", "path", "deleted_at IS NULL AND NOT noted"),
     )
 
-    path: str = Field(primary_key=True)
-    run_id: str
-    kind: str
-    name: str
-    owner: str
-    base_model: str
+    path: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
+    run_id: str = Field(sa_type=Text())
+    kind: str = Field(sa_type=Text())
+    name: str = Field(sa_type=Text(NAME_BYTES))
+    owner: str = Field(sa_type=Text(NAME_BYTES))
+    base_model: str = Field(sa_type=Text(NAME_BYTES))
     rank: int
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
     expert_rank: int | None = None
-    optimizer: str
+    optimizer: str = Field(sa_type=Text())
     step: int
     size_bytes: int = Field(sa_type=sa.BigInteger)
-    user_metadata: dict[str, str] = Field(sa_type=sa.JSON)
+    user_metadata: dict[str, str] = Field(sa_type=Json())
     created_at: datetime = Field(sa_type=UtcDateTime)
     expires_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     public: bool
     deleted_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
-    attempt: str
+    attempt: str = Field(sa_type=Text())
     purged_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     noted: bool
 
@@ -370,11 +376,11 @@ class UploadRow(Table, table=True):
         sa.Index("ix_upload_expires_at", "expires_at"),
     )
 
-    id: str = Field(primary_key=True)
-    owner: str
-    key_id: str
-    project_id: str | None = None
-    base_model: str
+    id: str = Field(primary_key=True, sa_type=Text())
+    owner: str = Field(sa_type=Text(NAME_BYTES))
+    key_id: str = Field(sa_type=Text())
+    project_id: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    base_model: str = Field(sa_type=Text(NAME_BYTES))
     rank: int
     train_attn: bool
     train_mlp: bool
@@ -382,8 +388,8 @@ class UploadRow(Table, table=True):
     max_bytes: int = Field(sa_type=sa.BigInteger)
     expires_at: datetime = Field(sa_type=UtcDateTime)
     created_at: datetime = Field(sa_type=UtcDateTime)
-    files: dict[str, tuple[str, int]] = Field(sa_type=sa.JSON)
-    path: str | None = None
+    files: dict[str, tuple[str, int]] = Field(sa_type=Json())
+    path: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
 
 
 class AssetRow(Table, table=True):
@@ -392,10 +398,10 @@ class AssetRow(Table, table=True):
     __tablename__ = "asset"
     __table_args__ = (sa.Index("ix_asset_owner_size_bytes", "owner", "size_bytes"),)
 
-    id: str = Field(primary_key=True)
-    owner: str
+    id: str = Field(primary_key=True, sa_type=Text())
+    owner: str = Field(sa_type=Text(NAME_BYTES))
     size_bytes: int = Field(sa_type=sa.BigInteger)
-    piece: str
+    piece: str = Field(sa_type=Text())
     created_at: datetime = Field(sa_type=UtcDateTime)
 
 
@@ -405,13 +411,13 @@ class CustomLossRow(Table, table=True):
     __tablename__ = "custom_loss"
     __table_args__ = (sa.UniqueConstraint("session_id", "seq_id"),)
 
-    id: str = Field(primary_key=True)
-    session_id: str = Field(foreign_key="session.id")
-    owner: str
+    id: str = Field(primary_key=True, sa_type=Text())
+    session_id: str = Field(foreign_key="session.id", sa_type=Text())
+    owner: str = Field(sa_type=Text(NAME_BYTES))
     seq_id: int
-    request_id: str
-    name: str
-    definition: str | None = None
+    request_id: str = Field(sa_type=Text())
+    name: str = Field(sa_type=Text(NAME_BYTES))
+    definition: str | None = Field(default=None, sa_type=Text(JSON_BYTES))
     created_at: datetime = Field(sa_type=UtcDateTime)
 
 
@@ -420,8 +426,8 @@ class StabilityRow(Table, table=True):
 
     __tablename__ = "stability_info"
 
-    sequence_id: str = Field(primary_key=True)
-    session_id: str = Field(foreign_key="session.id", index=True)
+    sequence_id: str = Field(primary_key=True, sa_type=Text())
+    session_id: str = Field(foreign_key="session.id", index=True, sa_type=Text())
     used_at: datetime = Field(sa_type=UtcDateTime, index=True)
     tokens: bytes
     logprobs: bytes
@@ -435,10 +441,10 @@ class WeightsShare(Table, table=True):
 
     __tablename__ = "weights_share"
 
-    id: str = Field(primary_key=True)
-    token_hash: str = Field(unique=True)
-    path: str = Field(index=True)
-    attempt: str
+    id: str = Field(primary_key=True, sa_type=Text())
+    token_hash: str = Field(unique=True, sa_type=Text())
+    path: str = Field(index=True, sa_type=Text(NAME_BYTES))
+    attempt: str = Field(sa_type=Text())
     created_at: datetime = Field(sa_type=UtcDateTime)
     expires_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     revoked_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
@@ -469,19 +475,34 @@ class FeedbackRow(Table, table=True):
     __table_args__ = (sa.Index("ix_feedback_owner_id", "owner", "id"), {"sqlite_autoincrement": True})
 
     id: int | None = Field(default=None, primary_key=True, sa_type=sa.BigInteger().with_variant(sa.Integer(), "sqlite"))
-    owner: str
-    key_id: str
-    sample_id: str
+    owner: str = Field(sa_type=Text(NAME_BYTES))
+    key_id: str = Field(sa_type=Text())
+    sample_id: str = Field(sa_type=Text())
     at: datetime = Field(sa_type=UtcDateTime)
     reward: float | None = None
-    label: str | None = None
-    text: str | None = None
-    base_model: str
-    model_path: str | None = None
-    prompt: list[dict[str, str]] | str = Field(sa_type=sa.JSON)
-    answer: str
+    label: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    text: str | None = Field(default=None, sa_type=Text(2**22))
+    base_model: str = Field(sa_type=Text(NAME_BYTES))
+    model_path: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    prompt: list[dict[str, str]] | str = Field(sa_type=Json(2**24))
+    answer: str = Field(sa_type=Text(2**24))
     tokens: bytes
     logprobs: bytes
+
+
+class ProjectTotal(Table, table=True):
+    """How much a project keeps, by quotas.KEPT: rows of each kind, and the bytes of their texts."""
+
+    __tablename__ = "project_total"
+
+    owner: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
+    sessions: int = _count()
+    training_runs: int = _count()
+    samplers: int = _count()
+    custom_losses: int = _count()
+    images: int = _count()
+    feedback: int = _count()
+    kept_bytes: int = _count()
 
 
 class UsageBucket(Table, table=True):
@@ -490,10 +511,10 @@ class UsageBucket(Table, table=True):
     __tablename__ = "usage_bucket"
     __table_args__ = (sa.Index("ix_usage_bucket_bucket_start", "bucket_start"),)
 
-    session_id: str = Field(foreign_key="session.id", primary_key=True)
+    session_id: str = Field(foreign_key="session.id", primary_key=True, sa_type=Text())
     bucket_start: datetime = Field(sa_type=UtcDateTime, primary_key=True)
-    base_model: str = Field(primary_key=True)
-    kind: str = Field(primary_key=True)
+    base_model: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
+    kind: str = Field(primary_key=True, sa_type=Text())
     quantity: int = Field(sa_type=sa.BigInteger)
 
 
@@ -507,7 +528,7 @@ class TrainingStep(Table, table=True):
 
     __tablename__ = "training_step"
 
-    model_id: str = Field(primary_key=True, foreign_key="model.id")
+    model_id: str = Field(primary_key=True, foreign_key="model.id", sa_type=Text())
     seq_id: int = Field(primary_key=True, sa_type=sa.BigInteger)
     step: int
     at: datetime = Field(sa_type=UtcDateTime)
@@ -533,10 +554,10 @@ class RecoverySnapshot(Table, table=True):
     __tablename__ = "recovery_snapshot"
     __table_args__ = (sa.Index("ix_recovery_snapshot_model_id_seq_id", "model_id", "seq_id"),)
 
-    path: str = Field(primary_key=True)
-    model_id: str = Field(foreign_key="model.id")
+    path: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
+    model_id: str = Field(foreign_key="model.id", sa_type=Text())
     seq_id: int = Field(sa_type=sa.BigInteger)
-    snapshot_id: str | None = Field(default=None, unique=True)
+    snapshot_id: str | None = Field(default=None, unique=True, sa_type=Text())
     step: int
     size_bytes: int = Field(sa_type=sa.BigInteger)
     created_at: datetime = Field(sa_type=UtcDateTime)
@@ -547,7 +568,7 @@ class Suspect(Table, table=True):
 
     __tablename__ = "suspect"
 
-    request_id: str = Field(primary_key=True, foreign_key="request.id")
+    request_id: str = Field(primary_key=True, foreign_key="request.id", sa_type=Text())
     deaths: int
     crashes: int
 
@@ -560,8 +581,8 @@ class Process(Table, table=True):
 
     __tablename__ = "process"
 
-    name: str = Field(primary_key=True)
-    holder: str
+    name: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
+    holder: str = Field(sa_type=Text())
     epoch: int
     began_at: datetime = Field(sa_type=UtcDateTime)
     beat_at: datetime = Field(sa_type=UtcDateTime)

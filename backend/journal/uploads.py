@@ -16,7 +16,7 @@ from tinkerflow.backend.core.errors import ConflictError, UserError
 from tinkerflow.backend.journal.checkpoints import CheckpointSaved
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned
 from tinkerflow.backend.journal.imports import record_import
-from tinkerflow.backend.journal.requests import Limits, stored_bytes, take_owners_turn
+from tinkerflow.backend.journal.quotas import Limits, check_kept, check_storage, lock_project
 from tinkerflow.backend.journal.sessions import NewSession
 from tinkerflow.backend.journal.tables import UploadRow
 
@@ -66,20 +66,15 @@ class Uploads(Aggregate):
         is_open = (col(UploadRow.owner) == new.owner, col(UploadRow.path).is_(None), col(UploadRow.expires_at) > now)
         counted = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(col(UploadRow.max_bytes)), 0)).where(*is_open)
         with self._write() as connection:
-            take_owners_turn(connection, new.owner)
+            lock_project(connection, new.owner)
             count, reserved = connection.execute(counted).one()
             if count >= MOST_OPEN:
                 raise UserError(
                     f"this project has {count} uploads that are not finished: must be fewer than {MOST_OPEN}; "
                     "finish them, or wait until they expire"
                 )
-            stored = stored_bytes(connection, new.owner)
-            if limits.stored_bytes and stored + reserved + new.max_bytes > limits.stored_bytes:
-                raise UserError(
-                    f"the upload has up to {new.max_bytes} bytes, this project's checkpoints and images {stored}, "
-                    f"and its other uploads up to {reserved}: together they must be at most {limits.stored_bytes} "
-                    "(max_stored_bytes)"
-                )
+            check_kept(connection, new.owner, limits, "sessions", "training_runs")
+            check_storage(connection, limits, new.owner, "the upload has up to", new.max_bytes, reserved)
             row = {**asdict(new), "created_at": now, "files": {}, "path": None}
             connection.execute(sa.insert(UploadRow).values(**row))
 

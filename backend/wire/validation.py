@@ -7,6 +7,7 @@ number from 3600 to 315360000`.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -136,6 +137,7 @@ class WireModel(BaseModel):
 
 # ------------------------------------------------------------------ types of fields
 MAX_TEXT = 1024  # characters of a name, a label, a path
+MAX_DETAIL = 16_384  # characters of a client's words on the end of a session
 MAX_METADATA_PAIRS, MAX_METADATA_BYTES = 256, 2**14  # of the metadata that a client gives to one thing
 
 
@@ -151,10 +153,11 @@ def _checkpoint_name(value: str) -> str:
     return value
 
 
-def _small_metadata(values: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+def _small_metadata(values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     if info.context == STORED:
         return values
-    size = sum(len(key.encode()) + len(value.encode()) for key, value in values.items())
+    texts = (value if isinstance(value, str) else json.dumps(value) for value in values.values())
+    size = sum(len(text.encode()) for text in (*values, *texts))
     if len(values) > MAX_METADATA_PAIRS or size > MAX_METADATA_BYTES:
         rule = f"at most {MAX_METADATA_PAIRS} pairs with {MAX_METADATA_BYTES} bytes in all"
         raise ValueError(rule, f"{len(values)} pairs with {size} bytes")
@@ -162,8 +165,10 @@ def _small_metadata(values: dict[str, str], info: ValidationInfo) -> dict[str, s
 
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_no_nul)]
+Label = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_no_nul)]
 OptionalText = Annotated[str | None, Field(max_length=MAX_TEXT), AfterValidator(_no_nul)]
-Texts = Annotated[tuple[Annotated[str, AfterValidator(_no_nul)], ...], Field(max_length=MAX_METADATA_PAIRS)]
+Texts = Annotated[tuple[Label, ...], Field(max_length=MAX_METADATA_PAIRS)]
 CheckpointName = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_checkpoint_name)]
 MetadataText = Annotated[str, AfterValidator(_no_nul)]
 Metadata = Annotated[dict[MetadataText, MetadataText], AfterValidator(_small_metadata)]
+AnyMetadata = Annotated[dict[str, Any], AfterValidator(_small_metadata)]  # of old SDKs, which send any JSON

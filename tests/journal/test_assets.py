@@ -6,7 +6,7 @@ import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import Limits
-from tinkerflow.backend.journal.requests import NO_LIMITS
+from tinkerflow.backend.journal.quotas import NO_LIMITS
 
 
 def test_an_image_is_there_once_it_has_arrived_and_for_its_project_alone(journal):

@@ -13,7 +13,7 @@ from tinkerflow.backend.journal import NewCustomLoss
 
 @pytest.fixture
 def loss(scene):
-    return NewCustomLoss(scene.session(), "local", 0, "mine", '{"graph": 1}', b"{}", "hash")
+    return NewCustomLoss(scene.session(), "local", 0, "mine", '{"graph": 1}', "hash")
 
 
 def test_it_is_answered_with_its_id_and_found_by_it(scene, loss):

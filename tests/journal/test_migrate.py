@@ -111,6 +111,12 @@ def test_a_database_of_the_first_version_is_upgraded_in_place_with_its_rows(empt
     assert (pending.id, pending.kind, pending.payload) == ("req-2", Kind.FORWARD, b"x" * 20_000)
     assert journal.queue.waits_for("req-2") == "for a look"
     assert journal.results.get("req-1", "local").result == b"r"
+    with engine.connect() as connection:
+        (kept,) = connection.execute(sa.text("SELECT * FROM project_total")).mappings()
+        assert (kept["owner"], kept["sessions"], kept["training_runs"], kept["samplers"]) == ("local", 1, 1, 1)
+        assert kept["kept_bytes"] > 3 * 256
+        waiting = connection.execute(sa.text("SELECT id, waiting_bytes FROM request ORDER BY id")).all()
+        assert waiting == [("req-1", 0), ("req-2", 20_000)]
     assert [(row.name, row.compile_status) for row in journal.base_models.all()] == [("tiny", CompileStatus(**STATUS))]
     assert journal.results.finish([pending.done(b"answer", "proto")]) == ["req-2"]
     with engine.connect() as connection:

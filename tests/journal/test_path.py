@@ -9,7 +9,7 @@ from pathlib import Path
 from tinkerflow.backend.journal import Limits, LossMeasured, UsageKind, Used
 
 
-def test_an_operation_is_submitted_executed_answered_and_read_in_four_files(scene):
+def test_an_operation_is_submitted_executed_answered_and_read_in_five_files(scene):
     session = scene.session()
     model = scene.model(session)
     scene.journal.leases.acquire("an engine")
@@ -30,4 +30,4 @@ def test_an_operation_is_submitted_executed_answered_and_read_in_four_files(scen
     finally:
         sys.setprofile(None)
     assert result.result == b"result"
-    assert visited - {"notify_postgres.py"} == {"requests.py", "results.py", "database.py", "notify.py"}
+    assert visited - {"notify_postgres.py"} == {"requests.py", "quotas.py", "results.py", "database.py", "notify.py"}

@@ -9,7 +9,7 @@ import pytest
 
 from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Limits, NewUpload
-from tinkerflow.backend.journal.requests import NO_LIMITS
+from tinkerflow.backend.journal.quotas import NO_LIMITS
 from tinkerflow.backend.journal.uploads import MOST_OPEN
 
 

@@ -1,0 +1,257 @@
+"""Quotas: how much one project may have waiting, and how much it may keep; the errors that say so.
+
+A quota that later requests may pass is a TooManyError (429): the client sends the same request again later. Others are
+UserErrors, or fail a request that was accepted. Every error names the setting.
+
+The transaction that adds something counts first, so no crowd of requests gets past a quota. SQLite has one writer. On
+Postgres such a transaction first takes an advisory lock named after the project, and holds it until its commit. No
+transaction that holds another lock ever waits for this lock.
+
+What waits is counted with one statement over an index that contains only the rows that count: requests over
+ix_request_pending_of_owner, live models over ix_model_owner_state, stored bytes over ix_checkpoint_stored_by_owner and
+ix_asset_owner_size_bytes. What is kept for long is counted in one row of `project_total`, because it may be millions of
+rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.core.errors import Category, TooManyError, UserError
+from tinkerflow.backend.journal.tables import (
+    IS_PENDING,
+    TAKES_WORK,
+    AssetRow,
+    Checkpoint,
+    Kind,
+    Model,
+    ProjectTotal,
+    Request,
+)
+
+Failure = tuple[str, Category] | None  # why a request is stored as failed; None: it is not
+ROW_BYTES = 256  # that a row counts for beside its texts
+_SMALL_REQUEST = 4096  # bytes; such requests pass max_queued_bytes without a look, for they come most often
+_TRAINING = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a project may have; 0 is no limit. Each is the setting `max_<name>`.
+
+    Waiting: sampling_requests, samples without an answer. queued_tokens: tokens of forward and forward_backward
+    requests. queued_bytes: of the bodies of all requests. live_models: models that are being created or live.
+
+    Stored: stored_bytes, of checkpoints and uploaded images; once they are reached, nothing more is saved. A checkpoint
+    that is being saved at that moment has no size yet and does not count.
+
+    Kept in the database: sessions, training_runs, samplers, custom_losses, images and feedback, in rows. kept_bytes:
+    of their names, tags, metadata, definitions and texts. feedback_per_day: answers that it rates in 24 hours.
+    """
+
+    sampling_requests: int = 0
+    queued_tokens: int = 0
+    queued_bytes: int = 0
+    live_models: int = 0
+    stored_bytes: int = 0
+    sessions: int = 0
+    training_runs: int = 0
+    samplers: int = 0
+    custom_losses: int = 0
+    images: int = 0
+    feedback: int = 0
+    kept_bytes: int = 0
+    feedback_per_day: int = 0
+
+
+NO_LIMITS = Limits()
+KEPT = ("sessions", "training_runs", "samplers", "custom_losses", "images", "feedback")  # columns of project_total
+
+
+def refused(text: str) -> tuple[str, Category]:
+    """The failure of a request that is wrong; `text` is the reason."""
+    return text, UserError.category
+
+
+# ------------------------------------------------------------------ one transaction of a project at a time
+_LOCK = sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:owner, 0))")
+
+
+def lock_project(connection: sa.Connection, owner: str) -> None:
+    """Wait for the other transactions of a project that count; before any row is locked."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(_LOCK, {"owner": owner})
+
+
+# ------------------------------------------------------------------ what waits
+_OWNER = sa.bindparam("owner", type_=sa.String)
+_IS_WAITING = (col(Request.owner) == _OWNER, IS_PENDING)
+_SAMPLES = (
+    sa.select(sa.literal(1))
+    .where(*_IS_WAITING, col(Request.kind) == sa.literal_column(f"'{Kind.SAMPLE}'"))
+    .limit(sa.bindparam("at_most"))
+    .subquery()
+)
+_COUNT_SAMPLES = sa.select(sa.func.count()).select_from(_SAMPLES)
+_SUM_TOKENS = sa.select(sa.func.coalesce(sa.func.sum(col(Request.waiting_tokens)), 0)).where(
+    *_IS_WAITING, col(Request.kind).in_(_TRAINING)
+)
+_SUM_BYTES = sa.select(sa.func.coalesce(sa.func.sum(col(Request.waiting_bytes)), 0)).where(*_IS_WAITING)
+_COUNT_MODELS = sa.select(sa.func.count()).where(col(Model.owner) == _OWNER, col(Model.state).in_(TAKES_WORK))
+
+
+def check_sample(connection: sa.Connection, limits: Limits, owner: str, size: int) -> None:
+    """TooManyError when the project has as many samples or bytes waiting as it may, with this one of `size` bytes."""
+    most = limits.sampling_requests
+    if most and _count(connection, _COUNT_SAMPLES, owner, at_most=most) >= most:
+        raise TooManyError(
+            f"this project has {most} sampling requests waiting, as many as it may (max_sampling_requests)"
+        )
+    if (failure := _bytes_failure(connection, limits, owner, size)) is not None:
+        raise TooManyError(failure)
+
+
+def training_failure(
+    connection: sa.Connection, limits: Limits, owner: str, *, tokens: int, size: int, stores: bool
+) -> Failure:
+    """Why the project may not have this operation now; no statement when it adds nothing that is limited.
+
+    tokens: of training data. size: bytes of the body. stores: whether it saves a checkpoint.
+    """
+    if tokens and limits.queued_tokens:
+        waiting = _count(connection, _SUM_TOKENS, owner)
+        if waiting + tokens > limits.queued_tokens:
+            return refused(
+                f"the request has {tokens} tokens, and this project has {waiting} waiting: "
+                f"together they must be at most {limits.queued_tokens} (max_queued_tokens)"
+            )
+    if (failure := _bytes_failure(connection, limits, owner, size)) is not None:
+        return refused(failure)
+    return storage_failure(connection, owner, limits) if stores else None
+
+
+def model_failure(connection: sa.Connection, owner: str, limits: Limits) -> Failure:
+    """Why the project may not have another live model now, or None."""
+    if not limits.live_models:
+        return None
+    live = _count(connection, _COUNT_MODELS, owner)
+    if live < limits.live_models:
+        return None
+    return refused(
+        f"this project has {live} models: must be at most {limits.live_models} (max_live_models); "
+        "close the sessions of those that are done"
+    )
+
+
+def _bytes_failure(connection: sa.Connection, limits: Limits, owner: str, size: int) -> str | None:
+    if not limits.queued_bytes or size <= _SMALL_REQUEST:
+        return None
+    if (waiting := _count(connection, _SUM_BYTES, owner)) + size <= limits.queued_bytes:
+        return None
+    return (
+        f"the request has {size} bytes, and this project's waiting requests have {waiting}: "
+        f"together they must be at most {limits.queued_bytes} (max_queued_bytes)"
+    )
+
+
+# ------------------------------------------------------------------ what is stored
+_COUNT_STORED = sa.select(
+    sa.select(sa.func.coalesce(sa.func.sum(col(Checkpoint.size_bytes)), 0))
+    .where(col(Checkpoint.owner) == _OWNER, col(Checkpoint.deleted_at).is_(None))
+    .scalar_subquery()
+    + sa.select(sa.func.coalesce(sa.func.sum(col(AssetRow.size_bytes)), 0))
+    .where(col(AssetRow.owner) == _OWNER)
+    .scalar_subquery()
+)
+
+
+def stored_bytes(connection: sa.Connection, owner: str) -> int:
+    """The bytes of the project's checkpoints and uploaded images."""
+    return _count(connection, _COUNT_STORED, owner)
+
+
+def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Failure:
+    """Why the project may not store another checkpoint now, or None."""
+    if not limits.stored_bytes or (stored := stored_bytes(connection, owner)) < limits.stored_bytes:
+        return None
+    return refused(
+        f"this project's checkpoints and images have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
+        "(max_stored_bytes); delete some"
+    )
+
+
+def check_storage(connection: sa.Connection, limits: Limits, owner: str, what: str, size: int, reserved: int) -> None:
+    """UserError when `size` more bytes do not fit.
+
+    what: is added, as the error's first words. reserved: bytes that open uploads may still bring.
+    """
+    stored = stored_bytes(connection, owner)
+    if limits.stored_bytes and stored + reserved + size > limits.stored_bytes:
+        uploads = f", and its other uploads up to {reserved}" if reserved else ""
+        raise UserError(
+            f"{what} {size} bytes, this project's checkpoints and images {stored}{uploads}: together they must be at "
+            f"most {limits.stored_bytes} (max_stored_bytes)"
+        )
+
+
+# ------------------------------------------------------------------ what is kept
+_ADD = {
+    kept: sa.text(
+        f"INSERT INTO project_total (owner, {kept}, kept_bytes) VALUES (:owner, :rows, :bytes)"
+        f" ON CONFLICT (owner) DO UPDATE SET {kept} = project_total.{kept} + :rows,"
+        " kept_bytes = project_total.kept_bytes + :bytes"
+        f" RETURNING {kept} AS number, kept_bytes"
+    ).columns(number=sa.BigInteger, kept_bytes=sa.BigInteger)
+    for kept in KEPT
+}
+
+
+def text_bytes(*texts: str | None) -> int:
+    """The bytes that texts of a row count for."""
+    return sum(len(text.encode()) for text in texts if text)
+
+
+def count_kept(connection: sa.Connection, owner: str, kept: str, texts: int, limits: Limits = NO_LIMITS) -> None:
+    """Count a new row of a project, in the transaction that makes the row.
+
+    kept: one of KEPT. texts: the bytes of its texts. UserError when the project has as many of these rows, or as many
+    bytes, as it may: the transaction must be rolled back then.
+    """
+    added = {"owner": owner, "rows": 1, "bytes": texts + ROW_BYTES}
+    total = connection.execute(_ADD[kept], added).one()
+    for name, number, adds in ((kept, total.number, 1), ("kept_bytes", total.kept_bytes, texts + ROW_BYTES)):
+        if (most := getattr(limits, name)) and number > most:
+            raise UserError(
+                f"this project keeps {number - adds} {name.replace('_', ' ')}, and this adds {adds}: together they "
+                f"must be at most {most} (max_{name})"
+            )
+
+
+def uncount_kept(connection: sa.Connection, owner: str, kept: str, rows: int, texts: int) -> None:
+    """Take rows that were deleted from a project's totals. texts: the bytes of their texts."""
+    connection.execute(_ADD[kept], {"owner": owner, "rows": -rows, "bytes": -texts - rows * ROW_BYTES})
+
+
+def kept_failure(connection: sa.Connection, owner: str, limits: Limits, *kept: str) -> Failure:
+    """Why the project may not keep one more row of each kind in `kept`, or None. The row is not counted here."""
+    limited = [name for name in (*kept, "kept_bytes") if getattr(limits, name)]
+    if not limited:
+        return None
+    total = connection.execute(sa.select(ProjectTotal).where(col(ProjectTotal.owner) == owner)).one_or_none()
+    for name in limited:
+        if total is not None and (number := getattr(total, name)) >= (most := getattr(limits, name)):
+            return refused(f"this project keeps {number} {name.replace('_', ' ')}: must be at most {most} (max_{name})")
+    return None
+
+
+def check_kept(connection: sa.Connection, owner: str, limits: Limits, *kept: str) -> None:
+    """UserError when the project may not keep one more row of each kind in `kept`."""
+    if (failure := kept_failure(connection, owner, limits, *kept)) is not None:
+        raise UserError(failure[0])
+
+
+def _count(connection: sa.Connection, statement: sa.Select[tuple[int]], owner: str, **more: int) -> int:
+    return int(connection.execute(statement, {"owner": owner, **more}).scalar_one())
