@@ -12,7 +12,7 @@ from tinkerflow.backend.catalog.model_card import context_of
 from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import parse_config
-from tinkerflow.backend.compute.models.lora import check_spec
+from tinkerflow.backend.compute.models.lora_weights import check_spec
 from tinkerflow.backend.compute.planning.device_bytes import step_weights, weight_bytes
 from tinkerflow.backend.compute.planning.memory import GB, MemoryPlan, plan_memory, sampling_config
 from tinkerflow.backend.compute.planning.roofline import Estimate, decode_bound, training_bound

@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from tinkerflow.backend.catalog.model_source import TEXT_FILES
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.families import Family, family_of, load_config
+from tinkerflow.backend.compute.models.families import family_of, load_config, projections
+from tinkerflow.backend.compute.models.family import Family
 from tinkerflow.backend.compute.models.peft_names import pair_names
 from tinkerflow.backend.compute.weights.files import (
     DTYPES,
@@ -98,7 +99,7 @@ class _Merger:
         self.cfg = cfg
         self.family: Family = family_of(cfg)
         self._state = state
-        unembed = self.family.projections(cfg)["unembed"].module
+        unembed = projections(cfg)["unembed"].module
         self._head = f"{unembed}.weight"
         self.unties = cfg.tied and pair_names(unembed)[0] in state.weights
 
@@ -108,7 +109,7 @@ class _Merger:
         found = dict(plain)
         if self.unties:  # the embedding stays what it is
             found[self._head] = next(
-                tensor for name, tensor in plain.items() if self.family.embed in self._parts(name, tensor)
+                tensor for name, tensor in plain.items() if self.family.names.embed in self._parts(name, tensor)
             )
         return [
             _Written(name, tensor, _WIDENED if isinstance(tensor, MadeTensor) else tensor.dtype)
@@ -155,7 +156,7 @@ class _Merger:
         """The saved tensor that changes a tensor, if there is one: A of its pair, or the trained one in its place."""
         if not self._state.spec.full:
             return pair_names(name.removesuffix(".weight"))[0]
-        return self.family.embed if self.cfg.tied and name == self._head else name
+        return self.family.names.embed if self.cfg.tied and name == self._head else name
 
     def _update(self, A: str, B: str) -> npt.NDArray[np.float32]:
         weights, spec = self._state.weights, self._state.spec

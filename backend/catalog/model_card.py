@@ -11,7 +11,7 @@ from typing import Self
 
 from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.families import family_of, load_config
+from tinkerflow.backend.compute.models.families import family_of, load_config, projections
 from tinkerflow.backend.compute.models.vision_config import open_processor
 from tinkerflow.backend.compute.weights.files import open_tensors, read_object
 from tinkerflow.backend.core.errors import UserError
@@ -132,6 +132,6 @@ def _count_parameters(name: str, folder: Path, config: ModelConfig) -> int:
     tensors = family.unpack(config, open_tensors(folder, name))
     shapes = {tensor: stored.shape for tensor, stored in tensors.items() if not tensor.startswith(family.skipped)}
     if config.tied:
-        unembed = family.projections(config)["unembed"]
+        unembed = projections(config)["unembed"]
         shapes.pop(f"{unembed.module}.weight", None)  # some exports store the shared matrix twice
     return sum(math.prod(shape) for shape in shapes.values())

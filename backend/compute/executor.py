@@ -22,7 +22,8 @@ import numpy as np
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, row_parts, to_host
 from tinkerflow.backend.compute.models.families import load_config
-from tinkerflow.backend.compute.models.lora import Lora, check_spec
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.models.lora_weights import check_spec
 from tinkerflow.backend.compute.models.params import count, load_params
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_tower import open_vision_tower

@@ -80,10 +80,9 @@ def _needed(programs: Programs, case: Case) -> float:
     """
     cfg, (slots, positions), dtype = programs.cfg, case.sizes, programs.params.embed_VD.dtype
     row, cell = 2 * state_bytes(cfg, dtype), jnp.dtype(cache_dtype(programs.kv_cache, dtype.name)).itemsize
-    for kind in cfg.layer_kinds:
-        if kind.attends:  # a layer that shares keys and values reads them again
-            heads, key, value = cfg.cached(kind.mixer)
-            row += min(positions, kind.window or positions) * heads * (key + value) * cell
+    for attention in cfg.attentions:  # a layer that shares keys and values reads them again
+        heads, key, value = attention.cached
+        row += min(positions, attention.window or positions) * heads * (key + value) * cell
     return read_bytes(programs.params, slots) + slots * row / programs.mesh.size
 
 

@@ -27,6 +27,7 @@ from tests.compute.conftest import PROCESSOR, QWEN_VISION, biases_are_not_zero
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.layers import DELTA
 from tinkerflow.backend.compute.planning.roofline import useful_flops
 
 SIZE = {
@@ -75,12 +76,12 @@ def flops(cfg: ModelConfig, prompt: int, most: int) -> float:
     """FLOP for one of the tokens that are made, of a prompt and `most` more; the prompt's own are shared out."""
     tokens = prompt + most
     total = tokens * (useful_flops(cfg, None, 0) / 2) + 2 * most * cfg.vocab * cfg.hidden
-    for kind in cfg.layer_kinds:
-        if kind.attends:
-            seen = sum(min(position + 1, kind.window or tokens) for position in range(tokens))
-            total += 2 * cfg.heads * sum(cfg.widths(kind)) * seen
-        elif cfg.delta is not None:
-            total += 8 * tokens * cfg.delta.value_heads * cfg.delta.key_dim * cfg.delta.value_dim
+    for attention in cfg.attentions:
+        seen = sum(min(position + 1, attention.window or tokens) for position in range(tokens))
+        total += 2 * cfg.heads * sum(attention.widths) * seen
+    if cfg.delta is not None:
+        each = cfg.delta.value_heads * cfg.delta.key_dim * cfg.delta.value_dim
+        total += 8 * tokens * each * len(cfg.numbers(DELTA))
     return total / most
 
 

@@ -131,7 +131,7 @@ class Bench:
         frozen = sum(times[name] * rows * columns for name, (rows, columns) in sizes.items())
         adapter = sum(times[name] * RANK * (rows + columns) for name, (rows, columns) in sizes.items())
         pairs = sum(length * (length + 1) / 2 for length in lengths)
-        attention = 4 * cfg.heads * cfg.head_dim * cfg.layers * pairs
+        attention = 4 * cfg.heads * cfg.attentions[0].widths[0] * cfg.layers * pairs
         forward = 2 * (frozen + adapter) * sum(lengths) + attention
         return forward + (2 * (frozen + 2 * adapter) * sum(lengths) + 2 * attention if train else 0)
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
-from tinkerflow.backend.compute.models.lora import Lora, init_lora
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.models.lora_weights import init_lora
 from tinkerflow.backend.compute.models.params import load_params
 from tinkerflow.backend.compute.training.budget import Budget
 from tinkerflow.backend.compute.training.optimizer import fresh_state, step

@@ -14,7 +14,13 @@ from tests.catalog.test_peft_import import CONFIG, EXPERTS, tensors
 from tests.compute.conftest import QWEN_VISION
 
 from tinkerflow.backend.catalog import merging
-from tinkerflow.backend.compute.models.families import family_of, load_config, parse_config
+from tinkerflow.backend.compute.models.families import (
+    family_of,
+    layer_tensors,
+    load_config,
+    parse_config,
+    projections,
+)
 from tinkerflow.backend.compute.weights.files import open_tensors
 from tinkerflow.backend.compute.weights.mxfp4 import dequantised
 from tinkerflow.backend.core.errors import UserError
@@ -26,13 +32,13 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 def of_base(**changes: Any) -> tuple[Any, dict[str, Any]]:
     """A config and random tensors of a dense model, as its files have them."""
     cfg = parse_config({**CONFIG, **changes}, name="tiny")
-    rng, family = np.random.default_rng(1), family_of(cfg)
-    shapes: dict[str, tuple[int, ...]] = {family.embed: (cfg.vocab, cfg.hidden), family.final_norm: (cfg.hidden,)}
-    for name, matrix in family.projections(cfg).items():
+    rng, names = np.random.default_rng(1), family_of(cfg).names
+    shapes: dict[str, tuple[int, ...]] = {names.embed: (cfg.vocab, cfg.hidden), names.final_norm: (cfg.hidden,)}
+    for name, matrix in projections(cfg).items():
         if name != "unembed" or not cfg.tied:
             places = np.ndindex(matrix.stack)
             shapes |= {f"{matrix.name(place)}.weight": (matrix.outputs, matrix.inputs) for place in places}
-    for tensor in family.tensors(cfg).values():
+    for tensor in layer_tensors(cfg).values():
         shapes |= {tensor.tensor.format(layer): tensor.shape for layer in range(cfg.layers)}
     return cfg, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 

@@ -22,7 +22,8 @@ def main() -> None:
     from tinkerflow.backend.compute.kernels.matmul import OfLayer
     from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
     from tinkerflow.backend.compute.models.families import load_config, projections
-    from tinkerflow.backend.compute.models.layers.experts import MLP, mixture
+    from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES
+    from tinkerflow.backend.compute.models.layers.step import LayerStep
     from tinkerflow.backend.compute.models.lora import LoraPair, apply_one
     from tinkerflow.backend.compute.models.params import load_params, params_like
     from tinkerflow.backend.compute.platforms import TPU, compiling_for
@@ -43,7 +44,14 @@ def main() -> None:
         A, B = (rng.normal(size=(cfg.experts, 4, n), scale=0.1).astype(np.float32) for n in sizes)
         return LoraPair(A=A, B=B)
 
-    pairs = {name: random_pair(name) for name in MLP}
+    pairs = {name: random_pair(name) for name in EXPERT_MATRICES}
+    experts = cfg.mixture
+    assert experts is not None
+
+    def mixture(mesh: Any, layer: Any, pairs: Any, y_BTD: Any, apply: Any) -> Any:
+        step = LayerStep(mesh, layer, pairs, {}, None, apply).of_layer(experts.projections())
+        return experts.forward(step, y_BTD, y_BTD)
+
     found: dict[str, Any] = {}
     for sizes in ((1, 1, 1), (2, 2, 2)):
         devices = jax.devices()[: int(np.prod(sizes))]
@@ -54,9 +62,9 @@ def main() -> None:
             layer = jax.tree.map(lambda stacked: stacked[1], layers)
 
             def slope(y: Any, pairs: Any) -> Any:
-                return jnp.sum(jnp.sin(mixture(cfg, mesh, layer, pairs, y, apply_one)))
+                return jnp.sum(jnp.sin(mixture(mesh, layer, pairs, y, apply_one)))
 
-            sampled = mixture(cfg, mesh, layer, pairs, y, stack_apply(columns_B2))
+            sampled = mixture(mesh, layer, pairs, y, stack_apply(columns_B2))
             return sampled, *jax.value_and_grad(slope, argnums=(0, 1))(y, pairs)
 
         leaves = jax.tree.leaves(jax.jit(both)(params.layers, y_BTD, pairs))
@@ -65,17 +73,17 @@ def main() -> None:
         found[f"{name} holds"] = list(params.layers["gate"].values.addressable_shards[0].data.shape)
     params = load_params(cfg, folder, mesh, "float32")  # over all devices; as TPUs decode, and as it is elsewhere
     stacks = {name: LoraPair(A=np.stack([pair.A] * 2), B=np.stack([-pair.B, pair.B])) for name, pair in pairs.items()}
-    rest = {name: stacked[1] for name, stacked in params.layers.items() if name not in MLP}
+    rest = {name: stacked[1] for name, stacked in params.layers.items() if name not in EXPERT_MATRICES}
     whole = (
-        {name: OfLayer(params.layers[name], jnp.int32(1)) for name in MLP},
+        {name: OfLayer(params.layers[name], jnp.int32(1)) for name in EXPERT_MATRICES},
         {name: OfLayer(stack, jnp.int32(1)) for name, stack in stacks.items()},
     )
-    own = {name: params.layers[name][1] for name in MLP}, pairs
+    own = {name: params.layers[name][1] for name in EXPERT_MATRICES}, pairs
     apply = stack_apply(columns_B2)
-    found["own"] = np.asarray(mixture(cfg, mesh, {**rest, **own[0]}, own[1], y_BTD, apply)).tolist()
+    found["own"] = np.asarray(mixture(mesh, {**rest, **own[0]}, own[1], y_BTD, apply)).tolist()
     grouped_tpu.product = functools.partial(grouped_tpu.product, interpret=True)
     with compiling_for(TPU):
-        found["in place"] = np.asarray(mixture(cfg, mesh, {**rest, **whole[0]}, whole[1], y_BTD, apply)).tolist()
+        found["in place"] = np.asarray(mixture(mesh, {**rest, **whole[0]}, whole[1], y_BTD, apply)).tolist()
     for sizes in ((1, 1, 1), (1, 8, 1)):
         devices = jax.devices()[: int(np.prod(sizes))]
         mesh = jax.make_mesh(sizes, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=devices)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tinkerflow.backend.compute.models.families import load_config, parse_config
-from tinkerflow.backend.compute.models.rope import Llama3Rope
+from tinkerflow.backend.compute.models.layers import Attention, Experts, SoftmaxRouter
+from tinkerflow.backend.compute.models.rope import Llama3Rope, Rope
 from tinkerflow.backend.core.errors import UserError
 
 FIELDS: dict[str, Any] = {
@@ -31,14 +32,16 @@ STRETCH = {
 
 def test_what_is_left_out_has_its_default():
     config = parse_config(FIELDS, name="m")
-    assert (config.kv_heads, config.head_dim, config.rope_theta) == (4, 8, 10_000.0)
-    assert (config.rope_scaling, config.tied, config.qk_norm, config.qkv_bias) == (None, False, False, False)
+    attention = config.decoder_layers[0].attention
+    assert attention == Attention(hidden=32, heads=4, kv_heads=4, head_dim=8, rope=Rope(10_000.0, 8))
+    assert not config.tied
 
 
 def test_qwen2_has_biases_and_its_unused_window_is_no_hindrance():
     window = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 2}
-    config = parse_config(FIELDS | window | {"model_type": "qwen2"}, name="m")
-    assert (config.qkv_bias, config.qk_norm, config.head_dim) == (True, False, 8)
+    (attention, _) = parse_config(FIELDS | window | {"model_type": "qwen2"}, name="m").attentions
+    assert isinstance(attention, Attention)
+    assert (attention.biases, attention.qk_norm, attention.window) == (("q", "k", "v"), "none", None)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +50,7 @@ def test_qwen2_has_biases_and_its_unused_window_is_no_hindrance():
     ids=["transformers 4", "transformers 5"],
 )
 def test_rope_is_found_where_either_generation_keeps_it(rope):
-    config = parse_config(FIELDS | rope, name="m")
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 64)
+    assert parse_config(FIELDS | rope, name="m").ropes == (Rope(5e5, 8, Llama3Rope(8.0, 1.0, 4.0, 64)),)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_what_we_do_not_compute_is_refused(change, named):
 def test_experts():
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     config = parse_config(FIELDS | experts, name="m")
-    assert (config.experts, config.experts_per_token, config.mlp, config.norm_topk) == (8, 2, 24, False)
+    assert config.mixture == Experts(32, 8, 24, SoftmaxRouter(per_token=2, normalized=False))
     assert parse_config(FIELDS, name="m").experts == 0
     for change, named in (
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),

@@ -12,7 +12,7 @@ import pytest
 from tests.compute.closeness import close
 
 from tinkerflow.backend.compute.kernels import delta_gpu, delta_tpu
-from tinkerflow.backend.compute.models.layers.deltanet import _step
+from tinkerflow.backend.compute.models.layers.delta_rule import _step
 
 STEPS = pytest.mark.parametrize("step", [delta_gpu.step, delta_tpu.step], ids=["GPU", "TPU"])
 PLACES = (3, 0, 1, 5)  # the second row has no state

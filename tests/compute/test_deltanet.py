@@ -20,28 +20,27 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.models.config import DeltaNet
-from tinkerflow.backend.compute.models.layers.deltanet import (
+from tinkerflow.backend.compute.models.layers import DeltaRuleWeights, GatedDeltaNet
+from tinkerflow.backend.compute.models.layers.delta_rule import (
     DeltaState,
     chunk_tokens,
+    delta_rule_in_segments,
     empty_state,
-    gated_norm,
     mix,
-    recur_segments,
 )
+from tinkerflow.backend.compute.models.layers.norms import gated_norm
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
 
-SHAPE = DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4, fused=False)
-Arrays = dict[str, np.ndarray]
+SHAPE = GatedDeltaNet(hidden=8, key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4, fused=False, norm_eps=1e-6)
 
 
-def weights(seed: int = 0) -> Arrays:
+def weights(seed: int = 0) -> DeltaRuleWeights:
     rng = np.random.default_rng(seed)
-    return {
-        "conv": rng.normal(size=(SHAPE.channels, 1, SHAPE.taps)).astype(np.float32),
-        "A_log": np.log(rng.uniform(0.1, 16, SHAPE.value_heads)).astype(np.float32),
-        "dt_bias": rng.normal(size=SHAPE.value_heads).astype(np.float32),
-    }
+    return DeltaRuleWeights(
+        conv=rng.normal(size=(SHAPE.channels, 1, SHAPE.taps)).astype(np.float32),
+        A_log=np.log(rng.uniform(0.1, 16, SHAPE.value_heads)).astype(np.float32),
+        dt_bias=rng.normal(size=SHAPE.value_heads).astype(np.float32),
+    )
 
 
 def inputs(B: int, T: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -92,7 +91,7 @@ def test_tokens_read_what_hugging_face_computes(T, rule):
     parts = inputs(2, T)
     with torch.no_grad():
         expected, last = in_torch(
-            {name: torch.tensor(w) for name, w in weights().items()}, *map(torch.tensor, parts), rule
+            {name: torch.tensor(w) for name, w in weights()._asdict().items()}, *map(torch.tensor, parts), rule
         )
     found, state = run(parts)
     close(found, expected.numpy(), ulps=512)
@@ -116,12 +115,12 @@ def test_gradients_are_torchs(mesh):
     parts, T = inputs(2, 70), 70
     pull = np.random.default_rng(5).normal(size=(2, T, SHAPE.value_heads, SHAPE.value_dim)).astype(np.float32)
     given_ = [torch.tensor(x, requires_grad=True) for x in parts]
-    tensors = {name: torch.tensor(w) for name, w in weights().items()}
+    tensors = {name: torch.tensor(w) for name, w in weights()._asdict().items()}
     out, _ = in_torch(tensors, *given_, torch_recurrent_gated_delta_rule)
     (out * torch.tensor(pull)).sum().backward()
 
     def loss(*parts: jax.Array) -> jax.Array:
-        recur = recur_segments(SHAPE, jnp.ones((2, T), jnp.int32), mesh)
+        recur = delta_rule_in_segments(SHAPE, jnp.ones((2, T), jnp.int32), mesh)
         return jnp.sum(recur(weights(), *parts) * pull)
 
     found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(jnp.asarray, parts))
@@ -150,7 +149,7 @@ def test_segments_of_a_row_share_nothing(lengths: list[int], seed: int):
 @jax.jit
 def _packed(parts: Any, segments: jax.Array, mine: jax.Array) -> Any:
     """What is read in a row, and the slopes of the squares of what is read at some tokens."""
-    recur = recur_segments(SHAPE, segments, make_mesh(1, 1))
+    recur = delta_rule_in_segments(SHAPE, segments, make_mesh(1, 1))
     squares = lambda parts: jnp.sum(jnp.where(mine[..., None, None], recur(weights(), *parts), 0) ** 2)  # noqa: E731
     return recur(weights(), *parts), jax.grad(squares)(parts)
 

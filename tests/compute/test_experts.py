@@ -19,7 +19,7 @@ from tests.compute.conftest import build
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
-from tinkerflow.backend.compute.models.lora import from_peft, to_peft
+from tinkerflow.backend.compute.models.lora_weights import from_peft, to_peft
 from tinkerflow.backend.compute.models.params import count, load_params
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import LORA_ALPHA, ExportAdapter, ImportAdapter
@@ -166,7 +166,7 @@ def test_weights_and_names(moe, executor):
     params = load_params(cfg, moe.folder, make_mesh(1, 1), "float32")
     assert count(params) == sum(p.numel() for p in moe.model.parameters())
     experts = moe.model.model.layers[1].mlp.experts
-    assert np.array_equal(params.layers["up"][1, 5], experts.gate_up_proj[5, cfg.mlp :].detach().numpy().T)
+    assert np.array_equal(params.layers["up"][1, 5], experts.gate_up_proj[5, 24:].detach().numpy().T)
     assert np.array_equal(params.layers["down"][1, 5], experts.down_proj[5].detach().numpy().T)
     state = executor.execute(ExportAdapter("a", optimizer=False))
     name = "base_model.model.model.layers.1.mlp.experts.5.down_proj.lora_B.weight"

@@ -10,8 +10,8 @@ import pytest
 from tests.compute.conftest import SHAPE, build
 
 from tinkerflow.backend.catalog.model_card import ModelCard
-from tinkerflow.backend.compute.models.config import DeltaNet
 from tinkerflow.backend.compute.models.families import parse_config, projections
+from tinkerflow.backend.compute.models.layers import Attention, GatedDeltaNet
 from tinkerflow.backend.compute.planning import memory
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
 from tinkerflow.backend.core.errors import UserError
@@ -73,10 +73,13 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 def test_the_text_model_is_read_out_of_one_that_sees_images():
     cfg = parse_config(QWEN3_5_9B, name="m")
-    assert (cfg.architecture, cfg.layers, cfg.tied, cfg.gated, cfg.norm_plus_one) == ("qwen3_5", 32, False, True, True)
-    assert cfg.delta == DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4, fused=False)
+    assert (cfg.architecture, cfg.layers, cfg.tied, cfg.norm.plus_one) == ("qwen3_5", 32, False, True)
+    assert cfg.delta == GatedDeltaNet(
+        hidden=4096, key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4, fused=False, norm_eps=1e-6
+    )
+    assert isinstance(cfg.attentions[0], Attention) and cfg.attentions[0].gated
     assert cfg.numbers("attention") == tuple(range(3, 32, 4))
-    assert (cfg.rope.theta, cfg.rope.dims) == (1e7, 64)
+    assert (cfg.ropes[0].theta, cfg.ropes[0].dims) == (1e7, 64)
     assert (
         8.9e9
         < sum(one.inputs * one.outputs * (one.stack[0] if one.stack else 2) for one in projections(cfg).values())

@@ -12,9 +12,10 @@ import pytest
 from tests.compute.test_routed import numbers
 
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.models.config import Latent
 from tinkerflow.backend.compute.models.families import parse_config
+from tinkerflow.backend.compute.models.layers import LatentAttention, RMSNorm
 from tinkerflow.backend.compute.models.lora import LoraPair
+from tinkerflow.backend.compute.models.rope import Rope
 from tinkerflow.backend.compute.planning import memory
 from tinkerflow.backend.compute.planning.roofline import useful_flops
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
@@ -103,16 +104,20 @@ GLM_4_7_FLASH = MOONLIGHT | {
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
-SHAPE = Latent(rank=12, query_rank=0, plain=6, rotary=4, values=10, interleaved=True)
+SHAPE = LatentAttention(
+    hidden=8, heads=3, rank=12, query_rank=0, plain=6, rotary=4, values=10, interleaved=True, rope=Rope(1e4, 4),
+    norm=RMSNorm(1e-6),
+)  # fmt: skip
 
 
 def test_published_models_have_the_sizes_that_are_told_of_them():
     deepseek, moonlight, flash = (parse_config(one, name="m") for one in (DEEPSEEK_V3, MOONLIGHT, GLM_4_7_FLASH))
     assert 670 < numbers(DEEPSEEK_V3) < 672 and 15.5 < numbers(MOONLIGHT) < 16.5 and 29 < numbers(GLM_4_7_FLASH) < 31
-    assert [each.cached() for each in (deepseek, moonlight, flash)] == [(1, 576, 0)] * 3
-    assert (deepseek.head_dim, deepseek.rope.dims, deepseek.rope.attention) == (192, 64, 1.0)
-    assert deepseek.query_scale == pytest.approx((0.1 * np.log(40) + 1) ** 2)
-    assert (flash.head_dim, flash.value_dim, flash.query_scale) == (256, 256, 1.0)
+    assert deepseek.latent is not None and flash.latent is not None
+    assert [each.attentions[0].cached for each in (deepseek, moonlight, flash)] == [(1, 576, 0)] * 3
+    assert (deepseek.latent.widths, deepseek.ropes[0].dims, deepseek.ropes[0].attention) == ((192, 128), 64, 1.0)
+    assert deepseek.latent.query_scale == pytest.approx((0.1 * np.log(40) + 1) ** 2)
+    assert (flash.latent.widths, flash.latent.query_scale) == ((256, 256), 1.0)
     # Attention of two tokens: a quarter of scores and of products with values, forward and twice backward.
     each = 3 * 128 * (192 + 128) * 61 * 2
     assert useful_flops(deepseek, None, 2) - useful_flops(deepseek, None, 0) == each

@@ -8,18 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compute.shapes import config_of
 
 from tinkerflow.backend.compute.models import layer_loop as layers
-from tinkerflow.backend.compute.models.config import LayerKind, ModelConfig
 from tinkerflow.backend.compute.models.layer_loop import over_layers, runs
 from tinkerflow.backend.compute.models.lora import LoraPair
-
-KINDS = {"f": LayerKind(None), "s": LayerKind(None, 4), "d": LayerKind(None, mixer="delta")}
-
-
-def model(pattern: str) -> ModelConfig:
-    kinds = tuple(KINDS[letter] for letter in pattern)
-    return ModelConfig("llama", 8, 4, len(kinds), 1, 1, 4, 8, 1e-6, 1e4, None, 64, True, kinds=kinds)
 
 
 @pytest.mark.parametrize(
@@ -35,15 +28,15 @@ def model(pattern: str) -> ModelConfig:
     ],
 )
 def test_runs_hold_the_most_layers(pattern, expected):
-    assert list(runs(model(pattern).kinds)) == expected
+    assert list(runs(config_of(pattern).decoder_layers)) == expected
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["stacked", "by layer"])
 @pytest.mark.parametrize("pattern", ["ffff", "sfsfsf", "dddfdddf", "dddfdddfdd", "dfff"])
 def test_each_layer_has_its_own_weights_and_place(monkeypatch, pattern, apart):
-    cfg = model(pattern)
+    cfg = config_of(pattern)
     homes = {"all": tuple(range(cfg.layers))} | {
-        kind.mixer: cfg.numbers(kind.mixer) for kind in cfg.kinds if len(cfg.numbers(kind.mixer)) < cfg.layers
+        kind.pool: cfg.numbers(kind.pool) for kind in cfg.decoder_layers if len(cfg.numbers(kind.pool)) < cfg.layers
     }
     monkeypatch.setattr(layers, "layers_with", lambda _: homes)
     stacks = {name: jnp.asarray(numbers, jnp.float32) for name, numbers in homes.items()}
@@ -54,9 +47,9 @@ def test_each_layer_has_its_own_weights_and_place(monkeypatch, pattern, apart):
         place, weights, lora = own
         seen.append(sorted(weights))
         assert isinstance(weights, Mapping)
-        assert set(weights) == set(lora) == {name for name in ("all", kind.mixer) if name in homes}
+        assert set(weights) == set(lora) == {name for name in ("all", kind.pool) if name in homes}
         number, done = jnp.int32(weights["all"]), carry[0]
-        facts = [weights["all"], lora["all"].A, weights.get(kind.mixer, weights["all"]), place, kind.window or 0]
+        facts = [weights["all"], lora["all"].A, weights.get(kind.pool, weights["all"]), place, kind.window or 0]
         return done + 1, carry[1].at[done].set(jnp.stack([jnp.float32(fact) for fact in facts])), carry[2] + number
 
     params = stacks
@@ -68,17 +61,19 @@ def test_each_layer_has_its_own_weights_and_place(monkeypatch, pattern, apart):
     start = (jnp.int32(0), jnp.zeros((cfg.layers, 5)), jnp.int32(0))
     _, found, _ = over_layers(cfg, layer, start, params, pairs)
     expected = [
-        (number, number, number, cfg.numbers(kind.mixer).index(number), kind.window or 0)
-        for number, kind in enumerate(cfg.kinds)
+        (number, number, number, cfg.numbers(kind.pool).index(number), kind.window or 0)
+        for number, kind in enumerate(cfg.decoder_layers)
     ]
     np.testing.assert_array_equal(found, np.array(expected, np.float32))
     if not apart:
-        assert len(seen) <= sum(period for _, period, _ in runs(cfg.kinds)) + 1  # a program for each of a period
+        assert (
+            len(seen) <= sum(period for _, period, _ in runs(cfg.decoder_layers)) + 1
+        )  # a program for each of a period
 
 
 @pytest.mark.parametrize("pattern", ["ffff", "sfsfsf", "dfff"])
 def test_a_backward_pass_keeps_no_copies_of_weights(monkeypatch, pattern):
-    cfg, D = model(pattern), 4
+    cfg, D = config_of(pattern), 4
     monkeypatch.setattr(layers, "layers_with", lambda _: {"all": tuple(range(cfg.layers))})
     stack = jnp.ones((cfg.layers, D, D))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compute.shapes import LAYERS, QWEN3_0_6B, QWEN3_4B, config_like
 
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.models.config import LayerKind
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.layer_loop import groups, kept_carries
 from tinkerflow.backend.compute.models.long_rows import in_chunks
-from tinkerflow.backend.compute.models.lora import init_lora
+from tinkerflow.backend.compute.models.lora_weights import init_lora
 from tinkerflow.backend.compute.models.params import load_params
 from tinkerflow.backend.compute.models.transformer import Keep
 from tinkerflow.backend.compute.planning import memory, training_memory
@@ -43,12 +42,9 @@ GB = 10**9
     ],
 )
 def test_groups_are_those_that_keep_the_fewest_inputs(alike: str, expected: list[Any], kept: int) -> None:
-    kinds = tuple(
-        {"s": LayerKind(None, window=4), "f": LayerKind(None), "d": LayerKind(None, dense=True)}[letter]
-        for letter in alike
-    )
-    assert list(groups(kinds)) == expected
-    assert kept_carries(kinds) == kept
+    layers = tuple(LAYERS[letter] for letter in alike)
+    assert list(groups(layers)) == expected
+    assert kept_carries(layers) == kept
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +111,8 @@ def test_a_chunk_has_no_more_tokens_than_it_may(monkeypatch: pytest.MonkeyPatch)
     assert seen[1:] == [(2, 16, 3)]
 
 
-def test_the_plan_recomputes_groups_only_where_the_inputs_of_layers_do_not_fit(qwen3: Any) -> None:
-    shape = {"hidden": 2560, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 9728}
-    shape |= {"vocab": 151936, "max_positions": 131072}
-    cfg = replace(load_config(qwen3.folder), **shape)
+def test_the_plan_recomputes_groups_only_where_the_inputs_of_layers_do_not_fit() -> None:
+    cfg = config_like(QWEN3_4B, max_position_embeddings=131072)
     config = GroupConfig("m", "bfloat16", 1, 1, 131072, 0, 64, 8, "")
     with compiling_for(CUDA):
         large, small = (memory.plan_memory(cfg, config, limit * GB) for limit in (78, 26))
@@ -132,10 +126,9 @@ def test_the_plan_recomputes_groups_only_where_the_inputs_of_layers_do_not_fit(q
         assert inputs == 3 * grouped
 
 
-def test_models_whose_parameters_are_all_trained_leave_room_for_their_step(qwen3: Any) -> None:
+def test_models_whose_parameters_are_all_trained_leave_room_for_their_step() -> None:
     """It takes neither groups of layers nor some tokens at a time."""
-    shape = {"hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "mlp": 3072}
-    cfg = replace(load_config(qwen3.folder), **shape, vocab=151936, max_positions=131072)
+    cfg = config_like(QWEN3_0_6B, max_position_embeddings=131072)
     config = GroupConfig("m", "bfloat16", 1, 1, 131072, 0, 64, 8, "")
     with compiling_for(CUDA):
         plan = memory.plan_memory(cfg, config, 78 * GB)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.compute.models.families import load_config
-from tinkerflow.backend.compute.models.lora import check_spec, from_shared_scale, init_lora, to_shared_scale
+from tinkerflow.backend.compute.models.lora_weights import check_spec, from_shared_scale, init_lora, to_shared_scale
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import LORA_ALPHA, LoraSpec
 from tinkerflow.backend.spec.ranks import expert_rank, peft_factor

@@ -76,7 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("context", [64, 512])
 def test_frequencies_are_those_of_transformers(case, context):
     values = {"rope_theta": 10000.0, **CASES[case]}
-    rope = parse_config(FIELDS | {"rope_parameters": values}, name="m").for_context(context).rope
+    rope = parse_config(FIELDS | {"rope_parameters": values}, name="m").for_context(context).ropes[0]
     config = transformers.LlamaConfig(**{**FIELDS, "rope_parameters": dict(values)})
     if case == "default":
         wanted, attention = 1 / 5e5 ** (torch.arange(0, 32, 2) / 32), 1.0
@@ -87,7 +87,7 @@ def test_frequencies_are_those_of_transformers(case, context):
 
 
 def test_a_part_of_each_head_turns():
-    rope = parse_config(FIELDS | {"partial_rotary_factor": 0.5, "rope_theta": 1e6}, name="m").rope
+    rope = parse_config(FIELDS | {"partial_rotary_factor": 0.5, "rope_theta": 1e6}, name="m").ropes[0]
     assert rope.dims == 16
     np.testing.assert_allclose(rope_frequencies(rope), 1e6 ** -(np.arange(8) / 8))
 

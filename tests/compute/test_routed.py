@@ -14,7 +14,8 @@ from tests.compute.conftest import FAMILY_SHAPE, SHAPE, build, random_model
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config, parse_config, projections
-from tinkerflow.backend.compute.models.layers.experts import route
+from tinkerflow.backend.compute.models.layers import MLP
+from tinkerflow.backend.compute.models.layers.step import LayerStep
 from tinkerflow.backend.compute.models.params import load_params
 from tinkerflow.backend.core.errors import UserError
 
@@ -83,9 +84,9 @@ def numbers(values: dict[str, Any]) -> float:
 def test_published_models_have_the_sizes_that_are_told_of_them():
     glm, minimax = (parse_config(values, name="m") for values in (GLM_4_5_AIR, MINIMAX_M2))
     assert 106 < numbers(GLM_4_5_AIR) < 108 and 228 < numbers(MINIMAX_M2) < 230
-    assert (glm.rope.dims, glm.rope.theta, glm.norm_eps) == (64, 1e6, 1e-5)
-    assert [kind.dense for kind in glm.layer_kinds] == [True] + [False] * 45
-    assert (minimax.rope.dims, minimax.qk_norm_whole, minimax.shared_mlp, minimax.dense_mlp) == (64, True, 0, 0)
+    assert (glm.ropes[0].dims, glm.ropes[0].theta, glm.norm.eps) == (64, 1e6, 1e-5)
+    assert [isinstance(layer.feed_forward, MLP) for layer in glm.decoder_layers] == [True] + [False] * 45
+    assert minimax.ropes[0].dims == 64 and minimax.mixture is not None and minimax.mixture.shared is None
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,13 @@ def test_experts_and_shares_are_those_of_transformers(tmp_path):
         experts, shares = layer.route_tokens_to_experts(layer.gate(y))
     weights = {"router": layer.gate.weight, "router_correction": layer.gate.e_score_correction_bias}
     weights = {name: jnp.asarray(tensor.detach().numpy()) for name, tensor in weights.items()}
-    routed = jax.jit(lambda y_BTD, weights: route(cfg, y_BTD, weights))
+    assert cfg.mixture is not None
+    router = cfg.mixture.router
+
+    @jax.jit
+    def routed(y_BTD: jax.Array, weights: dict[str, Any]) -> Any:
+        return router.route(LayerStep(make_mesh(1, 1), weights, {}, {}, None, None), y_BTD)
+
     found, found_shares = (np.asarray(x[0]) for x in routed(jnp.asarray(y.numpy())[None], weights))
     order, wanted = np.argsort(found), np.argsort(experts.numpy())
     np.testing.assert_array_equal(np.take_along_axis(found, order, 1), np.take_along_axis(experts.numpy(), wanted, 1))

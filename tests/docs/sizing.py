@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.families import parse_config
 from tinkerflow.backend.compute.planning.device_bytes import weight_bytes
 from tinkerflow.backend.compute.planning.memory import GB, MemoryPlan, plan_memory
 from tinkerflow.backend.compute.planning.topologies import DEVICES, Device
@@ -40,10 +41,21 @@ class Shape:
     def cfg(self) -> ModelConfig:
         """The shape as the service reads it."""
         family = "qwen3_moe" if self.experts else "llama" if "Llama" in self.name else "qwen3"
-        return ModelConfig(
-            family, self.vocab, self.hidden, self.layers, self.heads, self.kv_heads, self.head_dim, self.mlp, 1e-6, 1e6,
-            None, 32768, self.tied, experts=self.experts, experts_per_token=self.experts_per_token,
-        )  # fmt: skip
+        fields = {
+            "model_type": family,
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": self.tied,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size" if self.experts else "intermediate_size": self.mlp,
+        }
+        return parse_config(fields, name=self.name)
 
     def group(self, dtype: Dtype, base_weights: BaseWeights) -> GroupConfig:
         """The settings of a group of one device, with their defaults."""

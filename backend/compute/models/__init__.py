@@ -5,12 +5,13 @@
 
 __all__ = [
     "config",
-    "decoder",
     "families",
+    "family",
     "layer_loop",
     "layers",
     "long_rows",
     "lora",
+    "lora_weights",
     "params",
     "peft_names",
     "transformer",

@@ -17,15 +17,17 @@ import jax
 import jax.numpy as jnp
 
 from tinkerflow.backend.compute.kernels.matmul import OfLayer
-from tinkerflow.backend.compute.models.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import layers_with
+from tinkerflow.backend.compute.models.layers import DecoderLayer
+from tinkerflow.backend.compute.models.layers.matrices import plain_name
 from tinkerflow.backend.compute.models.lora import LoraPair
 
 LayerParams = Mapping[str, Any]  # arrays, and Weights where a matrix is multiplied
 LayerPairs = Mapping[str, Any]  # LoraPair, and OfLayer of them
 Carry = TypeVar("Carry")
 # layer(kind, carry, (place, weights, adapter pairs)) -> the next carry
-Layer = Callable[[LayerKind, Carry, tuple[Any, LayerParams, LayerPairs]], Carry]
+Layer = Callable[[DecoderLayer, Carry, tuple[Any, LayerParams, LayerPairs]], Carry]
 Step = Callable[[Carry, Any], Carry]
 
 
@@ -50,13 +52,13 @@ def over_layers(
     would be kept, too. grouped: a backward pass keeps what `kept` keeps of one group of layers at a time (`groups`),
     and of the other groups only the carry before them, so it computes each group again; stacked weights only.
     """
-    kinds = cfg.layer_kinds
+    kinds = cfg.decoder_layers
     if isinstance(params, tuple):
         homes = layers_with(cfg)
         for number, (kind, weights) in enumerate(zip(kinds, params, strict=True)):
             places = {name: homes[name].index(number) for name in lora if number in homes[name]}
             pairs = {name: LoraPair(A=lora[name].A[place], B=lora[name].B[place]) for name, place in places.items()}
-            carry = kept(partial(layer, kind))(carry, (cfg.place(number), weights, pairs))
+            carry = kept(partial(layer, kind))(carry, (cfg.place(number), _plain(weights), _plain(pairs)))
         return carry
     if grouped:
         for start, period, repeats, size in groups(kinds):
@@ -75,14 +77,16 @@ def over_layers(
                     {name: OfLayer(stacks[name], number) for name in in_place if name in stacks}
                     for stacks in (params, lora)
                 )
-                return kept(partial(layer, kinds[0]))(carry, (number, {**weights, **whole}, {**pairs, **adapted}))
+                return kept(partial(layer, kinds[0]))(
+                    carry, (number, _plain({**weights, **whole}), _plain({**pairs, **adapted}))
+                )
 
             return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), sliced, pairs))
         carry = _run(cfg, layer, carry, params, lora, in_place, kept, start=start, period=period, repeats=repeats)
     return carry
 
 
-def runs(kinds: tuple[LayerKind, ...]) -> Iterator[tuple[int, int, int]]:
+def runs(kinds: tuple[DecoderLayer, ...]) -> Iterator[tuple[int, int, int]]:
     """(start, period, repeats) of what repeats, in order: layers from `start`, `period` of them, `repeats` times.
 
     From the first layer on, each run is the one that holds the most layers, and of these the one with the shortest
@@ -101,7 +105,7 @@ def runs(kinds: tuple[LayerKind, ...]) -> Iterator[tuple[int, int, int]]:
         start += period * repeats
 
 
-def groups(kinds: tuple[LayerKind, ...]) -> Iterator[tuple[int, int, int, int]]:
+def groups(kinds: tuple[DecoderLayer, ...]) -> Iterator[tuple[int, int, int, int]]:
     """(start, period, repeats, size), as of `runs`, in order: `size` repeats, which divide `repeats`, are a group.
 
     The sizes are those that keep the fewest carries: one before each group, and one before each layer of a group. What
@@ -115,7 +119,7 @@ def groups(kinds: tuple[LayerKind, ...]) -> Iterator[tuple[int, int, int, int]]:
             yield start + (repeats - rest) * period, period, rest, rest
 
 
-def kept_carries(kinds: tuple[LayerKind, ...]) -> int:
+def kept_carries(kinds: tuple[DecoderLayer, ...]) -> int:
     """How many layers' carries a backward pass by `groups` keeps at the same time, at most."""
     found = list(groups(kinds))
     return sum(repeats // size for _, _, repeats, size in found) + max(size * period for _, period, _, size in found)
@@ -136,7 +140,7 @@ def _run(
     group: int = 0,
 ) -> Carry:
     """The carry after one of `runs`, or of `groups`."""
-    homes, kinds = layers_with(cfg), cfg.layer_kinds
+    homes, kinds = layers_with(cfg), cfg.decoder_layers
     numbers = range(start, start + period)
 
     def each(of: tuple[int, ...]) -> int:
@@ -152,7 +156,7 @@ def _run(
         kind = kinds[number]
         home: Any = cfg.place(number)
         if kind.shares is None:
-            home = home + step * each(cfg.numbers(kind.mixer))
+            home = home + step * each(cfg.numbers(kind.pool))
         # A weight is taken out of the whole stack: a part of a stack would be a copy.
         own_places = {
             name: homes[name].index(number) + step * each(homes[name]) for name in params if number in homes[name]
@@ -168,7 +172,7 @@ def _run(
         whole = {
             name: OfLayer(lora[name], place) for name, place in own_places.items() if name in in_place and name in lora
         }
-        return layer(kind, carry, (home, weights, {**here, **whole}))
+        return layer(kind, carry, (home, _plain(weights), _plain({**here, **whole})))
 
     def once(carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
         for number in numbers:
@@ -181,6 +185,10 @@ def _run(
     names = [name for name in lora if each(homes[name]) and name not in in_place]
     pairs = {name: LoraPair(A=split(name, lora[name].A), B=split(name, lora[name].B)) for name in names}
     return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), pairs), group)
+
+
+def _plain(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {plain_name(name): part for name, part in parts.items()}
 
 
 def _at(stack: jax.Array, *, place: jax.Array) -> jax.Array:

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts, sharding
-from tinkerflow.backend.compute.models.decoder import ROW_PARALLEL
 from tinkerflow.backend.compute.weights.quantized import Int8
 
 Tree = TypeVar("Tree")
@@ -79,20 +78,25 @@ def _into_own_buffers(mesh: Mesh, part: Callable[[Any], Tree], split: Any) -> Tr
     return made
 
 
-def gathered(mesh: Mesh, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The matrices of one layer, by plain names, gathered over fsdp: else every chunk would gather them again."""
+def gather_matrices(mesh: Mesh, weights: Mapping[str, Any], sums_inputs: Mapping[str, bool]) -> dict[str, Any]:
+    """The matrices of one layer, gathered over fsdp once: otherwise every chunk would gather them again.
 
-    def whole(name: str, matrix: Any) -> Any:
-        values = matrix.values if isinstance(matrix, Int8) else matrix
-        axes: tuple[str | None, ...] = (None, TENSOR) if name in ROW_PARALLEL else (TENSOR, None)
-        scaled = axes[:1]
+    weights: the layer's tensors by name. sums_inputs: which of them are matrices, and whether the tensor axis splits
+    their inputs (`Projection.sums_inputs`).
+    """
+
+    def pinned(array: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, sharding(mesh, array.shape, *axes))
+
+    def gather(matrix: Any, axes: tuple[str | None, ...]) -> Any:
+        values, scaled = matrix.values if isinstance(matrix, Int8) else matrix, axes[:1]
         if values.ndim == len("Eio"):
             axes, scaled = (EXPERT, *axes[::-1]), (EXPERT, *scaled)
         if isinstance(matrix, Int8):
             return Int8(pinned(values, axes), pinned(matrix.scale, scaled))
         return pinned(values, axes)
 
-    def pinned(array: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        return jax.lax.with_sharding_constraint(array, sharding(mesh, array.shape, *axes))
-
-    return {name: whole(name, matrix) for name, matrix in weights.items()} if mesh.shape[FSDP] > 1 else dict(weights)
+    if mesh.shape[FSDP] == 1:
+        return {}
+    axes = {name: (None, TENSOR) if sums else (TENSOR, None) for name, sums in sums_inputs.items()}
+    return {name: gather(weights[name], axes[name]) for name in sums_inputs}

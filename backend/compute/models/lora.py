@@ -1,4 +1,4 @@
-"""LoRA adapters: low-rank updates beside frozen matrices, as pytrees of their own rank and targets.
+"""LoRA adapters (arXiv 2106.09685): low-rank updates besides frozen matrices, as pytrees of their own rank and targets.
 
 The update of y = x @ W is (alpha / rank) * (x @ A.T) @ B with A [R, in] and B [R, out]. The rank leads in both: this
 order was the fastest of those measured on CPU, forward and backward, and padding to a larger rank is one axis of zeros.
@@ -9,29 +9,20 @@ Letters: L layers, E experts, R rank, S rows.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from tinkerflow.backend.compute.kernels.grouped import Groups
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, Array, replicated, sharding
-from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.decoder import Projection
-from tinkerflow.backend.compute.models.families import projections
-from tinkerflow.backend.compute.models.peft_names import matrix_rank, pair_names, targets
 from tinkerflow.backend.compute.platforms import on_cpu
-from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.spec.commands import LORA_ALPHA, LoraSpec
-from tinkerflow.backend.spec.limits import ALL_PARTS, MAX_RANK
-from tinkerflow.backend.spec.ranks import peft_factor
+from tinkerflow.backend.spec.commands import LORA_ALPHA
 
 Tree = TypeVar("Tree")
 
@@ -71,19 +62,6 @@ class LoraApply(Protocol):
 def scale(rank: int) -> float:
     """The factor of an update: alpha / rank, alpha 32. rank: of the matrix, so that of experts in theirs."""
     return LORA_ALPHA / rank
-
-
-def check_spec(spec: LoraSpec) -> LoraSpec:
-    """The spec itself; UserError when a rank is out of 0..MAX_RANK, or experts' above it, or it adapts nothing."""
-    if not 0 <= spec.rank <= MAX_RANK:
-        raise UserError(f"lora rank {spec.rank}: must be 1 to {MAX_RANK}, or 0 to train all parameters")
-    if spec.full and not (spec.train_attn and spec.train_mlp and spec.train_unembed):
-        raise UserError(f"lora rank 0 {ALL_PARTS}")
-    if spec.expert_rank is not None and not 1 <= spec.expert_rank <= spec.rank:
-        raise UserError(f"lora expert_rank {spec.expert_rank}: must be 1 to the rank, {spec.rank}")
-    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
-        raise UserError("lora: train_attn, train_mlp and train_unembed are all false; at least one must be true")
-    return spec
 
 
 def apply_one(x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
@@ -135,44 +113,6 @@ def low_rank(x: jax.Array, pair: LoraPair) -> jax.Array:
     return checkpoint_name(x @ A.T, "low") * scale(A.shape[-2])
 
 
-def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
-    """A fresh adapter on the host, float32: A uniform in +-1/sqrt(in) (PEFT's kaiming uniform), B zero.
-
-    Every matrix draws from its own stream of (seed, name), so that a part's values do not depend on which others are
-    adapted. NumPy, not JAX: the same on every backend, and nothing to compile.
-    """
-    whole = projections(cfg)
-
-    def pair(name: str) -> LoraPair:
-        sizes = whole[name]
-        stream = np.random.Generator(np.random.Philox([seed & (2**64 - 1), zlib.crc32(name.encode())]))
-        rank = matrix_rank(spec, sizes)
-        bound, shape = 1 / np.sqrt(sizes.inputs), (*sizes.stack, rank, sizes.inputs)
-        A = stream.random(shape, dtype=np.float32) * np.float32(2 * bound) - np.float32(bound)
-        return LoraPair(A=A, B=np.zeros((*sizes.stack, rank, sizes.outputs), np.float32))
-
-    return _lora({name: pair(name) for name in targets(cfg, spec)})
-
-
-def to_shared_scale(spec: LoraSpec, lora: Lora) -> Lora:
-    """A host adapter as PEFT's files have it: B of experts times `peft_factor`."""
-    return _scaled(spec, lora, lambda B, factor: B * np.float32(factor))
-
-
-def from_shared_scale(spec: LoraSpec, lora: Lora) -> Lora:
-    """The inverse of `to_shared_scale`, bit for bit."""
-    return _scaled(spec, lora, lambda B, factor: B / np.float32(factor))
-
-
-def _scaled(spec: LoraSpec, lora: Lora, change: Callable[[Array, int], Array]) -> Lora:
-    def one(pair: LoraPair) -> LoraPair:
-        factor = peft_factor(spec.rank, pair.A.shape[-2])
-        return pair if factor == 1 else LoraPair(A=pair.A, B=change(pair.B, factor))
-
-    changed: Lora = jax.tree.map(one, lora, is_leaf=lambda node: isinstance(node, LoraPair))
-    return changed
-
-
 def shardings(mesh: Mesh, tree: Tree) -> Tree:
     """Where each array of an adapter (or of anything shaped like one) lies: split over all devices of the mesh.
 
@@ -203,64 +143,22 @@ def gathered(mesh: Mesh, lora: Lora) -> Lora:
     return made
 
 
-def shapes(cfg: ModelConfig, spec: LoraSpec) -> Lora:
-    """The adapter that `init_lora` makes, without values."""
-    whole = projections(cfg)
-
-    def pair(name: str) -> LoraPair:
-        sizes = whole[name]
-        A, B = ((*sizes.stack, matrix_rank(spec, sizes), size) for size in (sizes.inputs, sizes.outputs))
-        return LoraPair(*(cast(Array, jax.ShapeDtypeStruct(shape, np.float32)) for shape in (A, B)))
-
-    return _lora({name: pair(name) for name in targets(cfg, spec)})
-
-
 def by_name(lora: Lora) -> dict[str, Any]:
     """The leaves of an adapter by name: `q.A`, `q.B`, …, `unembed.B`."""
-    return {f"{name}.{side}": getattr(pair, side) for name, pair in _pairs(lora).items() for side in ("A", "B")}
+    return {f"{name}.{side}": getattr(pair, side) for name, pair in all_pairs(lora).items() for side in ("A", "B")}
 
 
 def from_names(leaves: Mapping[str, Any]) -> Lora:
     """The inverse of `by_name`."""
     names = [name.removesuffix(".A") for name in leaves if name.endswith(".A")]
-    return _lora({name: LoraPair(A=leaves[f"{name}.A"], B=leaves[f"{name}.B"]) for name in names})
+    return lora_of({name: LoraPair(A=leaves[f"{name}.A"], B=leaves[f"{name}.B"]) for name in names})
 
 
-def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
-    """A host adapter by PEFT's tensor names: A [rank, in] and B [out, rank], contiguous, layer by layer. Unscaled.
-
-    Each expert has tensors of its own, as PEFT names them for transformers before release 5, and as vLLM does. PEFT
-    fuses them when it loads them into a transformers 5 model, whose experts are fused.
-    """
-    named: dict[str, npt.NDArray[np.float32]] = {}
-    for name, pair in _pairs(lora).items():
-        projection = projections(cfg)[name]
-        for place in np.ndindex(projection.stack):
-            A, B = pair_names(projection.name(place))
-            named[A], named[B] = np.array(pair.A[place]), np.ascontiguousarray(pair.B[place].T)
-    return named
-
-
-def from_peft(
-    cfg: ModelConfig, spec: LoraSpec, read: Callable[[str, tuple[int, int]], npt.NDArray[np.float32]]
-) -> Lora:
-    """The inverse of `to_peft`: `read(name, shape)` gives each tensor, and raises when it has none of that shape."""
-
-    def pair(projection: Projection) -> LoraPair:
-        names = [pair_names(projection.name(place)) for place in np.ndindex(projection.stack)]
-        rank = matrix_rank(spec, projection)
-        A_shape, B_shape = (rank, projection.inputs), (projection.outputs, rank)
-        both = [(read(A, A_shape), read(B, B_shape).T) for A, B in names]
-        A, B = (np.stack(parts) for parts in zip(*both, strict=True))
-        return LoraPair(A=A.reshape(*projection.stack, *A_shape), B=B.reshape(*projection.stack, *B_shape[::-1]))
-
-    whole = projections(cfg)
-    return _lora({name: pair(whole[name]) for name in targets(cfg, spec)})
-
-
-def _pairs(lora: Lora) -> dict[str, LoraPair]:
+def all_pairs(lora: Lora) -> dict[str, LoraPair]:
+    """The pairs of an adapter by name, that of the unembedding included."""
     return lora.layers if lora.unembed is None else {**lora.layers, "unembed": lora.unembed}
 
 
-def _lora(pairs: dict[str, LoraPair]) -> Lora:
+def lora_of(pairs: dict[str, LoraPair]) -> Lora:
+    """The inverse of `all_pairs`."""
     return Lora(layers={name: pair for name, pair in pairs.items() if name != "unembed"}, unembed=pairs.get("unembed"))

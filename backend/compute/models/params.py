@@ -24,9 +24,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, WEIGHTS, from_callback, sharding
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.decoder import ROW_PARALLEL, LayerTensor, Projection, plain_name
-from tinkerflow.backend.compute.models.families import family_of, layers_with
+from tinkerflow.backend.compute.models.families import (
+    family_of,
+    layer_input_tensors,
+    layer_tensors,
+    layers_with,
+    projections,
+)
 from tinkerflow.backend.compute.models.layer_loop import LayerParams
+from tinkerflow.backend.compute.models.layers.matrices import LayerTensor, Projection
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_config import tower_tensors
 from tinkerflow.backend.compute.platforms import on_cpu
@@ -76,28 +82,30 @@ def params_like(cfg: ModelConfig, mesh: Mesh, dtype: str, *, base_weights: Liter
 
 def _params(load: _Loader, progress: Callable[[str], None] = lambda _: None) -> Params:
     cfg = load.cfg
-    family = family_of(cfg)
-    matrices, tensors, inputs = family.projections(cfg), family.tensors(cfg), family.inputs(cfg)
+    names, matrices = family_of(cfg).names, dict(projections(cfg))
+    tensors, inputs = layer_tensors(cfg), layer_input_tensors(cfg)
     unembed = matrices.pop("unembed")
-    seeing = {} if cfg.vision is None else tower_tensors(cfg.vision, cfg.hidden)
+    vision = {} if cfg.vision is None else tower_tensors(cfg.vision, cfg.hidden)
     ends = 2 if cfg.tied else 3
-    numbers, total = counter(1), ends + len(matrices) + len(tensors) + len(seeing) + len(inputs)
+    numbers, total = counter(1), ends + len(matrices) + len(tensors) + len(vision) + len(inputs)
 
-    def told(weight: Loaded) -> Loaded:
+    def reported(weight: Loaded) -> Loaded:
         progress(f"loading weights {next(numbers)}/{total}")
         return weight
 
-    layers = {name: told(load.matrices(matrix, plain_name(name) in ROW_PARALLEL)) for name, matrix in matrices.items()}
-    layers |= {name: told(load.layer_tensors(tensor)) for name, tensor in tensors.items()}
+    layers = {name: reported(load.matrices(matrix)) for name, matrix in matrices.items()}
+    layers |= {name: reported(load.layer_tensors(tensor)) for name, tensor in tensors.items()}
     return Params(
-        embed_VD=told(load.whole(family.embed, (cfg.vocab, cfg.hidden), *load.axes(cfg.vocab))),
+        embed_VD=reported(load.whole(names.embed, (cfg.vocab, cfg.hidden), *load.axes(cfg.vocab))),
         layers=layers,
-        final_norm_D=told(load.whole(family.final_norm, (cfg.hidden,), None)),
+        final_norm_D=reported(load.whole(names.final_norm, (cfg.hidden,), None)),
         unembed_VD=None
         if cfg.tied
-        else told(load.whole(f"{unembed.module}.weight", (unembed.outputs, unembed.inputs), *load.axes(cfg.vocab))),
-        tower={name: told(load.layer_tensors(tensor)) for name, tensor in seeing.items()} or None,
-        inputs={name: told(load.whole(*tensor, *(TENSOR, FSDP)[: len(tensor[1])])) for name, tensor in inputs.items()}
+        else reported(load.whole(f"{unembed.module}.weight", (unembed.outputs, unembed.inputs), *load.axes(cfg.vocab))),
+        tower={name: reported(load.layer_tensors(tensor)) for name, tensor in vision.items()} or None,
+        inputs={
+            name: reported(load.whole(*tensor, *(TENSOR, FSDP)[: len(tensor[1])])) for name, tensor in inputs.items()
+        }
         or None,
         softcap=cfg.softcap,
     )
@@ -144,10 +152,10 @@ class _Loader:
         dtype = np.dtype(np.float32) if tensor.wide else self.dtype
         return self._stack(shape, axes, dtype, lambda out, layer, *where: _copy(out, each[layer], *where))
 
-    def matrices(self, matrix: Projection, row_parallel: bool) -> Weight:
+    def matrices(self, matrix: Projection) -> Weight:
         """A matrix of every layer, stacked [L, o, i], or of every layer and expert, [L, E, i, o]."""
         shape = (matrix.outputs, matrix.inputs)
-        axes = self.axes(matrix.inputs)[::-1] if row_parallel else self.axes(matrix.outputs)
+        axes = self.axes(matrix.inputs)[::-1] if matrix.sums_inputs else self.axes(matrix.outputs)
         each = np.empty(matrix.stack, object)
         for place in np.ndindex(matrix.stack):
             each[place] = self._tensor(f"{matrix.name(place)}.weight", shape)

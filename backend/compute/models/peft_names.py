@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.decoder import Projection
 from tinkerflow.backend.compute.models.families import projections
+from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.spec.commands import LoraSpec
 
 _PEFT = "base_model.model."  # what PEFT puts before a module's name

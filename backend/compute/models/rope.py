@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.core.errors import UserError
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+_OUTER_FIELDS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # besides the rope's own
 Frequencies = tuple[float, ...]
 _SUPPORTED = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
@@ -124,6 +127,28 @@ def rope_frequencies(rope: Rope) -> Frequencies:
                 frequency * (share / rope.scaling.factor + 1 - share)
                 for frequency, share in zip(plain, _interpolated(rope, rope.scaling), strict=True)
             )
+
+
+def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> Mapping[str, Rope]:
+    """The rotary embedding of each of `layer_types`, or of all layers under the name "".
+
+    fields: of `config.json`. transformers 5 writes rope_parameters, for all layers or by `layer_types`; earlier
+    releases wrote rope_scaling besides rope_theta. head_dim: of a head. theta: where the file has none.
+    """
+    values = fields.rope
+    outer = {key: fields[key] for key in _OUTER_FIELDS if fields.get(key) is not None}
+
+    def read(values: Mapping[str, Any]) -> Rope:
+        return read_rope(
+            values,
+            theta=theta,
+            head_dim=head_dim,
+            max_positions=fields.size("max_position_embeddings"),
+            error=fields.error,
+        )
+
+    by_type = bool(values) and all(isinstance(each, dict) for each in values.values())
+    return {name: read(each) for name, each in values.items()} if by_type else {"": read({**values, **outer})}
 
 
 def read_rope(

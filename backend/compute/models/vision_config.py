@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig, Vision
-from tinkerflow.backend.compute.models.decoder import LayerTensor
+from tinkerflow.backend.compute.models.config import ModelConfig, Vision
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.layers.matrices import LayerTensor
 from tinkerflow.backend.compute.weights.files import read_object
 from tinkerflow.backend.spec.images import ImageProcessor
 

@@ -1,4 +1,4 @@
-"""The text model in the folder of a model that also sees images. The part that sees is not loaded. No JAX.
+"""The text model in the folder of a model that also takes images, without its vision tower. No JAX.
 
 Gemma 3 and Mistral's models keep the layout of LLaVA: their files call the text model `language_model.model`, or
 `model.language_model.model` if transformers 5 wrote them. transformers (and so PEFT) calls it `model.language_model`.
@@ -6,54 +6,39 @@ Gemma 3 and Mistral's models keep the layout of LLaVA: their files call the text
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import (
-    VISION_TEXT,
-    LayerTensor,
-    decoder_projections,
-    decoder_tensors,
-    text_fields,
-)
-from tinkerflow.backend.compute.models.families import Family
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import text_fields
+from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
 
-_SEEING = tuple(
+_TOWER = tuple(
     f"{before}{part}."
     for before in ("", "model.")
     for part in ("vision_tower", "vision_model", "multi_modal_projector")
 )
 
 
-def inside(
-    family: Family,
-    *,
-    model_type: str,
-    title: str,
-    tensors: Callable[..., dict[str, LayerTensor]] = decoder_tensors,
-    defaults: Mapping[str, Any] = {},
-) -> Family:
-    """The family whose text model is one of `family`.
+def with_unused_tower(text_model: Family, *, model_type: str, title: str, defaults: Mapping[str, Any] = {}) -> Family:
+    """The family of models that have a text model of `text_model` and a vision tower, which is not loaded.
 
-    family: says how the fields are parsed. model_type, title: of the whole model. tensors: those of a layer, given what
-    their names begin with. defaults: fields of `text_config` that its file may leave out.
+    model_type, title: of the new family. defaults: fields of `text_config` that its file may leave out.
     """
 
     def parse(fields: ConfigFields) -> ModelConfig:
-        return family.parse(text_fields(fields, defaults))
+        return text_model.parse(text_fields(fields, defaults))
 
-    return Family(
+    return replace(
+        text_model,
         model_type=model_type,
         title=title,
         parse=parse,
-        projections=partial(decoder_projections, layer=VISION_TEXT),
-        tensors=partial(tensors, layer=VISION_TEXT),
+        names=LANGUAGE_MODEL,
         unpack=lambda _, tensors: {_renamed(name): tensor for name, tensor in tensors.items()},
-        embed="model.language_model.embed_tokens.weight",
-        final_norm="model.language_model.norm.weight",
-        skipped=_SEEING,
+        skipped=_TOWER,
     )
 
 

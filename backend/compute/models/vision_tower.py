@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute.kernels.matmul import matmul
 from tinkerflow.backend.compute.mesh import Array, Scalar, put, replicated
 from tinkerflow.backend.compute.models.config import ModelConfig, Vision
-from tinkerflow.backend.compute.models.transformer import ImageFeatures, Params, rotate
+from tinkerflow.backend.compute.models.rotary import rotate
+from tinkerflow.backend.compute.models.transformer import ImageFeatures, Params
 from tinkerflow.backend.compute.models.vision_config import open_processor
 from tinkerflow.backend.compute.warming import Program, like, result_of
 from tinkerflow.backend.spec.commands import ImagePixels, Int32

@@ -12,7 +12,8 @@ import jax
 from jax.sharding import AbstractMesh
 
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
-from tinkerflow.backend.compute.models.config import DeltaNet, ModelConfig
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.layers import GatedDeltaNet
 from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.spec.commands import GroupConfig
@@ -54,6 +55,6 @@ def share(size: int, parts: int) -> int:
     return size // parts if size % parts == 0 else size
 
 
-def state_heads(delta: DeltaNet, config: GroupConfig) -> int:
+def state_heads(delta: GatedDeltaNet, config: GroupConfig) -> int:
     """How many value heads' states a device holds: they go with the key heads."""
     return share(delta.key_heads, config.tensor) * (delta.value_heads // delta.key_heads)

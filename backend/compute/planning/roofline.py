@@ -26,10 +26,9 @@ def useful_flops(cfg: ModelConfig, spec: LoraSpec | None, length: int) -> float:
     cfg: the model. spec: the adapter; None = no adapter. length: tokens of an example; 0 = without attention.
     """
     total = 0.0
-    for kind in cfg.layer_kinds:
-        if kind.attends:
-            window = min(length, kind.window or length)
-            total += 3.0 * cfg.heads * sum(cfg.widths(kind)) * window * (2 - window / max(1, length))
+    for attention in cfg.attentions:
+        window = min(length, attention.window or length)
+        total += 3.0 * cfg.heads * sum(attention.widths) * window * (2 - window / max(1, length))
     adapted = targets(cfg, spec) if spec else ()
     for name, matrix in projections(cfg).items():
         rank = matrix_rank(spec, matrix) if spec and name in adapted else 0

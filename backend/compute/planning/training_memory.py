@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from tinkerflow.backend.compute.kernels.flash import on_gpus
-from tinkerflow.backend.compute.models import lora
+from tinkerflow.backend.compute.models import lora, lora_weights
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import layers_with, projections
-from tinkerflow.backend.compute.models.layers.deltanet import chunk_tokens
+from tinkerflow.backend.compute.models.layers.delta_rule import chunk_tokens
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.transformer import Keep
 from tinkerflow.backend.compute.models.vision_tower import tower_bytes
@@ -90,7 +90,7 @@ def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimiz
     """What an adapter in training takes of each device: weights, gradients and the optimizer's state, float32."""
     if spec.full:
         return _full_bytes(cfg, config, optimizer)
-    return _shards_bytes(config, lora.shapes(cfg, spec)) * (2 + len(OPTIMIZERS[optimizer].state))
+    return _shards_bytes(config, lora_weights.shapes(cfg, spec)) * (2 + len(OPTIMIZERS[optimizer].state))
 
 
 def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> int:
@@ -147,7 +147,7 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int, wh
         state = cfg.delta.key_dim * cfg.delta.value_dim // chunk
         chunks = 4 * tokens * heads * (6 * wide + 4 * chunk + 2 * state)
     layer += _scores(cfg, config, tokens)
-    ends = 3 * tokens * (cfg.hidden + cfg.layers * cfg.layer_input) * item
+    ends = 3 * tokens * (cfg.hidden + cfg.layers * (cfg.layer_input.width if cfg.layer_input else 0)) * item
     before = 0
     if cfg.vision is not None:  # what stands in place of images; what sees them is done when the step begins
         before = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
@@ -160,7 +160,7 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int, wh
         gathered = vocab * cfg.hidden * item + 2 * weight_bytes(cfg, unsplit) // cfg.layers
     # The adapter in the dtype of the activations, its gradient, and what the gradient is added to; all of them whole.
     # And what the gradients were before, of a command that is computed and one that is read at the same time.
-    usual = lora.shapes(cfg, usual_spec(cfg, config.expert_rank))
+    usual = lora_weights.shapes(cfg, usual_spec(cfg, config.expert_rank))
     adapter = sum(leaf.size for leaf in jax.tree.leaves(usual))
     devices = config.fsdp * config.expert * config.tensor
     gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, usual)
@@ -178,9 +178,8 @@ def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:
     """
     if platform() is TPU:
         return 0
-    kinds = [kind for kind in cfg.layer_kinds if kind.attends]
     heads = share(cfg.heads, config.tensor)
-    left = [kind.window for kind in kinds if not on_gpus(tokens, kind.window, max(cfg.widths(kind)))]
+    left = [one.window for one in cfg.attentions if not on_gpus(tokens, one.window, max(one.widths))]
     return max((score_bytes(tokens, window, heads) for window in left), default=0)
 
 

@@ -25,23 +25,22 @@ from tinkerflow.backend.compute.mesh import (
     sampling_mesh,
     sharding,
 )
-from tinkerflow.backend.compute.models.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import projections
-from tinkerflow.backend.compute.models.layer_loop import LayerParams, over_layers
-from tinkerflow.backend.compute.models.layers.deltanet import mix
-from tinkerflow.backend.compute.models.layers.experts import MLP
+from tinkerflow.backend.compute.models.layer_loop import over_layers
+from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES, DecoderLayer, DeltaRuleWeights
+from tinkerflow.backend.compute.models.layers.delta_rule import mix
+from tinkerflow.backend.compute.models.layers.step import LayerStep, Mixers
 from tinkerflow.backend.compute.models.lora import Lora, LoraPair
 from tinkerflow.backend.compute.models.transformer import (
     ImageFeatures,
-    Mixers,
     Params,
-    block,
+    add_deep_features,
     capped,
-    deepened,
     embed,
     final_hidden,
+    input_of_layer,
     layer_inputs,
-    of_layer,
     rope_tables,
     unembed,
 )
@@ -212,20 +211,20 @@ def layers(
     rope = rope_tables(cfg, positions_SQ if images is None else jnp.asarray(images.positions_BT3))
     apply = stack_apply(columns_S2, width_of(lora), one_device=mesh.size == 1)
 
-    def layer(kind: LayerKind, state: Carry, stacked: Any) -> Carry:
+    def run(layer: DecoderLayer, state: Carry, stacked: Any) -> Carry:
         cache, states, x_SQD, number = state
-        place, layer_params, layer_lora = stacked
+        place, weights, pairs = stacked
 
         def attend(
             q: jax.Array, k: jax.Array | None, v: jax.Array | None, *, window: int | None, sinks_H: Any
         ) -> jax.Array:
             nonlocal cache
             how = {"window": window, "sinks_H": sinks_H}
-            own, o = attend_cached(rows, cache.of(kind.mixer), place, tables_SW, start_S, q, k, v, **how)
-            cache = cache.with_own(kind.mixer, own)
+            own, o = attend_cached(rows, cache.of(layer.pool), place, tables_SW, start_S, q, k, v, **how)
+            cache = cache.with_own(layer.pool, own)
             return o
 
-        def recur(weights: LayerParams, qkv: jax.Array, decay: jax.Array, beta: jax.Array) -> jax.Array:
+        def delta_rule(weights: DeltaRuleWeights, qkv: jax.Array, decay: jax.Array, beta: jax.Array) -> jax.Array:
             nonlocal states
             assert cfg.delta is not None and states is not None
             own = state_of(states, place, start_S == 0)
@@ -236,9 +235,9 @@ def layers(
         latent_attend = None
         if cfg.latent is not None:
             latent_attend = functools.partial(attend_latents, cfg.latent, mesh, attend, columns_S2, width_of(lora))
-        mixers, input_SQP = Mixers(attend, recur, latent_attend), of_layer(inputs_LSQP, number)
-        x_SQD = block(cfg, one, kind, layer_params, layer_lora, x_SQD, rope, mixers, apply, input_SQP)
-        x_SQD = x_SQD if images is None else deepened(images, place, x_SQD)
+        mixers, input_SQP = Mixers(attend, delta_rule, latent_attend), input_of_layer(inputs_LSQP, number)
+        x_SQD = layer(LayerStep(one, weights, pairs, rope, mixers, apply, input_SQP), x_SQD)
+        x_SQD = x_SQD if images is None else add_deep_features(images, place, x_SQD)
         return cache, states, everywhere(x_SQD), number + 1
 
     def everywhere(x_SQD: jax.Array) -> jax.Array:
@@ -247,7 +246,7 @@ def layers(
     x_SQD = everywhere(embed(cfg, params, tokens_SQ, images))
     inputs_LSQP = layer_inputs(cfg, params, tokens_SQ, x_SQD)
     start = (cache, states, x_SQD, jnp.int32(0))
-    cache, states, x_SQD, _ = over_layers(cfg, layer, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
+    cache, states, x_SQD, _ = over_layers(cfg, run, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
     return cache, states, final_hidden(cfg, params, x_SQD)
 
 
@@ -264,7 +263,7 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
     if platform() is CUDA:
         names = stacks.keys() & projections(cfg).keys() if mesh.size == 1 else set()
         return frozenset(names - {"kv_b"})  # `latent_attention` multiplies by head
-    experts = MLP if cfg.experts else ()
+    experts = EXPERT_MATRICES if cfg.experts else ()
     return frozenset(name for name in experts if not isinstance(stacks[name], Int8))
 
 

@@ -29,9 +29,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.kernels import paged_gpu, paged_tpu
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, Array, cache_mesh
-from tinkerflow.backend.compute.models.config import ATTENTION, GLOBAL, ModelConfig
+from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import layers_with
-from tinkerflow.backend.compute.models.layers.deltanet import DeltaState
+from tinkerflow.backend.compute.models.layers import ATTENTION, GLOBAL, Attention
+from tinkerflow.backend.compute.models.layers.delta_rule import DeltaState
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, on_cpu, platform
 from tinkerflow.backend.compute.sampler.pages import PageCopy, PagePool
@@ -104,7 +105,8 @@ def _together(cfg: ModelConfig, mesh: Mesh, mixer: str, dtype: str) -> bool:
     """Whether keys and values lie in one array."""
     if platform() is not TPU or cfg.latent is not None or "sinks" in layers_with(cfg):
         return False
-    own, tensor = cfg.heads_of(mixer), cache_mesh(mesh, cfg.split_heads).shape[TENSOR]
+    own, tensor = cfg.attention_of(mixer), cache_mesh(mesh, cfg.split_heads).shape[TENSOR]
+    assert isinstance(own, Attention)
     return paged_tpu.takes(own.kv_heads // tensor, own.head_dim, jnp.dtype(dtype).itemsize)
 
 
@@ -141,12 +143,12 @@ def empty_cache(
         def part(*inner: int) -> jax.Array | tuple[jax.Array, ...]:
             return tuple(zeros(1, inner) for _ in range(layers)) if by_layer else zeros(layers, inner)
 
-        heads, key, value = cfg.cached(mixer)
+        heads, key, value = cfg.attention_of(mixer).cached
         if together:
             return KVCache(k=part(page, 2 * heads, key), v=None)
         return KVCache(k=part(heads, key, page), v=part(heads, page, value))
 
-    beside = None if cfg.global_heads is None else pages_of(GLOBAL)
+    beside = pages_of(GLOBAL) if cfg.numbers(GLOBAL) else None
     return replace(pages_of(ATTENTION), states=empty_pool(cfg, mesh, states, dtype), globals=beside)
 
 

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.mesh import WEIGHTS, Array, sharding
-from tinkerflow.backend.compute.models.config import Latent
+from tinkerflow.backend.compute.models.layers import LatentAttention
+from tinkerflow.backend.compute.models.layers.step import AttentionFn
 from tinkerflow.backend.compute.models.lora import LoraPair
-from tinkerflow.backend.compute.models.transformer import AttentionFn
 from tinkerflow.backend.compute.sampler.snapshot_cache import own_columns
 from tinkerflow.backend.compute.weights.quantized import Int8, Weight
 
 
 def attend_latents(
-    latent: Latent,
+    latent: LatentAttention,
     mesh: Mesh,
     attend: AttentionFn,
     columns_S2: Array,

@@ -103,7 +103,7 @@ class Sampler:
         params, dtype = by_layer(cfg, params), params.embed_VD.dtype
         shards = cache_mesh(mesh, cfg.split_heads).shape[FSDP]
         self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, pieces=sizes, rows_are_dear=on_cpu())
-        windows = {kind.window for kind in cfg.layer_kinds if kind.attends}
+        windows = {attention.window for attention in cfg.attentions}
         window = max((one for one in windows if one), default=None) if None not in windows else None
         self._pool = PagePool(pages, shards=shards, page=page, states=states, window=window)
         self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)

@@ -30,8 +30,8 @@ from tinkerflow.backend.compute.kernels.grouped import Groups
 from tinkerflow.backend.compute.kernels.matmul import IN_PLACE, OfLayer
 from tinkerflow.backend.compute.mesh import Array, put, replicated, to_host
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.decoder import Projection
 from tinkerflow.backend.compute.models.families import projections
+from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.lora import Lora, LoraApply, LoraPair, scale, shardings
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS, on_cpu
 from tinkerflow.backend.compute.sampler.adapter_runs import by_runs

@@ -1,9 +1,9 @@
 """The states of layers with linear attention on the devices: one for each sequence, in a pool like that of pages.
 
 A dispatch takes the states of its rows out of the pool, carries them through its layers and tokens, and puts them back.
-But for decode on GPUs and TPUs, the matrices stay in the pool (`deltanet.Pooled`): kernels change them there.
+But for decode on GPUs and TPUs, the matrices stay in the pool (`delta_rule.Pooled`): kernels change them there.
 
-Letters: L layers with states, N states of all shards, S rows, and those of `deltanet`.
+Letters: L layers with states, N states of all shards, S rows, and those of `delta_rule`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, cache_mesh
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.layers.deltanet import DeltaState, Pooled, empty_state
+from tinkerflow.backend.compute.models.layers.delta_rule import DeltaState, Pooled, empty_state
 
 # Of rows that were taken out of the pool: [L, S, ...], or L of [S, ...] by layer. None in models without states.
 States = DeltaState | tuple[DeltaState, ...] | None

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.mesh import put, to_host, whole_to_host
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.lora import (
-    Lora,
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.models.lora_weights import (
     check_spec,
     from_peft,
     from_shared_scale,

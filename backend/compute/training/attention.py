@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.kernels.flash import flash_attention
-from tinkerflow.backend.compute.models.transformer import AttentionFn
+from tinkerflow.backend.compute.models.layers.step import AttentionFn
 
 _BLOCK = 256  # queries scored at once
 _MOST_BLOCKS = 8

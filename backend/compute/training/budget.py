@@ -8,10 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.decoder import plain_name
 from tinkerflow.backend.compute.models.families import layers_with, projections
 from tinkerflow.backend.compute.models.layer_loop import kept_carries
-from tinkerflow.backend.compute.models.transformer import KEPT, TOKENWISE, Keep
+from tinkerflow.backend.compute.models.transformer import Keep
 from tinkerflow.backend.compute.platforms import on_cpu
 
 _AT_ONCE = {Keep.RESULTS: 0, Keep.INPUTS: 4096, Keep.GROUPS: 1024}  # tokens, 0 = all; 4096 as those of a micro-batch
@@ -48,29 +47,29 @@ def at_once(keep: Keep) -> int:
 
 
 def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, keep: Keep = Keep.RESULTS) -> int:
-    """What all layers keep of `tokens` tokens for a backward pass, in bytes; RESULTS are `transformer.KEPT` and inputs.
+    """What all layers keep of `tokens` tokens for a backward pass, in bytes.
+
+    RESULTS are those of `transformer.kept_names`, and the layers' inputs.
 
     cfg: the model. ranks: the sum over the matrices that a token goes through in one layer. tokens: of a device. dtype:
     of the activations. keep: what there is for the backward pass.
     """
     if keep is not Keep.RESULTS:
-        inputs = cfg.layers if keep is Keep.INPUTS else kept_carries(cfg.layer_kinds)
+        inputs = cfg.layers if keep is Keep.INPUTS else kept_carries(cfg.decoder_layers)
         return inputs * tokens * cfg.hidden * jnp.dtype(dtype).itemsize
     # A layer's input, `attended`, results, `low`; and of attention `log_totals`, float32.
     numbers = cfg.layers * (cfg.hidden + ranks) + attended_width(cfg) + result_width(cfg)
-    return int(
-        tokens * (numbers * jnp.dtype(dtype).itemsize + 4 * cfg.heads * sum(kind.attends for kind in cfg.layer_kinds))
-    )
+    return int(tokens * (numbers * jnp.dtype(dtype).itemsize + 4 * cfg.heads * len(cfg.attentions)))
 
 
 def result_width(cfg: ModelConfig, *, mixers: bool = False) -> int:
     """What the matmuls of all layers give that is kept, in numbers of one token. mixers: only those before mixers."""
     matrices, homes = projections(cfg), layers_with(cfg)
-    kept = [name for name in matrices if plain_name(name) in KEPT and not (mixers and plain_name(name) in TOKENWISE)]
+    kept = [name for name, matrix in matrices.items() if matrix.kept and (matrix.before_mixing or not mixers)]
     return sum(matrices[name].outputs * matrices[name].per_token * len(homes[name]) for name in kept)
 
 
 def attended_width(cfg: ModelConfig) -> int:
     """What the mixers of all layers give, in numbers of one token."""
     delta = 0 if cfg.delta is None else cfg.delta.values * len(cfg.numbers("delta"))
-    return delta + cfg.heads * sum(cfg.widths(kind)[1] for kind in cfg.layer_kinds if kind.attends)
+    return delta + cfg.heads * sum(attention.widths[1] for attention in cfg.attentions)

@@ -21,9 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from tinkerflow.backend.compute.models import lora
+from tinkerflow.backend.compute.models import lora, lora_weights
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.families import family_of, layers_with
+from tinkerflow.backend.compute.models.families import (
+    family_of,
+    layer_input_tensors,
+    layer_tensors,
+    layers_with,
+    projections,
+)
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.params import load_params, params_like
 from tinkerflow.backend.compute.models.transformer import Params
@@ -70,7 +76,7 @@ def computed(cfg: ModelConfig, base: Params, weights: Params) -> Params:
 
 def narrowed(cfg: ModelConfig, dtype: Any, weights: Params) -> Params:
     """The weights in that dtype, but for tensors that are always kept in float32."""
-    wide = {name for name, tensor in family_of(cfg).tensors(cfg).items() if tensor.wide}
+    wide = {name for name, tensor in layer_tensors(cfg).items() if tensor.wide}
     kept = {name: array for name, array in by_name(weights).items() if name in wide}
     cast_down: Params = jax.tree.map(lambda array: array.astype(dtype), weights)
     return replace(cast_down, layers={**cast(Any, cast_down.layers), **kept})
@@ -82,7 +88,7 @@ def with_frozen(base: Params, weights: Params) -> Params:
 
 
 def _without_frozen(cfg: ModelConfig, params: Params) -> Params:
-    frozen = {name for name, tensor in family_of(cfg).tensors(cfg).items() if tensor.frozen}
+    frozen = {name for name, tensor in layer_tensors(cfg).items() if tensor.frozen}
     layers = {name: array for name, array in cast(Any, params.layers).items() if name not in frozen}
     return replace(params, layers=layers, tower=None)
 
@@ -115,7 +121,7 @@ def pinned(cfg: ModelConfig, mesh: Mesh, tree: Tree) -> Tree:
 
 def shapes(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Trained:
     """What a model of that shape trains, without values."""
-    return like(cfg, mesh) if spec.full else lora.shapes(cfg, spec)
+    return like(cfg, mesh) if spec.full else lora_weights.shapes(cfg, spec)
 
 
 def by_name(trained: Trained) -> dict[str, Any]:
@@ -132,7 +138,7 @@ def from_names(cfg: ModelConfig, arrays: Mapping[str, Any]) -> Trained:
     if _EMBED not in arrays:
         return lora.from_names(arrays)
     layers = dict(arrays)
-    inputs = {name: layers.pop(f"{_INPUTS}{name}") for name in family_of(cfg).inputs(cfg)}
+    inputs = {name: layers.pop(f"{_INPUTS}{name}") for name in layer_input_tensors(cfg)}
     return Params(
         embed_VD=layers.pop(_EMBED),
         final_norm_D=layers.pop(_FINAL_NORM),
@@ -171,14 +177,14 @@ def _names(cfg: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...], bool]]
 
     The stack is that of all layers. Experts' matrices lie as `params` says.
     """
-    family, homes = family_of(cfg), layers_with(cfg)
-    yield family.embed, _EMBED, (), False
-    for name, matrix in family.projections(cfg).items():
+    names, homes = family_of(cfg).names, layers_with(cfg)
+    yield names.embed, _EMBED, (), False
+    for name, matrix in projections(cfg).items():
         if name != _UNEMBED or not cfg.tied:
             for place in np.ndindex(matrix.stack):
                 yield f"{matrix.name(place)}.weight", name, place, matrix.of_experts
-    for name, tensor in family.tensors(cfg).items():
+    for name, tensor in layer_tensors(cfg).items():
         for row, number in enumerate(() if tensor.frozen else homes[name]):
             yield tensor.tensor.format(number), name, (row,), False
-    yield from ((file, f"{_INPUTS}{name}", (), False) for name, (file, _) in family.inputs(cfg).items())
-    yield family.final_norm, _FINAL_NORM, (), False
+    yield from ((file, f"{_INPUTS}{name}", (), False) for name, (file, _) in layer_input_tensors(cfg).items())
+    yield names.final_norm, _FINAL_NORM, (), False

@@ -20,9 +20,10 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, sharding
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import layers_with, projections
-from tinkerflow.backend.compute.models.layers.deltanet import recur_segments
+from tinkerflow.backend.compute.models.layers.delta_rule import delta_rule_in_segments
+from tinkerflow.backend.compute.models.layers.step import Mixers
 from tinkerflow.backend.compute.models.lora import Lora, apply_one, gathered
-from tinkerflow.backend.compute.models.transformer import ImageFeatures, Keep, Mixers, Params, forward
+from tinkerflow.backend.compute.models.transformer import ForwardInputs, ImageFeatures, Keep, Params, forward
 from tinkerflow.backend.compute.platforms import CUDA, platform
 from tinkerflow.backend.compute.training.attention import attend_segments
 from tinkerflow.backend.compute.training.budget import Budget, at_once, what_is_kept
@@ -105,13 +106,20 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, ROWS))
 
     def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, keep: Keep, some: int = 0) -> jax.Array:
-        recur = None if cfg.delta is None else recur_segments(cfg.delta, batch.segments, mesh)
+        delta_rule = None if cfg.delta is None else delta_rule_in_segments(cfg.delta, batch.segments, mesh)
         save_memory = keep is Keep.GROUPS
         attend = attend_segments(batch.segments, mesh, save_memory=save_memory)
-        mixers = Mixers(attend, recur, heads_again=save_memory and platform() is CUDA)
-        tokens, positions = batch.tokens, batch.positions
-        given = (cfg, mesh, params, lora, tokens, positions, mixers, apply_one)
-        return forward(*given, constrain=constrain, keep=keep, at_once=some, images=batch.images)
+        inputs = ForwardInputs(
+            tokens_BT=batch.tokens,
+            positions_BT=batch.positions,
+            mixers=Mixers(attend, delta_rule, recompute_heads=save_memory and platform() is CUDA),
+            lora_apply=apply_one,
+            images=batch.images,
+            constrain=constrain,
+            keep=keep,
+            tokens_at_once=some,
+        )
+        return forward(cfg, mesh, params, lora, inputs)
 
     def with_head(params: Params) -> Params:
         # The unembedding gathered over fsdp once, not again for every chunk of logits.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tests.compute.shapes import QWEN3_4B, config_like
 
-from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.planning.roofline import useful_flops
 from tinkerflow.backend.compute.planning.topologies import DEVICES, parse_topology
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import LoraSpec
 
-QWEN3_4B = ModelConfig("qwen3", 151936, 2560, 36, 32, 8, 128, 9728, 1e-6, 1e6, None, 40960, True, True)
+CFG = config_like(QWEN3_4B)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_another_topology_is_refused_by_name(text: str, message: str) -> None:
 
 
 def test_a_token_of_qwen3_4b_has_17_gflop_at_rank_32() -> None:
-    plain, adapted = useful_flops(QWEN3_4B, None, 1024), useful_flops(QWEN3_4B, LoraSpec(32), 1024)
+    plain, adapted = useful_flops(CFG, None, 1024), useful_flops(CFG, LoraSpec(32), 1024)
     assert plain == pytest.approx(4 * 4.02e9 + 6 * 36 * 4096 * 1024, rel=0.001)
     assert adapted - plain == pytest.approx(6 * 71e6, rel=0.01)

@@ -15,7 +15,8 @@ from tests.compute.conftest import FAMILY_SHAPE, random_model
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import load_config
-from tinkerflow.backend.compute.models.lora import Lora, init_lora
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.models.lora_weights import init_lora
 from tinkerflow.backend.compute.models.params import load_params
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.planning.memory import plan_group

@@ -32,7 +32,7 @@ def main() -> None:
         )
     from tinkerflow.backend.compute.mesh import make_mesh
     from tinkerflow.backend.compute.models.families import load_config
-    from tinkerflow.backend.compute.models.lora import init_lora
+    from tinkerflow.backend.compute.models.lora_weights import init_lora
     from tinkerflow.backend.compute.models.params import load_params
     from tinkerflow.backend.compute.planning.memory import plan_group
     from tinkerflow.backend.compute.sampler import Sampler

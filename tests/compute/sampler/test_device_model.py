@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.compute.mesh import FSDP
-from tinkerflow.backend.compute.models.config import LayerKind
+from tinkerflow.backend.compute.models.layers import Attention
 from tinkerflow.backend.compute.platforms import CPU, CUDA
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.pages import PageTable
@@ -113,7 +113,7 @@ class Devices:
         tower: None,
     ) -> None:
         self.snapshots, self.pool, self.chunk, self.width = snapshots, pool, chunk, pool.pages_for(max_context)
-        self.window = max((kind.window for kind in cfg.layer_kinds if kind.window), default=None)
+        self.window = max((one.window for one in cfg.attentions if one.window), default=None)
         self.runs_ahead, self.last_piece = most_ahead is not None, None
         self.clear()
 
@@ -281,8 +281,8 @@ def test_random_traffic(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch)
         kv_cache="full",
         model_path="",
     )
-    kinds = [LayerKind(rope=None, window=chance.choice([None, 33, 70]))]
-    cfg: Any = SimpleNamespace(max_positions=10**6, vocab=100, layer_kinds=kinds, split_heads=1)
+    attention = Attention(8, 1, 1, 8, None, window=chance.choice([None, 33, 70]))
+    cfg: Any = SimpleNamespace(max_positions=10**6, vocab=100, attentions=[attention], split_heads=1)
     params: Any = SimpleNamespace(embed_VD=SimpleNamespace(dtype=SimpleNamespace(name="float32")), unstacked=True)
     mesh: Any = SimpleNamespace(shape={FSDP: shards})
     pages = chance.choice([3, 5, 9, 40])

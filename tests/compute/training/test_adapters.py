@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.compute.models.families import load_config
-from tinkerflow.backend.compute.models.lora import from_peft, init_lora, to_peft
+from tinkerflow.backend.compute.models.lora_weights import from_peft, init_lora, to_peft
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams

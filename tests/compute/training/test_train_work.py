@@ -11,7 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
-from tinkerflow.backend.compute.models.lora import Lora, init_lora
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.models.lora_weights import init_lora
 from tinkerflow.backend.compute.models.params import load_params
 from tinkerflow.backend.compute.training.budget import Budget
 from tinkerflow.backend.compute.training.token_losses import choose
@@ -56,5 +57,5 @@ def test_no_matmul_is_computed_again_for_the_backward_pass(qwen3):
     # Forward and to the input for what is frozen; to the weights too for an adapter.
     assert matmuls(program.jaxpr, batched=False) == ROWS * TOKENS * (2 * frozen + 3 * size(lora))
     # Attention: scores and their product with v; again the scores, and to weights, v, q and k.
-    attention = 7 * cfg.layers * ROWS * cfg.heads * TOKENS**2 * cfg.head_dim
+    attention = 7 * cfg.layers * ROWS * cfg.heads * TOKENS**2 * cfg.attentions[0].widths[0]
     assert matmuls(program.jaxpr, batched=True) == attention

@@ -1,48 +1,26 @@
 """Model families, one file each: a new file here that has a `FAMILY` is served, and every list of families shows it.
 
-A file says how `config.json` is parsed, what the layers are made of, and what Hugging Face calls their tensors.
-`transformer` computes the layers from the flags in `ModelConfig`. No JAX: the API and the engine read this, too.
+A file composes the family's layers from `layers`, from the fields of `config.json`. No JAX: the API and the engine read
+it, too.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import LayerTensor, Projection, decoder_projections, decoder_tensors
-from tinkerflow.backend.compute.weights.files import Tensor, read_object
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.family import Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.layers.matrices import LayerTensor, Projection
+from tinkerflow.backend.compute.weights.files import read_object
 
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture.
-
-    model_type: as `config.json` says it. title: as documentation says it. parse: from the fields of `config.json`; it
-    raises UserError for what we do not compute. projections and tensors: what `transformer.Params` holds of each
-    layer, and the unembedding, by our names. unpack: the tensors of a folder by the names that these have, if its files
-    have others (fused or quantised); given a part of them, those that are made of it, as views if it is an array in
-    memory. plain: the tensors of a folder without quantisation, as transformers saves them. embed and final_norm:
-    Hugging Face's names of these two tensors. skipped: what the names of tensors begin with that are not loaded.
-    inputs: Hugging Face's names and the shapes of the tensors that `transformer.layer_inputs` takes, by its names.
-    """
-
-    model_type: str
-    title: str
-    parse: Callable[[ConfigFields], ModelConfig]
-    projections: Callable[[ModelConfig], dict[str, Projection]] = decoder_projections
-    tensors: Callable[[ModelConfig], dict[str, LayerTensor]] = decoder_tensors
-    unpack: Callable[[ModelConfig, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda _, tensors: tensors
-    plain: Callable[[ModelConfig, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda _, tensors: tensors
-    embed: str = "model.embed_tokens.weight"
-    final_norm: str = "model.norm.weight"
-    skipped: tuple[str, ...] = ()
-    inputs: Callable[[ModelConfig], dict[str, tuple[str, tuple[int, ...]]]] = lambda _: {}
+Part = TypeVar("Part", Projection, LayerTensor)
+UNEMBED = "unembed"
 
 
 @cache
@@ -58,17 +36,45 @@ def family_of(cfg: ModelConfig) -> Family:
     return registered()[cfg.architecture]
 
 
-def projections(cfg: ModelConfig) -> dict[str, Projection]:
-    """The matrices of a model that LoRA can adapt, by our names."""
-    return family_of(cfg).projections(cfg)
+@cache
+def projections(cfg: ModelConfig) -> Mapping[str, Projection]:
+    """The matrices of a model that LoRA can adapt by our names, stacked over the layers that have them."""
+    stacked = _stacked(cfg, [layer.projections() for layer in cfg.decoder_layers])
+    return {**stacked, UNEMBED: Projection("lm_head", cfg.hidden, cfg.vocab, "train_unembed", kept=False)}
+
+
+@cache
+def layer_tensors(cfg: ModelConfig) -> Mapping[str, LayerTensor]:
+    """The other tensors of a model's layers by our names, stacked over the layers that have them."""
+    return _stacked(cfg, [layer.tensors() for layer in cfg.decoder_layers])
+
+
+def layer_input_tensors(cfg: ModelConfig) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    """The tensors of `LayerInput.all_layers` by our names: Hugging Face's names and shapes; {} in most models."""
+    if cfg.layer_input is None:
+        return {}
+    model, tensors = family_of(cfg).names.model, cfg.layer_input.model_tensors(cfg.vocab, cfg.layers)
+    return {name: (f"{model}{tensor}", shape) for name, (tensor, shape) in tensors.items()}
 
 
 @cache
 def layers_with(cfg: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """The numbers of the layers that have each matrix and each other tensor, by our names, as it is stacked."""
-    family, every = family_of(cfg), tuple(range(cfg.layers))
-    parts: dict[str, Projection | LayerTensor] = {**family.projections(cfg), **family.tensors(cfg)}
-    return {name: every if part.layers is None else part.layers for name, part in parts.items() if name != "unembed"}
+    every = tuple(range(cfg.layers))
+    parts: dict[str, Projection | LayerTensor] = {**projections(cfg), **layer_tensors(cfg)}
+    return {name: every if part.layers is None else part.layers for name, part in parts.items() if name != UNEMBED}
+
+
+def _stacked(cfg: ModelConfig, layers: list[dict[str, Part]]) -> dict[str, Part]:
+    prefix = family_of(cfg).names.layer
+    parts: dict[str, Part] = {}
+    numbers: dict[str, list[int]] = {}
+    for number, own in enumerate(layers):
+        for name, part in own.items():
+            if parts.setdefault(name, part) != part:
+                raise TypeError(f"{cfg.architecture}: {name} of layer {number} differs from that of earlier layers")
+            numbers.setdefault(name, []).append(number)
+    return {name: part.stacked(prefix, tuple(numbers[name]), cfg.layers) for name, part in parts.items()}
 
 
 def parse_config(values: Mapping[str, Any], *, name: str) -> ModelConfig:
@@ -81,9 +87,9 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelConfig:
 
 
 def load_config(folder: str | Path, *, name: str = "") -> ModelConfig:
-    """The config of the model in `folder`; UserError when it is missing, unreadable or of a kind we do not run.
+    """The config of the model in `folder`; UserError when it is missing, unreadable or of a kind that is not served.
 
-    name: as errors call the model; the folder when it is empty.
+    name: of the model in errors; the folder when it is empty.
     """
     name = name or str(folder)
     return parse_config(read_object(Path(folder) / "config.json", name), name=name)

@@ -1,16 +1,17 @@
-"""DeepSeek V3, R1 and Moonlight: latent attention, and sigmoid-routed experts."""
+"""DeepSeek V3 (arXiv 2412.19437), R1 and Moonlight: latent attention, and sigmoid-routed experts."""
 
-from functools import partial
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import decoder
+from tinkerflow.backend.compute.models.family import Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.layers import LatentAttention, RMSNorm
+from tinkerflow.backend.compute.models.routed import routed_layers, without_predictors
 
-from tinkerflow.backend.compute.models.families import Family
-from tinkerflow.backend.compute.models.latent import latent_config, latent_projections, latent_tensors
-from tinkerflow.backend.compute.models.routed import without_predictors
 
-FAMILY = Family(
-    model_type="deepseek_v3",
-    title="DeepSeek V3",
-    parse=partial(latent_config, norm_eps=1e-6),
-    projections=latent_projections,
-    tensors=latent_tensors,
-    unpack=without_predictors,
-)
+def deepseek_v3(fields: ConfigFields, *, eps: float = 1e-6) -> ModelConfig:
+    """The decoder of a `config.json`. eps: of norms, where the file has none."""
+    norm = RMSNorm.read(fields, eps)
+    return decoder(fields, norm, routed_layers(fields, LatentAttention.read(fields), norm))
+
+
+FAMILY = Family(model_type="deepseek_v3", title="DeepSeek V3", parse=deepseek_v3, unpack=without_predictors)

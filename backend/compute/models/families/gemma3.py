@@ -1,8 +1,7 @@
-"""Gemma 3 as it is published with 4B parameters and more: the text model, and a part that sees images (not loaded)."""
+"""Gemma 3 as it is published with 4B parameters and more: the text model, and a vision tower that is not loaded."""
 
 from tinkerflow.backend.compute.models.families.gemma3_text import FAMILY as TEXT_MODEL
-from tinkerflow.backend.compute.models.families.gemma3_text import gemma_tensors
-from tinkerflow.backend.compute.models.vision_text import inside
+from tinkerflow.backend.compute.models.vision_text import with_unused_tower
 
 # transformers' defaults, which Google's files leave out.
 _DEFAULTS = {
@@ -14,4 +13,4 @@ _DEFAULTS = {
     "sliding_window": 4096,
 }
 
-FAMILY = inside(TEXT_MODEL, model_type="gemma3", title="Gemma 3", tensors=gemma_tensors, defaults=_DEFAULTS)
+FAMILY = with_unused_tower(TEXT_MODEL, model_type="gemma3", title="Gemma 3", defaults=_DEFAULTS)

@@ -1,51 +1,42 @@
-"""Gemma 3, the text model: windows in five of six layers, two rotary embeddings, norms before and behind, GeGLU."""
+"""Gemma 3 (arXiv 2503.19786), the text model: windows in five of six layers, two rotary embeddings, GeGLU.
+
+Norms stand before and after attention and MLP.
+"""
 
 from dataclasses import replace
-from functools import partial
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import (
-    FULL,
-    SLIDING,
-    decoder_config,
-    decoder_tensors,
-    read_ropes,
-    windowed,
-)
-from tinkerflow.backend.compute.models.families import Family
-from tinkerflow.backend.compute.models.rope import Rope
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import decoder, layer_count, windows
+from tinkerflow.backend.compute.models.family import Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.layers import MLP, SANDWICH_NORM, Attention, DecoderLayer, RMSNorm
+from tinkerflow.backend.compute.models.rope import FULL, SLIDING, Rope, read_ropes
 
-_NORMS = {
-    "attn_norm": "input_layernorm",
-    "attn_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
-gemma_tensors = partial(decoder_tensors, norms=_NORMS)
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
-def _parse(fields: ConfigFields) -> ModelConfig:
+def _gemma3(fields: ConfigFields) -> ModelConfig:
     fields.refuse_others(
         hidden_activation="gelu_pytorch_tanh",
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
         use_bidirectional_attention=False,
     )
-    config = decoder_config(fields, qk_norm=True, rope_theta=_GLOBAL_THETA, tied=True, computed=("hidden_act",))
-    config = replace(
-        config,
-        gelu=True,
-        norm_plus_one=True,
-        embed_scale=config.hidden**0.5,
-        query_scale=(config.head_dim / fields.size("query_pre_attn_scalar", 256)) ** 0.5,
-    )
-    every = fields.size("sliding_window_pattern", 6)
-    config = windowed(fields, config, [SLIDING if (layer + 1) % every else FULL for layer in range(config.layers)])
+    norm = RMSNorm.read(fields, plus_one=True)
+    attention = Attention.read(fields, rope_theta=_GLOBAL_THETA, qk_norm="each head", norm=norm)
+    scale = (attention.head_dim / fields.size("query_pre_attn_scalar", 256)) ** 0.5
     # Releases before transformers 5 wrote the base of the layers with a window beside the other one.
-    own = Rope(float(fields.get("rope_local_base_freq") or _LOCAL_THETA), config.head_dim)
-    local = read_ropes(fields, config.head_dim, _LOCAL_THETA).get(SLIDING, own)
-    return replace(config, kinds=tuple(replace(one, rope=local) if one.window else one for one in config.layer_kinds))
+    rope = Rope(float(fields.get("rope_local_base_freq") or _LOCAL_THETA), attention.head_dim)
+    rope = read_ropes(fields, attention.head_dim, _LOCAL_THETA).get(SLIDING, rope)
+    mlp = MLP.read(fields.without("hidden_act"), activation="gelu")
+    every = fields.size("sliding_window_pattern", 6)
+    usual = [SLIDING if (layer + 1) % every else FULL for layer in range(layer_count(fields))]
+    layers = [
+        replace(attention, query_scale=scale, window=window, rope=rope if window else attention.rope)
+        for window in windows(fields, usual)
+    ]
+    decoder_layers = [DecoderLayer(layer, mlp, norm, SANDWICH_NORM) for layer in layers]
+    return decoder(fields, norm, decoder_layers, tied=True, embed_scale=attention.hidden**0.5)
 
 
-FAMILY = Family(model_type="gemma3_text", title="Gemma 3 (text)", parse=_parse, tensors=gemma_tensors)
+FAMILY = Family(model_type="gemma3_text", title="Gemma 3 (text)", parse=_gemma3)

@@ -1,34 +1,22 @@
-"""GLM-4.5, 4.6 and 4.7: grouped-query attention with biases and a partial rotary embedding; sigmoid-routed experts."""
+"""GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): attention with biases and partly rotated heads; sigmoid-routed experts."""
 
-from dataclasses import replace
-
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import decoder_config, rotary_share
-from tinkerflow.backend.compute.models.families import Family
-from tinkerflow.backend.compute.models.routed import (
-    routed_config,
-    routed_projections,
-    routed_tensors,
-    without_predictors,
-)
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import decoder, rotary_share
+from tinkerflow.backend.compute.models.family import Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.layers import Attention, RMSNorm
+from tinkerflow.backend.compute.models.routed import routed_layers, without_predictors
 
 
-def _parse(fields: ConfigFields) -> ModelConfig:
-    config = decoder_config(
-        rotary_share(fields, 0.5),
-        mlp="moe_intermediate_size",
-        qk_norm=bool(fields.get("use_qk_norm", False)),
-        qkv_bias=bool(fields.get("attention_bias", False)),
-        computed=("attention_bias",),
+def _glm4_moe(fields: ConfigFields) -> ModelConfig:
+    norm = RMSNorm.read(fields, eps=1e-5)
+    attention = Attention.read(
+        rotary_share(fields, 0.5).without("attention_bias"),
+        qk_norm="each head" if fields.get("use_qk_norm", False) else "none",
+        norm=norm,
+        biases=("q", "k", "v") if fields.get("attention_bias", False) else (),
     )
-    return routed_config(fields, replace(config, norm_eps=float(fields.get("rms_norm_eps", 1e-5))))
+    return decoder(fields, norm, routed_layers(fields, attention, norm))
 
 
-FAMILY = Family(
-    model_type="glm4_moe",
-    title="GLM-4.5",
-    parse=_parse,
-    projections=routed_projections,
-    tensors=routed_tensors,
-    unpack=without_predictors,
-)
+FAMILY = Family(model_type="glm4_moe", title="GLM-4.5", parse=_glm4_moe, unpack=without_predictors)

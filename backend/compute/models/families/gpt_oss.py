@@ -6,7 +6,6 @@ matrices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,17 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import (
-    FULL,
-    SLIDING,
-    TEXT,
-    LayerTensor,
-    decoder_config,
-    decoder_tensors,
-    windowed,
-)
-from tinkerflow.backend.compute.models.families import Family
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import decoder, layer_count, windows
+from tinkerflow.backend.compute.models.family import TEXT_MODEL, Family, Tensors
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.layers import Attention, DecoderLayer, Experts, RMSNorm, SoftmaxRouter
+from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 from tinkerflow.backend.compute.weights.files import MadeTensor, Tensor
 from tinkerflow.backend.compute.weights.mxfp4 import dequantised
 
@@ -36,80 +30,67 @@ _PARTS = (
 )
 
 
-def _parse(fields: ConfigFields) -> ModelConfig:
-    config = decoder_config(fields, qkv_bias=True, rope_theta=150_000.0, computed=("attention_bias",))
-    fields.refuse_others(attention_bias=True)
-    config = replace(
-        config,
-        experts=fields.size("num_local_experts"),
-        experts_per_token=fields.size("num_experts_per_tok"),
-        norm_topk=True,  # a softmax over the chosen experts' scores
-        clamped=float(fields.get("swiglu_limit") or 7.0),
+def _gpt_oss(fields: ConfigFields) -> ModelConfig:
+    fields.refuse_others(hidden_act="silu", mlp_bias=False, attention_bias=True)
+    norm, count = RMSNorm.read(fields), fields.size("num_local_experts")
+    attention = Attention.read(
+        fields.without("attention_bias"), rope_theta=150_000.0, biases=("q", "k", "v", "o"), sinks=True
     )
-    return windowed(fields, config, [FULL if layer % 2 else SLIDING for layer in range(config.layers)])
+    # A softmax over the scores of the chosen experts alone.
+    router = SoftmaxRouter(fields.size("num_experts_per_tok"), normalized=True, bias=True, module="mlp.router")
+    clamp = float(fields.get("swiglu_limit") or 7.0)
+    experts = Experts(attention.hidden, count, fields.size("intermediate_size"), router, clamp=clamp, biases=True)
+    usual = [FULL if layer % 2 else SLIDING for layer in range(layer_count(fields))]
+    layers = [DecoderLayer(replace(attention, window=window), experts, norm) for window in windows(fields, usual)]
+    return decoder(fields, norm, layers)
 
 
-def _tensors(cfg: ModelConfig) -> dict[str, LayerTensor]:
-    sizes = {"gate": cfg.mlp, "up": cfg.mlp, "down": cfg.hidden}
-    return (
-        decoder_tensors(cfg)
-        | {
-            "sinks": LayerTensor(f"{TEXT}self_attn.sinks", (cfg.heads,), split=True),
-            "o_bias": LayerTensor(f"{TEXT}self_attn.o_proj.bias", (cfg.hidden,)),
-            "router": LayerTensor(f"{TEXT}mlp.router.weight", (cfg.experts, cfg.hidden)),
-            "router_bias": LayerTensor(f"{TEXT}mlp.router.bias", (cfg.experts,)),
-        }
-        | {
-            f"{name}_bias": LayerTensor(f"{TEXT}mlp.experts.{name}_proj.bias", (cfg.experts, size))
-            for name, size in sizes.items()
-        }
-    )
-
-
-def _unpack(cfg: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _unpack(cfg: ModelConfig, tensors: Tensors) -> Tensors:
     """The tensors with one matrix and bias for each expert in place of the fused ones, quantised or not."""
-    found = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    assert cfg.mixture is not None
+    separate = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     for layer in range(cfg.layers):
-        experts = f"{TEXT.format(layer)}mlp.experts."
-        for name, fused, own in _PARTS:
-            outputs = cfg.hidden if name == "down" else cfg.mlp
-            inputs = cfg.mlp if name == "down" else cfg.hidden
+        experts = f"{TEXT_MODEL.layer.format(layer)}mlp.experts."
+        for name, fused, rows in _PARTS:
+            sizes = (cfg.hidden, cfg.mixture.width)
+            outputs, inputs = sizes if name == "down" else sizes[::-1]
             if bias := tensors.get(f"{experts}{fused}_bias"):
-                made = partial(_of_outputs, bias, own)
-                found[f"{experts}{name}_proj.bias"] = MadeTensor((bias.shape[0], outputs), bias.dtype, made)
-            whole, blocks, scales = (tensors.get(f"{experts}{fused}{end}") for end in ("", "_blocks", "_scales"))
+                made = partial(_of_outputs, bias, rows)
+                separate[f"{experts}{name}_proj.bias"] = MadeTensor((bias.shape[0], outputs), bias.dtype, made)
+            matrices, blocks, scales = (tensors.get(f"{experts}{fused}{end}") for end in ("", "_blocks", "_scales"))
             for expert in range(cfg.experts):
                 into = f"{experts}{expert}.{name}_proj.weight"
                 if blocks and scales:
-                    made = partial(_of_blocks, blocks, scales, expert, own)
-                    found[into] = MadeTensor((outputs, inputs), "F32", made)
-                elif whole:
-                    found[into] = MadeTensor((outputs, inputs), whole.dtype, partial(_of_expert, whole, expert, own))
-    return found
+                    made = partial(_of_blocks, blocks, scales, expert, rows)
+                    separate[into] = MadeTensor((outputs, inputs), "F32", made)
+                elif matrices:
+                    made = partial(_of_expert, matrices, expert, rows)
+                    separate[into] = MadeTensor((outputs, inputs), matrices.dtype, made)
+    return separate
 
 
-def _of_outputs(fused: Tensor, own: slice, dtype: Any) -> npt.NDArray[Any]:
-    return fused.view(dtype)[..., own]
+def _of_outputs(fused: Tensor, rows: slice, dtype: Any) -> npt.NDArray[Any]:
+    return fused.view(dtype)[..., rows]
 
 
-def _of_expert(fused: Tensor, expert: int, own: slice, dtype: Any) -> npt.NDArray[Any]:
-    return fused.view(dtype)[expert, :, own].T
+def _of_expert(fused: Tensor, expert: int, rows: slice, dtype: Any) -> npt.NDArray[Any]:
+    return fused.view(dtype)[expert, :, rows].T
 
 
-def _of_blocks(blocks: Tensor, scales: Tensor, expert: int, own: slice, _: Any) -> npt.NDArray[Any]:
-    return dequantised(blocks.view(np.uint8)[expert, own], scales.view(np.uint8)[expert, own])
+def _of_blocks(blocks: Tensor, scales: Tensor, expert: int, rows: slice, _: Any) -> npt.NDArray[Any]:
+    return dequantised(blocks.view(np.uint8)[expert, rows], scales.view(np.uint8)[expert, rows])
 
 
-def _plain(_: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _plain(_: ModelConfig, tensors: Tensors) -> Tensors:
     """The tensors with the experts' matrices [E, inputs, outputs] in bfloat16, which holds all that MXFP4 holds."""
-    found = dict(tensors)
+    plain = dict(tensors)
     for name in [name for name in tensors if name.endswith("_blocks")]:
         fused = name.removesuffix("_blocks")
-        blocks, scales = found.pop(name), found.pop(f"{fused}_scales")
+        blocks, scales = plain.pop(name), plain.pop(f"{fused}_scales")
         experts, outputs, count, half = blocks.shape
         shape = (experts, count * 2 * half, outputs)
-        found[fused] = MadeTensor(shape, "BF16", partial(_of_all_blocks, blocks, scales, shape))
-    return found
+        plain[fused] = MadeTensor(shape, "BF16", partial(_of_all_blocks, blocks, scales, shape))
+    return plain
 
 
 def _of_all_blocks(blocks: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
@@ -119,4 +100,4 @@ def _of_all_blocks(blocks: Tensor, scales: Tensor, shape: tuple[int, ...], dtype
     return whole
 
 
-FAMILY = Family(model_type="gpt_oss", title="gpt-oss", parse=_parse, tensors=_tensors, unpack=_unpack, plain=_plain)
+FAMILY = Family(model_type="gpt_oss", title="gpt-oss", parse=_gpt_oss, unpack=_unpack, plain=_plain)

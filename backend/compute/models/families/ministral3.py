@@ -1,6 +1,7 @@
 """Ministral 3: Mistral with YaRN, and queries that grow with the logarithm of the position."""
 
-from tinkerflow.backend.compute.models.families import Family
-from tinkerflow.backend.compute.models.families.mistral import parse_mistral
+from dataclasses import replace
 
-FAMILY = Family(model_type="ministral3", title="Ministral 3", parse=parse_mistral)
+from tinkerflow.backend.compute.models.families.mistral import FAMILY as MISTRAL
+
+FAMILY = replace(MISTRAL, model_type="ministral3", title="Ministral 3")

@@ -1,15 +1,25 @@
-"""Mistral: a dense decoder; in its first releases every layer has a sliding window."""
+"""Mistral (arXiv 2310.06825): a dense decoder; in its first releases every layer has a sliding window."""
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import FULL, SLIDING, decoder_config, windowed
-from tinkerflow.backend.compute.models.families import Family
+from dataclasses import replace
 
-
-def parse_mistral(fields: ConfigFields) -> ModelConfig:
-    """The config of a decoder whose layers all have a window if `sliding_window` is set."""
-    config = decoder_config(fields)
-    kind = FULL if fields.get("sliding_window") is None else SLIDING
-    return windowed(fields, config, [kind] * config.layers)
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import decoder, layer_count, windows
+from tinkerflow.backend.compute.models.family import Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.layers import MLP, Attention, DecoderLayer, RMSNorm
+from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 
 
-FAMILY = Family(model_type="mistral", title="Mistral", parse=parse_mistral)
+def mistral(fields: ConfigFields, *, fused: bool = False) -> ModelConfig:
+    """The decoder of a `config.json`. fused: q, k and v are one matrix, and so are gate and up."""
+    norm = RMSNorm.read(fields)
+    attention, mlp = Attention.read(fields, fused=fused), MLP.read(fields, fused=fused)
+    usual = FULL if fields.get("sliding_window") is None else SLIDING
+    layers = [
+        DecoderLayer(replace(attention, window=window), mlp, norm)
+        for window in windows(fields, [usual] * layer_count(fields))
+    ]
+    return decoder(fields, norm, layers)
+
+
+FAMILY = Family(model_type="mistral", title="Mistral", parse=mistral)

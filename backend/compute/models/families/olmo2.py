@@ -1,18 +1,18 @@
-"""OLMo 2: a dense decoder with norms behind attention and MLP, and over all heads of q and k together."""
+"""OLMo 2 (arXiv 2501.00656): norms after attention and MLP instead of before them, and over all heads of q and of k."""
 
-from dataclasses import replace
-from functools import partial
-
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import POST_NORMS, decoder_config, decoder_tensors
-from tinkerflow.backend.compute.models.families import Family
-
-olmo_tensors = partial(decoder_tensors, norms=POST_NORMS)
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import decoder, layer_count
+from tinkerflow.backend.compute.models.family import Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.layers import MLP, POST_NORM, Attention, DecoderLayer, RMSNorm
 
 
-def parse_olmo(fields: ConfigFields) -> ModelConfig:
-    """The config of a decoder with norms over all heads of q and k."""
-    return replace(decoder_config(fields), qk_norm_whole=True)
+def olmo2(fields: ConfigFields) -> ModelConfig:
+    """The decoder of a `config.json`."""
+    norm = RMSNorm.read(fields)
+    attention = Attention.read(fields, qk_norm="all heads", norm=norm)
+    layer = DecoderLayer(attention, MLP.read(fields), norm, POST_NORM)
+    return decoder(fields, norm, [layer] * layer_count(fields))
 
 
-FAMILY = Family(model_type="olmo2", title="OLMo 2", parse=parse_olmo, tensors=olmo_tensors)
+FAMILY = Family(model_type="olmo2", title="OLMo 2", parse=olmo2)

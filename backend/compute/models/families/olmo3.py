@@ -6,17 +6,24 @@ window only.
 
 from dataclasses import replace
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import FULL, SLIDING, windowed
-from tinkerflow.backend.compute.models.families import Family
-from tinkerflow.backend.compute.models.families.olmo2 import olmo_tensors, parse_olmo
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import decoder, layer_count, windows
+from tinkerflow.backend.compute.models.family import Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.layers import MLP, POST_NORM, Attention, DecoderLayer, RMSNorm
+from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 
 
-def _parse(fields: ConfigFields) -> ModelConfig:
-    plain = parse_olmo(fields)
-    config = windowed(fields, plain, [SLIDING if (layer + 1) % 4 else FULL for layer in range(plain.layers)])
-    short = replace(config.rope, scaling=None)
-    return replace(config, kinds=tuple(replace(one, rope=short) if one.window else one for one in config.layer_kinds))
+def _olmo3(fields: ConfigFields) -> ModelConfig:
+    norm, mlp = RMSNorm.read(fields), MLP.read(fields)
+    attention = Attention.read(fields, qk_norm="all heads", norm=norm)
+    assert attention.rope is not None
+    plain = replace(attention.rope, scaling=None)
+    usual = [SLIDING if (layer + 1) % 4 else FULL for layer in range(layer_count(fields))]
+    layers = [
+        replace(attention, window=window, rope=plain) if window else attention for window in windows(fields, usual)
+    ]
+    return decoder(fields, norm, [DecoderLayer(layer, mlp, norm, POST_NORM) for layer in layers])
 
 
-FAMILY = Family(model_type="olmo3", title="OLMo 3", parse=_parse, tensors=olmo_tensors)
+FAMILY = Family(model_type="olmo3", title="OLMo 3", parse=_olmo3)

@@ -1,14 +1,8 @@
-"""Phi-3 and Phi-4: a dense decoder whose q, k and v are one matrix, and whose gate and up are one; LongRoPE."""
+"""Phi-3 and Phi-4 (arXiv 2404.14219): Mistral with fused matrices (q, k and v; gate and up), and LongRoPE."""
 
-from dataclasses import replace
+from functools import partial
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.families import Family
-from tinkerflow.backend.compute.models.families.mistral import parse_mistral
+from tinkerflow.backend.compute.models.families.mistral import mistral
+from tinkerflow.backend.compute.models.family import Family
 
-
-def _parse(fields: ConfigFields) -> ModelConfig:
-    return replace(parse_mistral(fields), fused=True)
-
-
-FAMILY = Family(model_type="phi3", title="Phi-4", parse=_parse)
+FAMILY = Family(model_type="phi3", title="Phi-4", parse=partial(mistral, fused=True))

@@ -2,21 +2,22 @@
 
 from dataclasses import replace
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
+from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.decoder import text_fields
 from tinkerflow.backend.compute.models.families.qwen3_5 import FAMILY as QWEN3_5
-from tinkerflow.backend.compute.models.fused_experts import with_experts_apart
-from tinkerflow.backend.compute.models.hybrid import hybrid_config, with_tower, with_tower_named
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.fused_experts import with_separate_experts
+from tinkerflow.backend.compute.models.hybrid import hybrid, with_tower, with_tower_named
 
 
-def _parse(fields: ConfigFields) -> ModelConfig:
-    return with_tower(hybrid_config(text_fields(fields), experts=True), fields)
+def _qwen3_5_moe(fields: ConfigFields) -> ModelConfig:
+    return with_tower(hybrid(text_fields(fields), experts=True), fields)
 
 
 FAMILY = replace(
     QWEN3_5,
     model_type="qwen3_5_moe",
     title="Qwen3.5-MoE",
-    parse=_parse,
-    unpack=lambda cfg, tensors: with_experts_apart(cfg, with_tower_named(cfg, tensors)),
+    parse=_qwen3_5_moe,
+    unpack=lambda cfg, tensors: with_separate_experts(cfg, with_tower_named(cfg, tensors)),
 )

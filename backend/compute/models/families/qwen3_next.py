@@ -2,14 +2,12 @@
 
 from functools import partial
 
-from tinkerflow.backend.compute.models.families import Family
-from tinkerflow.backend.compute.models.hybrid import SKIPPED, hybrid_config, hybrid_projections, hybrid_tensors
+from tinkerflow.backend.compute.models.family import Family
+from tinkerflow.backend.compute.models.hybrid import SKIPPED, hybrid
 
 FAMILY = Family(
     model_type="qwen3_next",
     title="Qwen3-Next",
-    parse=partial(hybrid_config, fused=True, experts=True),
-    projections=hybrid_projections,
-    tensors=hybrid_tensors,
+    parse=partial(hybrid, fused=True, experts=True),
     skipped=SKIPPED,
 )

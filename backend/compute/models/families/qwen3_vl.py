@@ -1,32 +1,20 @@
-"""Qwen3-VL: Qwen3, and a tower that sees images. The tower is frozen."""
+"""Qwen3-VL (arXiv 2511.21631): Qwen3, and a vision tower. The tower is frozen."""
 
 from dataclasses import replace
-from functools import partial
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import (
-    VISION_TEXT,
-    decoder_config,
-    decoder_projections,
-    decoder_tensors,
-    text_fields,
-)
-from tinkerflow.backend.compute.models.families import Family
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import text_fields
+from tinkerflow.backend.compute.models.families.qwen3 import qwen3
+from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.models.vision_config import read_vision
 
-
-def parse_qwen3_vl(fields: ConfigFields, mlp: str = "intermediate_size") -> ModelConfig:
-    """The config of Qwen3-VL. fields: of `config.json`. mlp: the field of the text model with the width of an MLP."""
-    config = decoder_config(text_fields(fields), mlp=mlp, qk_norm=True, rope_theta=500_000.0)
-    return replace(config, vision=read_vision(fields, sections=(24, 20, 20)))
+SECTIONS = (24, 20, 20)  # of M-RoPE, where the file has none
 
 
-FAMILY = Family(
-    model_type="qwen3_vl",
-    title="Qwen3-VL",
-    parse=parse_qwen3_vl,
-    projections=partial(decoder_projections, layer=VISION_TEXT),
-    tensors=partial(decoder_tensors, layer=VISION_TEXT),
-    embed="model.language_model.embed_tokens.weight",
-    final_norm="model.language_model.norm.weight",
-)
+def _qwen3_vl(fields: ConfigFields) -> ModelConfig:
+    text = qwen3(text_fields(fields), rope_theta=500_000.0)
+    return replace(text, vision=read_vision(fields, SECTIONS))
+
+
+FAMILY = Family(model_type="qwen3_vl", title="Qwen3-VL", parse=_qwen3_vl, names=LANGUAGE_MODEL)

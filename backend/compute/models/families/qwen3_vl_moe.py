@@ -1,23 +1,26 @@
-"""Qwen3-VL-MoE: Qwen3-VL with a mixture of experts in place of every layer's MLP, stored as two tensors of a layer."""
+"""Qwen3-VL-MoE: Qwen3-MoE and a vision tower. The files have the experts of a layer as two tensors."""
 
 from dataclasses import replace
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import text_fields, with_mixture
-from tinkerflow.backend.compute.models.families.qwen3_vl import FAMILY as QWEN3_VL
-from tinkerflow.backend.compute.models.families.qwen3_vl import parse_qwen3_vl
-from tinkerflow.backend.compute.models.fused_experts import with_experts_apart
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import text_fields
+from tinkerflow.backend.compute.models.families.qwen3_moe import qwen3_moe
+from tinkerflow.backend.compute.models.families.qwen3_vl import SECTIONS
+from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.fused_experts import with_separate_experts
+from tinkerflow.backend.compute.models.vision_config import read_vision
 
 
-def _parse(fields: ConfigFields) -> ModelConfig:
-    config = parse_qwen3_vl(fields, mlp="moe_intermediate_size")
-    return with_mixture(config, text_fields(fields), norm_topk=True)
+def _qwen3_vl_moe(fields: ConfigFields) -> ModelConfig:
+    text = qwen3_moe(text_fields(fields), normalized=True, rope_theta=500_000.0)
+    return replace(text, vision=read_vision(fields, SECTIONS))
 
 
-FAMILY = replace(
-    QWEN3_VL,
+FAMILY = Family(
     model_type="qwen3_vl_moe",
     title="Qwen3-VL-MoE",
-    parse=_parse,
-    unpack=with_experts_apart,
+    parse=_qwen3_vl_moe,
+    names=LANGUAGE_MODEL,
+    unpack=with_separate_experts,
 )

@@ -1,22 +1,31 @@
-"""SmolLM3: a dense decoder in which some layers have no rotary embedding."""
+"""SmolLM3: a dense decoder in which some layers do not encode positions (NoPE)."""
 
 from dataclasses import replace
 
-from tinkerflow.backend.compute.models.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.models.decoder import FULL, SLIDING, decoder_config, windowed
-from tinkerflow.backend.compute.models.families import Family
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import decoder, layer_count, windows
+from tinkerflow.backend.compute.models.family import Family
+from tinkerflow.backend.compute.models.fields import ConfigFields
+from tinkerflow.backend.compute.models.layers import MLP, Attention, DecoderLayer, RMSNorm
+from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 
 
-def _parse(fields: ConfigFields) -> ModelConfig:
-    config = decoder_config(fields, rope_theta=2_000_000.0, tied=True, computed=("use_sliding_window",))
-    interval = fields.size("no_rope_layer_interval", 4)
-    rotary = fields.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(config.layers)]
-    if len(rotary) < config.layers:
-        raise fields.error(f"no_rope_layers has {len(rotary)} entries; must be at least {config.layers}")
-    if fields.get("use_sliding_window"):
-        config = windowed(fields, config, [FULL if one else SLIDING for one in rotary[: config.layers]])
-    kinds = zip(config.layer_kinds, rotary, strict=False)
-    return replace(config, kinds=tuple(kind if one else replace(kind, rope=None) for kind, one in kinds))
+def _smollm3(fields: ConfigFields) -> ModelConfig:
+    count, interval = layer_count(fields), fields.size("no_rope_layer_interval", 4)
+    rotary = fields.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
+    if len(rotary) < count:
+        raise fields.error(f"no_rope_layers has {len(rotary)} entries; must be at least {count}")
+    usual = [FULL if one else SLIDING for one in rotary[:count]]
+    window = windows(fields, usual) if fields.get("use_sliding_window") else [None] * count
+    norm, mlp = RMSNorm.read(fields), MLP.read(fields)
+    attention = Attention.read(fields.without("use_sliding_window"), rope_theta=2_000_000.0)
+    layers = [
+        DecoderLayer(
+            replace(attention, window=window[layer], rope=attention.rope if rotary[layer] else None), mlp, norm
+        )
+        for layer in range(count)
+    ]
+    return decoder(fields, norm, layers, tied=True)
 
 
-FAMILY = Family(model_type="smollm3", title="SmolLM3", parse=_parse)
+FAMILY = Family(model_type="smollm3", title="SmolLM3", parse=_smollm3)

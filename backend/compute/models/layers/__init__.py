@@ -1,1 +1,40 @@
-"""One module for each kind of layer. A family composes them."""
+"""The layers that decoders are composed of, one file each: shapes, declarations of weights, and the computation.
+
+Importing this loads no JAX. `step`, `delta_rule` and `expert_dispatch` do; the others import it in their computations.
+"""
+
+from tinkerflow.backend.compute.models.layers.attention import ATTENTION, GLOBAL, Attention
+from tinkerflow.backend.compute.models.layers.decoder_layer import DecoderLayer
+from tinkerflow.backend.compute.models.layers.experts import EXPERT_MATRICES, Experts
+from tinkerflow.backend.compute.models.layers.gated_deltanet import DELTA, DeltaRuleWeights, GatedDeltaNet
+from tinkerflow.backend.compute.models.layers.latent_attention import LatentAttention
+from tinkerflow.backend.compute.models.layers.layer_input import LayerInput
+from tinkerflow.backend.compute.models.layers.mlp import MLP
+from tinkerflow.backend.compute.models.layers.norms import POST_NORM, PRE_NORM, SANDWICH_NORM, NormPlaces, RMSNorm
+from tinkerflow.backend.compute.models.layers.routers import SigmoidRouter, SoftmaxRouter
+
+__all__ = [
+    "ATTENTION",
+    "DELTA",
+    "EXPERT_MATRICES",
+    "GLOBAL",
+    "MLP",
+    "POST_NORM",
+    "PRE_NORM",
+    "SANDWICH_NORM",
+    "Attention",
+    "DecoderLayer",
+    "DeltaRuleWeights",
+    "Experts",
+    "GatedDeltaNet",
+    "LatentAttention",
+    "LayerInput",
+    "NormPlaces",
+    "RMSNorm",
+    "SigmoidRouter",
+    "SoftmaxRouter",
+    "delta_rule",
+    "matrices",
+    "mlp",
+    "step",
+]

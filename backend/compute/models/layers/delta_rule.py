@@ -15,7 +15,7 @@ value heads, k and v the dimensions of a key and a value head, n chunks, c and s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,23 +23,16 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from tinkerflow.backend.compute.kernels import delta_gpu, delta_tpu
 from tinkerflow.backend.compute.mesh import ROWS, TENSOR, Array, sharding
-from tinkerflow.backend.compute.models.config import DeltaNet
+from tinkerflow.backend.compute.models.layers.gated_deltanet import DeltaRuleWeights, GatedDeltaNet
+from tinkerflow.backend.compute.models.layers.step import DeltaRuleFn
 from tinkerflow.backend.compute.platforms import TPU, on_cpu, platform
 
 _EPS = 1e-6  # of the norms of queries and keys
-
-# recur(weights, qkv_BTC, decay_BTH, beta_BTH) -> o_BTHv: what comes out of `in_*`, mixed over the tokens; the state is
-# kept by whoever made the function. weights: the layer's conv [C, 1, W], A_log [H] and dt_bias [H].
-Recur = Callable[[Mapping[str, Any], jax.Array, jax.Array, jax.Array], jax.Array]
-
-# project(x, *names): x times each of these matrices of the layer, with the adapters' updates.
-Project = Callable[..., tuple[jax.Array, ...]]
 
 
 @flax.struct.dataclass
@@ -72,53 +65,28 @@ def chunk_tokens() -> int:
     return 32 if on_cpu() else 64
 
 
-def empty_state(shape: DeltaNet, rows: int, dtype: Any) -> DeltaState:
+def empty_state(shape: GatedDeltaNet, rows: int, dtype: Any) -> DeltaState:
     """The state before the first token. dtype: of the activations."""
     conv = jnp.zeros((rows, shape.taps - 1, shape.channels), dtype)
     return DeltaState(conv, jnp.zeros((rows, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32))
 
 
-def delta_net(
-    shape: DeltaNet, eps: float, weights: Mapping[str, Any], y_BTD: jax.Array, project: Project, recur: Recur
-) -> jax.Array:
-    """What the layer gives for its input, [B, T, H * v]: what its matrix `out` [D, H * v] multiplies.
-
-    shape, eps: of the layer, and of its norm. weights: conv [C, 1, W], A_log and dt_bias [H], out_norm [v], and what
-    `project` multiplies by: in_qkv [C, D], in_z [H * v, D], in_b and in_a [H, D]. If they are fused,
-    in_qkvz and in_ba: of each key head its q, k, v and z, and its b and a. y_BTD: normalised. project: multiplies by
-    these matrices. recur: mixes the tokens.
-    """
-    B, T, _ = y_BTD.shape
-    if shape.fused:
-        r = shape.value_heads // shape.key_heads
-        heads = [x.reshape(B, T, shape.key_heads, -1) for x in project(y_BTD, "in_qkvz", "in_ba")]
-        ends = np.cumsum([shape.key_dim, shape.key_dim, r * shape.value_dim])
-        q, k, v, z = (x.reshape(B, T, -1) for x in jnp.split(heads[0], ends, axis=-1))
-        b, a = (x.reshape(B, T, -1) for x in jnp.split(heads[1], 2, axis=-1))
-        qkv = jnp.concatenate([q, k, v], axis=-1)
-    else:
-        qkv, z, b, a = project(y_BTD, "in_qkv", "in_z", "in_b", "in_a")
-    o_BTHv = recur(weights, qkv, a, b)
-    normed = gated_norm(o_BTHv, z.reshape(o_BTHv.shape), weights["out_norm"], eps)
-    return normed.reshape(B, T, -1)
-
-
-def recur_segments(shape: DeltaNet, segments_BT: jax.Array, mesh: Mesh) -> Recur:
-    """The `Recur` of training: a token sees itself and earlier tokens of its own segment. Rows are split over ROWS."""
+def delta_rule_in_segments(shape: GatedDeltaNet, segments_BT: jax.Array, mesh: Mesh) -> DeltaRuleFn:
+    """The recurrence in training: over earlier tokens of a token's own segment. Rows are split over ROWS."""
     rows = sharding(mesh, segments_BT.shape, ROWS).spec[0]
 
-    def recur(weights: Mapping[str, Any], qkv_BTC: jax.Array, decay_BTH: jax.Array, beta_BTH: jax.Array) -> jax.Array:
+    def run(weights: DeltaRuleWeights, qkv_BTC: jax.Array, decay_BTH: jax.Array, beta_BTH: jax.Array) -> jax.Array:
         fresh = empty_state(shape, qkv_BTC.shape[0], qkv_BTC.dtype)
         o_BTHv, _ = mix(shape, mesh, weights, fresh, qkv_BTC, decay_BTH, beta_BTH, rows=rows, segments_BT=segments_BT)
         return checkpoint_name(o_BTHv, "attended")
 
-    return recur
+    return run
 
 
 def mix(
-    shape: DeltaNet,
+    shape: GatedDeltaNet,
     mesh: Mesh,
-    weights: Mapping[str, Any],
+    weights: DeltaRuleWeights,
     state: DeltaState,
     qkv_BTC: jax.Array,
     decay_BTH: jax.Array,
@@ -137,12 +105,12 @@ def mix(
     all are of one. valid_B: how many tokens of each row count, the rest fill up; None = all.
     """
     B, T, _ = qkv_BTC.shape
-    mixed_BTC, conv = _convolved(weights["conv"][:, 0], state.conv, qkv_BTC, segments_BT, valid_B)
+    mixed_BTC, conv = _convolved(weights.conv[:, 0], state.conv, qkv_BTC, segments_BT, valid_B)
     queries = shape.key_heads * shape.key_dim
     q, k, v = jnp.split(mixed_BTC.astype(jnp.float32), (queries, 2 * queries), axis=-1)
     q_BThk, k_BThk = (_unit(x.reshape(B, T, shape.key_heads, shape.key_dim)) for x in (q, k))
     v_BTHv = v.reshape(B, T, shape.value_heads, shape.value_dim)
-    g_BTH = -jnp.exp(weights["A_log"]) * jax.nn.softplus(decay_BTH.astype(jnp.float32) + weights["dt_bias"])
+    g_BTH = -jnp.exp(weights.A_log) * jax.nn.softplus(decay_BTH.astype(jnp.float32) + weights.dt_bias)
     beta_BTH = jax.nn.sigmoid(beta_BTH.astype(jnp.float32))
     if valid_B is not None:
         counts_BT1 = (jnp.arange(T) < valid_B[:, None])[..., None]
@@ -165,14 +133,6 @@ def mix(
     )
     o_BTHv, S = local(state.S, q_BThk * shape.key_dim**-0.5, k_BThk, v_BTHv, g_BTH, beta_BTH, segments_BT)
     return o_BTHv.astype(qkv_BTC.dtype), DeltaState(conv, S)
-
-
-def gated_norm(x_BTHv: jax.Array, z_BTHv: jax.Array, weight_v: jax.Array, eps: float) -> jax.Array:
-    """x over its root mean square along v, times weight, times silu(z), in the dtype of x."""
-    wide = x_BTHv.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    normed = weight_v * wide.astype(x_BTHv.dtype)
-    return (normed * jax.nn.silu(z_BTHv.astype(jnp.float32))).astype(x_BTHv.dtype)
 
 
 def _unit(x: jax.Array) -> jax.Array:

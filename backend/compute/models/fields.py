@@ -1,0 +1,71 @@
+"""The fields of a Hugging Face `config.json`, and errors that name them. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinkerflow.backend.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class ConfigFields:
+    """The fields of a `config.json`, or of an object in it. Errors call the model `name`."""
+
+    name: str
+    values: Mapping[str, Any]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field; `default` when it is absent."""
+        return self.values.get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        """A field; UserError when it is absent."""
+        if key not in self.values:
+            raise self.error(f"config.json has no field {key!r}")
+        return self.values[key]
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A field that is a positive integer; `default` when it is absent or null. UserError for anything else."""
+        value = self[key] if default is None else self.get(key) or default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(f"{key} is {value!r} in config.json; it must be a positive whole number")
+        return value
+
+    def inner(self, key: str) -> ConfigFields:
+        """The fields of an object that a field holds; UserError when it is absent or holds something else."""
+        value = self[key]
+        if not isinstance(value, dict):
+            raise self.error(f"{key} is {value!r} in config.json; it must be an object")
+        return replace(self, values=value)
+
+    def with_values(self, **values: Any) -> ConfigFields:
+        """The fields with other values."""
+        return replace(self, values={**self.values, **values})
+
+    def without(self, *keys: str) -> ConfigFields:
+        """The fields without those that a family reads itself: the shared readers would refuse some values of them."""
+        return replace(self, values={key: value for key, value in self.values.items() if key not in keys})
+
+    @property
+    def rope(self) -> Any:
+        """The object with the parameters of rotary embeddings; transformers 4 and 5 name it differently."""
+        return self.get("rope_parameters") or self.get("rope_scaling") or {}
+
+    def chosen_experts(self, experts: int, key: str = "num_experts_per_tok") -> int:
+        """How many of a layer's experts each token goes to, by the field `key`; UserError unless 1 to `experts`."""
+        chosen = self.size(key)
+        if chosen > experts:
+            raise self.error(f"{key} {chosen} of {experts} experts; must be from 1 to their number")
+        return chosen
+
+    def refuse_others(self, **supported: Any) -> None:
+        """UserError when a field is present, not null, and differs from the only supported value."""
+        for key, value in supported.items():
+            if self.get(key) not in (None, value):
+                raise self.error(f"{key} {self[key]!r} is not supported; it must be {value!r}")
+
+    def error(self, text: str) -> UserError:
+        """An error about this model."""
+        return UserError(f"base model {self.name!r}: {text}")

@@ -1,0 +1,139 @@
+"""A layer of a decoder: what it is made of, in which order, and its computation.
+
+Letters: B rows, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from tinkerflow.backend.compute.models.layers.attention import Attention
+from tinkerflow.backend.compute.models.layers.experts import Experts
+from tinkerflow.backend.compute.models.layers.gated_deltanet import GatedDeltaNet
+from tinkerflow.backend.compute.models.layers.latent_attention import LatentAttention
+from tinkerflow.backend.compute.models.layers.layer_input import LayerInput
+from tinkerflow.backend.compute.models.layers.matrices import LayerTensor, Projection, plain_name
+from tinkerflow.backend.compute.models.layers.norms import PRE_NORM, NormPlaces, RMSNorm
+from tinkerflow.backend.compute.models.rope import Rope
+
+if TYPE_CHECKING:
+    import jax
+
+    from tinkerflow.backend.compute.models.layers.step import LayerStep
+
+Mixer = Attention | LatentAttention | GatedDeltaNet
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer: an MLP, or experts. Hashable."""
+
+    @property
+    def mixture(self) -> Experts | None:
+        """Its experts; None if it has none."""
+
+    def projections(self) -> dict[str, Projection]:
+        """Its matrices by our names."""
+
+    def tensors(self) -> dict[str, LayerTensor]:
+        """Its other tensors by our names."""
+
+    def __call__(self, step: LayerStep, x_BTD: jax.Array, y_BTD: jax.Array) -> Iterator[jax.Array]:
+        """The terms that are added to x_BTD one after the other. y_BTD: x_BTD after the norm."""
+
+
+class LayerScalar(NamedTuple):
+    """layer_scalar [1]: multiplies the layer's result."""
+
+    layer_scalar: jax.Array
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer: x + attention(norm(x)), then x + feed_forward(norm(x)).
+
+    Layers that are equal are computed by one loop, each with weights of its own.
+
+    attention: mixes tokens.
+    feed_forward: works on each token independently.
+    norm: of hidden states.
+    places: where these norms stand.
+    layer_input: adds an input of the layer's own; None = there is none.
+    scaled: the result is multiplied by a scalar of the layer (Gemma 4).
+    """
+
+    attention: Mixer
+    feed_forward: FeedForward
+    norm: RMSNorm
+    places: NormPlaces = PRE_NORM
+    layer_input: LayerInput | None = None
+    scaled: bool = False
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention with keys and values, of any kind."""
+        return self.attention.attends
+
+    @property
+    def pool(self) -> str:
+        """The pool of the KV cache, or of states, that holds what this layer keeps of tokens."""
+        return self.attention.pool
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees, itself included; None = all earlier ones."""
+        return self.attention.window
+
+    @property
+    def shares(self) -> int | None:
+        """The number of an earlier layer of the same pool, whose keys and values this layer reads."""
+        return self.attention.shares
+
+    @property
+    def rope(self) -> Rope | None:
+        """Its rotary embedding; None = positions are not encoded."""
+        return self.attention.rope
+
+    def for_context(self, context: int) -> DecoderLayer:
+        """The layer for sequences of up to `context` tokens."""
+        return replace(self, attention=self.attention.for_context(context))
+
+    def projections(self) -> dict[str, Projection]:
+        """Its matrices by our names."""
+        return {**self.attention.projections(), **self.feed_forward.projections()}
+
+    def tensors(self) -> dict[str, LayerTensor]:
+        """Its norms, biases, routers and so on by our names."""
+        hidden = self.attention.hidden
+        norms = {
+            "attn_norm": self.places.before_attention,
+            "attn_out_norm": self.places.after_attention,
+            "mlp_norm": self.places.before_mlp,
+            "mlp_out_norm": self.places.after_mlp,
+        }
+        tensors = {name: LayerTensor(f"{module}.weight", (hidden,)) for name, module in norms.items() if module}
+        tensors |= {**self.attention.tensors(), **self.feed_forward.tensors()}
+        if self.layer_input is not None:
+            tensors |= self.layer_input.tensors()
+        if self.scaled:
+            tensors["layer_scalar"] = LayerTensor("layer_scalar", (1,), frozen=True)
+        return tensors
+
+    def __call__(self, step: LayerStep, x_BTD: jax.Array) -> jax.Array:
+        """The layer's hidden states, [B, T, D] in the dtype of the weights. x_BTD: those of the layer before."""
+        step = step.of_layer({plain_name(name): matrix for name, matrix in self.projections().items()})
+        mixed = self.attention.mix(step, x_BTD, self.norm)
+
+        def after_mixing(x_BTD: jax.Array, mixed: jax.Array) -> jax.Array:
+            o_BTD = self.attention.output(step, mixed.reshape(*x_BTD.shape[:2], -1))
+            x_BTD = x_BTD + step.norm(self.norm, "attn_out_norm", o_BTD)
+            y_BTD = step.norm(self.norm, "mlp_norm", x_BTD)
+            for term_BTD in self.feed_forward(step, x_BTD, y_BTD):
+                x_BTD = x_BTD + step.norm(self.norm, "mlp_out_norm", term_BTD)
+            return x_BTD
+
+        x_BTD = step.by_token(after_mixing, x_BTD, mixed)
+        if self.layer_input is not None:
+            x_BTD = self.layer_input.add(step, x_BTD)
+        return x_BTD * step.weights(LayerScalar).layer_scalar if self.scaled else x_BTD

@@ -1,0 +1,180 @@
+"""How tokens reach their experts, and what these compute: one grouped matmul for each projection.
+
+Tokens are sorted by expert, so no token is dropped, and the number of tokens of an expert changes no shape: no routing
+needs a compilation. Over the mesh's `expert` axis every device holds some of the experts. The rest of a layer has rows
+split over that axis, too: here each device gets the tokens of all devices along it, computes the rows of its own
+experts, and the devices' parts are summed where their tokens belong. With k experts a token that moves no more than
+sending every token to its experts while the axis is not larger than k. A device has as many rows as all tokens along
+the axis have experts, so any imbalance of a routing fits.
+
+Letters: B rows, T tokens, D hidden, E experts (of this device, inside `_local`), k experts of a token, M = B * T * k
+rows to compute, F the width of an expert.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from tinkerflow.backend.compute.kernels.grouped import Groups
+from tinkerflow.backend.compute.kernels.matmul import OfLayer
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts
+from tinkerflow.backend.compute.models.layers.step import Linear
+from tinkerflow.backend.compute.models.lora import LoraApply, LoraPair
+from tinkerflow.backend.compute.weights.quantized import Int8, Weight
+
+Gated = Callable[[jax.Array, jax.Array], jax.Array]  # gated(gate_MF, up_MF) -> [M, F]
+
+
+def mixture(
+    mesh: Mesh,
+    linears: Sequence[Linear],
+    gated: Gated,
+    y_BTD: jax.Array,
+    chosen_BTk: jax.Array,
+    shares_BTk: jax.Array,
+    lora_apply: LoraApply,
+) -> jax.Array:
+    """The experts' results for y_BTD, summed by share: [B, T, D] in its dtype.
+
+    mesh: experts are split over its `expert` axis. linears: gate and up [E, D, F] and down [E, F, D], their biases
+    [E, F] or [E, D] and their pairs [E, R, ...]; matrices and pairs may be `OfLayer`. gated: what `down` is multiplied
+    with. y_BTD: normalized hidden states. chosen_BTk, shares_BTk: from the router. lora_apply: computes the adapters'
+    updates.
+    """
+    weights = {linear.name: linear.weight for linear in linears}
+    biases = {linear.name: linear.bias for linear in linears if linear.bias is not None}
+    pairs = {linear.name: linear.pair for linear in linears if linear.pair is not None}
+    width = jax.tree.leaves(weights["gate"])[0].shape[-1]
+    inner = TENSOR if width % mesh.shape[TENSOR] == 0 else None
+    moved = mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
+    rows = PartitionSpec(ROWS) if moved else PartitionSpec(FSDP if y_BTD.shape[0] % mesh.shape[FSDP] == 0 else None)
+    local = jax.shard_map(
+        functools.partial(_local, gated, lora_apply, rows[0] is not None, moved, (inner,) if inner else ()),
+        mesh=mesh,
+        in_specs=(
+            rows,
+            rows,
+            rows,
+            {name: _weight_specs(name, weight, inner) for name, weight in weights.items()},
+            {name: PartitionSpec(EXPERT, None if name == "down" else inner) for name in biases},
+            {name: _pair_specs(name, pair, inner) for name, pair in pairs.items()},
+        ),
+        out_specs=rows,
+        check_vma=False,
+    )
+    mixed_BTD: jax.Array = local(y_BTD, chosen_BTk, shares_BTk, weights, biases, pairs)
+    return mixed_BTD
+
+
+def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any:
+    """The experts split, and F over the tensor axis where that divides it; gathered over fsdp."""
+    if isinstance(weight, OfLayer):
+        return _of_layer(_weight_specs(name, weight.stack, inner))
+    whole: Any = PartitionSpec(EXPERT, inner, None) if name == "down" else PartitionSpec(EXPERT, None, inner)
+    if isinstance(weight, Int8):
+        scale: Any = PartitionSpec(EXPERT, whole[2])
+        return Int8(values=whole, scale=scale)
+    return whole
+
+
+def _of_layer(specs: Any) -> Any:
+    """For a stack of all layers, of what a layer has."""
+    whole: Any = PartitionSpec()
+    return OfLayer(jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs), whole)
+
+
+def _pair_specs(name: str, pair: LoraPair | OfLayer, inner: str | None) -> Any:
+    if isinstance(pair, OfLayer):
+        return _of_layer(_pair_specs(name, pair.stack, inner))
+    whole: Any = PartitionSpec(EXPERT)
+    split: Any = PartitionSpec(EXPERT, None, inner)
+    return LoraPair(A=split, B=whole) if name == "down" else LoraPair(A=whole, B=split)
+
+
+def _local(
+    gated: Gated,
+    lora_apply: LoraApply,
+    rows_are_split: bool,
+    moved: bool,
+    inner: tuple[str, ...],
+    y_BTD: jax.Array,
+    chosen_BTk: jax.Array,
+    shares_BTk: jax.Array,
+    weights: Mapping[str, Weight | OfLayer],
+    biases: Mapping[str, jax.Array],
+    pairs: Mapping[str, LoraPair],
+) -> jax.Array:
+    """The part that this device's experts, and its share of F, have in the result for its rows, then the sum of all.
+
+    moved: rows are split over the expert axis, too, and come from all its devices.
+    """
+    if moved:
+        everyone = functools.partial(jax.lax.all_gather, axis_name=EXPERT, tiled=True)
+        y_BTD, chosen_BTk, shares_BTk = map(everyone, (y_BTD, chosen_BTk, shares_BTk))
+    B, T, k = chosen_BTk.shape
+    D, E = y_BTD.shape[-1], jax.tree.leaves(weights["gate"])[0].shape[-3]
+    here_M = chosen_BTk.reshape(-1) - jax.lax.axis_index(EXPERT) * E
+    mine_M = (here_M >= 0) & (here_M < E)
+    here_M = jnp.where(mine_M, here_M, E)  # what other devices compute is sorted to the end
+    order_M = jnp.argsort(here_M, stable=True)
+    place_M = jnp.argsort(order_M)
+    first = jax.lax.axis_index(FSDP) * B if rows_are_split else 0
+    groups = Groups(
+        sizes_E=jnp.sum(here_M[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32),
+        expert_M=jnp.minimum(here_M[order_M], E - 1),
+        batch_M=first + order_M // (T * k),
+    )
+    mine_M1 = mine_M[order_M][:, None]
+
+    def project(x_Mi: jax.Array, *names: str) -> tuple[jax.Array, ...]:
+        adapted = tuple(name for name in names if name in pairs)
+        updates = dict(zip(adapted, lora_apply(x_Mi, tuple(pairs[name] for name in adapted), groups), strict=True))
+        plain = {name: groups.dot(x_Mi, weights[name]) for name in names}
+        sums = {name: plain[name] + updates[name] if name in updates else plain[name] for name in names}
+        sums |= {
+            name: sums[name] + biases[name][groups.expert_M] for name in names if name in biases and name != "down"
+        }
+        # Rows of no expert may hold anything: a grouped matmul need not write them.
+        return tuple(checkpoint_name(jnp.where(mine_M1, sums[name], 0), name) for name in names)
+
+    copies_MD = jnp.broadcast_to(y_BTD.reshape(-1, 1, D), (B * T, k, D)).reshape(-1, D)
+    x_MD = jnp.where(mine_M1, _permuted(copies_MD, order_M, place_M), 0)
+    gate_MF, up_MF = project(x_MD, "gate", "up")
+    # A row's share is multiplied in before `down`, so that a backward pass does not need what comes out of that.
+    share_M1 = _permuted(shares_BTk.reshape(-1, 1), order_M, place_M).astype(y_BTD.dtype)
+    (down_MD,) = project(gated(gate_MF, up_MF) * share_M1, "down")
+    if "down" in biases:  # once, though F is split over devices whose parts are summed
+        here = jnp.all(jnp.array([jax.lax.axis_index(axis) == 0 for axis in inner], bool))
+        down_MD = down_MD + jnp.where(mine_M1 & here, biases["down"][groups.expert_M] * share_M1, 0)
+    parts_BTkD = _permuted(down_MD, place_M, order_M).reshape(B, T, k, D)
+    mixed_BTD = jnp.sum(parts_BTkD, axis=2, dtype=jnp.float32)
+    if moved:
+        mixed_BTD = jax.lax.psum_scatter(mixed_BTD, EXPERT, tiled=True)
+        return (jax.lax.psum(mixed_BTD, inner) if inner else mixed_BTD).astype(y_BTD.dtype)
+    return jax.lax.psum(mixed_BTD, (EXPERT, *inner)).astype(y_BTD.dtype)
+
+
+@jax.custom_vjp
+def _permuted(x_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array) -> jax.Array:
+    """x_MD[order_M]. Backward it is a gather too: a scatter may add in any order, and results must come out alike."""
+    return x_MD[order_M]
+
+
+def _permuted_forward(
+    x_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return x_MD[order_M], (inverse_M,)
+
+
+def _permuted_backward(kept: tuple[jax.Array, ...], d_MD: jax.Array) -> tuple[jax.Array, None, None]:
+    return d_MD[kept[0]], None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)

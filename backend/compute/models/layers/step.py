@@ -1,0 +1,170 @@
+"""What the computation of a layer takes besides hidden states: weights, adapters, and functions that mix tokens.
+
+Letters: B rows, T tokens, D hidden, H query heads, G key-value heads, d head dimension, C channels of a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, matmul
+from tinkerflow.backend.compute.models.layers.matrices import Projection
+from tinkerflow.backend.compute.models.layers.norms import RMSNorm
+from tinkerflow.backend.compute.models.long_rows import gather_matrices, in_chunks
+from tinkerflow.backend.compute.models.lora import LoraApply, LoraPair
+from tinkerflow.backend.compute.models.rope import Rope
+from tinkerflow.backend.compute.models.rotary import CosSin
+from tinkerflow.backend.compute.weights.quantized import Weight
+
+RopeTables = Mapping[Rope, tuple[CosSin, CosSin]]  # for queries, and for keys
+Weights = TypeVar("Weights")
+
+# delta_rule(weights, qkv_BTC, decay_BTH, beta_BTH) -> o_BTHv: gated DeltaNet's recurrence over the tokens. Its caller
+# keeps the state. weights: the layer's `DeltaRuleWeights`.
+DeltaRuleFn = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class AttentionFn(Protocol):
+    """attend(q_BTHd, k_BTGd, v_BTGd, window=…, sinks_H=…) -> o_BTHd: softmax(q k / sqrt(d)) v over the visible tokens.
+
+    q and k are rotated. k and v: None in a layer that reads those of an earlier layer.
+    window: how many tokens a query sees, itself included; None = all earlier ones.
+    sinks_H: a score of each head that takes part in the softmax and has no value; None = without.
+    """
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        /,
+        *,
+        window: int | None,
+        sinks_H: jax.Array | None,
+    ) -> jax.Array:
+        """The attended values, [B, T, H, d]."""
+
+
+class LatentAttentionFn(Protocol):
+    """attend(q_BTHp, q_BTHr, c_BTc, k_BTr, kv_b, pair) -> o_BTHv: latent attention without keys and values of heads.
+
+    q_BTHp, q_BTHr: the parts of queries without rotation, and with it. c_BTc: latents. k_BTr: the rotated part of keys.
+    kv_b: the matrix that makes keys and values from latents. pair: of its adapter.
+    """
+
+    def __call__(
+        self,
+        plain: jax.Array,
+        rotated: jax.Array,
+        latents: jax.Array,
+        keys: jax.Array,
+        kv_b: Weight,
+        pair: LoraPair | None,
+        /,
+    ) -> jax.Array:
+        """The attended values, [B, T, H, v]."""
+
+
+@dataclass(frozen=True)
+class Mixers:
+    """The functions that mix tokens, in training or over a cache. They keep what later tokens need.
+
+    attend: attention.
+    delta_rule: gated DeltaNet's; None in models without such layers.
+    attend_latents: latent attention over latents alone; None: it makes the keys and values of all heads, and `attend`
+    takes them.
+    recompute_heads: a backward pass that computes a layer again makes queries, keys and values twice, so that they take
+    no memory while it differentiates the MLP. Not in models whose layers share keys and values.
+    """
+
+    attend: AttentionFn
+    delta_rule: DeltaRuleFn | None = None
+    attend_latents: LatentAttentionFn | None = None
+    recompute_heads: bool = False
+
+
+class Linear(NamedTuple):
+    """A matrix of one layer, with its bias and the adapter's pair, if it has them. name: ours."""
+
+    name: str
+    weight: Weight | OfLayer
+    bias: jax.Array | None
+    pair: LoraPair | None
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """One layer's weights, and everything else that its computation takes besides hidden states.
+
+    mesh: experts are split over it.
+    tensors: the layer's weights by plain name: matrices, norms, biases.
+    pairs: the adapter's pairs for these matrices; some or all may be missing.
+    rope: cos and sin for each rotary embedding of the model.
+    mixers: mix the tokens.
+    lora_apply: computes the adapters' updates.
+    layer_input_BTP: the layer's part of `LayerInput.all_layers`; None in models without.
+    tokens_at_once: how many tokens of each device go through matrices at a time, except around attention; 0 = all.
+    matrices: those that the layer declares, by plain name (`of_layer`).
+    """
+
+    mesh: Mesh
+    tensors: Mapping[str, Any]
+    pairs: Mapping[str, LoraPair]
+    rope: RopeTables
+    mixers: Mixers
+    lora_apply: LoraApply
+    layer_input_BTP: jax.Array | None = None
+    tokens_at_once: int = 0
+    matrices: Mapping[str, Projection] = field(default_factory=dict)
+
+    def weights(self, kind: type[Weights], prefix: str = "") -> Weights:
+        """The weights that `kind`, a named tuple, has as fields; None for those that the layer lacks.
+
+        prefix: of their names in the layer. Matrices come as `Linear`.
+        """
+
+        def find(name: str) -> Any:
+            tensor = self.tensors.get(name)
+            if tensor is None or name not in self.matrices:
+                return tensor
+            return Linear(name, tensor, self.tensors.get(f"{name}_bias"), self.pairs.get(name))
+
+        return kind(*(find(f"{prefix}{field}") for field in cast(Any, kind)._fields))
+
+    def project(self, x: jax.Array, *linears: Linear) -> tuple[jax.Array, ...]:
+        """x times each of these matrices, with the updates of adapters and with biases."""
+        updates = iter(self.lora_apply(x, tuple(linear.pair for linear in linears if linear.pair is not None)))
+        plain = [matmul(x, linear.weight) for linear in linears]
+        sums = [y if linear.pair is None else y + next(updates) for linear, y in zip(linears, plain, strict=True)]
+        named = [checkpoint_name(y, linear.name) for linear, y in zip(linears, sums, strict=True)]
+        return tuple(y if linear.bias is None else y + linear.bias for linear, y in zip(linears, named, strict=True))
+
+    def norm(self, norm: RMSNorm, name: str, x: jax.Array) -> jax.Array:
+        """x after the layer's norm of that name; x itself if the layer has none."""
+        return norm(x, self.tensors[name]) if name in self.tensors else x
+
+    def by_token(self, part: Callable[..., Any], *arrays: Any, times: int = 1, own_buffers: bool = False) -> Any:
+        """part(*arrays), which computes each token by itself, for `times` * `tokens_at_once` tokens at a time.
+
+        own_buffers: as in `in_chunks`.
+        """
+        if not self.tokens_at_once:
+            return part(*arrays)
+        return in_chunks(self.mesh, times * self.tokens_at_once, part, *arrays, own_buffers=own_buffers)
+
+    def of_layer(self, matrices: Mapping[str, Projection]) -> LayerStep:
+        """The step with the matrices that its layer declares.
+
+        They are gathered over fsdp once where tokens go through them in several parts.
+        """
+        tensors = self.tensors
+        if self.tokens_at_once:
+            sums_inputs = {name: matrices[name].sums_inputs for name in tensors if name in matrices}
+            tensors = {**tensors, **gather_matrices(self.mesh, tensors, sums_inputs)}
+        return replace(self, tensors=tensors, matrices=matrices)
