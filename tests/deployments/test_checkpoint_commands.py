@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from safetensors.numpy import load_file, save
-from tests import test_merging as merging
+from tests.catalog import test_merging as merging
 from tests.catalog.test_peft_import import CONFIG as TINY
 from tests.catalog.test_peft_import import tensors
 from typer.testing import CliRunner
