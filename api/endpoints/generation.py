@@ -31,8 +31,8 @@ from tinkerflow.api.submit import submit_sample
 from tinkerflow.backend.catalog.model_card import image_processor
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.journal import Result
-from tinkerflow.backend.journal.notify import Waiter
 from tinkerflow.backend.journal.streams import Listener, stream_name
+from tinkerflow.backend.journal.waiter import Waiter
 from tinkerflow.backend.spec.commands import Candidates, NewTokens, Priority, SampledSequence, SampleResult
 from tinkerflow.backend.wire import SampleBody, decode_sample, sample_request
 

@@ -35,7 +35,6 @@ from tinkerflow.backend.journal.models import ModelView as ModelView
 from tinkerflow.backend.journal.models import NewModel as NewModel
 from tinkerflow.backend.journal.models import RunView as RunView
 from tinkerflow.backend.journal.notify import Notifier as Notifier
-from tinkerflow.backend.journal.notify import ResultSubscriptions as ResultSubscriptions
 from tinkerflow.backend.journal.observed import Observed as Observed
 from tinkerflow.backend.journal.quotas import Limits as Limits
 from tinkerflow.backend.journal.recovery import Executed as Executed
@@ -64,6 +63,7 @@ from tinkerflow.backend.journal.sessions import SessionQuery as SessionQuery
 from tinkerflow.backend.journal.sessions import SessionSummary as SessionSummary
 from tinkerflow.backend.journal.sessions import Timed as Timed
 from tinkerflow.backend.journal.sessions import plain_metadata as plain_metadata
+from tinkerflow.backend.journal.subscriptions import ResultSubscriptions as ResultSubscriptions
 from tinkerflow.backend.journal.tables import Kind as Kind
 from tinkerflow.backend.journal.tables import ModelState as ModelState
 from tinkerflow.backend.journal.tables import SamplerState as SamplerState

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import sqlalchemy as sa
 from sqlalchemy import Row, event
@@ -26,9 +26,7 @@ from sqlmodel import SQLModel, col
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.core.disk import make_folder, make_private, open_private
 from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFoundError, UserError
-
-if TYPE_CHECKING:
-    from tinkerflow.backend.journal.notify import Notifier
+from tinkerflow.backend.journal.topics import Publisher
 
 BUSY_SECONDS = 30.0
 AWAY = (sa.exc.OperationalError, JournalBusyError)  # what is raised while the database cannot be asked: try again
@@ -210,13 +208,13 @@ class Database:
 class Aggregate:
     """One group of rows that are read and written together. Every public method is one short transaction."""
 
-    def __init__(self, database: Database, clock: Clock, notifier: Notifier) -> None:
-        """Read and write `database`; `notifier` is told of changes after their commit."""
+    def __init__(self, database: Database, clock: Clock, publisher: Publisher) -> None:
+        """Read and write `database`; publish topics through `publisher` after each commit."""
         self._database = database
         self._read = database.read
         self._write = database.write
         self._now = clock.now
-        self._publish = notifier.publish
+        self._publish = publisher.publish
 
     def _views(self, view: type[T], statement: sa.Select[Any]) -> list[T]:
         """The rows of one statement as views, in a transaction of its own."""

@@ -14,7 +14,6 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.core.errors import Category
-from tinkerflow.backend.journal.notify import answered
 from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
@@ -30,6 +29,7 @@ from tinkerflow.backend.journal.tables import (
     model_ended,
     sampler_ended,
 )
+from tinkerflow.backend.journal.topics import answered
 
 LET_GO = {
     "replays": False,

@@ -24,7 +24,7 @@ from tinkerflow.backend.journal.leases import Leases
 from tinkerflow.backend.journal.losses import Losses
 from tinkerflow.backend.journal.migrate import check_revision
 from tinkerflow.backend.journal.models import Models
-from tinkerflow.backend.journal.notify import RECHECK_SECONDS, Notifier, ResultSubscriptions
+from tinkerflow.backend.journal.notify import RECHECK_SECONDS, Notifier
 from tinkerflow.backend.journal.observed import Observations
 from tinkerflow.backend.journal.queue import Queue
 from tinkerflow.backend.journal.recovery import Recovery
@@ -34,6 +34,7 @@ from tinkerflow.backend.journal.samplers import Samplers
 from tinkerflow.backend.journal.samples import Samples
 from tinkerflow.backend.journal.sessions import Sessions
 from tinkerflow.backend.journal.streams import Streams, TokenSubscriptions
+from tinkerflow.backend.journal.subscriptions import ResultSubscriptions
 from tinkerflow.backend.journal.upkeep import Upkeep
 from tinkerflow.backend.journal.uploads import Uploads
 from tinkerflow.backend.journal.usage import UsageReports

@@ -10,23 +10,23 @@ from collections.abc import Callable
 import psycopg
 
 from tinkerflow.backend.journal.database import driver_url
-from tinkerflow.backend.journal.notify import packed, unpacked
+from tinkerflow.backend.journal.topics import pack_topics, unpack_topics
 
 log = logging.getLogger(__name__)
 
-_CHANNEL = "tinkerflow_bell"
-_LIMIT = 7000  # bytes; Postgres takes 7,999
+_CHANNEL = "tinkerflow_topics"
+_LIMIT = 7000  # bytes; Postgres allows 7,999
 _RECONNECT_SECONDS = 1.0
-_LOOK_UP_SECONDS = 0.5
+_STOP_CHECK_SECONDS = 0.5
 
 
 class PostgresTransport:
-    """Carries topics with NOTIFY on one connection, and hears them with LISTEN on another."""
+    """Carries topics with NOTIFY on one connection, and receives them with LISTEN on another."""
 
     def __init__(self, url: str) -> None:
         """Carry topics for the users of the database of `url`; nothing is connected yet."""
         self._conninfo = driver_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
-        self._own = secrets.token_hex(8)
+        self._own_name = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._sender: psycopg.Connection | None = None
         self._thread: threading.Thread | None = None
@@ -35,8 +35,8 @@ class PostgresTransport:
     def send(self, topics: tuple[str, ...]) -> None:
         """NOTIFY the other processes; a broken connection is opened again once."""
         with self._lock:
-            for message in packed(topics, _LIMIT):
-                self._notify(f"{self._own}\n{message.decode()}")
+            for message in pack_topics(topics, _LIMIT):
+                self._notify(f"{self._own_name}\n{message.decode()}")
 
     def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
         """Connect, LISTEN, and read in a thread that connects again whenever the connection breaks."""
@@ -51,7 +51,7 @@ class PostgresTransport:
             self._thread.join(timeout=5)
             self._thread = None
         with self._lock:
-            self._drop_sender()
+            self._close_sender()
 
     def _notify(self, message: str) -> None:
         for last in (False, True):
@@ -60,13 +60,13 @@ class PostgresTransport:
                     self._sender = psycopg.connect(self._conninfo, autocommit=True)
                 self._sender.execute("SELECT pg_notify(%s, %s)", (_CHANNEL, message))
             except psycopg.OperationalError as error:
-                self._drop_sender()
+                self._close_sender()
                 if last:
                     log.warning("notification lost: cannot notify through Postgres: %s", error)
             else:
                 return
 
-    def _drop_sender(self) -> None:
+    def _close_sender(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -83,9 +83,9 @@ class PostgresTransport:
     def _receive(self, connection: psycopg.Connection, deliver: Callable[[tuple[str, ...]], None]) -> None:
         while not self._stop.is_set():
             try:
-                for notification in connection.notifies(timeout=_LOOK_UP_SECONDS):
-                    sender, *topics = unpacked(notification.payload.encode())
-                    if sender != self._own:
+                for notification in connection.notifies(timeout=_STOP_CHECK_SECONDS):
+                    sender, *topics = unpack_topics(notification.payload.encode())
+                    if sender != self._own_name:
                         deliver(tuple(topics))
             except psycopg.OperationalError as error:
                 log.warning("notifications: lost the listening connection to Postgres, connecting again: %s", error)
@@ -98,5 +98,5 @@ class PostgresTransport:
             try:
                 return self._connect_listening()
             except psycopg.OperationalError as error:
-                log.debug("notifications: Postgres is still away: %s", error)
+                log.debug("notifications: Postgres cannot be reached yet: %s", error)
         return broken

@@ -26,7 +26,6 @@ from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.errors import Category, ConflictError, TinkerflowError, UserError
 from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.journal.database import Aggregate, as_view, insert_if_absent, is_owned, missing
-from tinkerflow.backend.journal.notify import answered
 from tinkerflow.backend.journal.quotas import (
     NO_LIMITS,
     Failure,
@@ -56,6 +55,7 @@ from tinkerflow.backend.journal.tables import (
     sampler_ended,
     session_over,
 )
+from tinkerflow.backend.journal.topics import answered
 
 CANCELLED = "cancelled by the client"
 MOST_ALONG = 2**16  # bytes of a payload that come with its sample; a larger one is read when there is room for it

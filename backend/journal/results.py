@@ -28,7 +28,6 @@ from sqlmodel import col
 from tinkerflow.backend.core.errors import Category
 from tinkerflow.backend.journal.database import Aggregate, get_owned, in_chunks, insert_if_absent, is_owned, missing
 from tinkerflow.backend.journal.effects import end_models
-from tinkerflow.backend.journal.notify import CLONE_BLOCK, answered
 from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
@@ -43,6 +42,7 @@ from tinkerflow.backend.journal.tables import (
     UsageBucket,
     UsageKind,
 )
+from tinkerflow.backend.journal.topics import CLONE_BLOCK, answered
 
 PAGE = 1000
 DROPPED, EXPIRED = "the result was dropped", "the result expired"  # how errors of answers begin whose bytes are gone

@@ -24,8 +24,9 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate
-from tinkerflow.backend.journal.notify import TOKENS, Waiter
 from tinkerflow.backend.journal.tables import StreamedRow
+from tinkerflow.backend.journal.topics import TOKENS
+from tinkerflow.backend.journal.waiter import Waiter
 from tinkerflow.backend.spec.commands import Candidates, NewTokens
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ import sqlalchemy as sa
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import Completions, Journal, Outcome
-from tinkerflow.backend.journal.notify import CLONE_BLOCK
 from tinkerflow.backend.journal.requests import CANCELLED
 from tinkerflow.backend.journal.results import FIRST_SHOWN, LARGEST_SHOWN
+from tinkerflow.backend.journal.topics import CLONE_BLOCK
 
 
 @pytest.fixture

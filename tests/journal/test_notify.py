@@ -16,7 +16,8 @@ import pytest
 
 from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import Notifier
-from tinkerflow.backend.journal.notify import packed, socket_folder, unpacked
+from tinkerflow.backend.journal.notify_sqlite import socket_folder
+from tinkerflow.backend.journal.topics import pack_topics, unpack_topics
 
 LISTENER = """
 import asyncio, sys
@@ -194,8 +195,8 @@ async def test_a_broken_postgres_connection_is_opened_again(notifier, url):
 
 def test_topics_are_packed_into_few_messages():
     topics = tuple(f"done:req-{n:016}" for n in range(1000))
-    messages = list(packed(topics, 4096))
+    messages = list(pack_topics(topics, 4096))
     assert all(len(message) <= 4096 for message in messages)
     assert len(messages) <= 7
-    assert tuple(topic for message in messages for topic in unpacked(message)) == topics
-    assert list(packed(("x" * 5000,), 4096)) == [b"x" * 5000 + b"\n"]
+    assert tuple(topic for message in messages for topic in unpack_topics(message)) == topics
+    assert list(pack_topics(("x" * 5000,), 4096)) == [b"x" * 5000 + b"\n"]

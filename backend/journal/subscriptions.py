@@ -1,0 +1,135 @@
+"""Clients that wait for answers: thousands of them share one subscription and one look at the database a second."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
+from typing import Self
+
+import sqlalchemy as sa
+
+from tinkerflow.backend.journal.notify import RECHECK_SECONDS, Notifier
+from tinkerflow.backend.journal.streams import TokenSubscriptions
+from tinkerflow.backend.journal.topics import TOKENS
+from tinkerflow.backend.journal.waiter import Waiter
+
+log = logging.getLogger(__name__)
+
+
+class ResultSubscriptions:
+    """Wakes thousands of waiting clients: one task listens, another asks the database for all of them once a second.
+
+        with subscriptions.request(request_id) as waiter:
+            ...  # look for the answer, and when it is not there:
+            await waiter.wait(seconds)
+
+    A waiter hears of every answer from the moment its `with` block is entered. So look inside the block, and wait when
+    there is nothing: no answer falls in between. For a sampler, set `waiter.seen` to the cursor before waiting.
+    """
+
+    def __init__(
+        self,
+        notifier: Notifier,
+        finished: Callable[[Collection[str]], set[str]],
+        last_completions: Callable[[Collection[str]], dict[str, int]],
+        tokens: TokenSubscriptions,
+        *,
+        recheck_seconds: float = RECHECK_SECONDS,
+    ) -> None:
+        """Use it as an async context manager.
+
+        notifier: publishes the topics `done:`, `answered:` and `tokens`.
+        finished: which of these request ids are answered, in one query.
+        last_completions: the number of each sampler's last answer, in one query.
+        tokens: who listens to samples that stream.
+        recheck_seconds: between two looks at the database.
+        """
+        self.tokens = tokens
+        self._notifier = notifier
+        self._finished = finished
+        self._last_completions = last_completions
+        self._recheck_seconds = recheck_seconds
+        self._requests: dict[str, set[Waiter]] = {}
+        self._samplers: dict[str, set[Waiter]] = {}
+        self._stack = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Start listening."""
+        topics = await self._stack.enter_async_context(self._notifier.subscribe("done:", "answered:", TOKENS))
+        running = (self._listen(topics), self._check(), self.tokens.run())
+        self._tasks = [asyncio.create_task(one) for one in running]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop; clients that still wait get False at the end of their timeout."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stack.aclose()
+
+    def request(self, request_id: str, waiter: Waiter | None = None) -> AbstractContextManager[Waiter]:
+        """Inside, a waiter for the answer of one request. An id that does not exist is never answered.
+
+        waiter: one that waits for something else too; None = a new one.
+        """
+        return _entered(self._requests, request_id, waiter or Waiter())
+
+    def sampler(self, sampler_id: str, clone: int) -> AbstractContextManager[Waiter]:
+        """Inside, a waiter for every answer to one clone's requests of a sampler."""
+        return _entered(self._samplers, sampler_id, Waiter(str(clone)))
+
+    @property
+    def waiting(self) -> int:
+        """How many requests and samplers somebody waits for."""
+        return len(self._requests) + len(self._samplers)
+
+    async def _listen(self, topics: AsyncIterator[str]) -> None:
+        async for topic in topics:
+            if topic.startswith("done:"):
+                self._answered(topic.removeprefix("done:"))
+                continue
+            if topic == TOKENS:
+                self.tokens.wake()
+                continue
+            _, clone, sampler_id = topic.split(":", 2)
+            for waiter in self._samplers.get(sampler_id, ()):
+                if clone in ("", waiter.clone):
+                    waiter.wake()
+
+    async def _check(self) -> None:
+        while True:
+            await asyncio.sleep(self._recheck_seconds)
+            self.tokens.wake()
+            try:
+                if self._requests:
+                    for request_id in await asyncio.to_thread(self._finished, list(self._requests)):
+                        self._answered(request_id)
+                if self._samplers:
+                    self._wake_behind(await asyncio.to_thread(self._last_completions, list(self._samplers)))
+            except sa.exc.SQLAlchemyError:
+                # Waiting must outlive a database that is away for a moment: the next second asks again.
+                log.exception("cannot ask the journal for %d waiting clients; asking again soon", self.waiting)
+
+    def _answered(self, request_id: str) -> None:
+        for waiter in self._requests.get(request_id, ()):
+            waiter.wake()
+
+    def _wake_behind(self, numbers: dict[str, int]) -> None:
+        for sampler_id, waiters in self._samplers.items():
+            for waiter in waiters:
+                if waiter.seen is not None and numbers.get(sampler_id, 0) > waiter.seen:
+                    waiter.wake()
+
+
+@contextmanager
+def _entered(waiters: dict[str, set[Waiter]], key: str, waiter: Waiter) -> Iterator[Waiter]:
+    waiters.setdefault(key, set()).add(waiter)
+    try:
+        yield waiter
+    finally:
+        waiters[key].discard(waiter)
+        if not waiters[key]:
+            del waiters[key]

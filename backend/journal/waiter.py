@@ -1,0 +1,40 @@
+"""One client's wait for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Waiter:
+    """One client's wait for a request, or for the requests of one clone of a sampler (`clone`, as text).
+
+    seen: the cursor that the client has read up to; an answer with a higher number wakes it.
+    """
+
+    def __init__(self, clone: str | None = None) -> None:
+        """Use ResultSubscriptions.request or ResultSubscriptions.sampler."""
+        self.clone = clone
+        self.seen: int | None = None
+        self._event = asyncio.Event()
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether the answer is there, or comes within `seconds`.
+
+        Of a sampler: whether there was an answer since the last wait. It may be another clone's.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
+        except TimeoutError:
+            return False
+        if self.clone is not None:
+            self.sleep()
+        return True
+
+    def wake(self) -> None:
+        """End the wait: there is an answer."""
+        self._event.set()
+
+    def sleep(self) -> None:
+        """The next wait lasts until the next `wake`."""
+        self._event.clear()
