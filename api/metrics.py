@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tinkerflow.backend.journal import BaseModelView, Observed, ProcessView, UsageKind
+from tinkerflow.backend.journal import BaseModelView, ProcessView, ServiceFigures, UsageKind
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -63,7 +63,7 @@ class Known:
 
     bases: Sequence[BaseModelView]
     waiting: Mapping[str, int]
-    observed: Observed
+    observed: ServiceFigures
     parts: Sequence[ProcessView]
     now: datetime
 

@@ -100,7 +100,7 @@ async def metrics(call: Authorised) -> Response:
         journal = call.journal
         samples = sum(journal.queue.waiting_samples().values())
         waiting = {"samples": samples, "models": len(journal.queue.pending_models())}
-        bases, observed, parts = journal.base_models.all(), journal.observations.now(), journal.leases.beats()
+        bases, observed, parts = journal.base_models.all(), journal.metrics.now(), journal.leases.beats()
         return call.services.metrics.page(Known(bases, waiting, observed, parts, call.services.clock.now()))
 
     return Response(await asyncio.to_thread(read), media_type=CONTENT_TYPE_LATEST)

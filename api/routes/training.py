@@ -140,7 +140,7 @@ def _keep_loss(call: Call, body: bytes) -> Response:
         content_hash=content_hash(values),
         error=error,
     )
-    return response(call.journal.losses.submit(new, call.services.limits))
+    return response(call.journal.custom_losses.submit(new, call.services.limits))
 
 
 @router.post("/create_model", openapi_extra=takes(OnNewModel, CreateModel))

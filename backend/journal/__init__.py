@@ -19,6 +19,8 @@ from tinkerflow.backend.journal.checkpoints import access_hash as access_hash
 from tinkerflow.backend.journal.curves import Curve as Curve
 from tinkerflow.backend.journal.curves import StepFigures as StepFigures
 from tinkerflow.backend.journal.curves import Trained as Trained
+from tinkerflow.backend.journal.custom_losses import NewCustomLoss as NewCustomLoss
+from tinkerflow.backend.journal.custom_losses import SequencesRecorded as SequencesRecorded
 from tinkerflow.backend.journal.database import AWAY as AWAY
 from tinkerflow.backend.journal.effects import ModelEnded as ModelEnded
 from tinkerflow.backend.journal.effects import ModelLive as ModelLive
@@ -27,15 +29,9 @@ from tinkerflow.backend.journal.journal import Journal as Journal
 from tinkerflow.backend.journal.keys import KeyView as KeyView
 from tinkerflow.backend.journal.leases import LEASE_SECONDS as LEASE_SECONDS
 from tinkerflow.backend.journal.leases import ProcessView as ProcessView
-from tinkerflow.backend.journal.losses import NewCustomLoss as NewCustomLoss
-from tinkerflow.backend.journal.losses import SequencesRecorded as SequencesRecorded
 from tinkerflow.backend.journal.migrate import NoTablesError as NoTablesError
 from tinkerflow.backend.journal.migrate import migrate as migrate
-from tinkerflow.backend.journal.models import ModelView as ModelView
-from tinkerflow.backend.journal.models import NewModel as NewModel
-from tinkerflow.backend.journal.models import RunView as RunView
 from tinkerflow.backend.journal.notify import Notifier as Notifier
-from tinkerflow.backend.journal.observed import Observed as Observed
 from tinkerflow.backend.journal.quotas import Limits as Limits
 from tinkerflow.backend.journal.recovery import Executed as Executed
 from tinkerflow.backend.journal.recovery import Recovery as Recovery
@@ -57,6 +53,7 @@ from tinkerflow.backend.journal.samplers import SamplerOpened as SamplerOpened
 from tinkerflow.backend.journal.samplers import SamplerView as SamplerView
 from tinkerflow.backend.journal.samples import SampleView as SampleView
 from tinkerflow.backend.journal.samples import WholeSample as WholeSample
+from tinkerflow.backend.journal.service_metrics import ServiceFigures as ServiceFigures
 from tinkerflow.backend.journal.sessions import NewSession as NewSession
 from tinkerflow.backend.journal.sessions import SessionFailure as SessionFailure
 from tinkerflow.backend.journal.sessions import SessionQuery as SessionQuery
@@ -69,6 +66,9 @@ from tinkerflow.backend.journal.tables import ModelState as ModelState
 from tinkerflow.backend.journal.tables import SamplerState as SamplerState
 from tinkerflow.backend.journal.tables import SessionState as SessionState
 from tinkerflow.backend.journal.tables import UsageKind as UsageKind
+from tinkerflow.backend.journal.training_runs import ModelView as ModelView
+from tinkerflow.backend.journal.training_runs import NewModel as NewModel
+from tinkerflow.backend.journal.training_runs import RunView as RunView
 from tinkerflow.backend.journal.upkeep import Retention as Retention
 from tinkerflow.backend.journal.uploads import NewUpload as NewUpload
 from tinkerflow.backend.journal.uploads import UploadView as UploadView

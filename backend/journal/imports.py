@@ -17,10 +17,10 @@ from tinkerflow.backend.core.ids import session_of
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import CheckpointSaved, put_checkpoint
 from tinkerflow.backend.journal.database import Aggregate
-from tinkerflow.backend.journal.models import NewModel, insert_model
 from tinkerflow.backend.journal.quotas import NO_LIMITS
 from tinkerflow.backend.journal.sessions import NewSession, insert_session
 from tinkerflow.backend.journal.tables import Checkpoint, ModelState, SessionState
+from tinkerflow.backend.journal.training_runs import NewModel, insert_model
 
 
 class Imports(Aggregate):

@@ -16,25 +16,25 @@ from tinkerflow.backend.journal.base_models import BaseModels
 from tinkerflow.backend.journal.checkpoint_search import CheckpointSearch
 from tinkerflow.backend.journal.checkpoints import SavedCheckpoints, Shares
 from tinkerflow.backend.journal.curves import Curves
+from tinkerflow.backend.journal.custom_losses import CustomLosses
 from tinkerflow.backend.journal.database import Database
 from tinkerflow.backend.journal.feedback import FeedbackGiven
 from tinkerflow.backend.journal.imports import Imports
 from tinkerflow.backend.journal.keys import Keys
 from tinkerflow.backend.journal.leases import Leases
-from tinkerflow.backend.journal.losses import Losses
 from tinkerflow.backend.journal.migrate import check_revision
-from tinkerflow.backend.journal.models import Models
 from tinkerflow.backend.journal.notify import RECHECK_SECONDS, Notifier
-from tinkerflow.backend.journal.observed import Observations
 from tinkerflow.backend.journal.queue import Queue
 from tinkerflow.backend.journal.recovery import Recovery
 from tinkerflow.backend.journal.requests import Requests
 from tinkerflow.backend.journal.results import Results
 from tinkerflow.backend.journal.samplers import Samplers
 from tinkerflow.backend.journal.samples import Samples
+from tinkerflow.backend.journal.service_metrics import ServiceMetrics
 from tinkerflow.backend.journal.sessions import Sessions
 from tinkerflow.backend.journal.streams import Streams, TokenSubscriptions
 from tinkerflow.backend.journal.subscriptions import ResultSubscriptions
+from tinkerflow.backend.journal.training_runs import Runs
 from tinkerflow.backend.journal.upkeep import Upkeep
 from tinkerflow.backend.journal.uploads import Uploads
 from tinkerflow.backend.journal.usage import UsageReports
@@ -54,9 +54,9 @@ class Journal:
         self.streams = Streams(*parts)
         self.feedback = FeedbackGiven(*parts)
         self.sessions = Sessions(*parts)
-        self.models = Models(*parts)
+        self.models = Runs(*parts)
         self.samplers = Samplers(*parts)
-        self.losses = Losses(*parts)
+        self.custom_losses = CustomLosses(*parts)
         self.curves = Curves(*parts)
         self.samples = Samples(*parts)
         self.checkpoints = SavedCheckpoints(*parts)
@@ -71,7 +71,7 @@ class Journal:
         self.audit = Audit(*parts)
         self.base_models = BaseModels(*parts)
         self.recovery = Recovery(*parts)
-        self.observations = Observations(*parts)
+        self.metrics = ServiceMetrics(*parts)
         self.leases = Leases(*parts)
 
     @classmethod

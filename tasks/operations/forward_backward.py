@@ -25,10 +25,10 @@ async def execute(execution: Execution) -> Outcome:
     read = await context.decode(size, lambda: read_forward(request.payload))
     custom, recorded = None, {}
     if read.loss_id is not None:
-        stored = await context.read(context.journal.losses.definition, read.loss_id, request.session_id)
+        stored = await context.read(context.journal.custom_losses.definition, read.loss_id, request.session_id)
         custom = load_custom_loss(stored)
     if read.sequence_ids:
-        recorded = await context.read(context.journal.losses.stability, request.session_id, read.sequence_ids)
+        recorded = await context.read(context.journal.custom_losses.stability, request.session_id, read.sequence_ids)
     processor = image_processor(card.path) if read.image_tokens is not None else None
 
     def decode() -> Forward:

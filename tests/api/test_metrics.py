@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tinkerflow.api.metrics import Known, Metrics
-from tinkerflow.backend.journal import BaseModelView, Observed, ProcessView
+from tinkerflow.backend.journal import BaseModelView, ProcessView, ServiceFigures
 from tinkerflow.backend.spec.commands import CompileStatus
 
 
@@ -22,7 +22,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     ]
     used = {("a/b", "sample"): 12, ("a/b", "training"): 5, ("a/b", "checkpoint"): 2}
     earlier = now - timedelta(seconds=90)
-    observed = Observed(used, {"a/b": 4}, {"a/b": earlier}, {"samples": earlier, "training": None})
+    observed = ServiceFigures(used, {"a/b": 4}, {"a/b": earlier}, {"samples": earlier, "training": None})
     parts = [ProcessView("engine", now, now)]
     text = Metrics().page(Known(bases, {"samples": 1, "models": 2}, observed, parts, now)).decode()
     lines = text.splitlines()

@@ -418,10 +418,10 @@ def test_signed_routes_are_shut_without_their_signature(server: Running, people:
 
 def test_what_a_forward_backward_names_is_of_its_own_session(journal: Any, people: tuple[Person, Person]) -> None:
     ann, bob = people
-    assert "placeholder" in journal.losses.definition(ann.ids["loss"], ann.ids["session"])
+    assert "placeholder" in journal.custom_losses.definition(ann.ids["loss"], ann.ids["session"])
     for it in (ann.ids["loss"], nobodys(ann.ids["loss"])):
         with pytest.raises(NotFoundError, match="this session has no custom loss of that id"):
-            journal.losses.definition(it, bob.ids["session"])
+            journal.custom_losses.definition(it, bob.ids["session"])
 
 
 def test_published_checkpoints_are_read_by_all_keys_and_changed_by_their_owner(people: tuple[Person, Person]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tinkerflow.api.metrics import Answered, Known, Metrics
-from tinkerflow.backend.journal import BaseModelView, Observed, ProcessView
+from tinkerflow.backend.journal import BaseModelView, ProcessView, ServiceFigures
 from tinkerflow.backend.spec.commands import CompileStatus
 
 
@@ -27,7 +27,8 @@ def families() -> list[Family]:
     metrics.answered["x"] = Answered({200: 1})  # so that the page has lines of it
     now, status = datetime.now(UTC), CompileStatus(**dict.fromkeys(CompileStatus.__struct_fields__, 1))
     base = BaseModelView("a/b", "", now, status, {"generation": 1, "memory": {"weights": 1}})
-    observed = Observed({("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}, {"a/b": 1}, {"a/b": now}, {"samples": None})
+    used = {("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}
+    observed = ServiceFigures(used, {"a/b": 1}, {"a/b": now}, {"samples": None})
     parts = [ProcessView("engine", now, now)]
     page = metrics.page(Known([base], {"samples": 0, "models": 0}, observed, parts, now)).decode()
     found = []

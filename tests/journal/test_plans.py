@@ -18,7 +18,7 @@ WAITING_INTERACTIVE = "ix_request_pending_interactive"
         (lambda journal, model: journal.queue.gaps(1), WAITING_OF_MODEL),
         (lambda journal, model: journal.requests.pending_samples(10), WAITING_SAMPLES),
         (lambda journal, model: journal.requests.pending_samples(1), WAITING_INTERACTIVE),
-        (lambda journal, model: journal.observations.now(), WAITING_SAMPLES),
+        (lambda journal, model: journal.metrics.now(), WAITING_SAMPLES),
         (lambda journal, model: journal.results.expire(10), "ix_request_finished_with_bytes"),
         (lambda journal, model: journal.upkeep.unnoted(), "ix_checkpoint_to_note"),
         (lambda journal, model: journal.upkeep.unpurged(), "ix_checkpoint_to_purge"),

@@ -189,7 +189,9 @@ def kept_rows(scene):
         scene.journal.feedback.add(new, limits)
 
     def loss(n: int, limits: Limits) -> None:
-        scene.journal.losses.submit(NewCustomLoss(session, "local", n, "mine", "{" + " " * 50 + "}", str(n)), limits)
+        scene.journal.custom_losses.submit(
+            NewCustomLoss(session, "local", n, "mine", "{" + " " * 50 + "}", str(n)), limits
+        )
 
     def sampler(n: int, limits: Limits) -> None:
         new = NewSampler(f"{sampler_session}:sample:{n}", sampler_session, "local", "tiny", "tinker://" + "m" * 50)

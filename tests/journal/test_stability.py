@@ -21,7 +21,7 @@ def record(scene, session, *names):
 def test_recorded_with_the_answer_and_found_in_its_session(scene):
     session = scene.session()
     record(scene, session, "req-1-0", "req-1-1")
-    found = scene.journal.losses.stability(session, {"req-1-0", "req-1-1"})
+    found = scene.journal.custom_losses.stability(session, {"req-1-0", "req-1-1"})
     assert found.keys() == {"req-1-0", "req-1-1"}
     assert found["req-1-0"].tokens_T.tolist() == [0, 1, 2]
     assert found["req-1-1"].logprobs_T.tolist() == [-1, -2, -3]
@@ -31,21 +31,21 @@ def test_unknown_and_foreign_sequences_look_alike(scene):
     session = scene.session()
     record(scene, session, "req-1-0")
     with pytest.raises(NotFoundError, match="'req-9-0'"):
-        scene.journal.losses.stability(session, {"req-1-0", "req-9-0"})
+        scene.journal.custom_losses.stability(session, {"req-1-0", "req-9-0"})
     with pytest.raises(NotFoundError, match="'req-1-0'"):
-        scene.journal.losses.stability(scene.session(), {"req-1-0"})
+        scene.journal.custom_losses.stability(scene.session(), {"req-1-0"})
 
 
 def test_a_use_begins_its_day_anew(scene, clock):
     session = scene.session()
     record(scene, session, "used", "unused")
     clock.advance(20 * 3600)
-    scene.journal.losses.stability(session, {"used"})
+    scene.journal.custom_losses.stability(session, {"used"})
     clock.advance(5 * 3600)
-    assert scene.journal.losses.stability(session, {"used"}).keys() == {"used"}
+    assert scene.journal.custom_losses.stability(session, {"used"}).keys() == {"used"}
     with pytest.raises(NotFoundError, match="'unused'"):
-        scene.journal.losses.stability(session, {"unused"})
+        scene.journal.custom_losses.stability(session, {"unused"})
     record(scene, session, "new")  # and what nobody used for a day is gone
     clock.advance(-24 * 3600)
     with pytest.raises(NotFoundError, match="'unused'"):
-        scene.journal.losses.stability(session, {"unused"})
+        scene.journal.custom_losses.stability(session, {"unused"})

@@ -46,7 +46,7 @@ _WAITING = sa.union_all(
 
 
 @dataclass(frozen=True)
-class Observed:
+class ServiceFigures:
     """Numbers of the service.
 
     used: by base model and kind, since the beginning; a kind is one of UsageKind. live: models in training by base
@@ -61,13 +61,13 @@ class Observed:
     waiting_since: Mapping[str, datetime | None]
 
 
-class Observations(Aggregate):
+class ServiceMetrics(Aggregate):
     """Numbers of the whole service."""
 
-    def now(self) -> Observed:
+    def now(self) -> ServiceFigures:
         """The numbers as they are. Four statements."""
         with self._read() as connection:
-            return Observed(
+            return ServiceFigures(
                 {(base, kind): int(sum_) for base, kind, sum_ in connection.execute(_USED)},
                 {base: int(count) for base, count in connection.execute(_LIVE)},
                 {row[0]: row[1] for row in connection.execute(_OLDEST)},

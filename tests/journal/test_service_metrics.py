@@ -9,7 +9,7 @@ from tinkerflow.backend.journal import SnapshotTaken, UsageKind, Used
 
 def test_a_model_is_unsaved_from_its_first_change_until_a_snapshot_holds_all(scene, clock):
     model, idle = scene.model(), scene.model()
-    assert scene.journal.observations.now().unsaved_since == {}
+    assert scene.journal.metrics.now().unsaved_since == {}
     made = clock.now()
     clock.advance(60)
     for seq in (1, 2):
@@ -17,28 +17,28 @@ def test_a_model_is_unsaved_from_its_first_change_until_a_snapshot_holds_all(sce
         (pending,) = scene.journal.requests.ready(model)
         used = Used(pending.session_id, "tiny", UsageKind.TRAINING, 100)
         scene.journal.results.finish([replace(pending.done(b"r", "proto", used), replays=True)])
-    found = scene.journal.observations.now()
+    found = scene.journal.metrics.now()
     assert found.unsaved_since == {"tiny": made}
     assert found.live == {"tiny": 2}
     assert found.used == {("tiny", "training"): 200}
     taken = clock.now()
     scene.journal.recovery.snapshot_taken(SnapshotTaken("snap-1", model, 1, 0, 10))
-    assert scene.journal.observations.now().unsaved_since == {"tiny": taken}
+    assert scene.journal.metrics.now().unsaved_since == {"tiny": taken}
     scene.journal.recovery.snapshot_taken(SnapshotTaken("snap-2", model, 2, 0, 10))
-    assert scene.journal.observations.now().unsaved_since == {}
+    assert scene.journal.metrics.now().unsaved_since == {}
     assert idle
 
 
 def test_what_waits_longest_is_known_by_kind_until_it_is_answered(scene, clock):
-    assert scene.journal.observations.now().waiting_since == {"samples": None, "training": None}
+    assert scene.journal.metrics.now().waiting_since == {"samples": None, "training": None}
     model, sampler = scene.model(), scene.sampler(scene.session())
     first = clock.now()
     scene.submit(model, 1)
     clock.advance(30)
     scene.sample(sampler, 0)
     scene.submit(model, 2)
-    found = scene.journal.observations.now()
+    found = scene.journal.metrics.now()
     assert found.waiting_since == {"samples": clock.now(), "training": first}
     (pending, *_) = scene.journal.requests.ready(model)
     scene.journal.results.finish([replace(pending.done(b"r", "proto"), replays=True)])
-    assert scene.journal.observations.now().waiting_since["training"] == clock.now()
+    assert scene.journal.metrics.now().waiting_since["training"] == clock.now()

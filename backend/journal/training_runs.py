@@ -86,7 +86,7 @@ class RunView:
     last_sampler_checkpoint: CheckpointView | None
 
 
-class Models(Aggregate):
+class Runs(Aggregate):
     """Models (training runs)."""
 
     def create(self, model: NewModel, request: NewRequest, limits: Limits = NO_LIMITS) -> str:

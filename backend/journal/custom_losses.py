@@ -1,4 +1,4 @@
-"""Losses that clients traced and sent, and what sampling records for stable_reinforce. Both belong to their session.
+"""Losses that clients traced and sent, and records of sampling for stable_reinforce. Both belong to a session.
 
 A custom loss's number in its session decides which of two equal submits was first.
 """
@@ -71,7 +71,7 @@ class SequencesRecorded:
         return ()
 
 
-class Losses(Aggregate):
+class CustomLosses(Aggregate):
     """Custom losses, and what stable_reinforce records."""
 
     def submit(self, loss: NewCustomLoss, limits: Limits = NO_LIMITS) -> str:
