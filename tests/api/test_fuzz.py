@@ -1,4 +1,4 @@
-"""Whatever is sent: no 5xx, no hang, nothing left held. The long run is tests/benchmarks/fuzz.py."""
+"""Whatever is sent: no 5xx, no hang, nothing left held."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.benchmarks.connection import Connection, cpu_seconds, memory, shown
 from tests.benchmarks.replicas import Replicas, replicas
 from tests.benchmarks.service import tree
-from tests.benchmarks.waiters import Connection, cpu_seconds, memory, shown
 
 from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.supervise.processes import allow_open_files
