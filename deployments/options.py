@@ -1,14 +1,17 @@
-"""What commands share: options that are settings, whose help is the setting's description; times, and the console."""
+"""Parts of commands: options that are settings, errors of options, times, tables, and the console."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
+from rich.table import Table
 
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 
 
@@ -40,3 +43,36 @@ def minute(moment: datetime | None) -> str:
 def plain_console(**options: Any) -> Console:
     """A console that prints texts as they are: the `:train:` of a model's id is no emoji, and `[gpu]` no style."""
     return Console(emoji=False, markup=False, **options)
+
+
+def print_wide(table: Table) -> None:
+    """Print a table whose cells people copy: a narrow table would fold or cut paths and ids."""
+    plain_console(width=max(plain_console().width, 240)).print(table)
+
+
+def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """The error as a line for people: the place, the value and the rule of each wrong value.
+
+    model: whose parameters they are, to suggest a name in place of an unknown one.
+    """
+    return "; ".join(_explain(wrong, model) for wrong in error.errors(include_url=False))
+
+
+def _explain(wrong: Any, model: type[BaseModel] | None) -> str:
+    *outer, last = wrong["loc"] or ("settings",)
+    place = ".".join(map(str, (*outer, last)))
+    if wrong["type"] == "extra_forbidden":
+        return f"{place}: is not a parameter{did_you_mean(str(last), _fields(model, outer))}"
+    message = wrong["msg"].removeprefix("Value error, ")
+    value = wrong["input"]
+    simple = isinstance(value, str | int | float | bool) and "url" not in str(last)  # a URL may contain a password
+    return f"{place}: {value!r}: {message}" if simple else f"{place}: {message}"
+
+
+def _fields(model: type[BaseModel] | None, path: list[Any]) -> list[str]:
+    """The names of the fields of a model, below a path of field names."""
+    for name in path:
+        field = None if model is None else model.model_fields.get(str(name))
+        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return [] if model is None else list(model.model_fields)

@@ -36,6 +36,12 @@ def newest_champion(work: Blobs, name: str) -> dict[str, Any] | None:
     return None if not numbers else dict(orjson.loads(work.read(f"{folder}/{numbers[-1]}")))
 
 
+def champion_history(work: Blobs, name: str) -> list[dict[str, Any]]:
+    """All champions of `name` as they were written, oldest first."""
+    folder = _folder(name)
+    return [dict(orjson.loads(work.read(f"{folder}/{number}"))) for number in sorted(work.children(folder))]
+
+
 def checked_name(field: str, value: str) -> str:
     """The name `value`, which becomes a part of a key; UserError when it could lead to another folder."""
     if not _NAME.fullmatch(value):

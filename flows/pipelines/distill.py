@@ -9,7 +9,7 @@ from prefect import flow
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.flows.pipelines.rl import RlRecipe, prompts_of, rollouts_of
+from tinkerflow.flows.pipelines.rl import RlRecipe, rollouts_of
 from tinkerflow.tasks.pipelines.environments import unrewarded
 from tinkerflow.tasks.pipelines.parameters import DistillParameters, TeacherParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @cancellable
 async def distill(parameters: DistillParameters) -> TrainingResult:
     """Train like `rl`; instead of rewards, each token counts by how much likelier the teacher finds it."""
-    async with prepare(parameters, prompts_of("distill", parameters, frozenset({"answer"}))) as run:
+    async with prepare(parameters) as run:
         key, rows = run.prompts("data")
         recipe = RlRecipe(
             run,

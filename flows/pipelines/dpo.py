@@ -12,7 +12,6 @@ from prefect import flow
 
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.tasks.pipelines.data import Use
 from tinkerflow.tasks.pipelines.forwards import answer_logprobs
 from tinkerflow.tasks.pipelines.parameters import DpoParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
@@ -113,7 +112,7 @@ async def _reference(trainer: Trainer, name: str, examples: Examples) -> Floats:
 @cancellable
 async def dpo(parameters: DpoParameters) -> TrainingResult:
     """Train like `sft`, on preferences; the reference is the model that the run begins with."""
-    async with prepare(parameters, Use("dpo", ("preference",), parameters.training.max_tokens)) as run:
+    async with prepare(parameters) as run:
         key, examples = run.examples("data")
         _, held_out = run.examples("held_out")
         return await train(run, key, DpoRecipe(run, examples, parameters.beta, held_out))

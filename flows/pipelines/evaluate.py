@@ -11,7 +11,7 @@ from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.champions import champion
 from tinkerflow.tasks.pipelines.connection import connect
-from tinkerflow.tasks.pipelines.data import Use, load_examples, load_rows
+from tinkerflow.tasks.pipelines.data import load_examples, load_rows
 from tinkerflow.tasks.pipelines.parameters import EvaluateParameters, NightlyParameters, SweepParameters
 from tinkerflow.tasks.pipelines.preparation import check_data
 from tinkerflow.tasks.pipelines.render import Renderer
@@ -61,9 +61,7 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
         model = await server.base_model(parameters.base_model)
         sampler = await server.service.create_sampling_client(base_model=model.name)
         renderer = Renderer(sampler.get_tokenizer(), parameters.format, parameters.data.special_tokens)
-        # Scoring samples one token behind each sequence.
-        use = Use("evaluate", ("chat", "prompt_completion"), model.max_context, answer_tokens=1)
-        report = check_data(parameters.data, work_url, renderer, use.within(model.max_context))
+        report = check_data(parameters.data, work_url, renderer, parameters.use().within(model.max_context))
         rows, examples = load_rows(work_url, report), load_examples(work_url, report)
         scores = {}
         paths = {name: await server.sampler_weights(one) if one else "" for name, one in candidates.items()}

@@ -41,7 +41,7 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
     artifacts = RunArtifacts(f"nightly-{parameters.name}")
     before = champion(work_url, parameters.champion)
     try:
-        trained = await fine_tune(parameters, pipeline="nightly")
+        trained = await fine_tune(parameters)
     except DataCheckError as error:
         await artifacts.data({"data": error.report})
         page = _page(parameters.champion, f"data check failed: {error}", before, before)

@@ -13,12 +13,11 @@ from prefect import flow
 
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.tasks.pipelines.data import Use
 from tinkerflow.tasks.pipelines.environments import EnvironmentMaker, environment_maker
 from tinkerflow.tasks.pipelines.parameters import RlParameters, SamplingParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, SampledTurn
-from tinkerflow.tasks.pipelines.rows import Row, Schema
+from tinkerflow.tasks.pipelines.rows import Row
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
@@ -134,13 +133,6 @@ class RlRecipe:
         }
 
 
-def prompts_of(pipeline: str, parameters: SamplingParameters, extra: frozenset[str] | None) -> Use:
-    """The rows of a pipeline that samples answers to prompts. extra: the other fields that it uses; None = all."""
-    schemas: tuple[Schema, ...] = ("prompt", "prompt_completion", "chat")
-    longest, answer = parameters.training.max_tokens, parameters.answer_tokens
-    return Use(pipeline, schemas, longest, learns=False, extra=extra, answer_tokens=answer)
-
-
 def rollouts_of(
     run: PreparedRun, parameters: SamplingParameters, make: EnvironmentMaker, max_turns: int = 1
 ) -> Rollouts:
@@ -161,7 +153,7 @@ def rollouts_of(
 async def rl(parameters: RlParameters) -> TrainingResult:
     """Train like `sft`, on prompts and a reward or an environment for the answers."""
     make = environment_maker(parameters.reward, parameters.environment)
-    async with prepare(parameters, prompts_of("rl", parameters, None)) as run:
+    async with prepare(parameters) as run:
         key, rows = run.prompts("data")
         recipe = RlRecipe(
             run,

@@ -10,7 +10,6 @@ from prefect import flow
 
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.tasks.pipelines.data import Use
 from tinkerflow.tasks.pipelines.forwards import mean_loss
 from tinkerflow.tasks.pipelines.parameters import SftParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
@@ -61,10 +60,9 @@ async def sft(parameters: SftParameters) -> TrainingResult:
     return await fine_tune(parameters)
 
 
-async def fine_tune(parameters: SftParameters, *, pipeline: str = "sft") -> TrainingResult:
-    """Train as the flow `sft` does, for the pipeline `pipeline`. Raises StoppedError when somebody asks to stop."""
-    use = Use(pipeline, ("chat", "prompt_completion", "text"), parameters.training.max_tokens)
-    async with prepare(parameters, use) as run:
+async def fine_tune(parameters: SftParameters) -> TrainingResult:
+    """Train as the flow `sft` does, for the pipeline of the parameters. Raises StoppedError when asked to stop."""
+    async with prepare(parameters) as run:
         key, examples = run.examples("data")
         _, held_out = run.examples("held_out")
         return await train(run, key, SftRecipe(run, examples, held_out))

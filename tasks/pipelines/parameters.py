@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tinkerflow.backend.settings import Settings
+from tinkerflow.tasks.pipelines.data import Use
 from tinkerflow.tasks.pipelines.render import Format
+from tinkerflow.tasks.pipelines.rows import Schema
 from tinkerflow.tasks.pipelines.sources import DataSource
 
 NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
@@ -66,7 +68,9 @@ class SampleParameters(Parameters):
 
 
 class RunParameters(Parameters):
-    """Parameters of every pipeline."""
+    """Parameters of every pipeline, whose name is `pipeline`."""
+
+    pipeline: ClassVar[str]
 
     name: str = Field(
         "default", pattern=NAME, max_length=40, description="Name of this line of runs: their artifacts follow one "
@@ -86,6 +90,10 @@ class RunParameters(Parameters):
 class PipelineParameters(RunParameters):
     """Parameters of every training pipeline."""
 
+    def use(self) -> Use:
+        """What the pipeline does with rows."""
+        return Use(self.pipeline, ("chat", "prompt_completion", "text"), self.training.max_tokens)
+
     resume: str = Field(
         "",
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$",
@@ -101,6 +109,7 @@ class PipelineParameters(RunParameters):
 class SftParameters(PipelineParameters):
     """Supervised fine-tuning on answers."""
 
+    pipeline = "sft"
     data: DataSource = Field(description="Rows with answers (chat, ShareGPT, Alpaca, prompt/completion), or texts.")
     held_out: DataSource | None = Field(None, description="Rows whose loss is measured after each segment.")
 
@@ -108,6 +117,7 @@ class SftParameters(PipelineParameters):
 class DpoParameters(PipelineParameters):
     """Direct preference optimization: chosen answers become likelier than rejected ones."""
 
+    pipeline = "dpo"
     data: DataSource = Field(description="Preferences: a prompt, the chosen and the rejected answer.")
     held_out: DataSource | None = Field(None, description="Preferences that are measured after each segment.")
     beta: float = Field(
@@ -117,6 +127,10 @@ class DpoParameters(PipelineParameters):
         description="Penalty for leaving the model that the run begins with: higher values stay nearer to it.",
     )
 
+    def use(self) -> Use:
+        """What the pipeline does with rows."""
+        return Use(self.pipeline, ("preference",), self.training.max_tokens)
+
 
 class SamplingParameters(PipelineParameters):
     """Parameters of pipelines that learn from the model's own samples."""
@@ -124,11 +138,20 @@ class SamplingParameters(PipelineParameters):
     group_size: int = Field(8, ge=1, le=1024, description="Answers that are sampled for each prompt of a step.")
     answer_tokens: int = Field(128, ge=1, le=65536, description="Longest sampled answer, in tokens.")
     loss: Literal["importance_sampling", "ppo"] = Field("importance_sampling", description="The policy's loss.")
+    uses_fields: ClassVar[frozenset[str] | None]  # beside those of the row's form; None = all
+
+    def use(self) -> Use:
+        """What the pipeline does with rows."""
+        schemas: tuple[Schema, ...] = ("prompt", "prompt_completion", "chat")
+        longest = self.training.max_tokens
+        return Use(self.pipeline, schemas, longest, False, self.uses_fields, self.answer_tokens)
 
 
 class RlParameters(SamplingParameters):
     """Reinforcement learning: answers with more reward than others to the same prompt become likelier."""
 
+    pipeline = "rl"
+    uses_fields = None
     data: DataSource = Field(description="Prompts; the other fields of a row are for the reward.")
     held_out: DataSource | None = Field(None, description="Prompts whose reward is measured after each segment.")
     group_size: int = Field(8, ge=2, le=1024, description="Answers that are sampled for each prompt of a step.")
@@ -168,6 +191,8 @@ class TeacherParameters(Parameters):
 class DistillParameters(SamplingParameters):
     """On-policy distillation: the student learns from the log probabilities that a teacher gives its answers."""
 
+    pipeline = "distill"
+    uses_fields = frozenset({"answer"})
     data: DataSource = Field(description="Prompts, or rows of which only the prompts are used.")
     held_out: DataSource | None = Field(None, description="Prompts on which the divergence is measured, too.")
     teacher: TeacherParameters = Field(default_factory=TeacherParameters, description="The model to learn from.")
@@ -176,6 +201,7 @@ class DistillParameters(SamplingParameters):
 class EvaluateParameters(RunParameters):
     """Scores of weights, compared with others, on rows with answers."""
 
+    pipeline = "evaluate"
     base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
     weights: str = Field(
         "",
@@ -193,10 +219,15 @@ class EvaluateParameters(RunParameters):
     format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")
     max_tokens: int = Field(48, ge=1, le=4096, description="Longest answer, in tokens.")
 
+    def use(self) -> Use:
+        """What the pipeline does with rows. Scoring samples one token behind each sequence."""
+        return Use(self.pipeline, ("chat", "prompt_completion"), 2**31, answer_tokens=1)
+
 
 class NightlyParameters(SftParameters):
     """A fine-tune whose result is promoted only if it is better."""
 
+    pipeline = "nightly"
     held_out: DataSource = Field(description="Rows on which the result and the champion are compared.")
     champion: str = Field(pattern=NAME, max_length=40, description="The name under which the best weights are kept.")
     metric: Metric = Field("loss", description="The score that decides.")
@@ -229,18 +260,15 @@ class GridParameters(Parameters):
 class SweepParameters(SftParameters):
     """A fine-tune for every combination of some parameters' values; the best is named."""
 
+    pipeline = "sweep"
     held_out: DataSource = Field(description="Rows on which the results are compared.")
     grid: GridParameters = Field(description="The values to try.")
     metric: Metric = Field("loss", description="The score that decides.")
     at_once: int = Field(2, ge=1, le=64, description="Fine-tunes that run at the same time.")
 
 
-PARAMETERS: Mapping[str, type[RunParameters]] = {
-    "distill": DistillParameters,
-    "dpo": DpoParameters,
-    "evaluate": EvaluateParameters,
-    "nightly": NightlyParameters,
-    "rl": RlParameters,
-    "sft": SftParameters,
-    "sweep": SweepParameters,
-}
+_ALL: tuple[type[PipelineParameters | EvaluateParameters], ...] = (
+    *(DistillParameters, DpoParameters, EvaluateParameters, NightlyParameters),
+    *(RlParameters, SftParameters, SweepParameters),
+)
+PARAMETERS: Mapping[str, type[PipelineParameters | EvaluateParameters]] = {model.pipeline: model for model in _ALL}

@@ -84,13 +84,12 @@ def check_data(source: DataSource, work_url: str, renderer: Renderer, use: Use) 
 
 
 @asynccontextmanager
-async def prepare(parameters: PipelineParameters, use: Use) -> AsyncIterator[PreparedRun]:
+async def prepare(parameters: PipelineParameters) -> AsyncIterator[PreparedRun]:
     """Connect to the server, check the data and show the report; the connection lasts for the block.
 
-    use: the pipeline, and what it does with rows; the model's context may lower its `max_tokens`.
     Raises DataCheckError when too many rows are wrong, UserError when the pipeline does not take the rows.
     """
-    work_url = parameters.work_url
+    work_url, use = parameters.work_url, parameters.use()
     artifacts = RunArtifacts(f"{use.name}-{parameters.name}")
     async with connect(parameters.connection) as server:
         model = await server.base_model(parameters.model.base_model)

@@ -22,7 +22,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.backend.store.upkeep import Snapshot
-from tinkerflow.deployments.options import DataDir, minute, plain_console, setting, settings_with
+from tinkerflow.deployments.options import DataDir, minute, print_wide, setting, settings_with
 from tinkerflow.deployments.parts import open_journal
 
 app = typer.Typer(help="Manage stored checkpoints, and let others load or copy one.", no_args_is_help=True)
@@ -47,8 +47,7 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
             minute(meta.expires_at),
             "yes" if meta.public else "",
         )
-    # A path must stay on one line, to be copied or piped: a narrow table would fold it.
-    plain_console(width=max(plain_console().width, 240)).print(table)
+    print_wide(table)
 
 
 @app.command()
@@ -207,7 +206,7 @@ def shares(
     for shared in found:
         times = (shared.created_at, shared.expires_at, shared.revoked_at)
         table.add_row(shared.id, shared.path, *map(minute, times))
-    plain_console().print(table)
+    print_wide(table)
 
 
 @app.command()

@@ -1,0 +1,118 @@
+"""A backup of a data dir as one tar file, made while the service runs, and its restoration.
+
+The database is copied first, so the store then contains every checkpoint that the copy lists, except those that expire
+or are deleted while the store is copied. Files of the store and of the work folder never change once they are written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import sqlite3
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tinkerflow import __version__
+from tinkerflow.backend.core.disk import folder_of_url, make_folder, open_private
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.settings import Settings
+
+MANIFEST = "tinkerflow-backup.json"
+JOURNAL, PREFECT = "journal.db", "prefect/prefect.db"
+_FOLDERS = {"store": "store_url", "pipelines": "pipelines_url"}  # name in the file -> setting with the folder's URL
+_DRAFT = ".partial"
+
+
+def write_backup(settings: Settings, file: Path) -> Iterator[str]:
+    """Write a backup of the data dir to a new file; yields lines for people.
+
+    Raises UserError when the file exists, or there is nothing to copy.
+    """
+    if file.exists():
+        raise UserError(f"backup {file}: exists; give a new name")
+    if not settings.data_dir.is_dir():
+        raise UserError(f"data dir {settings.data_dir}: does not exist")
+    draft = file.with_name(file.name + _DRAFT)
+    with open_private(draft, "wb") as out, tarfile.open(fileobj=out, mode="w") as tar:
+        manifest = {"version": __version__, "made_at": datetime.now(UTC).isoformat(), "data_dir": str(settings.data_dir)}
+        _add_bytes(tar, MANIFEST, json.dumps(manifest).encode())
+        scheme, _, journal = settings.journal_url.partition(":///")
+        if scheme == "sqlite":
+            yield from _add_database(tar, JOURNAL, Path(journal.partition("?")[0]))
+        else:
+            yield "not copied: the journal is in PostgreSQL; copy it with pg_dump before this backup"
+        for name, setting in _FOLDERS.items():
+            url = getattr(settings, setting)
+            if url.startswith("file://"):
+                yield _add_folder(tar, name, folder_of_url(url))
+            else:
+                yield f"not copied: {name} is at {url}"
+        yield from _add_database(tar, PREFECT, settings.data_dir / PREFECT)
+        for secret in sorted(settings.data_dir.glob("*.secret")):
+            _add_bytes(tar, secret.name, secret.read_bytes())
+    draft.rename(file)
+    yield f"backup: {file}, {file.stat().st_size / 2**20:.1f} MiB"
+
+
+def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
+    """Unpack a backup into a data dir; yields lines for people.
+
+    Raises UserError when the file is no backup, or the data dir is not empty.
+    """
+    if data_dir.is_dir() and any(data_dir.iterdir()):
+        raise UserError(f"data dir {data_dir}: is not empty; give a new --data-dir, or move the old one away")
+    try:
+        with tarfile.open(file) as tar:
+            first = tar.next()
+            content = None if first is None or first.name != MANIFEST else tar.extractfile(first)
+            if content is None:
+                raise UserError(f"backup {file}: was not written by `tinkerflow backup`")
+            manifest = json.loads(content.read())
+            make_folder(data_dir)
+            tar.extractall(data_dir, filter=_private)
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise UserError(f"backup {file}: cannot be restored ({error})") from error
+    (data_dir / MANIFEST).unlink()
+    folder = shlex.quote(str(data_dir))
+    yield f"restored the backup of {manifest['made_at'][:16]} UTC (tinkerflow {manifest['version']}) into {data_dir}"
+    yield f"next: tinkerflow checkpoint verify --data-dir {folder} && tinkerflow up --data-dir {folder}"
+
+
+def _private(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+    """Refuse paths outside of the folder, and let only the owner read what is unpacked."""
+    checked = tarfile.data_filter(member, path)
+    return checked.replace(mode=0o700 if checked.isdir() else 0o600, deep=False)
+
+
+def _add_bytes(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = len(data), 0o600
+    tar.addfile(member, io.BytesIO(data))
+
+
+def _add_database(tar: tarfile.TarFile, name: str, file: Path) -> Iterator[str]:
+    """Copy an SQLite database as it is at one moment, while others write to it."""
+    if not file.exists():
+        return
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".backup-") as copy:
+        source = closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True))
+        with source as opened, closing(sqlite3.connect(copy.name)) as target:
+            opened.backup(target)
+        tar.add(copy.name, name)
+    yield f"{name}: {file.stat().st_size / 2**20:.1f} MiB"
+
+
+def _add_folder(tar: tarfile.TarFile, name: str, folder: Path) -> str:
+    count = 0
+    for path in sorted(folder.rglob("*")):
+        try:
+            tar.add(path, f"{name}/{path.relative_to(folder)}", recursive=False)
+        except FileNotFoundError:  # it expired meanwhile
+            continue
+        count += path.is_file()
+    return f"{name}: {count} file(s)"

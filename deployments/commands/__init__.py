@@ -1,0 +1,59 @@
+"""The commands below `tinkerflow`, by module. Each command parses its options and calls one function."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from importlib import import_module
+
+import typer
+from pydantic import ValidationError
+
+from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.deployments.cli import ABOUT, MODULES
+from tinkerflow.deployments.options import explain
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def command_line(*modules: str) -> typer.Typer:
+    """The command line with the commands of these modules. A module named like a command is a group of commands."""
+    app = typer.Typer(name="tinkerflow", help=ABOUT, no_args_is_help=True)
+    app.callback()(lambda: None)  # otherwise a single command would need no name
+    for module in modules:
+        part: typer.Typer = import_module(f"tinkerflow.deployments.commands.{module}").app
+        if module in MODULES:
+            app.add_typer(part, name=module)
+        else:
+            app.registered_commands += part.registered_commands
+    return app
+
+
+def every_command() -> typer.Typer:
+    """The whole command line."""
+    return command_line(*sorted(set(MODULES.values())))
+
+
+def run(module: str) -> None:
+    """Run a command of a module; an error that a person can fix is one line on stderr and exit status 1."""
+    try:
+        command_line(module)()
+    except Exception as error:
+        if (line := one_line(error)) is None:
+            raise
+        sys.exit(f"tinkerflow: {line}")
+
+
+def one_line(error: Exception) -> str | None:
+    """The error as a line for people; None for an error that is a fault of ours."""
+    match error:
+        case TinkerflowError():
+            return error.message
+        case ValidationError():
+            return explain(error)
+        case OSError(errno=number) if number in _DISK_ERRORS:
+            where = f" {error.filename!r}" if error.filename else ""
+            return f"the file{where} cannot be written ({error.strerror}): make space, or choose another --data-dir"
+    if type(error).__module__.startswith("sqlalchemy.") and (cause := getattr(error, "orig", None)) is not None:
+        return f"the journal's database cannot be used: {' '.join(str(cause).split())}"
+    return None

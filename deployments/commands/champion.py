@@ -1,0 +1,71 @@
+"""`tinkerflow champion`: the best weights that pipelines have promoted under a name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.table import Table
+
+from tinkerflow.backend.catalog.champions import champion_history, champion_key, champion_names
+from tinkerflow.backend.core.clock import SystemClock
+from tinkerflow.backend.core.errors import ConflictError, NotFoundError
+from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.backend.store.blobs import Blobs, open_blobs
+from tinkerflow.deployments.options import DataDir, print_wide, settings_with
+
+app = typer.Typer(help="List the best weights of pipelines, and roll one back.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="name of the champion, as `champion list` shows it")]
+
+
+@app.command("list")
+def list_champions(data_dir: DataDir = None) -> None:
+    """List the newest champion of each name. `champion/NAME` is a model for OpenAI's and Anthropic's clients."""
+    work = open_blobs(settings_with(data_dir=data_dir).pipelines_url)
+    _print([(name, champion_history(work, name)[-1]) for name in champion_names(work)])
+
+
+@app.command()
+def show(name: Name, data_dir: DataDir = None) -> None:
+    """List all champions of a name, oldest first."""
+    _print([(name, entry) for entry in _history(open_blobs(settings_with(data_dir=data_dir).pipelines_url), name)])
+
+
+@app.command()
+def rollback(
+    name: Name,
+    to: Annotated[
+        int | None, typer.Option(help="number of the champion to go back to (default: the one before)")
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Promote an earlier champion again, as a new entry: the history stays."""
+    work = open_blobs(settings_with(data_dir=data_dir).pipelines_url)
+    history = _history(work, name)
+    number = to if to is not None else history[-1]["number"] - 1
+    entry = next((entry for entry in history if entry["number"] == number), None)
+    if entry is None:
+        raise NotFoundError(f"champion {name!r}: has no number {number}; its numbers are 1 to {history[-1]['number']}")
+    after = entry | {"number": history[-1]["number"] + 1, "promoted_at": SystemClock().now().isoformat()}
+    try:
+        work.create(champion_key(name, after["number"]), orjson.dumps(after, option=orjson.OPT_SORT_KEYS))
+    except FileExistsError as error:
+        raise ConflictError(f"champion {name!r}: another one was promoted meanwhile; try again") from error
+    print(f"champion/{name} is number {after['number']} now: {after['weights']}")
+
+
+def _history(work: Blobs, name: str) -> list[dict[str, Any]]:
+    if not (history := champion_history(work, name)):
+        raise NotFoundError(f"champion {name!r}: there is none{did_you_mean(name, champion_names(work))}")
+    return history
+
+
+def _print(entries: list[tuple[str, dict[str, Any]]]) -> None:
+    table = Table("name", "number", "weights", "run", "loss", "exact match", "promoted")
+    for name, entry in entries:
+        scores = entry["scores"]
+        figures = (f"{scores['loss']:.4g}", f"{scores['exact_match']:.4g}", str(entry["promoted_at"])[:16])
+        table.add_row(name, str(entry["number"]), entry["weights"], entry["run"], *figures)
+    print_wide(table)

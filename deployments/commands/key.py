@@ -1,0 +1,80 @@
+"""`tinkerflow key`: create, list and revoke API keys."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.core.ids import LOCAL_OWNER
+from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.backend.journal import command_line_actor
+from tinkerflow.backend.journal.keys import KeyView
+from tinkerflow.deployments.options import DataDir, minute, print_wide, settings_with
+from tinkerflow.deployments.parts import open_journal
+
+app = typer.Typer(
+    help="Create, list and revoke API keys. While there are none, a server on loopback accepts every tml- key.",
+    no_args_is_help=True,
+)
+
+
+@app.command("create")
+def create_key(
+    name: Annotated[str, typer.Argument(help="what the key is for")],
+    project: Annotated[
+        str, typer.Option(help="project whose runs and checkpoints the key reads and writes")
+    ] = "default",
+    admin: Annotated[
+        bool, typer.Option("--admin", help="the key reads everything of all projects, and manages all keys")
+    ] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Create an API key; its secret is shown once. The first key's project takes over earlier work without a key."""
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
+        first = not journal.keys.has_any()
+        adopted = journal.models.runs(LOCAL_OWNER, limit=1, offset=0).total if first and project != LOCAL_OWNER else 0
+        key, secret = journal.keys.create(name, project, admin=admin, actor=command_line_actor())
+        print(f"{key.id}: {secret}")
+        if adopted:
+            note = f"project {project} takes over {adopted} training run(s) that were made without a key"
+            typer.echo(note, err=True)
+
+
+@app.command("list")
+def list_keys(
+    project: Annotated[str | None, typer.Option(help="only the keys of this project")] = None, data_dir: DataDir = None
+) -> None:
+    """List the API keys, without their secrets."""
+    table = Table("id", "name", "project", "admin", "starts with", "last used", "revoked")
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
+        keys = journal.keys.all()
+    for key in (key for key in keys if project in (None, key.project)):
+        times = (key.last_used_at, key.revoked_at)
+        table.add_row(key.id, key.name, key.project, "yes" if key.admin else "", key.prefix, *map(minute, times))
+    print_wide(table)
+
+
+@app.command("revoke")
+def revoke_key(
+    key: Annotated[str, typer.Argument(help="the key's id or name, as `key list` shows them")], data_dir: DataDir = None
+) -> None:
+    """Revoke an API key."""
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
+        key_id = _id_of(key, journal.keys.all())
+        print(f"revoked {journal.keys.revoke(key_id, actor=command_line_actor()).name}")
+
+
+def _id_of(wanted: str, keys: list[KeyView]) -> str:
+    """The id of the key with this id, or of the only usable key with this name."""
+    if any(key.id == wanted for key in keys):
+        return wanted
+    named = [key.id for key in keys if key.name == wanted and key.revoked_at is None]
+    if len(named) > 1:
+        raise UserError(f"key {wanted!r}: {len(named)} keys have this name; give one of their ids: {', '.join(named)}")
+    if not named:
+        usable = [name for key in keys if key.revoked_at is None for name in (key.id, key.name)]
+        raise NotFoundError(f"key {wanted!r}: no usable key has this id or name{did_you_mean(wanted, usable)}")
+    return named[0]

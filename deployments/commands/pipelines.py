@@ -1,0 +1,82 @@
+"""Commands that train: quickstart, run, serve."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tinkerflow.deployments.options import DataDir, plain_console, setting, settings_with
+from tinkerflow.tasks.pipelines.parameters import PARAMETERS
+
+app = typer.Typer()
+
+SCRATCH = "a scratch folder, removed at the end"
+
+
+@app.command()
+def quickstart(
+    data_dir: Annotated[Path | None, setting("data_dir", default=SCRATCH)] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="optimizer steps (default: 30)")] = None,
+    stay: Annotated[bool, typer.Option("--stay", "--keep", help="keep serving after the lesson, until Ctrl-C")] = False,
+) -> None:
+    """Start everything in a scratch folder and teach the embedded model pig latin through the tinker SDK.
+
+    The exit status is 0 only if the loss fell and the model learnt every answer.
+    """
+    from tinkerflow.deployments.quickstart import STEPS
+    from tinkerflow.deployments.quickstart import quickstart as run
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _exit(run(plain_console(), data_dir=data_dir, steps=steps or STEPS, stay=stay))
+
+
+@app.command()
+def run(
+    pipeline: Annotated[str, typer.Argument(help=f"one of {', '.join(PARAMETERS)}")],
+    config: Annotated[Path | None, typer.Option(help="YAML file with the pipeline's parameters")] = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="use our example data, and start a service for this run")
+    ] = False,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="replace a parameter of the file, as in training.steps=10; may be repeated"),
+    ] = None,
+    data_dir: Annotated[Path | None, setting("data_dir", default=f"~/.tinkerflow, with --example {SCRATCH}")] = None,
+) -> None:
+    """Run a fine-tuning pipeline now, and show its progress.
+
+    It uses the service at TINKER_BASE_URL, and the Prefect server at PREFECT_API_URL. Where that is not set, it uses
+    the Prefect server of this machine, or starts one for this run.
+    """
+    from tinkerflow.deployments.run import run as run_pipeline
+
+    _exit(run_pipeline(plain_console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir))
+
+
+def _exit(good: bool) -> None:
+    """End this process, in which all is done and closed, with the exit status 0 if all was `good`.
+
+    The SDK's daemon threads can abort an interpreter that shuts down (seen with 0.38.0).
+    """
+    sys.stdout.flush()
+    os._exit(0 if good else 1)
+
+
+@app.command()
+def serve(
+    file: Annotated[Path, typer.Option(help="a prefect.yaml whose deployments are served")],
+    limit: Annotated[int, typer.Option(min=1, help="most flow runs at the same time")] = 2,
+    data_dir: DataDir = None,
+) -> None:
+    """Execute flow runs of deployments on this machine: scheduled ones, and those started in the Prefect UI.
+
+    SIGTERM or Ctrl-C stops it.
+    """
+    from tinkerflow.deployments.serve import serve as serve_deployments
+
+    serve_deployments(file, settings_with(data_dir=data_dir), limit=limit)

@@ -1,0 +1,153 @@
+"""Commands that run the service or look at it: up, status, doctor, plan, and the parts alone."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.prefect_access import find_server
+from tinkerflow.deployments.options import DataDir, plain_console, setting, settings_with
+
+app = typer.Typer()
+
+Parent = Annotated[int, typer.Option(hidden=True, help="end when this process ends")]
+
+
+@app.command()
+def up(
+    host: Annotated[str | None, setting("host")] = None,
+    port: Annotated[int | None, setting("port")] = None,
+    base_model: Annotated[list[str] | None, setting("base_models", "may be repeated")] = None,
+    store: Annotated[str | None, setting("store")] = None,
+    database_url: Annotated[str | None, setting("database_url")] = None,
+    processes: Annotated[int | None, setting("processes")] = None,
+    group: Annotated[str | None, setting("group")] = None,
+    launcher: Annotated[str | None, setting("launcher")] = None,
+    ray_address: Annotated[str | None, setting("ray_address")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Serve: start the API, the engine, the workers and Prefect; print `ready:` when requests can be served.
+
+    SIGTERM or Ctrl-C stops everything. A setting that has no option here is read from its variable TINKERFLOW_<NAME>.
+    """
+    from tinkerflow.deployments.up import Stack
+
+    settings = settings_with(
+        host=host,
+        port=port,
+        base_models=tuple(base_model) if base_model else None,
+        store=store,
+        database_url=database_url,
+        processes=processes,
+        group=group,
+        launcher=launcher,
+        ray_address=ray_address,
+        data_dir=data_dir,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with Stack(settings, report=lambda line: print(line, flush=True)) as stack:
+            print(stack.ready_line, flush=True)
+            if sys.stdout.isatty() and stack.sign_in_line:  # not into a log: the link works for every reader
+                print(stack.sign_in_line, flush=True)
+            stack.keep()
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+
+
+@app.command()
+def prefect(
+    page: Annotated[str, typer.Option(help="path of the page that the link opens")] = "/",
+    env: Annotated[
+        bool, typer.Option("--env", help="print variables for Prefect's own command line and clients instead")
+    ] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Print a link that signs a browser in to the Prefect server of this data dir. It is valid for an hour."""
+    settings = settings_with(data_dir=data_dir)
+    if (server := find_server(settings.data_dir)) is None:
+        raise UserError(f"no Prefect server runs for data dir {settings.data_dir}: start it with `tinkerflow up`")
+    if env:
+        for name, value in server.environment.items():
+            print(f"export {name}={value}")
+    else:
+        print(server.link(page, time.time()))
+
+
+@app.command()
+def status(data_dir: DataDir = None) -> None:
+    """Show what serves a data dir, its base models, and its work. The exit status is 0 only if the API answers."""
+    from tinkerflow.deployments.status import show_status
+
+    if not show_status(settings_with(data_dir=data_dir), plain_console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(data_dir: DataDir = None) -> None:
+    """Check this machine and the settings: devices, database, store, base models, running services."""
+    from tinkerflow.deployments.doctor import examine
+
+    if not examine(settings_with(data_dir=data_dir), plain_console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    topology: Annotated[str, typer.Option(help="devices, such as h100:1, h100:8, v6e:2x4, or h100:2x8 for two hosts")],
+    base_model: Annotated[str, typer.Option(help="Hugging Face id, folder or gs:// URL; only its config.json is read")],
+    rank: Annotated[int, typer.Option(help="rank of the adapters")] = 32,
+    max_context: Annotated[int | None, setting("max_context")] = None,
+    base_weights: Annotated[Literal["full", "int8"] | None, setting("base_weights")] = None,
+    tensor_parallel: Annotated[int | None, setting("tensor_parallel")] = None,
+    expert_parallel: Annotated[int | None, setting("expert_parallel")] = None,
+) -> None:
+    """Print whether a base model fits a machine, which batch and context it allows, and its highest possible speed.
+
+    It needs no accelerator: it makes the plan that the workers would make, and uses the devices' peak rates.
+    """
+    from tinkerflow.deployments.plan import describe_plan, plan_service
+
+    settings = settings_with(
+        max_context=max_context,
+        base_weights=base_weights,
+        tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel,
+    )
+    print(describe_plan(plan_service(settings, base_model, topology, rank=rank)))
+
+
+@app.command()
+def engine(parent: Parent = 0) -> None:
+    """Run the engine alone: it executes requests on its JAX workers, and starts Prefect if that is embedded."""
+    from tinkerflow.deployments.parts import run_engine_part
+
+    run_engine_part(settings_with(), parent)
+
+
+@app.command()
+def api(parent: Parent = 0) -> None:
+    """Run the API alone."""
+    from tinkerflow.deployments.parts import run_api_part
+
+    run_api_part(settings_with(), parent)
+
+
+@app.command()
+def worker(
+    group: Annotated[str, typer.Option(help="HOST:PORT of the engine, as in its own --group")],
+    processes: Annotated[int, typer.Option(min=1, max=1024, help="worker processes to run on this host")] = 1,
+    secret_file: Annotated[Path | None, setting("group_secret_file")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Run worker processes on this host for an engine on another host; SIGTERM or Ctrl-C ends them."""
+    from tinkerflow.deployments.parts import run_worker_part
+
+    secret = None if secret_file is None else str(secret_file)
+    run_worker_part(settings_with(data_dir=data_dir, group_secret_file=secret), group, processes)

@@ -1,0 +1,77 @@
+"""Configuration files of pipelines: YAML in which every name counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML; a name that stands twice in one section is an error, and not replaced in silence."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise yaml.MarkedYAMLError(problem=f"the name {key!r} stands twice", problem_mark=key_node.start_mark)
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a YAML text. yaml.YAMLError when it is wrong, or a name stands twice in one section."""
+    return yaml.load(text, _Loader)
+
+
+def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """The parameters of a YAML file; relative paths of data in the file are relative to the file.
+
+    changes: parameters that replace those of the file, as `training.steps=10`. Raises UserError when the file cannot be
+    read, or a change is not NAME.NAME=VALUE.
+    """
+    try:
+        values = read_yaml(file.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError as error:
+        names = [path.name for path in file.parent.iterdir()] if file.parent.is_dir() else []
+        raise UserError(f"config {file}: does not exist{did_you_mean(file.name, names)}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"config {file}: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"config {file}: must hold names and values")
+    for change in changes:
+        names, separator, value = change.partition("=")
+        if not separator:
+            raise UserError(f"--set {change!r}: must be NAME=VALUE, as in training.steps=10")
+        *outer, last = names.split(".")
+        section = values
+        for name in outer:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise UserError(f"--set {change!r}: {name} holds no other names")
+        try:
+            section[last] = read_yaml(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"--set {change!r}: {' '.join(str(error).split())}") from error
+    make_absolute(file.resolve().parent, values)
+    return values
+
+
+def make_absolute(folder: Path, values: dict[str, Any]) -> None:
+    """Make relative paths of data, which are the values of `url`, relative to `folder`."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            make_absolute(folder, value)
+        elif name == "url" and isinstance(value, str) and "://" not in value:
+            values[name] = str(folder / value)

@@ -1,0 +1,177 @@
+"""Checks of pipelines' input before anything starts, and `tinkerflow data check`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.config import read_config
+from tinkerflow.deployments.options import explain
+from tinkerflow.tasks.pipelines.data import DataCheckError, DataReport, Use, inspect, read_source, refuse_bad
+from tinkerflow.tasks.pipelines.parameters import PARAMETERS, EvaluateParameters, PipelineParameters, RunParameters
+from tinkerflow.tasks.pipelines.render import Format, Renderer, TokenizedExample
+from tinkerflow.tasks.pipelines.sources import DataSource
+
+_FIRST_ROWS = 1000
+_ANY_SCHEMA = Use("data check", ("chat", "prompt_completion", "preference", "prompt", "text"), 2048, extra=None)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A data set to check. name: data or held_out."""
+
+    name: str
+    source: DataSource
+    use: Use
+    format: Format
+
+
+def parameters_of(pipeline: str, values: Mapping[str, Any]) -> RunParameters:
+    """The parameters of a pipeline. UserError, as one line, when there is no such pipeline or a value is wrong."""
+    model = PARAMETERS.get(pipeline)
+    if model is None:
+        raise UserError(f"pipeline {pipeline!r}: must be one of {', '.join(PARAMETERS)}{did_you_mean(pipeline, PARAMETERS)}")
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise UserError(explain(error, model)) from error
+
+
+def check_first_rows(parameters: RunParameters) -> None:
+    """Refuse data that a run would refuse, as far as its first rows on this machine tell, within a second.
+
+    Raises UserError when a file cannot be read, and DataCheckError when too many rows are wrong.
+    """
+    for checked in data_sets(parameters):
+        source = checked.source
+        if "://" in source.url and not source.url.startswith("file://"):
+            continue  # remote data is checked when the run begins
+        read = read_source(source, checked.use, min(source.limit or _FIRST_ROWS, _FIRST_ROWS))
+        total = len(read.good) + len(read.bad)
+        if read.bad and (total < _FIRST_ROWS or not read.good):
+            first = read.bad[0]
+            report = DataReport(
+                url=source.url, schema_name=read.reader.schema, digest="", rows=len(read.good), bad_rows=len(read.bad),
+                duplicates=0, characters=0, first_errors=[first],
+            )  # fmt: skip
+            refuse_bad(source, report)
+        if not total:
+            raise UserError(f"data.url {source.url!r}: contains no rows")
+
+
+def data_sets(parameters: RunParameters) -> list[Checked]:
+    """The data sets of a run."""
+    assert isinstance(parameters, PipelineParameters | EvaluateParameters)
+    evaluates = isinstance(parameters, EvaluateParameters)
+    format_ = parameters.format if evaluates else parameters.model.format
+    held_out = None if evaluates else parameters.held_out
+    sources = {"data": parameters.data} | ({"held_out": held_out} if held_out else {})
+    return [Checked(name, source, parameters.use(), format_) for name, source in sources.items()]
+
+
+def sources_of(url: str | None, config: Path | None, pipeline: str, options: Mapping[str, Any]) -> list[Checked]:
+    """The data sets that the options of `tinkerflow data check` name. UserError when they name none, or two."""
+    if (url is None) == (config is None):
+        raise UserError("data check: give either a file, folder or URL, or --config FILE")
+    if config is not None:
+        values = read_config(config)
+        return data_sets(parameters_of(pipeline or _pipeline_of(values), values))
+    for pair in options["column"]:
+        if "=" not in pair:
+            raise UserError(f"--column {pair!r}: must be FIELD=COLUMN")
+    columns = dict(pair.split("=", 1) for pair in options["column"])
+    data = {"url": url, "kind": options["kind"], "columns": columns, "ignore": options["ignore"]}
+    use = _ANY_SCHEMA
+    if pipeline:
+        required = {"sweep": {"grid": {"seed": [0]}}, "nightly": {"champion": "x"}, "rl": {"reward": "a:b"}}.get(pipeline, {})
+        held_out = {"held_out": data} if pipeline in ("sweep", "nightly") else {}
+        parameters = parameters_of(pipeline, {"data": data, **required, **held_out})
+        use = data_sets(parameters)[0].use
+    try:
+        source = DataSource.model_validate(data)
+    except ValidationError as error:
+        raise UserError(explain(error, DataSource)) from error
+    return [Checked("data", source, Use(**(vars(use) | {"max_tokens": options["max_tokens"]})), options["format"])]
+
+
+def _pipeline_of(values: Mapping[str, Any]) -> str:
+    """The pipeline whose parameters these are, by those that only it has."""
+    marks = {"champion": "nightly", "grid": "sweep", "beta": "dpo", "teacher": "distill", "reward": "rl"}
+    return next((name for mark, name in marks.items() if mark in values), "rl" if "environment" in values else "sft")
+
+
+def check_files(
+    console: Console, settings: Settings, sources: Iterable[Checked], base_model: str, show: int
+) -> bool:
+    """Check data sets and print what was understood; whether a run with them would begin.
+
+    base_model: whose tokenizer is used; "" = the first one that is served. show: rows to print as the model reads them.
+    """
+    began, good = time.monotonic(), True
+    tokenizer = _tokenizer(settings, base_model)
+    for checked in sources:
+        renderer = Renderer(tokenizer, checked.format, checked.source.special_tokens)
+        report, read, tokenized = inspect(checked.source, renderer, checked.use)
+        _print_report(console, checked, report)
+        for bad in report.first_errors:
+            console.print(Text(f"wrong  {bad.where}: {bad.error}", "red"), soft_wrap=True)
+        for note in report.notes:
+            console.print(Text(f"note   {note}", "yellow"), soft_wrap=True)
+        for example in tokenized.examples[:show]:
+            _print_example(console, renderer, example)
+        try:
+            refuse_bad(checked.source, report)
+        except DataCheckError as error:
+            console.print(Text(error.message.partition("; first:")[0], "red"), soft_wrap=True)
+            good = False
+        if report.rows and not tokenized.examples:
+            console.print(Text(f"every sequence has more than {checked.use.max_tokens} tokens", "red"))
+            good = False
+    console.print(f"checked in {time.monotonic() - began:.1f} s", style="dim", highlight=False)
+    return good
+
+
+def _print_report(console: Console, checked: Checked, report: DataReport) -> None:
+    lengths = "shortest {}, median {}, 95 % up to {}, longest {}".format(*report.lengths) if report.lengths else "none"
+    facts = {
+        "form": f"{report.form} (schema {report.schema_name}) for {checked.use.name}",
+        "rows": f"{report.rows} good, {report.bad_rows} wrong, {report.duplicates} duplicates",
+        "tokens": f"{report.tokens}, of which {report.trained_tokens} are trained on",
+        "sequences": f"{lengths}; {report.too_long} over {checked.use.max_tokens} tokens are left out",
+    }
+    table = Table(show_header=False, box=None, title=f"{checked.name}: {checked.source.url}", title_justify="left")
+    for name, value in facts.items():
+        table.add_row(name, Text(value))
+    console.print(table)
+
+
+def _print_example(console: Console, renderer: Renderer, example: TokenizedExample) -> None:
+    """Print a sequence with the trained parts in green, or in brackets where there are no colors."""
+    colors = console.is_terminal and not console.no_color
+    text = Text()
+    for piece, trained in renderer.pieces(example):
+        text.append(piece if colors or not trained else f"⟦{piece}⟧", "green" if trained else "dim")
+    console.print(Text("trained on: green" if colors else "trained on: in ⟦brackets⟧", "italic"))
+    console.print(text, soft_wrap=True)
+
+
+def _tokenizer(settings: Settings, base_model: str) -> Any:
+    from tinkerflow.backend.catalog.model_source import TEXT_FILES, find_model
+    from tinkerflow.deployments.parts import with_base_models
+
+    name = base_model or with_base_models(settings).base_models[0]
+    folder = find_model(name, TEXT_FILES)
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)

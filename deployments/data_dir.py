@@ -1,0 +1,110 @@
+"""The data dir: private, writable, and served by one `tinkerflow up` at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+from tinkerflow.backend.core.disk import make_folder, open_private
+from tinkerflow.backend.core.errors import UserError
+
+LOCK = "up.lock"
+NEEDED_BYTES = 100 * 2**20
+_OTHERS = 0o077
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that serves a data dir, and its API, once that is known."""
+
+    pid: int
+    since: str
+    api_url: str = ""
+
+
+@contextmanager
+def owned(data_dir: Path, api_url: str) -> Iterator[None]:
+    """Make the data dir if it is missing, repair its modes, and own it for the block.
+
+    Raises UserError when another process owns it, or it cannot be written to.
+    """
+    try:
+        make_folder(data_dir)
+        lock = open_private(data_dir / LOCK, "a+")
+    except OSError as error:
+        raise _unusable(data_dir, error) from error
+    with lock:
+        if not _locks(lock):
+            owner = read_owner(data_dir)
+            by = f"process {owner.pid} at {owner.api_url}" if owner else "another process"
+            raise UserError(
+                f"data_dir '{data_dir}': is served already by {by}; stop it, or choose another --data-dir"
+            )
+        try:
+            lock.truncate(0)
+            lock.write(json.dumps(asdict(Owner(os.getpid(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", api_url))))
+            lock.flush()
+        except OSError as error:
+            raise _unusable(data_dir, error) from error
+        if (free := shutil.disk_usage(data_dir).free) < NEEDED_BYTES:
+            needs = f"needs at least {NEEDED_BYTES / 2**20:.0f} MiB"
+            raise UserError(
+                f"data_dir '{data_dir}': its disk has {free / 2**20:.0f} MiB left, {needs}; make space, or choose "
+                "another --data-dir"
+            )
+        for path in open_to_others(data_dir):
+            with suppress(FileNotFoundError):
+                path.chmod(path.stat().st_mode & 0o700)
+        yield
+
+
+def _locks(lock: IO[str]) -> bool:
+    """Whether this process gets the lock. `read_owner` of another process may have it for a moment."""
+    for _ in range(2):
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _unusable(data_dir: Path, error: OSError) -> UserError:
+    return UserError(f"data_dir '{data_dir}': cannot be written ({error.strerror}); choose another --data-dir")
+
+
+def read_owner(data_dir: Path) -> Owner | None:
+    """The process that serves a data dir; None when none does."""
+    try:
+        with (data_dir / LOCK).open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return Owner(**json.loads(lock.read()))
+    except (OSError, ValueError, TypeError):
+        pass
+    return None
+
+
+def open_to_others(folder: Path) -> list[Path]:
+    """The files and folders of this user, at any depth, that other users may read or enter. Links are not followed."""
+    found = [folder] if _is_open(folder) else []
+    for base, folders, files in os.walk(folder):
+        found += [path for name in (*folders, *files) if _is_open(path := Path(base, name))]
+    return found
+
+
+def _is_open(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return bool(status.st_mode & _OTHERS) and not path.is_symlink() and status.st_uid == os.getuid()
