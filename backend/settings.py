@@ -233,7 +233,8 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _database_is_supported(self) -> Self:
         if self.database_url and not self.database_url.startswith(("sqlite:///", "postgresql")):
-            raise ValueError(f"database_url {self.database_url!r}: must start with sqlite:/// or postgresql")
+            scheme = self.database_url.partition(":")[0]  # what follows may hold a password
+            raise ValueError(f"database_url {scheme!r}: must start with sqlite:/// or postgresql")
         return self
 
     @property

@@ -39,7 +39,8 @@ def write_backup(settings: Settings, file: Path) -> Iterator[str]:
         raise UserError(f"data dir {settings.data_dir}: does not exist")
     draft = file.with_name(file.name + _DRAFT)
     with open_private(draft, "wb") as out, tarfile.open(fileobj=out, mode="w") as tar:
-        manifest = {"version": __version__, "made_at": datetime.now(UTC).isoformat(), "data_dir": str(settings.data_dir)}
+        now = datetime.now(UTC).isoformat()
+        manifest = {"version": __version__, "made_at": now, "data_dir": str(settings.data_dir)}
         _add_bytes(tar, MANIFEST, json.dumps(manifest).encode())
         scheme, _, journal = settings.journal_url.partition(":///")
         if scheme == "sqlite":
@@ -109,7 +110,7 @@ def _add_database(tar: tarfile.TarFile, name: str, file: Path) -> Iterator[str]:
 
 def _add_folder(tar: tarfile.TarFile, name: str, folder: Path) -> str:
     count = 0
-    for path in sorted(folder.rglob("*")):
+    for path in [folder, *sorted(folder.rglob("*"))] if folder.is_dir() else []:
         try:
             tar.add(path, f"{name}/{path.relative_to(folder)}", recursive=False)
         except FileNotFoundError:  # it expired meanwhile

@@ -12,19 +12,23 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads YAML; a name that stands twice in one section is an error, and not replaced in silence."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
         key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str | int | float | None):
+            raise yaml.MarkedYAMLError(problem=f"the name {key!r} is no text", problem_mark=key_node.start_mark)
         if key in seen:
             raise yaml.MarkedYAMLError(problem=f"the name {key!r} stands twice", problem_mark=key_node.start_mark)
         seen.add(key)
     loader.flatten_mapping(node)
-    return loader.construct_mapping(node, deep=True)
+    return dict(loader.construct_mapping(node, deep=True))
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
@@ -44,8 +48,8 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     try:
         values = read_yaml(file.read_text(encoding="utf-8")) or {}
     except FileNotFoundError as error:
-        names = [path.name for path in file.parent.iterdir()] if file.parent.is_dir() else []
-        raise UserError(f"config {file}: does not exist{did_you_mean(file.name, names)}") from error
+        near = [path.name for path in file.parent.iterdir()] if file.parent.is_dir() else []
+        raise UserError(f"config {file}: does not exist{did_you_mean(file.name, near)}") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"config {file}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
@@ -73,5 +77,5 @@ def make_absolute(folder: Path, values: dict[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, dict):
             make_absolute(folder, value)
-        elif name == "url" and isinstance(value, str) and "://" not in value:
+        elif name == "url" and isinstance(value, str) and value and "://" not in value:
             values[name] = str(folder / value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
@@ -19,8 +20,9 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.options import explain
 from tinkerflow.tasks.pipelines.data import DataCheckError, DataReport, Use, inspect, read_source, refuse_bad
-from tinkerflow.tasks.pipelines.parameters import PARAMETERS, EvaluateParameters, PipelineParameters, RunParameters
+from tinkerflow.tasks.pipelines.parameters import PARAMETERS, AnyParameters
 from tinkerflow.tasks.pipelines.render import Format, Renderer, TokenizedExample
+from tinkerflow.tasks.pipelines.server_address import server_from_environment
 from tinkerflow.tasks.pipelines.sources import DataSource
 
 _FIRST_ROWS = 1000
@@ -37,18 +39,19 @@ class Checked:
     format: Format
 
 
-def parameters_of(pipeline: str, values: Mapping[str, Any]) -> RunParameters:
+def parameters_of(pipeline: str, values: Mapping[str, Any]) -> AnyParameters:
     """The parameters of a pipeline. UserError, as one line, when there is no such pipeline or a value is wrong."""
     model = PARAMETERS.get(pipeline)
     if model is None:
-        raise UserError(f"pipeline {pipeline!r}: must be one of {', '.join(PARAMETERS)}{did_you_mean(pipeline, PARAMETERS)}")
+        names = f"{', '.join(PARAMETERS)}{did_you_mean(pipeline, PARAMETERS)}"
+        raise UserError(f"pipeline {pipeline!r}: must be one of {names}")
     try:
         return model.model_validate(values)
     except ValidationError as error:
         raise UserError(explain(error, model)) from error
 
 
-def check_first_rows(parameters: RunParameters) -> None:
+def check_first_rows(parameters: AnyParameters) -> None:
     """Refuse data that a run would refuse, as far as its first rows on this machine tell, within a second.
 
     Raises UserError when a file cannot be read, and DataCheckError when too many rows are wrong.
@@ -66,18 +69,17 @@ def check_first_rows(parameters: RunParameters) -> None:
                 duplicates=0, characters=0, first_errors=[first],
             )  # fmt: skip
             refuse_bad(source, report)
+        if read.good and read.reader.schema not in checked.use.schemas:
+            wanted = " or ".join(checked.use.schemas)
+            raise UserError(f"data {source.url}: schema {read.reader.schema}: {checked.use.name} needs {wanted}")
         if not total:
             raise UserError(f"data.url {source.url!r}: contains no rows")
 
 
-def data_sets(parameters: RunParameters) -> list[Checked]:
+def data_sets(parameters: AnyParameters) -> list[Checked]:
     """The data sets of a run."""
-    assert isinstance(parameters, PipelineParameters | EvaluateParameters)
-    evaluates = isinstance(parameters, EvaluateParameters)
-    format_ = parameters.format if evaluates else parameters.model.format
-    held_out = None if evaluates else parameters.held_out
-    sources = {"data": parameters.data} | ({"held_out": held_out} if held_out else {})
-    return [Checked(name, source, parameters.use(), format_) for name, source in sources.items()]
+    _, format_ = parameters.base_model_and_format()
+    return [Checked(name, source, parameters.use(), format_) for name, source in parameters.sources().items()]
 
 
 def sources_of(url: str | None, config: Path | None, pipeline: str, options: Mapping[str, Any]) -> list[Checked]:
@@ -94,10 +96,11 @@ def sources_of(url: str | None, config: Path | None, pipeline: str, options: Map
     data = {"url": url, "kind": options["kind"], "columns": columns, "ignore": options["ignore"]}
     use = _ANY_SCHEMA
     if pipeline:
-        required = {"sweep": {"grid": {"seed": [0]}}, "nightly": {"champion": "x"}, "rl": {"reward": "a:b"}}.get(pipeline, {})
+        required: dict[str, dict[str, Any]] = {"sweep": {"grid": {"seed": [0]}}, "nightly": {"champion": "x"}}
+        required["rl"] = {"reward": "a:b"}
         held_out = {"held_out": data} if pipeline in ("sweep", "nightly") else {}
-        parameters = parameters_of(pipeline, {"data": data, **required, **held_out})
-        use = data_sets(parameters)[0].use
+        values = {"data": data, **required.get(pipeline, {}), **held_out}
+        use = data_sets(parameters_of(pipeline, values))[0].use
     try:
         source = DataSource.model_validate(data)
     except ValidationError as error:
@@ -111,9 +114,7 @@ def _pipeline_of(values: Mapping[str, Any]) -> str:
     return next((name for mark, name in marks.items() if mark in values), "rl" if "environment" in values else "sft")
 
 
-def check_files(
-    console: Console, settings: Settings, sources: Iterable[Checked], base_model: str, show: int
-) -> bool:
+def check_files(console: Console, settings: Settings, sources: Iterable[Checked], base_model: str, show: int) -> bool:
     """Check data sets and print what was understood; whether a run with them would begin.
 
     base_model: whose tokenizer is used; "" = the first one that is served. show: rows to print as the model reads them.
@@ -122,7 +123,7 @@ def check_files(
     tokenizer = _tokenizer(settings, base_model)
     for checked in sources:
         renderer = Renderer(tokenizer, checked.format, checked.source.special_tokens)
-        report, read, tokenized = inspect(checked.source, renderer, checked.use)
+        report, _, tokenized = inspect(checked.source, renderer, checked.use)
         _print_report(console, checked, report)
         for bad in report.first_errors:
             console.print(Text(f"wrong  {bad.where}: {bad.error}", "red"), soft_wrap=True)
@@ -175,3 +176,23 @@ def _tokenizer(settings: Settings, base_model: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def check_server(parameters: AnyParameters, settings: Settings) -> None:
+    """Raise UserError, with the fix, when the server does not answer, or refuses the key or the base model."""
+    if parameters.connection:
+        return  # a Prefect block names the server
+    url, key = server_from_environment(settings)
+    try:
+        answer = httpx.get(f"{url}/api/v1/get_server_capabilities", headers={"X-API-Key": key}, timeout=10)
+    except httpx.HTTPError as error:
+        fix = "start it with `tinkerflow up`, set TINKER_BASE_URL, or use --example"
+        raise UserError(f"no server answers at {url} ({error}): {fix}") from error
+    if answer.status_code == 401:
+        raise UserError(f"{url} refuses the key in TINKER_API_KEY: {answer.text[:200]}")
+    wanted, _ = parameters.base_model_and_format()
+    if answer.is_success and wanted:
+        offered = [model["model_name"] for model in answer.json().get("supported_models", [])]
+        if wanted not in offered:
+            names = f"{', '.join(offered)}{did_you_mean(wanted, offered)}"
+            raise UserError(f"model.base_model {wanted!r}: the server offers {names}")

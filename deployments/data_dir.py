@@ -44,11 +44,7 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
         raise _unusable(data_dir, error) from error
     with lock:
         if not _locks(lock):
-            owner = read_owner(data_dir)
-            by = f"process {owner.pid} at {owner.api_url}" if owner else "another process"
-            raise UserError(
-                f"data_dir '{data_dir}': is served already by {by}; stop it, or choose another --data-dir"
-            )
+            refuse_served(data_dir)
         try:
             lock.truncate(0)
             lock.write(json.dumps(asdict(Owner(os.getpid(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", api_url))))
@@ -65,6 +61,13 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
             with suppress(FileNotFoundError):
                 path.chmod(path.stat().st_mode & 0o700)
         yield
+
+
+def refuse_served(data_dir: Path) -> None:
+    """Raise UserError when a process serves the data dir."""
+    if (owner := read_owner(data_dir)) is not None:
+        by = f"process {owner.pid} at {owner.api_url}"
+        raise UserError(f"data_dir '{data_dir}': is served already by {by}; stop it, or choose another --data-dir")
 
 
 def _locks(lock: IO[str]) -> bool:

@@ -6,6 +6,8 @@ The checks read the database, and never make or upgrade it.
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +28,7 @@ from tinkerflow.backend.pool.host.devices import accelerator, expected, seen
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.store.blobs import open_blobs
+from tinkerflow.deployments.data_dir import NEEDED_BYTES, open_to_others, read_owner
 from tinkerflow.deployments.options import minute
 
 _PLUGINS = {"cuda": ("gpu", ("jax-cuda13-plugin", "jax-cuda12-plugin")), "tpu": ("tpu", ("libtpu",))}  # by platform
@@ -39,8 +42,11 @@ def examine(settings: Settings, console: Console) -> bool:
     for name, check in CHECKS.items():
         try:
             mark, found = Text("ok", "green"), check(settings)
-        except (TinkerflowError, *AWAY, OSError, subprocess.SubprocessError, httpx.HTTPError) as error:
-            mark, found, healthy = Text("bad", "red"), f"{type(error).__name__}: {error}", False
+        except TinkerflowError as error:
+            mark, found, healthy = Text("bad", "red"), error.message, False
+        except (*AWAY, OSError, subprocess.SubprocessError, httpx.HTTPError) as error:
+            found = f"{type(error).__name__}: {' '.join(str(error).split())}; {FIXES.get(name, 'see its log')}"
+            mark, healthy = Text("bad", "red"), False
         table.add_row(mark, name, Text(found))
     console.print(table)
     return healthy
@@ -50,6 +56,20 @@ def check_settings(settings: Settings) -> str:
     """The settings that a person asks for first."""
     weights = f"{settings.dtype}, base weights {settings.base_weights}"
     return f"data dir {settings.data_dir}, {settings.processes} process(es), {weights}"
+
+
+def check_data_dir(settings: Settings) -> str:
+    """The data dir's modes and free space. UserError when other users may read it, or its disk is full."""
+    folder = settings.data_dir
+    if not folder.exists():
+        return f"{folder}: `tinkerflow up` makes it"
+    if readable := open_to_others(folder):
+        count = f"{len(readable)} files and folders, such as {readable[0]}"
+        fix = f"run `tinkerflow up`, or chmod -R go= {shlex.quote(str(folder))}"
+        raise UserError(f"{count}, can be read by other users: {fix}")
+    if (free := shutil.disk_usage(folder).free) < NEEDED_BYTES:
+        raise UserError(f"{folder}: its disk has {free / 2**20:.0f} MiB left: make space, or choose another --data-dir")
+    return f"{folder}: private, {free / 2**30:.1f} GiB free"
 
 
 def check_devices(settings: Settings, nvidia: str = "nvidia-smi") -> str:
@@ -77,7 +97,7 @@ def check_devices(settings: Settings, nvidia: str = "nvidia-smi") -> str:
 
 def check_journal(settings: Settings) -> str:
     """The journal's database, and how much it holds. Raises ServerError when its schema is not this version's."""
-    with _opened_journal(settings) as journal:
+    with opened_journal(settings) as journal:
         if journal is None:
             return f"{settings.journal_url.split('@')[-1]}: {_NO_DATABASE}"
         runs = journal.models.runs(None, limit=1, offset=0).total
@@ -86,7 +106,7 @@ def check_journal(settings: Settings) -> str:
 
 def check_processes(settings: Settings, clock: Clock | None = None) -> str:
     """Last heartbeat of each part, what groups wait for, and how many requests a lost group was executing."""
-    with _opened_journal(settings) as journal:
+    with opened_journal(settings) as journal:
         if journal is None:
             return _NO_DATABASE
         found = journal.recovery.health()
@@ -102,7 +122,7 @@ def check_processes(settings: Settings, clock: Clock | None = None) -> str:
 
 def check_recovery(settings: Settings) -> str:
     """For each model that can be restored: its last snapshot, and how many requests came after it."""
-    with _opened_journal(settings) as journal:
+    with opened_journal(settings) as journal:
         if journal is None:
             return _NO_DATABASE
         newest = {view.model_id: view for view in reversed(journal.recovery.snapshots())}
@@ -115,7 +135,7 @@ def check_recovery(settings: Settings) -> str:
 
 
 @contextmanager
-def _opened_journal(settings: Settings) -> Iterator[Journal | None]:
+def opened_journal(settings: Settings) -> Iterator[Journal | None]:
     """The journal as it is; None: there is no database, or it has no tables. ServerError: of another version."""
     journal = None
     if settings.has_journal:
@@ -156,7 +176,7 @@ def check_base_models(settings: Settings) -> str:
 
 def check_compiled(settings: Settings) -> str:
     """How far each base model's compilation is, and what the compilation cache holds."""
-    with _opened_journal(settings) as journal:
+    with opened_journal(settings) as journal:
         models = [] if journal is None else journal.base_models.all()
     lines = [f"{m.name}: {_compile_status(m.compile_status)}" for m in models if m.compile_status]
     files = [path for path in settings.compile_cache.rglob("*-cache") if path.is_file()]
@@ -171,12 +191,20 @@ def _compile_status(status: CompileStatus) -> str:
 
 
 def check_api(settings: Settings) -> str:
-    """Whether the API answers at its address."""
-    url = f"http://{settings.host}:{settings.port}/api/v1/healthz"
+    """Whether the API answers at its address. UserError when another program, or another data dir's API, answers."""
+    owner = read_owner(settings.data_dir)
+    url = f"{owner.api_url if owner else f'http://{settings.host}:{settings.port}'}/api/v1/healthz"
     try:
-        return f"{url}: {httpx.get(url, timeout=3).raise_for_status().json()['status']}"
+        answer = httpx.get(url, timeout=3).raise_for_status().json()["status"]
     except httpx.ConnectError:
         return f"{url}: not running; `tinkerflow up` starts it"
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{url}: another program answers ({error}): choose another --port") from error
+    with opened_journal(settings) as journal:
+        beats = {} if journal is None else journal.recovery.health().beats
+    if owner is None and not any(part.startswith("api") for part in beats):
+        raise UserError(f"{url}: serves another data dir: choose another --port, or that --data-dir")
+    return f"{url}: {answer}"
 
 
 def check_prefect(settings: Settings) -> str:
@@ -199,8 +227,18 @@ def check_prefect(settings: Settings) -> str:
         raise UserError(f"{url}: no answer ({error}); start that server, or change PREFECT_API_URL") from error
 
 
+FIXES = {  # for errors of libraries, which name none
+    "journal": "check TINKERFLOW_DATABASE_URL, and that the database runs",
+    "processes": "check TINKERFLOW_DATABASE_URL, and that the database runs",
+    "recovery": "check TINKERFLOW_DATABASE_URL, and that the database runs",
+    "devices": "run nvidia-smi by hand, and install the driver that it asks for",
+    "store": "check TINKERFLOW_STORE, its credentials, and that this user may write there",
+    "base models": "check TINKERFLOW_BASE_MODELS, and fetch them with `tinkerflow models fetch`",
+    "prefect": "start `tinkerflow up` again; its log is logs/prefect.log in the data dir",
+}
 CHECKS: Mapping[str, Callable[[Settings], str]] = {
     "settings": check_settings,
+    "data dir": check_data_dir,
     "devices": check_devices,
     "journal": check_journal,
     "processes": check_processes,

@@ -65,7 +65,8 @@ def _explain(wrong: Any, model: type[BaseModel] | None) -> str:
         return f"{place}: is not a parameter{did_you_mean(str(last), _fields(model, outer))}"
     message = wrong["msg"].removeprefix("Value error, ")
     value = wrong["input"]
-    simple = isinstance(value, str | int | float | bool) and "url" not in str(last)  # a URL may contain a password
+    # A URL may contain a password, and some messages begin with the value.
+    simple = isinstance(value, str | int | float | bool) and "url" not in str(last) and repr(value) not in message
     return f"{place}: {value!r}: {message}" if simple else f"{place}: {message}"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tinkerflow.backend.core.disk import make_folder
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.joining import parse_address, read_secret
 from tinkerflow.backend.journal import Journal, migrate
@@ -60,7 +62,7 @@ def with_base_models(settings: Settings) -> Settings:
     folder = embedded_model(settings)
     if not (folder / "config.json").exists():
         say(f"making the embedded tiny model in {folder}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         make_tiny(folder)
     return Settings(**(settings.model_dump() | {"base_models": (str(folder),)}))
 
@@ -73,7 +75,7 @@ def embedded_model(settings: Settings) -> Path:
 @contextmanager
 def open_journal(settings: Settings) -> Iterator[Journal]:
     """The journal, after its database is made or migrated; for commands that read or change the journal."""
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(settings.data_dir)
     migrate(settings.journal_url)
     journal = Journal.open(settings.journal_url)
     try:
@@ -98,7 +100,8 @@ def _until_signal(work: Callable[[], Coroutine[None, None, None]], log: Callable
 
 
 def _begin(parent: int) -> Pulse:
-    """What every part does first: end with its parent and tell it that all is well, and log to stderr."""
+    """The start of every part: end with the parent and send it heartbeats, write private files, and log to stderr."""
+    os.umask(0o077)
     pulse = Pulse()
     if parent:
         die_with_parent(parent)

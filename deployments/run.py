@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module, resources
@@ -16,17 +17,19 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.core.errors import ServerError, TinkerflowError, UserError
 from tinkerflow.backend.core.prefect_access import PrefectAccess, server_for_clients
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.local import running_stack
+from tinkerflow.deployments.config import read_config
+from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
+from tinkerflow.deployments.options import explain
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -54,19 +57,27 @@ def run(
     """
     if example == (config is not None):
         raise UserError("run: give either --config FILE or --example")
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")  # read when Prefect is imported
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # read when Prefect is imported; errors are shown below
     if config is None:
         return _run_example(console, pipeline, changes, data_dir)
     settings = Settings(data_dir=data_dir) if data_dir else Settings()
+    sys.path.insert(0, str(config.resolve().parent))  # rewards and environments may be modules beside the file
+    values = read_config(config, changes)
+    parameters = parameters_of(pipeline, values)
+    check_first_rows(parameters)
+    check_server(parameters, settings)
     with prefect_api(console, settings) as (prefect, starts):
-        sys.path.insert(0, str(config.resolve().parent))  # rewards and environments may be modules beside the file
-        page, completed = run_and_show(console, find(pipeline), read_config(config, changes), prefect)
+        again = f"tinkerflow run {pipeline} --config {shlex.quote(str(config))} --set resume="
+        page, completed = run_and_show(console, find(pipeline), values, prefect, again)
     if starts:
         print_line(console, see_again(page, settings.data_dir))
     return completed
 
 
 def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: Path | None) -> bool:
+    from tinkerflow.deployments.local import running_stack
+
+    parameters_of(name, read_config(example_file(f"{name}.yaml"), changes))
     Thread(target=_import, daemon=True).start()  # while other processes start
     with running_stack(data_dir, dim_lines(console)) as stack:
         values = read_config(example_file(f"{name}.yaml"), changes)
@@ -95,54 +106,13 @@ def find(name: str) -> Pipeline:
     from tinkerflow.flows.pipelines import pipelines
 
     if name not in pipelines():
-        raise UserError(f"pipeline {name!r}: must be one of {', '.join(pipelines())}")
+        raise UserError(f"pipeline {name!r}: must be one of {', '.join(pipelines())}{did_you_mean(name, pipelines())}")
     return pipelines()[name]
-
-
-def example_names() -> list[str]:
-    """The pipelines that have an example, which is every pipeline; told without importing any."""
-    return sorted(file.stem for file in example_file("").glob("*.yaml"))
 
 
 def example_file(name: str) -> Path:
     """A file of our examples."""
     return Path(str(resources.files("tinkerflow.deployments").joinpath("examples", name)))
-
-
-def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The parameters of a YAML file; relative paths of data in the file are relative to the file.
-
-    changes: parameters that replace those of the file, as `training.steps=10`. Raises UserError when the file cannot be
-    read, or a change is not NAME.NAME=VALUE.
-    """
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"config {file}: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"config {file}: must hold names and values")
-    for change in changes:
-        names, separator, value = change.partition("=")
-        if not separator:
-            raise UserError(f"--set {change!r}: must be NAME=VALUE, as in training.steps=10")
-        *outer, last = names.split(".")
-        section = values
-        for name in outer:
-            section = section.setdefault(name, {})
-            if not isinstance(section, dict):
-                raise UserError(f"--set {change!r}: {name} holds no other names")
-        section[last] = yaml.safe_load(value)
-    make_absolute(file.resolve().parent, values)
-    return values
-
-
-def make_absolute(folder: Path, values: dict[str, Any]) -> None:
-    """Make relative paths of data, which are the values of `url`, relative to `folder`."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            make_absolute(folder, value)
-        elif name == "url" and isinstance(value, str) and "://" not in value:
-            values[name] = str(folder / value)
 
 
 @contextmanager
@@ -224,9 +194,12 @@ def _result(state: State[BaseModel]) -> dict[str, Any]:
 
 
 def run_and_show(
-    console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess
+    console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess, again: str = ""
 ) -> tuple[str, bool]:
-    """Run the pipeline and show its result; the path of the run's page in Prefect, and whether the run completed."""
+    """Run the pipeline and show its result; the path of the run's page in Prefect, and whether the run completed.
+
+    again: the command that goes on with a run, up to the run's name; "" = there is none.
+    """
     state = _run(console, pipeline, values, prefect)
     if state.is_completed():
         table = Table(show_header=False, box=None)
@@ -234,19 +207,33 @@ def run_and_show(
             table.add_row(name, Text(as_text(value)))
         console.print(table, highlight=False)
     else:
-        console.print(f"{pipeline.name}: {state.name}: {state.message}", markup=False, highlight=False)
+        _show_failure(console, pipeline.name, state)
+        if again and state.is_cancelled():
+            print_line(console, f"to go on: {again}{values.get('resume') or state.state_details.flow_run_id}")
     page = f"/runs/flow-run/{state.state_details.flow_run_id}"
     print_line(console, f"see it in Prefect: {prefect.link(page, time.time())}")
     return page, state.is_completed()
 
 
+def _show_failure(console: Console, name: str, state: State[BaseModel]) -> None:
+    """Print why a run did not complete: one line for an error that a person can fix, otherwise the traceback too."""
+    error = state.data if isinstance(state.data, Exception) else None
+    if error is not None and not isinstance(error, TinkerflowError):
+        console.print("".join(traceback.format_exception(error)), highlight=False)
+    reason = error.message if isinstance(error, TinkerflowError) else state.message
+    console.print(f"{name}: {state.name}: {reason}", highlight=False, soft_wrap=True)
+
+
 def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess) -> State[BaseModel]:
-    """Run the pipeline with a progress bar; its final state. ValidationError when a parameter is wrong."""
+    """Run the pipeline with a progress bar; its final state. UserError when a parameter is wrong."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     from tinkerflow.tasks.pipelines.artifacts import follower
 
-    parameters = pipeline.parameters.model_validate(values)
+    try:
+        parameters = pipeline.parameters.model_validate(values)
+    except ValidationError as error:
+        raise UserError(explain(error, pipeline.parameters)) from error
     logging.getLogger("tinker").setLevel(logging.ERROR)  # it warns whenever an answer takes long
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console)

@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tinkerflow.backend.core.disk import folder_of_url
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.prefect_access import server_for_clients
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.run import make_absolute, wait_for_prefect
+from tinkerflow.deployments.config import make_absolute, read_yaml
+from tinkerflow.deployments.data_check import parameters_of
+from tinkerflow.deployments.options import explain
+from tinkerflow.deployments.run import wait_for_prefect
 from tinkerflow.tasks.pipelines.environments import MAY_IMPORT
 
 if TYPE_CHECKING:
@@ -35,13 +38,14 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 30
 RESULTS = "tinkerflow-results"
+FOR_WORK_POOLS = ("work_pool", "version", "build", "push", "pull", "enforce_parameter_schema")
 CODE_PARAMETERS = ("reward", "environment")  # parameters that hold import paths
 
 
 class Deployment(BaseModel):
-    """One deployment of a prefect.yaml, as far as `serve` uses it; it ignores the fields that are for work pools."""
+    """One deployment of a prefect.yaml. `serve` does not use the fields that are for work pools."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
 
     name: str
     entrypoint: str
@@ -51,6 +55,7 @@ class Deployment(BaseModel):
     schedules: list[dict[str, Any]] = []
     concurrency_limit: int | dict[str, Any] | None = None
     paused: bool = Field(False, description="whether the schedules wait until somebody resumes them")
+    for_work_pools: dict[str, Any] = {}
 
 
 def read_deployments(file: Path) -> list[Deployment]:
@@ -59,10 +64,19 @@ def read_deployments(file: Path) -> list[Deployment]:
     Raises UserError when the file cannot be read or has no deployments.
     """
     try:
-        entries = yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]
+        entries = read_yaml(file.read_text(encoding="utf-8"))["deployments"]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise UserError(f"serve {file}: must be a prefect.yaml with deployments ({error!r})") from error
-    deployments = [Deployment.model_validate(entry) for entry in entries]
+    deployments = []
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise UserError(f"serve {file}: deployments[{i}]: {entry!r}: must hold names and values")
+        pools = {name: entry[name] for name in FOR_WORK_POOLS if name in entry}
+        used = {name: value for name, value in entry.items() if name not in pools}
+        try:
+            deployments.append(Deployment.model_validate({**used, "for_work_pools": pools}))
+        except ValidationError as error:
+            raise UserError(f"serve {file}: deployments[{i}]: {explain(error, Deployment)}") from error
     for deployment in deployments:
         make_absolute(file.resolve().parent, deployment.parameters)
     return deployments
@@ -73,7 +87,7 @@ def read_tag_limits(file: Path) -> dict[str, int]:
 
     Raises UserError when a limit is not a number of at least 1.
     """
-    limits = yaml.safe_load(file.read_text(encoding="utf-8")).get("tag_limits", {})
+    limits = read_yaml(file.read_text(encoding="utf-8")).get("tag_limits", {})
     if not isinstance(limits, dict) or not all(isinstance(most, int) and most > 0 for most in limits.values()):
         raise UserError(f"serve {file}: tag_limits is {limits!r}: must give a number of at least 1 for each tag")
     return limits
@@ -84,7 +98,7 @@ def read_allowed_code(file: Path) -> list[str]:
 
     Raises UserError when `allowed_code` is not a list of import paths.
     """
-    listed = yaml.safe_load(file.read_text(encoding="utf-8")).get("allowed_code", [])
+    listed = read_yaml(file.read_text(encoding="utf-8")).get("allowed_code", [])
     if not isinstance(listed, list) or not all(isinstance(path, str) and ":" in path for path in listed):
         raise UserError(
             f"serve {file}: allowed_code is {listed!r}: must be a list of import paths, package.module:name"
@@ -126,7 +140,10 @@ async def _serve(file: Path, results: str, limit: int) -> None:
     for deployment in read_deployments(file):
         flow, given = make_deployment(deployment)
         await runner.aadd_flow(flow, **given)
-        print(f"serving {deployment.entrypoint.rsplit('.', 1)[-1]}/{deployment.name}", flush=True)
+        name = f"{deployment.entrypoint.rsplit('.', 1)[-1]}/{deployment.name}"
+        unused = [field for field in deployment.for_work_pools if field != "work_pool"]
+        note = f" (only for work pools, not used: {', '.join(unused)})" if unused else ""
+        print(f"serving {name}{note}", flush=True)
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
     await asyncio.sleep(0)  # by now the runner has set its own handler, which would raise in the middle of a step
@@ -204,7 +221,7 @@ def _schedule(wanted: dict[str, Any]) -> Schedule:
 def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]:
     """The flow of a deployment, and the arguments with which Prefect's runner takes it (`Runner.aadd_flow`).
 
-    Raises UserError when a schedule is wrong, ValidationError when a parameter of one of our pipelines is wrong.
+    Raises UserError when a schedule is wrong, or a parameter of one of our pipelines.
     """
     from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.flows import load_flow_from_entrypoint
@@ -214,7 +231,7 @@ def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]
 
     flow: Flow[..., Any] = load_flow_from_entrypoint(wanted.entrypoint, use_placeholder_flow=False)
     if flow.name in pipelines():  # wrong parameters are refused now
-        pipelines()[flow.name].parameters.model_validate(wanted.parameters.get("parameters", {}))
+        parameters_of(flow.name, wanted.parameters.get("parameters", {}))
     limit = wanted.concurrency_limit
     return unless_changed(flow, wanted.entrypoint), {
         "name": wanted.name,

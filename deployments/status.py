@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 import httpx
 from rich.console import Console
@@ -41,15 +42,15 @@ def show_status(settings: Settings, console: Console) -> bool:
     return answers
 
 
-def _show_work(journal: Journal, show: object) -> None:
-    assert callable(show)
+def _show_work(journal: Journal, show: Callable[[str, str], None]) -> None:
     health = journal.recovery.health()
     for model in journal.base_models.all():
         wait = health.waits.get(model.name)
         show("base model", model.name + (f": waits: {wait}" if wait else ""))
     runs = journal.models.runs(None, limit=1, offset=0)
-    show("training runs", f"{runs.total}, the newest {runs.items[0].id}" if runs.items else "none")
-    show("waiting", f"{len(journal.queue.pending_models())} model(s), {journal.queue.waiting_samples()} sample request(s)")
+    show("training runs", f"{runs.total}, the newest {runs.rows[0].model_id}" if runs.rows else "none")
+    waiting = len(journal.queue.pending_models()), sum(journal.queue.waiting_samples().values())
+    show("waiting", "requests of {} model(s), {} sample request(s)".format(*waiting))
     keys = [key for key in journal.keys.all() if key.revoked_at is None]
     show("keys", f"{len(keys)} usable" if keys or journal.keys.has_any() else "none: loopback accepts every tml- key")
 

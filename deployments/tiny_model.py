@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import shutil
-import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,10 @@ def make_tiny(folder: str | Path) -> Path:
     if _is_there(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    draft.mkdir()
     try:
         _write(draft)
-        draft.chmod(0o755)  # mkdtemp's 0700 is for secrets
         try:
             draft.rename(target)
         except OSError as error:

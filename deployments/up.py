@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -14,17 +16,20 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Self
 
-from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
+from tinkerflow.deployments.data_dir import owned, refuse_served
 from tinkerflow.deployments.idle import LOOK_SECONDS, demand, keep_while_needed
 from tinkerflow.deployments.keeper import Part
 from tinkerflow.deployments.launchers import launcher_of
 from tinkerflow.deployments.launching import Launcher, Plan
 
 log = logging.getLogger(__name__)
+
+PORT_SECONDS = 3.0
 
 
 class Stack:
@@ -41,6 +46,7 @@ class Stack:
 
         UserError when there is no launcher of that name, or the file of the group's secret does not hold a secret.
         """
+        refuse_served(settings.data_dir)
         self._launcher = launcher_of(settings)
         self.settings = _with_ports(settings, self._launcher)
         self._report = report
@@ -57,6 +63,7 @@ class Stack:
             for name in ("engine", "api")
         ]
         self._plan = None if self._launcher is None else Plan.of(self.settings, os.environ)
+        self._owned = contextlib.ExitStack()
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._ready: Future[None] = Future()
@@ -97,19 +104,23 @@ class Stack:
         )
 
     def __enter__(self) -> Self:
-        """Start the parts and wait until requests can be served."""
-        self.settings.data_dir.mkdir(parents=True, exist_ok=True)
+        """Start the parts and wait until requests can be served.
+
+        UserError when another process serves the data dir, or it cannot be written to.
+        """
+        self._owned.enter_context(owned(self.settings.data_dir, self.api_url))
         try:
             self._thread.start()
             self._ready.result()
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop all parts."""
-        self.stop()
+        with self._owned:
+            self.stop()
 
     def keep(self) -> None:
         """Start parts again that end or are silent, for ever."""
@@ -207,6 +218,8 @@ def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:
     changes: dict[str, object] = {}
     if settings.port == 0:
         changes["port"] = free_port()
+    else:
+        _refuse_used(settings.host, settings.port)
     if launcher is not None and not settings.group:
         address = launcher.address(settings)
         changes["group"] = f"{address}:{free_port(address)}"
@@ -215,3 +228,18 @@ def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:
     elif settings.prefect == "embedded" and settings.prefect_port == 0:
         changes["prefect_port"] = free_port()
     return Settings(**(settings.model_dump() | changes))
+
+
+def _refuse_used(host: str, port: int) -> None:
+    """Raise UserError when nothing can listen at the port; a service that has just ended may keep it for a moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    deadline = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            socket.create_server((host, port), family=family).close()
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                fix = "choose another with --host and --port (0 = any free port)"
+                raise UserError(f"port {port} of {host}: {os.strerror(error.errno or 0).lower()}; {fix}") from error
+        time.sleep(0.1)

@@ -18,6 +18,7 @@ from functools import partial
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.clock import SystemClock, every_second
+from tinkerflow.backend.core.disk import make_folder
 from tinkerflow.backend.core.errors import StoreError, UserError
 from tinkerflow.backend.core.joining import make_secret, parse_address
 from tinkerflow.backend.journal import Journal, migrate
@@ -84,7 +85,7 @@ async def _run(
         raise UserError("base_models is empty: the engine must be given at least one base model")
     tracing.export("engine")
     clock = SystemClock()
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(settings.data_dir)
     async with AsyncExitStack() as stack:
         turning = asyncio.create_task(every_second(on_turn), name="turns")
         stack.callback(turning.cancel)

@@ -13,9 +13,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
-from sqlmodel import col
+from sqlmodel import SQLModel, col
 
-from tinkerflow.backend.core.ids import KEY_PREFIX, new_id
+from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view, columns, insert_if_absent, missing
 from tinkerflow.backend.journal.tables import ApiKey, EndedToken, ServiceSecret
@@ -54,12 +54,16 @@ class Keys(Aggregate):
     ) -> tuple[KeyView, str]:
         """Make an API key; what is stored of it, and its secret (`tml-...`), which is never shown again.
 
+        The first key's project gets everything that was made without a key.
+
         actor: who makes it, for the audit log; see `audit.write_event`.
         """
         secret, now = KEY_PREFIX + secrets.token_urlsafe(32), self._now()
         values = {"id": new_id("key"), "key_hash": hash_key(secret), "prefix": secret[:_SHOWN], "created_at": now}
         made = sa.insert(ApiKey).values(**values, name=name, project=project, admin=admin).returning(*columns(ApiKey))
         with self._write() as connection:
+            if connection.execute(sa.select(col(ApiKey.id)).limit(1)).first() is None and project != LOCAL_OWNER:
+                _adopt_local_rows(connection, project)
             row = connection.execute(made).one()
             _write_event(connection, now, row, audit.AuditedEvent.PROJECT_KEY_CREATED, actor)
         return as_view(KeyView, row), secret
@@ -133,6 +137,13 @@ class Keys(Aggregate):
             with self._write() as connection:
                 connection.execute(sa.update(ApiKey).where(col(ApiKey.id) == row.id).values(last_used_at=now))
         return as_view(KeyView, row)
+
+
+def _adopt_local_rows(connection: sa.Connection, project: str) -> None:
+    """Give everything that was made without a key to `project`: nobody could reach it once there are keys."""
+    for table in SQLModel.metadata.sorted_tables:
+        if "owner" in table.c:
+            connection.execute(table.update().where(table.c.owner == LOCAL_OWNER).values(owner=project))
 
 
 def _write_event(

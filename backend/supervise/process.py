@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from tinkerflow.backend.core.disk import make_folder
 from tinkerflow.backend.supervise.heartbeat import HeartbeatMonitor
 
 
@@ -59,6 +60,7 @@ class ChildProcess:
                 stdout=output if on_line is None else subprocess.PIPE,
                 stderr=output,
                 start_new_session=True,
+                umask=0o077,  # its files are the service's: no other user may read them
                 pass_fds=sockets,
             )
         self.pid = self._process.pid
@@ -141,5 +143,5 @@ def how_it_ended(status: int) -> str:
 
 
 def _appended(log: Path) -> IO[bytes]:
-    log.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(log.parent)
     return os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")

@@ -24,7 +24,9 @@ def check(
     ] = "",
     kind: Annotated[str, typer.Option(help="form of the rows, as data.kind")] = "auto",
     column: Annotated[list[str] | None, typer.Option(help="FIELD=COLUMN, as in data.columns; may be repeated")] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="field to leave out, as in data.ignore; may be repeated")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="field to leave out, as in data.ignore; may be repeated")
+    ] = None,
     format_: Annotated[Literal["chat", "text"], typer.Option("--format", help="as model.format")] = "chat",
     max_tokens: Annotated[int, typer.Option(help="longest sequence, as training.max_tokens")] = 2048,
     show: Annotated[int, typer.Option(min=0, help="rows to show as the model reads them")] = 2,
@@ -37,7 +39,7 @@ def check(
     from tinkerflow.deployments.data_check import check_files, sources_of
 
     settings = settings_with(data_dir=data_dir)
-    options = {"kind": kind, "column": column or [], "ignore": ignore or [], "max_tokens": max_tokens, "format": format_}
-    sources = sources_of(url, config, pipeline, options)
+    row = {"kind": kind, "column": column or [], "ignore": ignore or []}
+    sources = sources_of(url, config, pipeline, {**row, "max_tokens": max_tokens, "format": format_})
     if not check_files(plain_console(), settings, sources, base_model, show):
         raise typer.Exit(1)

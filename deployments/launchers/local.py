@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from tinkerflow.backend.core.disk import make_folder, open_private
 from tinkerflow.backend.core.joining import parse_address
 from tinkerflow.backend.pool import HostConfig, serve_group
 from tinkerflow.deployments.launching import Launcher, Plan, Say
@@ -48,7 +49,8 @@ async def _keep(plan: Plan, report: Say) -> None:
 @contextlib.contextmanager
 def _logged(folder: Path) -> Iterator[None]:
     """Log what the host's agent does in the block to workers.log, and nowhere else."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+    open_private(folder / "workers.log", "a").close()
     handler = logging.FileHandler(folder / "workers.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = (log, logging.getLogger("tinkerflow.backend.pool"))

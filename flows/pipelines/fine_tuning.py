@@ -95,7 +95,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe) -> TrainingResult:
                 segments.append(segment)
                 await _show(run.artifacts, segments, lineage)
             if control.stopping:
-                control.stopped(f"stopped after step {_done(segments)}")
+                control.stopped(_what_is_saved(segments))
         weights = await _export(trainer, training.steps)
     await _show(run.artifacts, segments, lineage, weights)
     steps = [step for segment in segments for step in segment.steps]
@@ -140,6 +140,12 @@ def checkpoints_page(segments: list[SegmentRecord], lineage: Lineage, weights: s
 def _done(segments: list[SegmentRecord]) -> int:
     """How many steps are made and recorded."""
     return segments[-1].last_step if segments else 0
+
+
+def _what_is_saved(segments: list[SegmentRecord]) -> str:
+    if not segments:
+        return "stopped after step 0: nothing is saved"
+    return f"stopped after step {segments[-1].last_step}, which is saved as {segments[-1].state}"
 
 
 def _mean(steps: list[StepMetrics]) -> dict[str, float]:

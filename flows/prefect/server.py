@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 
+from tinkerflow.backend.core.disk import make_folder
 from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.core.prefect_access import PrefectAccess, forget_server, make_credential, record_server
 from tinkerflow.backend.supervise import BEATS, ChildProcess, HeartbeatMonitor, watch
@@ -121,7 +122,7 @@ async def start_server(data_dir: Path, listener: socket.socket, public_url: str 
     or does not answer within START_SECONDS; the message holds the end of its log.
     """
     credential = make_credential(data_dir)
-    (data_dir / "prefect" / "ui").mkdir(parents=True, exist_ok=True)
+    make_folder(data_dir / "prefect" / "ui")
     log_file, port = data_dir / "logs" / "prefect.log", listener.getsockname()[1]
     module, parent = "tinkerflow.flows.prefect.server_process", str(os.getpid())
     process = ChildProcess(

@@ -17,6 +17,7 @@ from pydantic import Field, SecretStr
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
+from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
 if TYPE_CHECKING:
     import tinker
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 60.0  # the most that the end of a session is waited for
 _NO_LIMIT = 2**31  # tokens, for a server that does not report its limit
-API_KEY = "tml-local"  # accepted by a server on loopback that has no keys
 
 
 class TinkerflowConnection(Block):
@@ -86,9 +86,7 @@ def address(block: str = "") -> tuple[str, str]:
     if block:
         loaded: Any = run_coro_as_sync(TinkerflowConnection.aload(block))
         return str(loaded.base_url), str(loaded.api_key.get_secret_value())
-    settings = Settings()
-    url = os.environ.get("TINKER_BASE_URL") or f"http://{settings.host}:{settings.port}"
-    return url, os.environ.get("TINKER_API_KEY") or API_KEY
+    return server_from_environment(Settings())
 
 
 @asynccontextmanager

@@ -107,7 +107,7 @@ _current: ContextVar[Control | None] = ContextVar("control", default=None)
 
 @asynccontextmanager
 async def controlled() -> AsyncIterator[Control]:
-    """The control of the current flow run; outside of a flow run only SIGTERM stops it.
+    """The control of the current flow run; outside of a flow run only signals stop it.
 
     A control within the block of another one belongs to a subflow run; the outer control hears the signal for both.
     """
@@ -119,7 +119,7 @@ async def controlled() -> AsyncIterator[Control]:
         watching = asyncio.create_task(_watch(control, {context.flow_run.id, *([UUID(root)] if root else [])}))
     token = _current.set(control)
     try:
-        with outer.over(control) if outer is not None else _on_sigterm(control):
+        with outer.over(control) if outer is not None else _on_signals(control):
             yield control
     finally:
         _current.reset(token)
@@ -155,15 +155,27 @@ def obey(control: Control, states: list[State[Any]]) -> None:
 
 
 @contextmanager
-def _on_sigterm(control: Control) -> Iterator[None]:
+def _on_signals(control: Control) -> Iterator[None]:
+    """Stop the run at SIGTERM, and at the first Ctrl-C; the second Ctrl-C interrupts it."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can handle signals
         return
-    before = signal.getsignal(signal.SIGTERM)
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in signals}
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, control.stop)
+
+    def stop(number: signal.Signals) -> None:
+        if number == signal.SIGINT:
+            log.warning("stopping after this step, with its state saved; press Ctrl-C again to stop without saving")
+            loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
+        control.stop()
+
+    for number in signals:
+        loop.add_signal_handler(number, stop, number)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -93,6 +93,14 @@ class PipelineParameters(RunParameters):
     def use(self) -> Use:
         """What the pipeline does with rows."""
         return Use(self.pipeline, ("chat", "prompt_completion", "text"), self.training.max_tokens)
+
+    def sources(self) -> dict[str, DataSource]:
+        """The data sets of a run, by parameter."""
+        return {"data": self.data} | ({"held_out": self.held_out} if self.held_out else {})
+
+    def base_model_and_format(self) -> tuple[str, Format]:
+        """The base model that is wanted, empty = the first one, and the format of rows."""
+        return self.model.base_model, self.model.format
 
     resume: str = Field(
         "",
@@ -223,6 +231,14 @@ class EvaluateParameters(RunParameters):
         """What the pipeline does with rows. Scoring samples one token behind each sequence."""
         return Use(self.pipeline, ("chat", "prompt_completion"), 2**31, answer_tokens=1)
 
+    def sources(self) -> dict[str, DataSource]:
+        """The data sets of a run, by parameter."""
+        return {"data": self.data}
+
+    def base_model_and_format(self) -> tuple[str, Format]:
+        """The base model that is wanted, empty = the first one, and the format of rows."""
+        return self.base_model, self.format
+
 
 class NightlyParameters(SftParameters):
     """A fine-tune whose result is promoted only if it is better."""
@@ -267,8 +283,9 @@ class SweepParameters(SftParameters):
     at_once: int = Field(2, ge=1, le=64, description="Fine-tunes that run at the same time.")
 
 
-_ALL: tuple[type[PipelineParameters | EvaluateParameters], ...] = (
+AnyParameters: TypeAlias = PipelineParameters | EvaluateParameters
+_ALL: tuple[type[AnyParameters], ...] = (
     *(DistillParameters, DpoParameters, EvaluateParameters, NightlyParameters),
     *(RlParameters, SftParameters, SweepParameters),
 )
-PARAMETERS: Mapping[str, type[PipelineParameters | EvaluateParameters]] = {model.pipeline: model for model in _ALL}
+PARAMETERS: Mapping[str, type[AnyParameters]] = {model.pipeline: model for model in _ALL}

@@ -96,7 +96,7 @@ async def prepare(parameters: PipelineParameters) -> AsyncIterator[PreparedRun]:
         base = await server.service.create_sampling_client(base_model=model.name)
         renderer = Renderer(base.get_tokenizer(), parameters.model.format, parameters.data.special_tokens)
         use = use.within(model.max_context + use.learns)  # the last token of a trained sequence is only a target
-        sources = {"data": parameters.data} | ({"held_out": parameters.held_out} if parameters.held_out else {})
-        reports = {name: check_data(source, work_url, renderer, use) for name, source in sources.items()}
+        sources = parameters.sources().items()
+        reports = {name: check_data(source, work_url, renderer, use) for name, source in sources}
         await artifacts.data(reports)
         yield PreparedRun(use.name, parameters, server, model, base, renderer, work_url, artifacts, reports)

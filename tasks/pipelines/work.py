@@ -15,16 +15,19 @@ from __future__ import annotations
 import hashlib
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tinkerflow.backend.store.blobs import Blobs, open_blobs
+if TYPE_CHECKING:
+    from tinkerflow.backend.store.blobs import Blobs
 
 
 @cache
 def open_work(url: str) -> Blobs:
     """The work folder at `url`; one object per URL and process."""
+    from tinkerflow.backend.store.blobs import open_blobs  # here: checks of parameters and rows need no store
+
     return open_blobs(url)
 
 

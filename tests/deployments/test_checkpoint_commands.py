@@ -35,7 +35,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.commands import AdapterState, LoraSpec
 from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
-from tinkerflow.deployments.cli import app
+from tinkerflow.deployments.commands import every_command
 from tinkerflow.deployments.parts import open_journal
 
 RUN = "copy-1:train:0"
@@ -45,21 +45,26 @@ PATH = f"tinker://{RUN}/weights/a"
 def test_a_token_is_shown_once_and_opens_until_revoked(tmp_path: Path) -> None:
     settings, where = Settings(data_dir=tmp_path), ["--data-dir", str(tmp_path)]
     runner = CliRunner()
-    missing = runner.invoke(app, ["checkpoint", "share", PATH, *where])
+    missing = runner.invoke(every_command(), ["checkpoint", "share", PATH, *where])
     assert isinstance(missing.exception, NotFoundError)
     with open_journal(settings) as journal:
         saved = CheckpointSaved(PATH, RUN, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, True, True, 1, 10)
         journal.imports.record_copy("copy-1", saved, "tinker://elsewhere/weights/a")
     share_id, token = (
-        runner.invoke(app, ["checkpoint", "share", PATH, "--ttl", "3600", *where]).stdout.strip().split(": ")
+        runner.invoke(every_command(), ["checkpoint", "share", PATH, "--ttl", "3600", *where])
+        .stdout.strip()
+        .split(": ")
     )
     with open_journal(settings) as journal:
         assert journal.checkpoints.get(PATH, "stranger", access=access_hash(token)).path == PATH
         (row,) = journal.shares.all(PATH)
         assert row.expires_at is not None and 3500 < (row.expires_at - SystemClock().now()).total_seconds() <= 3600
-    listed = runner.invoke(app, ["checkpoint", "shares", *where], env={"COLUMNS": "200"}).stdout
+    listed = runner.invoke(every_command(), ["checkpoint", "shares", *where], env={"COLUMNS": "200"}).stdout
     assert re.search(rf"{share_id}.*{re.escape(PATH)}", listed) and token not in listed
-    assert runner.invoke(app, ["checkpoint", "unshare", share_id, *where]).stdout == f"revoked the token for {PATH}\n"
+    assert (
+        runner.invoke(every_command(), ["checkpoint", "unshare", share_id, *where]).stdout
+        == f"revoked the token for {PATH}\n"
+    )
     with open_journal(settings) as journal:
         assert journal.shares.all()[0].revoked_at is not None
 
@@ -78,7 +83,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def checkpoint(tmp_path: Path, *args: str) -> Result:
-    return CliRunner().invoke(app, ["checkpoint", *args, "--data-dir", str(tmp_path)])
+    return CliRunner().invoke(every_command(), ["checkpoint", *args, "--data-dir", str(tmp_path)])
 
 
 def test_list_reads_the_store_alone(tmp_path: Path, store: Store) -> None:
@@ -185,9 +190,9 @@ def test_a_peft_folder_becomes_a_checkpoint(tmp_path: Path) -> None:
     runner, data = CliRunner(), ["--data-dir", str(tmp_path / "data")]
     arguments = ["checkpoint", "import", str(folder), "--base-model", str(model), "--project", "team", *data]
     with pytest.raises(UserError, match="has shape"):
-        runner.invoke(app, arguments, catch_exceptions=False)
+        runner.invoke(every_command(), arguments, catch_exceptions=False)
     (folder / ADAPTER_CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 16}))
-    path = runner.invoke(app, arguments, catch_exceptions=False).stdout.strip()
+    path = runner.invoke(every_command(), arguments, catch_exceptions=False).stdout.strip()
     settings = Settings(data_dir=tmp_path / "data")
     state, saved = Store.open(settings.store_url).load(path)
     assert (state.spec, state.moments, saved.meta.base_model) == (LoraSpec(4), {}, str(model))
@@ -204,7 +209,7 @@ def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     arguments = ["checkpoint", "import", str(tmp_path), "--base-model", str(tmp_path), "--data-dir", str(tmp_path)]
     with pytest.raises(UserError, match=r"adapter_config\.json cannot be read"):
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
+        CliRunner().invoke(every_command(), arguments, catch_exceptions=False)
 
 
 def test_a_checkpoint_is_merged_into_its_base_model(tmp_path: Path) -> None:
@@ -214,7 +219,7 @@ def test_a_checkpoint_is_merged_into_its_base_model(tmp_path: Path) -> None:
     state, meta = AdapterState(LoraSpec(4), 1, weights), CheckpointMeta(base_model=str(folder), owner="team")
     path = opened.save(RUN, "weights", "a", state, meta).path
     arguments = ["checkpoint", "merge", path, "--to", str(tmp_path / "out"), "--data-dir", str(tmp_path)]
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(every_command(), arguments, catch_exceptions=False)
     assert done.stdout == "written: model.safetensors\n"
     name = "model.layers.0.mlp.up_proj.weight"
     merged = load_file(tmp_path / "out" / "model.safetensors")[name]

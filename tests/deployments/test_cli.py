@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.cli import app
+from tinkerflow.deployments.commands import every_command
 from tinkerflow.deployments.parts import open_journal, with_base_models
 
 
@@ -38,15 +37,15 @@ def test_doctor_names_what_is_wrong(tmp_path):
 
 def test_keys_are_shown_once(tmp_path):
     runner, where = CliRunner(), ["--data-dir", str(tmp_path)]
-    made = runner.invoke(app, ["key", "create", "laptop", *where]).stdout
+    made = runner.invoke(every_command(), ["key", "create", "laptop", *where]).stdout
     key_id, secret = made.strip().split(": ")
     assert secret.startswith("tml-")
-    listed = runner.invoke(app, ["key", "list", *where]).stdout
+    listed = runner.invoke(every_command(), ["key", "list", *where]).stdout
     assert "laptop" in listed
     assert secret not in listed
-    assert runner.invoke(app, ["key", "revoke", key_id, *where]).stdout == "revoked laptop\n"
-    runner.invoke(app, ["key", "create", "boss", "--project", "ops", "--admin", *where])
-    ops = runner.invoke(app, ["key", "list", "--project", "ops", *where]).stdout
+    assert runner.invoke(every_command(), ["key", "revoke", key_id, *where]).stdout == "revoked laptop\n"
+    runner.invoke(every_command(), ["key", "create", "boss", "--project", "ops", "--admin", *where])
+    ops = runner.invoke(every_command(), ["key", "list", "--project", "ops", *where]).stdout
     assert "boss" in ops and "yes" in ops and "laptop" not in ops
     with open_journal(Settings(data_dir=tmp_path)) as journal:
         kept = journal.keys.all()
@@ -56,25 +55,6 @@ def test_keys_are_shown_once(tmp_path):
             "project_key_revoked",
             "project_key_created",
         ]
-
-
-@pytest.mark.parametrize(
-    ("words", "env", "text"),
-    [
-        (["up"], {"TINKERFLOW_POTR": "1"}, "unknown setting TINKERFLOW_POTR"),
-        (["up", "--processes", "0"], {}, "processes: Input should be greater than or equal to 1"),
-        (["up", "--database-url", "mysql://x"], {}, "must start with sqlite:/// or postgresql"),
-        (["key", "revoke", "key-nope"], {}, "key-nope"),
-        (["up", "--group", "nowhere"], {}, "group: Value error, 'nowhere' must be HOST:PORT"),
-        (["worker", "--group", "127.0.0.1"], {}, "--group '127.0.0.1' must be HOST:PORT"),
-        (["worker", "--group", "127.0.0.1:7000"], {}, "group.secret'): copy the file from the driver's host"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path, words, env, text):
-    done = tinkerflow(*words, "--data-dir", str(tmp_path), **env)
-    assert done.returncode == 1
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_up_names_a_base_model_that_cannot_be(tmp_path):

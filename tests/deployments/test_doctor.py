@@ -59,7 +59,7 @@ def test_one_bad_check_makes_the_whole_unhealthy(tmp_path: Path, monkeypatch: py
     said = io.StringIO()
     assert not doctor.examine(Settings(data_dir=tmp_path), plain_console(file=said, width=100))
     assert re.search(r"ok +\S* *cat +\S* *purrs", said.getvalue())
-    assert re.search(r"bad +\S* *dog +\S* *UserError: the dog of sess-1:train:0 is not in \[gpu\]", said.getvalue())
+    assert re.search(r"bad +\S* *dog +\S* *the dog of sess-1:train:0 is not in \[gpu\]", said.getvalue())
     monkeypatch.setattr(doctor, "CHECKS", {"cat": lambda _: "purrs"})
     assert doctor.examine(Settings(data_dir=tmp_path), plain_console(file=said))
 
@@ -164,7 +164,12 @@ def test_devices_are_found_without_opening_them(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_api_runs_or_is_to_be_started(tmp_path: Path, port: int) -> None:
-    assert doctor.check_api(Settings(data_dir=tmp_path, port=port)).endswith("/api/v1/healthz: ok")
+    settings = Settings(data_dir=tmp_path, port=port)
+    with pytest.raises(UserError, match="serves another data dir: choose another --port"):
+        doctor.check_api(settings)
+    with open_journal(settings) as journal:
+        journal.leases.beat()
+    assert doctor.check_api(settings).endswith("/api/v1/healthz: ok")
     idle = Settings(data_dir=tmp_path, port=free_port())
     assert doctor.check_api(idle).endswith("not running; `tinkerflow up` starts it")
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.cli import app
+from tinkerflow.deployments.commands import every_command
 from tinkerflow.deployments.options import plain_console, setting, settings_with
 
 
@@ -18,7 +18,7 @@ def test_the_help_is_the_description_with_the_default() -> None:
     assert setting("store").help == Settings.model_fields["store"].description
     assert setting("base_models", "may be repeated").help.endswith("; may be repeated")
     assert setting("data_dir", default="a scratch folder").help.endswith(" (default: a scratch folder)")
-    shown = CliRunner().invoke(app, ["up", "--help"], env={"COLUMNS": "250"}).stdout
+    shown = CliRunner().invoke(every_command(), ["up", "--help"], env={"COLUMNS": "250"}).stdout
     assert str(Settings.model_fields["host"].description) in shown and "(default: 8000)" in shown
 
 

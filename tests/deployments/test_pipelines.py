@@ -10,17 +10,21 @@ from prefect.flows import load_flow_from_entrypoint
 from typer.testing import CliRunner
 
 from tinkerflow.deployments import prefect_files
-from tinkerflow.deployments.cli import app
-from tinkerflow.deployments.run import example_file, example_names, read_config
+from tinkerflow.deployments.commands import command_line
+from tinkerflow.deployments.config import read_config
+from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import read_deployments
 from tinkerflow.flows.pipelines import Pipeline, pipelines
+from tinkerflow.tasks.pipelines.parameters import PARAMETERS
 
 ROOT = Path(__file__).parents[2]
 EVERY = pytest.mark.parametrize("pipeline", pipelines().values(), ids=pipelines())
 
 
-def test_examples_and_pipelines_have_the_same_names() -> None:
-    assert example_names() == list(pipelines())
+def test_pipelines_parameters_and_examples_have_the_same_names() -> None:
+    examples = sorted(file.stem for file in example_file("").glob("*.yaml"))
+    assert examples == list(pipelines()) == list(PARAMETERS)
+    assert all(pipeline.parameters is PARAMETERS[name] for name, pipeline in pipelines().items())
 
 
 @EVERY
@@ -44,7 +48,7 @@ def test_the_entrypoint_loads_the_flow(pipeline: Pipeline) -> None:
 
 @EVERY
 def test_the_help_and_the_documentation_name_it(pipeline: Pipeline) -> None:
-    shown = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200"}).stdout
+    shown = CliRunner().invoke(command_line("pipelines"), ["run", "--help"], env={"COLUMNS": "200"}).stdout
     assert f" {pipeline.name}" in shown.replace(",", " ")
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     assert any(f"`{pipeline.name}`" in page.read_text() for page in pages)

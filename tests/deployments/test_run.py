@@ -19,7 +19,8 @@ from tinkerflow.backend.core.prefect_access import PrefectAccess, make_credentia
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import run as module
-from tinkerflow.deployments.run import as_text, find, prefect_api, read_config, run, see_again, wait_for_prefect
+from tinkerflow.deployments.config import read_config, read_yaml
+from tinkerflow.deployments.run import as_text, example_file, find, prefect_api, run, see_again, wait_for_prefect
 
 
 def quiet() -> Console:
@@ -34,7 +35,7 @@ def test_a_file_or_the_example_but_not_both_and_not_none(tmp_path: Path) -> None
 
 def test_an_unknown_pipeline_is_refused_with_those_there_are() -> None:
     assert find("sft").name == "sft"
-    with pytest.raises(UserError, match=r"pipeline 'stf': must be one of .*rl, sft, sweep"):
+    with pytest.raises(UserError, match=r"pipeline 'stf': must be one of .*rl, sft, sweep \(did you mean 'sft'\?\)"):
         find("stf")
 
 
@@ -58,6 +59,10 @@ def test_paths_of_data_are_relative_to_the_file_and_changes_come_on_top(tmp_path
         ("- a", (), "must hold names and values"),
         ("a: 1", ("steps",), "must be NAME=VALUE"),
         ("a: 1", ("a.b=2",), "a holds no other names"),
+        ("a: 1", ("b=[",), "--set 'b=\\['"),
+        ("b: {a: 1, a: 2}", (), "the name 'a' stands twice"),
+        ("? [a]\n: 1", (), "is no text"),
+        ("a: \xff\x00", (), "config .*sft.yaml"),
     ],
 )
 def test_a_wrong_file_or_change_is_named(tmp_path: Path, text: str, change: tuple[str, ...], message: str) -> None:
@@ -65,8 +70,12 @@ def test_a_wrong_file_or_change_is_named(tmp_path: Path, text: str, change: tupl
     file.write_text(text)
     with pytest.raises(UserError, match=message):
         read_config(file, change)
-    with pytest.raises(UserError, match=r"config .*none\.yaml"):
-        read_config(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match=r"config .*sftt\.yaml: does not exist \(did you mean 'sft.yaml'\?\)"):
+        read_config(tmp_path / "sftt.yaml")
+
+
+def test_merged_sections_are_read() -> None:
+    assert read_yaml("a: &a {x: 1}\nb: {<<: *a, y: 2}") == {"a": {"x": 1}, "b": {"x": 1, "y": 2}}
 
 
 class Healthy(BaseHTTPRequestHandler):
@@ -140,16 +149,18 @@ def test_a_server_that_ends_with_the_run_is_not_promised(
     asked: list[Any] = []
     access = PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555")
 
-    def fake(console: Console, pipeline: Any, values: Any, prefect: PrefectAccess) -> tuple[str, bool]:
+    def fake(console: Console, pipeline: Any, values: Any, prefect: PrefectAccess, again: str) -> tuple[str, bool]:
         asked.append((pipeline.name, values, prefect))
         return "/runs/flow-run/1", True
 
     monkeypatch.setattr(module, "prefect_api", api)
     monkeypatch.setattr(module, "run_and_show", fake)
-    (tmp_path / "sft.yaml").write_text("name: mine")
+    monkeypatch.setattr(module, "check_server", lambda *_: None)
+    rows = example_file("colours-train.jsonl")
+    (tmp_path / "sft.yaml").write_text(f"name: mine\ndata: {{url: {rows}}}")
     console = quiet()
     assert run(console, "sft", tmp_path / "sft.yaml", example=False, changes=["name=other"], data_dir=tmp_path)
-    assert asked == [("sft", {"name": "other"}, access)]
+    assert asked == [("sft", {"name": "other", "data": {"url": str(rows)}}, access)]
     assert ("tinkerflow up --data-dir" in console.file.getvalue()) == ends  # type: ignore[attr-defined]
 
 

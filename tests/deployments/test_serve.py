@@ -9,10 +9,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from pydantic import ValidationError
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.deployments.run import example_file, read_config
+from tinkerflow.deployments.config import read_config
+from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import (
     Deployment,
     make_deployment,
@@ -77,7 +77,7 @@ async def test_a_deployment_of_a_pipeline(schedule: dict[str, Any], kind: str) -
 
 def test_wrong_parameters_and_schedules_are_refused_now() -> None:
     entrypoint = "tinkerflow.flows.pipelines.sft.sft"
-    with pytest.raises(ValidationError, match="data"):
+    with pytest.raises(UserError, match="data: Field required"):
         make_deployment(Deployment(name="x", entrypoint=entrypoint, parameters={"parameters": {}}))
     parameters = {"parameters": read_config(example_file("sft.yaml"))}
     with pytest.raises(UserError, match="must have cron, or interval in seconds"):

@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.cli import app
+from tinkerflow.deployments.commands import every_command
 
 FILE = Path(__file__).parents[2] / "deployments" / "skypilot" / "tinkerflow.yaml"
 TASK: dict[str, Any] = yaml.safe_load(FILE.read_text())
@@ -51,7 +51,7 @@ def test_several_nodes_are_one_group(tmp_path: Path, rank: int, parts: list[str]
     assert [part for part, *_ in made] == parts
     for part, *arguments in made:
         assert arguments[arguments.index("--group") + 1] == "10.0.0.5:7000"
-        command = typer.main.get_command(app).commands[part]  # type: ignore[attr-defined]
+        command = typer.main.get_command(every_command()).commands[part]  # type: ignore[attr-defined]
         assert command.make_context(part, list(arguments)).params
     secret = tmp_path / "tinkerflow-group.secret"
     assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("s3cret", 0o600)

@@ -28,7 +28,7 @@ from tinkerflow.backend.compute.models.families import registered
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
-from tinkerflow.deployments.cli import app
+from tinkerflow.deployments.commands import every_command
 from tinkerflow.flows.pipelines import pipelines
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
 
@@ -99,7 +99,7 @@ def command_line() -> dict[str, Any]:
 
     Commands are click's, or those of the copy of click that typer brings: so nothing here depends on their class.
     """
-    return _below(typer.main.get_command(app), "tinkerflow")
+    return _below(typer.main.get_command(every_command()), "tinkerflow")
 
 
 def _below(command: Any, path: str) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.deployments.run import example_file, read_config
+from tinkerflow.deployments.config import read_config
+from tinkerflow.deployments.run import example_file
 from tinkerflow.flows.pipelines import pipelines as registered
 from tinkerflow.flows.pipelines.dpo import DpoRecipe
 from tinkerflow.flows.pipelines.sft import SftRecipe

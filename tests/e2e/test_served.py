@@ -23,7 +23,8 @@ from prefect.events.clients import PrefectEventsClient
 from prefect.states import Running
 from serving import serving
 
-from tinkerflow.deployments.run import example_file, read_config
+from tinkerflow.deployments.config import read_config
+from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import automations, ensure_automations, ensure_tag_limits
 from tinkerflow.flows.pipelines.sft import SftParameters, sft
 from tinkerflow.tasks.pipelines.connection import TinkerflowConnection, connect

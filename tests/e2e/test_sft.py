@@ -17,7 +17,8 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling, Paused
 
-from tinkerflow.deployments.run import example_file, read_config
+from tinkerflow.deployments.config import read_config
+from tinkerflow.deployments.run import example_file
 from tinkerflow.flows.pipelines.sft import SftParameters, sft
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.progress import RunProgress
@@ -133,4 +134,4 @@ def test_a_wrong_parameter_is_refused_by_its_name(pipelines, tmp_path):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 1
-    assert "training.steps: Input should be greater than or equal to 1" in ended.stderr
+    assert "training.steps: 0: Input should be greater than or equal to 1" in ended.stderr

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.core.ids import LOCAL_OWNER
+from tinkerflow.backend.journal import NewSession
 
 
 def test_a_key_opens_its_project(scene, clock):
@@ -21,6 +23,16 @@ def test_a_key_opens_its_project(scene, clock):
     for wrong in ("", "tml-", secret[:-1], secret + "x", key.prefix):
         assert journal.keys.verify(wrong) is None
     assert journal.keys.all()[0].last_used_at == clock.now()
+
+
+def test_the_first_key_takes_over_what_was_made_without_one(scene):
+    journal = scene.journal
+    local, other = (journal.sessions.create(NewSession(owner, "0")) for owner in (LOCAL_OWNER, "other"))
+    journal.keys.create("laptop", "research")
+    later = journal.sessions.create(NewSession(LOCAL_OWNER, "0"))
+    journal.keys.create("second", "search")
+    owners = {session: journal.sessions.get(session, None).owner for session in (local, other, later)}
+    assert owners == {local: "research", other: "other", later: LOCAL_OWNER}
 
 
 def test_a_revoked_key_is_useless_for_good(scene, clock):

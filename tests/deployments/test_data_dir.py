@@ -1,0 +1,184 @@
+"""A data dir is private, is served by one process, and can be backed up, restored and looked at."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import sqlite3
+import tarfile
+from contextlib import closing
+from pathlib import Path
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.backup import restore_backup, write_backup
+from tinkerflow.deployments.commands import command_line
+from tinkerflow.deployments.commands.key import _id_of
+from tinkerflow.deployments.data_dir import open_to_others, owned, read_owner
+from tinkerflow.deployments.doctor import check_data_dir
+from tinkerflow.deployments.options import plain_console
+from tinkerflow.deployments.parts import open_journal
+from tinkerflow.deployments.status import show_status
+
+
+def test_files_of_an_earlier_release_are_made_private(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("x")
+    elsewhere.chmod(0o644)
+    (data_dir / "logs").mkdir(parents=True, mode=0o755)
+    for file in ("journal.db", "logs/engine.log"):
+        (data_dir / file).write_text("")
+        (data_dir / file).chmod(0o644)
+    (data_dir / "link").symlink_to(elsewhere)
+    data_dir.chmod(0o755)
+    with pytest.raises(
+        UserError, match=r"4 files and folders, .*, can be read by other users: run `tinkerflow up`, or"
+    ):
+        check_data_dir(Settings(data_dir=data_dir))
+    with owned(data_dir, "http://here"):
+        assert open_to_others(data_dir) == []
+        assert {p.stat().st_mode & 0o777 for p in data_dir.rglob("*") if p.is_file() and not p.is_symlink()} == {0o600}
+    assert elsewhere.stat().st_mode & 0o777 == 0o644
+    assert "private" in check_data_dir(Settings(data_dir=data_dir))
+
+
+def _own(data_dir: str, owns: object, ends: object) -> None:
+    with owned(Path(data_dir), "http://127.0.0.1:1"):
+        owns.set()  # type: ignore[attr-defined]
+        ends.wait(60)  # type: ignore[attr-defined]
+
+
+def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path: Path) -> None:
+    assert read_owner(tmp_path) is None
+    context = multiprocessing.get_context("spawn")
+    owns, ends = context.Event(), context.Event()
+    first = context.Process(target=_own, args=(str(tmp_path), owns, ends))
+    first.start()
+    assert owns.wait(120)
+    message = rf"is served already by process {first.pid} at http://127\.0\.0\.1:1; stop it, or choose another"
+    with pytest.raises(UserError, match=message), owned(tmp_path, "x"):
+        pass
+    first.kill()
+    first.join()
+    with owned(tmp_path, "x"):
+        assert read_owner(tmp_path) is not None
+    assert read_owner(tmp_path) is None
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="cannot be written"), owned(tmp_path / "data", "x"):
+        pass
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinkerflow.deployments.data_dir.NEEDED_BYTES", 2**62)
+    message = r"its disk has \d+ MiB left, needs at least .* choose another --data-dir"
+    with pytest.raises(UserError, match=message), owned(tmp_path, "x"):
+        pass
+
+
+def filled(data_dir: Path) -> Settings:
+    """A data dir with a key, a checkpoint's file and a champion."""
+    settings = Settings(data_dir=data_dir)
+    with open_journal(settings) as journal:
+        journal.keys.create("mine", "search")
+    scores = {"loss": 1.0, "exact_match": 0.5, "rows": 2, "samples": []}
+    for number, weights in ((1, "tinker://a/sampler_weights/x"), (2, "tinker://b/sampler_weights/x")):
+        entry = {"number": number, "weights": weights, "state": "s", "run": "r", "data": "d", "scores": scores,
+                 "promoted_at": "2026-01-31T02:00:00Z"}  # fmt: skip
+        file = data_dir / "pipelines" / "champions" / "best" / f"{number:08d}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(orjson.dumps(entry))
+    (data_dir / "store" / "run").mkdir(parents=True)
+    (data_dir / "store" / "run" / "tensors").write_bytes(b"\1" * 100)
+    (data_dir / "group.secret").write_text("s3cret")
+    return settings
+
+
+def test_a_backup_is_made_beside_a_writer_and_restored_into_a_new_folder(tmp_path: Path) -> None:
+    settings = filled(tmp_path / "data")
+    with closing(sqlite3.connect(settings.data_dir / "journal.db")) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        shown = list(write_backup(settings, tmp_path / "b.tar"))
+    assert shown[-1].startswith(f"backup: {tmp_path / 'b.tar'}, ")
+    assert (tmp_path / "b.tar").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(UserError, match="exists; give a new name"):
+        list(write_backup(settings, tmp_path / "b.tar"))
+    with pytest.raises(UserError, match="is not empty"):
+        list(restore_backup(tmp_path / "b.tar", settings.data_dir))
+    lines = list(restore_backup(tmp_path / "b.tar", tmp_path / "new"))
+    assert (
+        lines[1]
+        == f"next: tinkerflow checkpoint verify --data-dir {tmp_path}/new && tinkerflow up --data-dir {tmp_path}/new"
+    )
+    with open_journal(Settings(data_dir=tmp_path / "new")) as journal:
+        assert [key.name for key in journal.keys.all()] == ["mine"]
+    assert (tmp_path / "new/store/run/tensors").read_bytes() == b"\1" * 100
+    assert (tmp_path / "new/group.secret").read_text() == "s3cret"
+    assert open_to_others(tmp_path / "new") == []
+
+
+def test_a_file_that_is_no_backup_or_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "other.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("x"))
+    with pytest.raises(UserError, match="was not written by `tinkerflow backup`"):
+        list(restore_backup(tmp_path / "other.tar", tmp_path / "new"))
+    with tarfile.open(tmp_path / "evil.tar", "w") as tar:
+        manifest = tarfile.TarInfo("tinkerflow-backup.json")
+        content = b'{"made_at": "x", "version": "0"}'
+        manifest.size = len(content)
+        tar.addfile(manifest, io.BytesIO(content))
+        tar.addfile(tarfile.TarInfo("../../evil"))
+    with pytest.raises(UserError, match="cannot be restored"):
+        list(restore_backup(tmp_path / "evil.tar", tmp_path / "new"))
+
+
+def test_parts_that_are_elsewhere_are_named(tmp_path: Path) -> None:
+    tmp_path.mkdir(exist_ok=True)
+    settings = Settings(data_dir=tmp_path, database_url="postgresql://db/x", store="gs://bucket/store")
+    shown = "\n".join(write_backup(settings, tmp_path / "b.tar"))
+    assert "the journal is in PostgreSQL" in shown and "store is at gs://bucket/store" in shown
+
+
+def test_champions_are_listed_and_rolled_back(tmp_path: Path) -> None:
+    filled(tmp_path)
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(command_line("champion"), ["champion", *words, "--data-dir", str(tmp_path)])
+        assert done.exception is None, done.exception
+        return done.stdout
+
+    assert "tinker://b/sampler_weights/x" in run("list") and "tinker://a" not in run("list")
+    assert run("rollback", "best") == "champion/best is number 3 now: tinker://a/sampler_weights/x\n"
+    assert run("show", "best").count("tinker://a/sampler_weights/x") == 2
+    for words, message in ((["rollback", "best", "--to", "9"], "has no number 9"), (["show", "bets"], "mean 'best'")):
+        done = CliRunner().invoke(command_line("champion"), ["champion", *words, "--data-dir", str(tmp_path)])
+        assert isinstance(done.exception, NotFoundError) and message in str(done.exception)
+
+
+def test_keys_are_revoked_by_id_or_by_an_unambiguous_name(tmp_path: Path) -> None:
+    with open_journal(Settings(data_dir=tmp_path)) as journal:
+        one, two = journal.keys.create("laptop", "a")[0], journal.keys.create("laptop", "b")[0]
+        keys = journal.keys.all()
+        assert _id_of(one.id, keys) == one.id
+        with pytest.raises(UserError, match=f"2 keys have this name; give one of their ids: {one.id}, {two.id}"):
+            _id_of("laptop", keys)
+        journal.keys.revoke(one.id)
+        assert _id_of("laptop", journal.keys.all()) == two.id
+        with pytest.raises(NotFoundError, match="did you mean 'laptop'"):
+            _id_of("lapto", journal.keys.all())
+
+
+def test_the_state_of_a_service_is_shown(tmp_path: Path) -> None:
+    settings, shown = filled(tmp_path), io.StringIO()
+    assert not show_status(settings, plain_console(file=shown, width=200))
+    for text in ("no `tinkerflow up` of this data dir", "does not answer", "1 usable", "training runs"):
+        assert text in shown.getvalue()

@@ -1,0 +1,166 @@
+"""A wrong value is refused before anything starts, in one line that names the place, the value and a fix."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import free_port
+from tinkerflow.deployments import cli
+from tinkerflow.deployments.config import read_config
+from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
+from tinkerflow.deployments.run import example_file
+from tinkerflow.tasks.pipelines.parameters import PARAMETERS
+
+ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+REQUIRED = {"grid": {"seed": [0, 1]}, "champion": "best", "reward": "m:f"}
+CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, what the line says
+    ("sft", "training.stepz", 3, r"training.stepz: is not a parameter (did you mean 'steps'?)"),
+    ("sft", "trainig", {}, "trainig: is not a parameter (did you mean 'training'?)"),
+    ("sft", "data.colums", {}, "data.colums: is not a parameter (did you mean 'columns'?)"),
+    ("sft", "held_out.urll", "x", "held_out.urll: is not a parameter (did you mean 'url'?)"),
+    ("sft", "model.ranks", 3, "model.ranks: is not a parameter (did you mean 'rank'?)"),
+    ("sft", "samples.row", 3, "samples.row: is not a parameter (did you mean 'rows'?)"),
+    ("sft", "training.steps", 0, "training.steps: 0: Input should be greater than or equal to 1"),
+    ("sft", "training.steps", "many", "training.steps: 'many': Input should be a valid integer"),
+    ("sft", "training.batch_size", -1, "training.batch_size: -1: "),
+    ("sft", "training.learning_rate", 2, "training.learning_rate: 2: "),
+    ("sft", "training.schedule", "cosin", "training.schedule: 'cosin': Input should be 'constant', 'linear' or"),
+    ("sft", "training", [1], "training: "),
+    ("sft", "name", "My Run", "name: 'My Run': String should match pattern"),
+    ("sft", "model.start_from", "a/b", "model.start_from: 'a/b': String should match pattern"),
+    ("sft", "model.format", "chatml", "model.format: 'chatml': Input should be 'chat' or 'text'"),
+    ("sft", "data.url", "", "data.url: "),
+    ("sft", "data.url", "rows.jsn", "does not exist (did you mean 'rows.jsonl'?)"),
+    ("sft", "data.url", "/no/such/folder", "data.url '/no/such/folder': does not exist"),
+    ("sft", "data.url", "rows.xml", "rows.xml: must end in .jsonl"),
+    ("sft", "data.url", "empty.jsonl", "contains no rows"),
+    ("sft", "data.url", "bad.jsonl", "2 of 3 rows are wrong, max_bad_fraction allows 2.0%; first: bad.jsonl:1: line: "),
+    ("sft", "data.url", "broken.parquet", "broken.parquet cannot be read"),
+    ("sft", "data.kind", "sharegtp", "data.kind: 'sharegtp': Input should be 'auto', 'chat'"),
+    ("sft", "data.columns", {"promt": "q"}, "data.columns.promt: must be one of"),
+    ("sft", "data.columns", {"messages": "msgs"}, "msgs: None: is missing; data.columns.messages names it"),
+    ("sft", "data.max_bad_fraction", 2, "data.max_bad_fraction: 2: "),
+    ("sft", "data.special_tokens", "keep", "data.special_tokens: 'keep': Input should be 'text' or 'tokens'"),
+    ("dpo", "beta", 0, "beta: 0: Input should be greater than 0"),
+    ("dpo", "data.url", "rows.jsonl", "schema chat: dpo needs preference"),
+    ("rl", "reward", "a.b", "reward: 'a.b': String should match pattern"),
+    ("rl", "environment", "m:E", "give either reward or environment"),
+    ("rl", "loss", "cross_entropy", "loss: 'cross_entropy': Input should be 'importance_sampling' or 'ppo'"),
+    ("distill", "teacher.weight", "x", "teacher.weight: is not a parameter (did you mean 'weights'?)"),
+    ("evaluate", "weights", "a/b", "weights: 'a/b': String should match pattern"),
+    ("nightly", "metric", "accuracy", "metric: 'accuracy': Input should be 'loss' or 'exact_match'"),
+    ("nightly", "champion", "A B", "champion: 'A B': String should match pattern"),
+    ("sweep", "grid.momentum", [0.9], "grid.momentum: is not a parameter"),
+    ("sweep", "grid", {}, "grid: list values for at least one parameter"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    line = json.dumps(ROW) + "\n"
+    for name, text in (("rows.jsonl", line * 3), ("empty.jsonl", ""), ("bad.jsonl", "x\ny\n" + line), ("rows.xml", "")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("pipeline", "parameter", "value", "line"), CHANGES)
+def test_a_wrong_parameter_path_or_row_of_a_pipeline(
+    folder: Path, pipeline: str, parameter: str, value: Any, line: str
+) -> None:
+    rows = {"url": "rows.jsonl"}
+    values: dict[str, Any] = {"data": rows} | ({} if pipeline == "evaluate" else {"held_out": dict(rows)})
+    values |= {name: given for name, given in REQUIRED.items() if name in PARAMETERS[pipeline].model_fields}
+    *outer, last = parameter.split(".")
+    section = values
+    for name in outer:
+        section = section.setdefault(name, {})
+    section[last] = value
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(UserError) as error:
+        check_first_rows(parameters_of(pipeline, read_config(folder / "run.yaml")))
+    assert line in error.value.message and "\n" not in error.value.message
+
+
+def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    parameters = parameters_of("sft", read_config(example_file("sft.yaml")))
+    with pytest.raises(UserError, match=r"no server answers at http.*: start it with `tinkerflow up`"):
+        check_server(parameters, Settings())
+
+
+def tinkerflow(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    command = [sys.executable, "-m", "tinkerflow", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ | env)
+
+
+COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
+    (["upp"], {}, "no command 'upp' (did you mean 'up'?)"),
+    (["run", "sftt", "--config", "run.yaml"], {}, "config run.yaml: does not exist"),
+    (["up"], {"TINKERFLOW_POTR": "1"}, "unknown setting TINKERFLOW_POTR"),
+    (["up", "--processes", "0"], {}, "processes: 0: Input should be greater than or equal to 1"),
+    (["up", "--port", "1", "--host", "203.0.113.7"], {}, "port 1 of 203.0.113.7: "),
+    (["up", "--database-url", "mysql://x:secret@y/z"], {}, "must start with sqlite:/// or postgresql"),
+    (["up", "--group", "nowhere"], {}, "group: 'nowhere' must be HOST:PORT"),
+    (["worker", "--group", "127.0.0.1"], {}, "--group '127.0.0.1' must be HOST:PORT"),
+    (["worker", "--group", "127.0.0.1:7000"], {}, "group.secret'): copy the file from the driver's host"),
+    (["key", "revoke", "key-nope"], {}, "key 'key-nope': no usable key has this id or name"),
+    (["champion", "show", "best"], {}, "champion 'best': there is none"),
+    (["restore", "/no/such/file"], {}, "backup /no/such/file: cannot be restored"),
+    (["data", "check"], {}, "give either a file, folder or URL, or --config FILE"),
+    (["checkpoint", "merge", "tinker://a/weights/b", "--to", "x"], {}, "tinker://a/weights/b"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "env", "line"), COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_a_wrong_option_or_variable_of_a_command(
+    tmp_path: Path, words: list[str], env: dict[str, str], line: str
+) -> None:
+    done = tinkerflow(*words, **env, TINKERFLOW_DATA_DIR=str(tmp_path / "data"), COLUMNS="200")
+    assert done.returncode in (1, 2)
+    shown = [text for text in done.stderr.splitlines() if "moved to the environment" not in text]
+    assert len(shown) == 1 and line in shown[0], done.stderr
+    assert "secret@" not in done.stderr
+
+
+def test_the_overview_has_every_command_and_loads_nothing() -> None:
+    from tinkerflow.deployments.commands import every_command
+
+    app = every_command()
+    names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert names | {group.name for group in app.registered_groups} == set(cli.MODULES)
+    assert all(f"  {name} " in cli.overview() for name in cli.MODULES)
+    code = "import sys; sys.argv = ['tinkerflow']; from tinkerflow.deployments.cli import main; main(); "
+    code += "print(sorted({'typer', 'pydantic', 'httpx'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+
+
+def test_a_database_password_is_moved_out_of_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[tuple[list[str], str]] = []
+
+    def execve(program: str, command: list[str], environment: dict[str, str]) -> None:
+        executed.append((command[3:], environment["TINKERFLOW_DATABASE_URL"]))
+
+    monkeypatch.setattr(cli.os, "execve", execve)
+    url = "postgresql://me:secret@db/tinkerflow"
+    for words in (["up", "--database-url", url, "--port", "0"], ["up", f"--database-url={url}", "--port", "0"]):
+        cli.hide_password(words)
+    cli.hide_password(["up", "--database-url", "postgresql://me@db/tinkerflow"])
+    cli.hide_password(["up", "--database-url", "sqlite:////tmp/a.db"])
+    assert executed == [(["up", "--port", "0"], url)] * 2
+    assert cli.has_password("postgresql:///x?host=db&password=secret")
