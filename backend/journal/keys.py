@@ -13,11 +13,11 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
-from sqlmodel import SQLModel, col
+from sqlmodel import col
 
 from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER, new_id
 from tinkerflow.backend.journal import audit
-from tinkerflow.backend.journal.database import Aggregate, as_view, columns, insert_if_absent, missing
+from tinkerflow.backend.journal.database import Aggregate, Table, as_view, columns, insert_if_absent, missing
 from tinkerflow.backend.journal.tables import ApiKey, EndedToken, ServiceSecret
 
 _SHOWN = len(KEY_PREFIX) + 6
@@ -141,7 +141,7 @@ class Keys(Aggregate):
 
 def _adopt_local_rows(connection: sa.Connection, project: str) -> None:
     """Give everything that was made without a key to `project`: nobody could reach it once there are keys."""
-    for table in SQLModel.metadata.sorted_tables:
+    for table in Table.metadata.sorted_tables:
         if "owner" in table.c:
             connection.execute(table.update().where(table.c.owner == LOCAL_OWNER).values(owner=project))
 
