@@ -135,5 +135,7 @@ def test_too_few_steps_teach_nothing(server):
 def test_the_command_fails_unless_it_was_learnt(learnt):
     """In a process of its own: it ends that."""
     stand_in = f"import tinkerflow.deployments.quickstart as q; q.quickstart = lambda *_, **__: {learnt}; "
-    command = "from tinkerflow.deployments.commands import command_line as c; c('pipelines')(['quickstart', '--steps', '2'])"
+    command = (
+        "from tinkerflow.deployments.commands import command_line as c; c('pipelines')(['quickstart', '--steps', '2'])"
+    )
     assert subprocess.run([sys.executable, "-c", stand_in + command], timeout=300, check=False).returncode == 1 - learnt
