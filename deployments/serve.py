@@ -140,10 +140,10 @@ async def _serve(file: Path, results: str, limit: int) -> None:
     for deployment in read_deployments(file):
         flow, given = make_deployment(deployment)
         await runner.aadd_flow(flow, **given)
-        name = f"{deployment.entrypoint.rsplit('.', 1)[-1]}/{deployment.name}"
+        served = f"{deployment.entrypoint.rsplit('.', 1)[-1]}/{deployment.name}"
         unused = [field for field in deployment.for_work_pools if field != "work_pool"]
         note = f" (only for work pools, not used: {', '.join(unused)})" if unused else ""
-        print(f"serving {name}{note}", flush=True)
+        print(f"serving {served}{note}", flush=True)
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
     await asyncio.sleep(0)  # by now the runner has set its own handler, which would raise in the middle of a step

@@ -48,7 +48,7 @@ def _show_work(journal: Journal, show: Callable[[str, str], None]) -> None:
         wait = health.waits.get(model.name)
         show("base model", model.name + (f": waits: {wait}" if wait else ""))
     runs = journal.models.runs(None, limit=1, offset=0)
-    show("training runs", f"{runs.total}, the newest {runs.rows[0].model_id}" if runs.rows else "none")
+    show("training runs", f"{runs.total}, the newest {runs.rows[0].model.id}" if runs.rows else "none")
     waiting = len(journal.queue.pending_models()), sum(journal.queue.waiting_samples().values())
     show("waiting", "requests of {} model(s), {} sample request(s)".format(*waiting))
     keys = [key for key in journal.keys.all() if key.revoked_at is None]
