@@ -1,4 +1,4 @@
-"""The `tinkerflow` command: its overview, which loads nothing, and the start of a command."""
+"""The `tinkerflow` command: it prints the overview, or starts a command."""
 
 from __future__ import annotations
 
@@ -8,38 +8,7 @@ from urllib.parse import urlsplit
 
 from tinkerflow import __version__
 from tinkerflow.backend.core.suggest import did_you_mean
-
-ABOUT = "Self-hosted fine-tuning with the tinker SDK: JAX workers on your machines, shown in Prefect."
-# Group -> command -> its module in `commands`, and a summary. Tests compare it with the commands of these modules.
-OVERVIEW = {
-    "Start here": {
-        "quickstart": ("pipelines", "teach the embedded model three phrases, and go on serving"),
-        "run": ("pipelines", "run a fine-tuning pipeline now"),
-        "data": ("data", "check data before training, without a server"),
-    },
-    "Serve": {
-        "up": ("service", "start the API, the engine, the workers and Prefect"),
-        "status": ("service", "show what is running"),
-        "doctor": ("service", "check this machine and the settings, and name fixes"),
-        "plan": ("service", "tell whether a model fits a machine, and how fast it can be"),
-        "prefect": ("service", "print a link that signs a browser in to Prefect"),
-        "serve": ("pipelines", "run scheduled pipelines on this machine"),
-        "backup": ("backups", "copy the data dir into one file, also while the service runs"),
-        "restore": ("backups", "unpack a backup into a new data dir"),
-    },
-    "Manage": {
-        "key": ("key", "create, list and revoke API keys"),
-        "checkpoint": ("checkpoint", "list, verify, import, merge and share checkpoints"),
-        "champion": ("champion", "list the best weights of pipelines, and roll one back"),
-        "models": ("models", "make or download base models"),
-    },
-    "Parts, for several hosts": {
-        "api": ("service", "run the API alone"),
-        "engine": ("service", "run the engine alone"),
-        "worker": ("service", "run worker processes for an engine on another host"),
-    },
-}
-MODULES = {name: module for commands in OVERVIEW.values() for name, (module, _) in commands.items()}
+from tinkerflow.deployments.overview import MODULES, overview
 
 
 def main() -> None:
@@ -58,15 +27,6 @@ def main() -> None:
         from tinkerflow.deployments.commands import run
 
         run(MODULES[words[0]])
-
-
-def overview() -> str:
-    """The help of the command itself."""
-    lines = ["Usage: tinkerflow COMMAND [OPTIONS]", "", ABOUT]
-    for group, commands in OVERVIEW.items():
-        lines += ["", f"{group}:", *(f"  {name:12}{summary}" for name, (_, summary) in commands.items())]
-    end = "`tinkerflow COMMAND --help` explains a command. `tinkerflow --version` prints the version."
-    return "\n".join([*lines, "", end])
 
 
 def hide_password(words: list[str]) -> None:

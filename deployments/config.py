@@ -12,11 +12,11 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+class _ConfigLoader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads YAML; a name that stands twice in one section is an error, and not replaced in silence."""
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping(loader: _ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
         if key_node.tag == "tag:yaml.org,2002:merge":
@@ -31,12 +31,12 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return dict(loader.construct_mapping(node, deep=True))
 
 
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_ConfigLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
 def read_yaml(text: str) -> Any:
     """The value of a YAML text. yaml.YAMLError when it is wrong, or a name stands twice in one section."""
-    return yaml.load(text, _Loader)
+    return yaml.load(text, _ConfigLoader)
 
 
 def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:

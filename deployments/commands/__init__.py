@@ -10,8 +10,8 @@ import typer
 from pydantic import ValidationError
 
 from tinkerflow.backend.core.errors import TinkerflowError
-from tinkerflow.deployments.cli import ABOUT, MODULES
 from tinkerflow.deployments.options import explain
+from tinkerflow.deployments.overview import ABOUT, MODULES
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 

@@ -17,6 +17,7 @@ from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import cli
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
+from tinkerflow.deployments.overview import MODULES, overview
 from tinkerflow.deployments.run import example_file
 from tinkerflow.tasks.pipelines.parameters import PARAMETERS
 
@@ -142,8 +143,8 @@ def test_the_overview_has_every_command_and_loads_nothing() -> None:
 
     app = every_command()
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert names | {group.name for group in app.registered_groups} == set(cli.MODULES)
-    assert all(f"  {name} " in cli.overview() for name in cli.MODULES)
+    assert names | {group.name for group in app.registered_groups} == set(MODULES)
+    assert all(f"  {name} " in overview() for name in MODULES)
     code = "import sys; sys.argv = ['tinkerflow']; from tinkerflow.deployments.cli import main; main(); "
     code += "print(sorted({'typer', 'pydantic', 'httpx'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
