@@ -13,8 +13,8 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import wraps
 from importlib import resources
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,16 +247,27 @@ def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]
 
 def unless_changed(flow: Flow[..., Any], entrypoint: str) -> Flow[..., Any]:
     """The flow, whose runs fail when their deployment on the server has pull steps or executes anything else."""
-    function = flow.fn
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        _check_deployment(entrypoint)
-        return function(*args, **kwargs)
-
     checked = flow.with_options()
-    checked.fn = call
+    checked.fn = ServedFunction(flow, entrypoint)
     return checked
+
+
+class ServedFunction:
+    """The function of a served flow. The process of a run gets a copy of this, and imports the flow itself."""
+
+    def __init__(self, flow: Flow[..., Any], entrypoint: str) -> None:
+        """entrypoint: the import path of the flow."""
+        self.__name__, self.__doc__, self.__module__ = flow.fn.__name__, flow.fn.__doc__, flow.fn.__module__
+        self.__signature__ = signature(flow.fn, eval_str=True)
+        self._entrypoint = entrypoint
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the flow's function, if the deployment is the one that `serve` has made."""
+        from prefect.flows import load_flow_from_entrypoint
+
+        _check_deployment(self._entrypoint)
+        flow: Flow[..., Any] = load_flow_from_entrypoint(self._entrypoint, use_placeholder_flow=False)
+        return flow.fn(*args, **kwargs)
 
 
 def _check_deployment(entrypoint: str) -> None:

@@ -1,4 +1,4 @@
-"""What the worker group of a base model is, has compiled, and has in use: asked now and then, for people to see."""
+"""Notes in the journal what the worker group of a base model is, and what it has compiled and uses, for people."""
 
 from __future__ import annotations
 
@@ -7,37 +7,50 @@ import logging
 
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.backend.core.retry import repeat
 from tinkerflow.backend.journal import AWAY, Journal
 from tinkerflow.backend.pool import Pool
-from tinkerflow.backend.spec.commands import CompileStatus, ReadCompileStatus
+from tinkerflow.backend.spec.commands import CompileStatus, GroupInfo, ReadCompileStatus
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
+UPDATE_SECONDS = 5.0
 
 
-async def note_compile_status(journal: Journal, pool: Pool, card: ModelCard) -> None:
-    """Keep what changed, until cancelled; ends at once when the group's executor compiles nothing.
+class CompileStatusWatch:
+    """Notes changes of one base model's group and of its compile status.
 
-    One warning for each time that programs were compiled for a request although everything planned was there.
+    It logs one warning each time that programs were compiled for a request although all planned ones were there.
     """
-    last, group, base_model = CompileStatus(0, 0, 0, 0, 0), None, card.name
-    while True:
-        try:
-            await pool.serving()
-            if pool.info != group:
-                await asyncio.to_thread(journal.base_models.note_worker_group, base_model, pool.info)
-                card = card.served_by(pool.info)  # which nobody knew before the first group of a base model
-                await asyncio.to_thread(journal.base_models.note_card, base_model, card.to_json())
-                group = pool.info
-            found = await pool.submit(ReadCompileStatus())
-            if not isinstance(found, CompileStatus):
-                return
-            if found.late > last.late:
-                log.warning("%s: %d program(s) were compiled for requests after the warm-up", base_model, found.late)
-            if found != last:
-                await asyncio.to_thread(journal.base_models.note_compile_status, base_model, found)
-            last = found
-        except (TinkerflowError, *AWAY) as error:
-            log.info("%s: its worker group cannot be asked what is compiled: %s", base_model, error)
-        await asyncio.sleep(LOOK_SECONDS)
+
+    def __init__(self, journal: Journal, pool: Pool, card: ModelCard) -> None:
+        """Nothing is noted yet. card: of the base model, as it is known before its first worker group."""
+        self._journal = journal
+        self._pool = pool
+        self._card = card
+        self._last = CompileStatus(0, 0, 0, 0, 0)
+        self._group: GroupInfo | None = None
+
+    async def watch(self) -> None:
+        """Note changes until cancelled."""
+        what = f"{self._card.name}: the compile status of its worker group cannot be read"
+        await repeat(self._update, UPDATE_SECONDS, on=(TinkerflowError, *AWAY), what=what, log=log, level=logging.INFO)
+
+    async def _update(self) -> None:
+        notes, base_model = self._journal.base_models, self._card.name
+        await self._pool.serving()
+        if self._pool.info != self._group:
+            await asyncio.to_thread(notes.note_worker_group, base_model, self._pool.info)
+            self._card = self._card.served_by(
+                self._pool.info
+            )  # nobody knew this before the first group of a base model
+            await asyncio.to_thread(notes.note_card, base_model, self._card.to_json())
+            self._group = self._pool.info
+        status = await self._pool.submit(ReadCompileStatus())
+        if not isinstance(status, CompileStatus):  # an executor that compiles nothing
+            return
+        if status.late > self._last.late:
+            log.warning("%s: %d program(s) were compiled for requests after the warm-up", base_model, status.late)
+        if status != self._last:
+            await asyncio.to_thread(notes.note_compile_status, base_model, status)
+        self._last = status

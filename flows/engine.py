@@ -25,11 +25,11 @@ from tinkerflow.backend.journal import Journal, migrate
 from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
-from tinkerflow.flows.compile_status import note_compile_status
+from tinkerflow.flows.compile_status import CompileStatusWatch
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel, group_config
 from tinkerflow.flows.lease import hold_lease
-from tinkerflow.flows.prefect.connection import open_prefect
+from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.sampling_runner import SamplingRunner
@@ -81,82 +81,102 @@ async def _run(
     on_turn: Callable[[], None],
     executor: str,
 ) -> None:
+    """Open the parts one after the other, and serve until `stop`. They are closed in the opposite order."""
     if not settings.base_models:
         raise UserError("base_models is empty: the engine must be given at least one base model")
     tracing.export("engine")
-    clock = SystemClock()
     make_folder(settings.data_dir)
     async with AsyncExitStack() as stack:
-        turning = asyncio.create_task(every_second(on_turn), name="turns")
-        stack.callback(turning.cancel)
-        await asyncio.to_thread(migrate, settings.journal_url)
-        journal = Journal.open(settings.journal_url, clock=clock)
-        stack.callback(journal.close)
-        answers = AnswerWriter(journal.results.finish)
-        stack.push_async_callback(answers.close)
-        load = partial(ModelCard.load, max_context=settings.max_context)
-        cards = await asyncio.gather(*(asyncio.to_thread(load, name) for name in settings.base_models))
-        lease = await stack.enter_async_context(hold_lease(journal))
-        for card in cards:
-            await asyncio.to_thread(journal.base_models.note_progress, card.name, "the service is starting")
-        store = Store.open(settings.store_url, clock=clock)
-        mark = await asyncio.to_thread(_mark, store)
-        # The server's start takes seconds of CPU, like the pool's: side by side.
+        _run_beside(stack, every_second(on_turn), "signs of life")
+        journal, cards, lease = await _open_journal(settings, stack)
+        store = Store.open(settings.store_url, clock=SystemClock())
         hosts = await _listen(settings, on_progress)
         if hosts is not None:
             stack.push_async_callback(hosts.close)
-        pools_starting = [
+        mark = await asyncio.to_thread(_mark, store)
+        starting = [
             asyncio.create_task(_start_pool(settings, card, journal, hosts, on_progress, executor, mark))
             for card in cards
         ]
-        try:
-            connection = await stack.enter_async_context(open_prefect(settings, on_progress))
-        finally:
-            pools = await _gather(pools_starting, stop)
-            for pool in pools:
-                if isinstance(pool, Pool):
-                    stack.push_async_callback(pool.stop)
-        if stop.is_set():
+        stack.push_async_callback(_stop_pools, starting)
+        # The Prefect server's start takes seconds of CPU, like the pools': side by side.
+        connection = await stack.enter_async_context(open_prefect(settings, on_progress))
+        if (pools := await _started(starting, stop)) is None:
             return
-        for pool in pools:
-            if isinstance(pool, BaseException):
-                raise pool
-        epoch = journal.leases.epoch or 0  # how many engines have held the lease of this journal
-        connection.tell(
-            "tinkerflow.engine.restarted" if epoch > 1 else "tinkerflow.engine.started",
-            str(settings.data_dir),
-            of="engine",
-            engine=epoch,
-            base_models=[card.name for card in cards],
-        )
-        pacing = Pacing(settings.tracked_runs_per_second, clock)
-        api_url = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
-        mirror = Mirror(connection, pacing, journal=journal, api_url=api_url, budget_tokens=settings.budget_tokens)
-        ready = [pool for pool in pools if isinstance(pool, Pool)]
-        cards = [card.served_by(pool.info) if pool.ready else card for card, pool in zip(cards, ready, strict=True)]
+        mirror = _open_mirror(settings, journal, connection, cards)
+        cards = [card.served_by(pool.info) if pool.ready else card for card, pool in zip(cards, pools, strict=True)]
         await asyncio.to_thread(journal.base_models.register, [(card.name, card.to_json()) for card in cards])
-        served = []
-        for card, pool in zip(cards, ready, strict=True):
-            saves = Saves()
-            context = ExecutionContext(
-                journal,
-                pool,
-                store,
-                card,
-                clock,
-                answers,
-                saves,
-                Snapshots(saves),
-                most_drift=settings.most_drift,
-                whole_turns=WholeTurns(settings.host_snapshot_bytes),
-            )
-            stack.callback(context.close)
-            noting = asyncio.create_task(note_compile_status(journal, pool, card), name="compile status")
-            stack.callback(noting.cancel)
-            sampling = SamplingRunner(context, mirror.sampling(card.name), most_waiting=4 * settings.sample_slots)
-            served.append(ServedModel(card, context, pool, sampling))
-        dispatcher = Dispatcher(settings, journal, mirror, served)
-        await _serve_until(stop, dispatcher, on_ready, lease)
+        answers = AnswerWriter(journal.results.finish)
+        stack.push_async_callback(answers.close)
+        served = [
+            _serve_base_model(settings, journal, store, answers, card, pool, mirror, stack)
+            for card, pool in zip(cards, pools, strict=True)
+        ]
+        await _serve_until(stop, Dispatcher(settings, journal, mirror, served), on_ready, lease)
+
+
+def _run_beside(stack: AsyncExitStack, work: Coroutine[object, object, None], name: str) -> None:
+    """Run `work` until the stack is closed."""
+    stack.callback(asyncio.create_task(work, name=name).cancel)
+
+
+async def _open_journal(
+    settings: Settings, stack: AsyncExitStack
+) -> tuple[Journal, list[ModelCard], asyncio.Task[None]]:
+    """The journal, the base models' cards, and the task that renews our lease of the journal."""
+    await asyncio.to_thread(migrate, settings.journal_url)
+    journal = Journal.open(settings.journal_url, clock=SystemClock())
+    stack.callback(journal.close)
+    load = partial(ModelCard.load, max_context=settings.max_context)
+    cards = await asyncio.gather(*(asyncio.to_thread(load, name) for name in settings.base_models))
+    lease = await stack.enter_async_context(hold_lease(journal))
+    for card in cards:
+        await asyncio.to_thread(journal.base_models.note_progress, card.name, "the service is starting")
+    return journal, cards, lease
+
+
+def _open_mirror(
+    settings: Settings, journal: Journal, connection: PrefectConnection, cards: Sequence[ModelCard]
+) -> Mirror:
+    """What shows the runs in Prefect; it reports there that the engine has started."""
+    pacing = Pacing(settings.tracked_runs_per_second, SystemClock())
+    api_url = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
+    mirror = Mirror(connection, pacing, journal=journal, api_url=api_url, budget_tokens=settings.budget_tokens)
+    epoch = journal.leases.epoch or 0  # how many engines have held the lease of this journal
+    event = "tinkerflow.engine.restarted" if epoch > 1 else "tinkerflow.engine.started"
+    base_models = [card.name for card in cards]
+    mirror.emit(event, str(settings.data_dir), "engine", engine=epoch, base_models=base_models)
+    return mirror
+
+
+def _serve_base_model(
+    settings: Settings,
+    journal: Journal,
+    store: Store,
+    answers: AnswerWriter,
+    card: ModelCard,
+    pool: Pool,
+    mirror: Mirror,
+    stack: AsyncExitStack,
+) -> ServedModel:
+    """What serves one base model. card, pool: the base model and its worker group. The others are the engine's."""
+    saves = Saves()
+    context = ExecutionContext(
+        journal,
+        pool,
+        store,
+        card,
+        SystemClock(),
+        answers,
+        saves,
+        Snapshots(saves),
+        most_drift=settings.most_drift,
+        whole_turns=WholeTurns(settings.host_snapshot_bytes),
+    )
+    stack.callback(context.close)
+    _run_beside(stack, CompileStatusWatch(journal, pool, card).watch(), "compile status")
+    sampling = SamplingRunner(context, mirror.observe_sampling(card.name), most_waiting=4 * settings.sample_slots)
+    return ServedModel(card, context, pool, sampling)
 
 
 async def _serve_until(
@@ -181,16 +201,29 @@ async def _serve_until(
         await serving
 
 
-async def _gather(starting: Sequence[asyncio.Task[Pool]], stop: asyncio.Event) -> list[Pool | BaseException]:
-    """What became of all the starts, which are given up when `stop` is set: they may wait for hosts for ever."""
+async def _started(starting: Sequence[asyncio.Task[Pool]], stop: asyncio.Event) -> list[Pool] | None:
+    """The pools, once all have started; None if `stop` is set before: they may wait for hosts for ever.
+
+    Raises the error of a pool that cannot start.
+    """
     stopping = asyncio.create_task(stop.wait(), name="stop")
-    together = asyncio.gather(*starting, return_exceptions=True)
+    together = asyncio.gather(*starting)
     await asyncio.wait((together, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if stop.is_set():
-        for task in starting:
-            task.cancel()
     stopping.cancel()
+    if stop.is_set():
+        together.cancel()
+        await asyncio.gather(together, return_exceptions=True)
+        return None
     return await together
+
+
+async def _stop_pools(starting: Sequence[asyncio.Task[Pool]]) -> None:
+    """Stop the pools, and give up those that are still starting."""
+    for task in starting:
+        task.cancel()
+    for pool in await asyncio.gather(*starting, return_exceptions=True):
+        if isinstance(pool, Pool):
+            await pool.stop()
 
 
 async def _listen(settings: Settings, on_progress: Say) -> Hosts | None:

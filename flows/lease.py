@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from tinkerflow.backend.core.process_identity import identity, is_alive
+from tinkerflow.backend.core.retry import repeat
 from tinkerflow.backend.journal import AWAY, Journal
 from tinkerflow.backend.journal.leases import LEASE_SECONDS
 
 log = logging.getLogger(__name__)
 
 RENEW_SECONDS = LEASE_SECONDS / 5
-_LOOK_SECONDS = 0.5
+ACQUIRE_SECONDS = 0.5  # between attempts to take another engine's lease
 
 
 @asynccontextmanager
@@ -28,7 +29,7 @@ async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
         if not waiting:
             log.warning("another engine (%s) works on this journal: waiting until it ends", holder)
             waiting = True
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(ACQUIRE_SECONDS)
     renewing = asyncio.create_task(_renew(journal), name="lease")
     try:
         yield renewing
@@ -40,12 +41,11 @@ async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
 
 async def _renew(journal: Journal) -> None:
     thread = ThreadPoolExecutor(1, thread_name_prefix="lease")  # its own: a slow store may hold all common ones
+
+    def renew() -> Awaitable[object]:
+        return asyncio.get_running_loop().run_in_executor(thread, journal.leases.renew)
+
     try:
-        while True:
-            await asyncio.sleep(RENEW_SECONDS)
-            try:
-                await asyncio.get_running_loop().run_in_executor(thread, journal.leases.renew)
-            except AWAY:
-                log.warning("the lease cannot be renewed; trying again in %.0f s", RENEW_SECONDS, exc_info=True)
+        await repeat(renew, RENEW_SECONDS, on=AWAY, what="the lease cannot be renewed", log=log)
     finally:
         thread.shutdown(wait=False)

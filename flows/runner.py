@@ -1,30 +1,83 @@
-"""The runner of one model: its requests leave the journal in order, overlap in the pool, and are answered in order."""
+"""The runner of one model: its requests leave the journal in order, overlap in the pool, and are answered in order.
+
+The story is long, and one: the states of a runner, the batches of its requests, when a recovery snapshot is due, which
+operations are on their way, how the model gets into a worker group, and the loop over all of that.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import partial
 
 from tinkerflow.backend.core.errors import GroupFailedError, SuspectError
 from tinkerflow.backend.journal import AWAY, Kind, ModelState, Outcome, Pending, SnapshotTaken
 from tinkerflow.backend.spec.commands import AdapterState, Done, DropAdapter
-from tinkerflow.flows.prefect.mirror import RunMirror
+from tinkerflow.flows.observers import IN_CHUNKS, Batch, RunObserver
 from tinkerflow.tasks.execution.operation import MOST_CRASHES, Execution, ExecutionContext, Operation, begin
-from tinkerflow.tasks.execution.restore import restore
+from tinkerflow.tasks.execution.restore import Restored, restore
 from tinkerflow.tasks.execution.sequencer import Sequencer, Slot
-from tinkerflow.tasks.execution.state_transfers import take
-from tinkerflow.tasks.operations import EXECUTE, SAVES
+from tinkerflow.tasks.execution.state_transfers import take_snapshot
+from tinkerflow.tasks.operations import OPERATIONS, SAVES
 
 log = logging.getLogger(__name__)
 
-IN_FLIGHT = 16  # operations of one model on their way at once; their payloads are in memory
-_LOOK = 2 * IN_FLIGHT  # requests to ask the journal for: those in flight are among them
-_IN_CHUNKS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)  # the SDK cuts one call into several requests
+IN_FLIGHT = 16  # operations of one model in flight at a time; their payloads are in memory
+_PAGE = 2 * IN_FLIGHT  # requests to read from the journal: those in flight are among them
+
+
+# ------------------------------------------------------------------ the states of a runner
+class RunnerState(Enum):
+    """What a runner does now."""
+
+    IDLE = "it is not known to be in the worker group that serves"
+    RESTORING = "it is being restored in the worker group that serves"
+    SERVING = "its operations are executed in the worker group that serves"
+    PAUSED = "a person has paused it: only saves that wait for the store are executed"
+    DRAINING = "its worker group ended: it takes nothing until the operations in flight have ended, too"
+    DRAINING_PAUSED = "as in DRAINING, and it is paused after that"
+    ENDED = "it takes nothing more"
+
+
+class RunnerEvent(Enum):
+    """What changes a runner's state."""
+
+    RESTORE = "a restore begins"
+    READY = "the model is in the worker group that serves"
+    NOT_READY = "the restore has failed, and is tried again"
+    PAUSE = "a person pauses the run"
+    RESUME = "a person lets the run continue, or cancels it"
+    INTERRUPT = "an operation was interrupted by the end of its worker group"
+    DRAINED = "the last interrupted operation has ended"
+    STOP = "the engine stops, or the model has ended"
+
+
+# For each event the states that it changes, as (from, to). It does not change the others: a pause outlives a restore.
+TRANSITIONS: Mapping[RunnerEvent, str] = {
+    RunnerEvent.RESTORE: "IDLE RESTORING, SERVING RESTORING",
+    RunnerEvent.READY: "IDLE SERVING, RESTORING SERVING",
+    RunnerEvent.NOT_READY: "RESTORING IDLE",
+    RunnerEvent.PAUSE: "IDLE PAUSED, RESTORING PAUSED, SERVING PAUSED, DRAINING DRAINING_PAUSED",
+    RunnerEvent.RESUME: "PAUSED IDLE, DRAINING_PAUSED DRAINING",
+    RunnerEvent.INTERRUPT: "IDLE DRAINING, RESTORING DRAINING, SERVING DRAINING, PAUSED DRAINING_PAUSED",
+    RunnerEvent.DRAINED: "DRAINING IDLE, DRAINING_PAUSED PAUSED",
+    RunnerEvent.STOP: ", ".join(f"{state.name} ENDED" for state in RunnerState),
+}
+DRAINING = (RunnerState.DRAINING, RunnerState.DRAINING_PAUSED)
+_NEXT = {
+    (RunnerState[before], event): RunnerState[after]
+    for event, changes in TRANSITIONS.items()
+    for before, after in (change.split() for change in changes.split(", "))
+}
+
+
+def next_state(state: RunnerState, event: RunnerEvent) -> RunnerState:
+    """The state after the event."""
+    return _NEXT.get((state, event), state)
 
 
 class Why(StrEnum):
@@ -38,62 +91,49 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class End:
-    """The end of serving, and a sentence about it for people."""
+    """Why serving ended, with a message for people."""
 
     why: Why
     text: str
 
     @property
     def state(self) -> str:
-        """The final state of a flow run that shows it."""
+        """The final state of a flow run that shows the runner."""
         return {Why.DONE: "Completed", Why.FAILED: "Failed"}.get(self.why, "Cancelled")
 
 
 STOPPED = End(Why.STOPPED, Why.STOPPED.value)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Requests of one kind that make up one operation for people; `step`: the optimizer step it belongs to, from 1."""
-
-    kind: Kind
-    requests: tuple[Pending, ...]
-    step: int
-
-    @property
-    def ends_step(self) -> bool:
-        """Whether a step ends with it, so that a shared task run may end here too."""
-        return self.kind not in _IN_CHUNKS
-
-
 def batches(pending: Sequence[Pending], steps_made: int) -> list[Batch]:
-    """The batches that `pending` (in order) falls into; `steps_made`: optimizer steps before the first of them.
+    """Group requests, which are in order, into batches.
 
-    Neighbouring chunks of forward or of forward_backward are one batch; everything else is a batch by itself.
+    Neighboring chunks of forward or of forward_backward are one batch. Every other request is a batch by itself.
+    steps_made: optimizer steps before the first request.
     """
-    made: list[Batch] = []
+    grouped: list[Batch] = []
     for request in pending:
-        last = made[-1] if made else None
-        if last is not None and request.kind in _IN_CHUNKS and request.kind == last.kind:
-            made[-1] = Batch(last.kind, (*last.requests, request), last.step)
+        last = grouped[-1] if grouped else None
+        if last is not None and request.kind in IN_CHUNKS and request.kind == last.kind:
+            grouped[-1] = Batch(last.kind, (*last.requests, request), last.step)
         else:
-            made.append(Batch(request.kind, (request,), steps_made + 1))
+            grouped.append(Batch(request.kind, (request,), steps_made + 1))
         if request.kind == Kind.OPTIM_STEP:
             steps_made += 1
-    return made
+    return grouped
 
 
 # ------------------------------------------------------------------ when a recovery snapshot is due
 @dataclass(frozen=True)
 class SnapshotPolicy:
-    """When a model's snapshot is due: after `steps` optimizer steps or `seconds` since the last one, if it changed."""
+    """When a changed model's snapshot is due: after `steps` optimizer steps or `seconds` since the last snapshot."""
 
     steps: int
     seconds: float
 
 
 class SnapshotSchedule:
-    """How far a model has come since its last snapshot."""
+    """How much a model has changed since its last snapshot."""
 
     def __init__(self, policy: SnapshotPolicy, now: float) -> None:
         """Nothing has happened; `now` is monotonic."""
@@ -101,56 +141,226 @@ class SnapshotSchedule:
         self._since = now
         self._steps = 0
         self._last = -1  # the last request that the model in the group has seen
-        self.seq_id: int | None = None  # the last request that was dispatched, if none of the snapshots covers it
+        self.seq_id: int | None = None  # the last dispatched request that no snapshot covers
         self.taking = self.hurried = False
 
-    def went(self, seq_id: int, *, step: bool) -> None:
-        """A request was dispatched; a save whose place in the line a replay has passed comes after later ones."""
+    def dispatched(self, seq_id: int, *, step: bool) -> None:
+        """A request was dispatched. During replay a save may arrive after requests with higher seq_ids."""
         self.seq_id = self._last = max(seq_id, self._last)
         self._steps += step
 
     def interrupted(self) -> None:
-        """Some of what was dispatched was not executed."""
+        """Some dispatched requests were not executed."""
         self.seq_id, self._last, self.hurried = None, -1, False
 
     def restored(self, replayed: int, last: int) -> None:
-        """So many steps were replayed after the last snapshot: they count, lest deaths in a row replay ever more.
+        """The model was restored by a replay, up to request `last`, with `replayed` optimizer steps.
 
-        last: the last request that was replayed.
+        These steps count towards the next snapshot; otherwise repeated crashes would replay more each time.
         """
         self._steps, self._last = replayed, last
 
     def hurry(self) -> None:
-        """The worker group is about to end: a snapshot is due, if there is anything to be in it."""
+        """The worker group is about to end: a snapshot is due if the model has changed."""
         self.hurried = self.seq_id is not None
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Whether a snapshot should be taken now."""
         late = self.hurried or self._steps >= self._policy.steps or now - self._since >= self._policy.seconds
         return late and not self.taking and self.seq_id is not None
 
     def begin(self, now: float) -> int:
-        """A snapshot is being taken; the last request in it."""
+        """A snapshot is being taken; the last request that it covers."""
         assert self.seq_id is not None
         seq_id, self.seq_id = self.seq_id, None
         self._since, self._steps, self.taking, self.hurried = now, 0, True, False
         return seq_id
 
 
+class SnapshotTaker:
+    """Takes the recovery snapshots of one model, one at a time."""
+
+    def __init__(self, model_id: str, observers: Sequence[RunObserver], schedule: SnapshotSchedule) -> None:
+        """No snapshot is being taken. observers: get a report about each snapshot."""
+        self._model_id = model_id
+        self._observers = observers
+        self._schedule = schedule
+        self._changed = asyncio.Event()
+
+    def take(self, context: ExecutionContext, sequencer: Sequencer, group: asyncio.TaskGroup) -> None:
+        """Give a snapshot the next slot of the model if the model has changed."""
+        last = sequencer.last
+        if self._schedule.seq_id is None or self._schedule.taking or last is None or last.interrupted:
+            return
+        seq_id = self._schedule.begin(context.clock.monotonic())
+        work = take_snapshot(context, self._model_id, seq_id, sequencer.slot())
+        group.create_task(work, name="snapshot").add_done_callback(self._ended)
+
+    def _ended(self, taking: asyncio.Task[SnapshotTaken | None]) -> None:
+        self._schedule.taking = False
+        self._changed.set()
+        if not taking.cancelled() and taking.exception() is None and (taken := taking.result()) is not None:
+            for observer in self._observers:
+                observer.log(f"snapshot taken at request {taken.seq_id}: {taken.size_bytes / 2**20:.1f} MiB")
+
+    def interrupted(self) -> None:
+        """The worker group ended, so no hurried snapshot can be taken of it."""
+        self._schedule.interrupted()
+        self._changed.set()
+
+    async def hurried_snapshot(self, is_paused: Callable[[], bool]) -> None:
+        """Wait until the hurried snapshot is taken, or cannot be."""
+        while (self._schedule.taking or self._schedule.hurried) and not is_paused():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+# ------------------------------------------------------------------ what is in flight
+class InFlight:
+    """The operations of one model on their way, and how far its requests were taken from the journal."""
+
+    def __init__(self, woken: asyncio.Event) -> None:
+        """Nothing is in flight. woken: set when the runner should read the journal again."""
+        self._woken = woken
+        self._requests: set[str] = set()  # requests that later ones wait for
+        self._capacity = asyncio.Semaphore(IN_FLIGHT)
+        self._taken = -1  # the seq_id of the last request that was taken
+        self._wakes_when_empty = False
+        self.unload: str | None = None  # the id of the last unload that was taken
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    async def has_capacity(self) -> None:
+        """Wait until fewer than IN_FLIGHT operations are in flight."""
+        await self._capacity.acquire()
+
+    def add(self, request: Pending) -> None:
+        """A request was taken from the journal, after `has_capacity`."""
+        self._requests.add(request.id)
+        if request.seq_id is None:
+            self.unload = request.id
+        elif not request.answered:  # a paused run stores answered saves before it takes requests in front of them
+            self._taken = max(self._taken, request.seq_id)
+
+    def is_new(self, request: Pending) -> bool:
+        """Whether a row of the journal was not taken before.
+
+        The ids in flight do not tell: a request may have been answered since the rows were read. Answered requests are
+        read only when nothing is in flight.
+        """
+        if request.seq_id is None:
+            return request.id != self.unload  # an unload that failed is requested again
+        return request.answered or request.seq_id > self._taken
+
+    def remove(self, request_id: str) -> None:
+        """A request was answered, or is a detached save: later ones do not wait for it any more."""
+        if request_id not in self._requests:
+            return
+        self._requests.remove(request_id)
+        self._capacity.release()
+        if not self._requests and self._wakes_when_empty:
+            self._wakes_when_empty = False
+            self._woken.set()
+
+    def wake_when_empty(self) -> None:
+        """Wake the runner when nothing is in flight any more."""
+        self._wakes_when_empty = True
+
+    def restart(self) -> None:
+        """Take from the journal again what was not answered; nothing is in flight."""
+        self._taken, self.unload = -1, None
+
+
+# ------------------------------------------------------------------ the model in a worker group
+class ModelBinding:
+    """Which worker group holds the model. It is restored into another group from its snapshot and the journal."""
+
+    def __init__(
+        self,
+        context: ExecutionContext,
+        model_id: str,
+        observers: Sequence[RunObserver],
+        schedule: SnapshotSchedule,
+    ) -> None:
+        """No group holds the model.
+
+        context: not bound to a worker group. observers: get reports about restores. schedule: counts replayed steps.
+        """
+        self._unbound = context
+        self.context = context  # bound to the worker group that holds the model, once one does
+        self.copies: dict[str, AdapterState] = {}  # by request: the states that a replay has copied for saves
+        self._model_id = model_id
+        self._observers = observers
+        self._schedule = schedule
+        self._crashes = 0  # of groups that were restoring this model
+
+    def release(self) -> None:
+        """No group holds the model any more."""
+        self.context = self._unbound
+
+    async def enter(self, generation: int, *, restores: bool, detached: frozenset[str]) -> bool:
+        """Have the model in the worker group `generation`; False: the group ended, or the model has ended.
+
+        restores: whether the state of a live model is needed. detached: ids of its saves on their way to the store.
+        """
+        context = self._unbound.bound_to(generation)
+        model = await context.read(context.journal.models.get, self._model_id, None)
+        if restores and model.state is ModelState.LIVE:
+            for observer in self._observers:
+                observer.restoring(generation)
+            if (restored := await self._restore(context, detached)) is None:
+                return False
+            self._schedule.restored(restored.steps, restored.last)
+            self.copies = dict(restored.copies)
+            for observer in self._observers:
+                observer.restored(generation, restored)
+        self._crashes = 0
+        self.context = context
+        return True
+
+    async def _restore(self, context: ExecutionContext, detached: frozenset[str]) -> Restored | None:
+        try:
+            return await restore(context, self._model_id, OPERATIONS, detached)
+        except GroupFailedError as error:
+            self._crashes += isinstance(error, SuspectError) and error.crashed
+            if self._crashes >= MOST_CRASHES:
+                await self._fail(f"worker groups crash while they restore it: {error}")
+        except AWAY:
+            raise  # nothing is lost: the engine ends
+        except Exception as error:
+            log.exception("model %s cannot be restored", self._model_id)
+            await self._fail(f"{type(error).__name__}: {error}")
+        return None
+
+    async def _fail(self, why: str) -> None:
+        detail = f"it could not be restored after its worker group ended: {why}"
+        await self._unbound.read(self._unbound.journal.models.end, self._model_id, ModelState.FAILED, detail)
+
+    async def drop(self) -> None:
+        """Free the model's memory in the worker group."""
+        if self.context.generation is None:
+            return
+        try:
+            await self.context.send(DropAdapter(self._model_id), Done)
+        except GroupFailedError as error:
+            log.info("model %s ended with its worker group: %s", self._model_id, error)
+
+
 # ------------------------------------------------------------------ the loop over batches
 class ModelRunner:
     """Serves one model until it takes no more work.
 
-    `serve` is a loop: wait until somebody wakes the runner, read what the journal has that was not taken yet, have the
-    model in the worker group that serves (restored, if an earlier group had it), and execute batch after batch. At most
-    IN_FLIGHT operations are on their way. When the worker group ends, they fail one after the other; the last one wakes
-    the runner, which begins anew from the journal.
+    `serve` is a loop: wait until the runner is woken, read the requests from the journal that were not taken yet, have
+    the model in the worker group that serves, and execute batch after batch. At most IN_FLIGHT operations are in
+    flight. When the worker group ends, they fail one after the other. After the last one the runner reads the journal
+    again. TRANSITIONS has the states.
     """
 
     def __init__(
         self,
         context: ExecutionContext,
-        observers: Sequence[RunMirror],
+        observers: Sequence[RunObserver],
         snapshots: SnapshotPolicy,
         model_id: str,
         steps_made: int,
@@ -159,303 +369,226 @@ class ModelRunner:
     ) -> None:
         """Nothing is taken from the journal before `serve`.
 
-        context: not bound to a worker group. observers: are told what happens. snapshots: when a
-        recovery snapshot of `model_id` is due. steps_made: optimizer steps so far, for the names of task runs.
-        paused: it begins paused.
+        context: not bound to a worker group. observers: get reports about what happens. snapshots: when a recovery
+        snapshot of `model_id` is due. steps_made: optimizer steps so far, for the names of task runs. paused: it
+        begins paused.
         """
         self.model_id = model_id
         self.observers = observers
-        self._paused = paused
-        self._cancelled = False
-        self._unbound = context
-        self._context = context  # bound to the worker group that holds the model, once one does
-        self._interrupted = False
-        self._crashes = 0  # of groups that were restoring this model
+        self.state = RunnerState.PAUSED if paused else RunnerState.IDLE
+        self._journal, self._clock, self._pool = context.journal, context.clock, context.pool
+        self._read, self._saves = context.read, context.saves
+        self._base_model = context.card.name
         self._schedule = SnapshotSchedule(snapshots, context.clock.monotonic())
+        self._snapshots = SnapshotTaker(model_id, observers, self._schedule)
+        self._binding = ModelBinding(context, model_id, observers, self._schedule)
         self._steps_made = steps_made
-        self._taken = -1  # the seq_id of the last request that was taken
-        self._unload: str | None = None  # the id of the last unload that was taken
-        self._flying: set[str] = set()  # requests that later ones wait for
-        self._room = asyncio.Semaphore(IN_FLIGHT)
         self._sequencer = Sequencer(model_id, context.saves)
-        self._copies: dict[str, AdapterState] = {}  # by request: what a replay has copied for a save
         self._woken = asyncio.Event()
         self._woken.set()
-        self._saved = asyncio.Event()  # a snapshot was taken, or cannot be
-        self._look_again = False  # something changed while operations were in flight
-        self._unstored = True  # the journal may list saves that were answered, and not stored
-        self._stopping = False
+        self._in_flight = InFlight(self._woken)
+        self._has_unstored = True  # the journal may list saves that were answered, and not stored
         if paused:
-            for shown in self.observers:
-                shown.paused("it was paused already when this run began")
+            for observer in self.observers:
+                observer.paused("it was paused already when this run began")
+
+    # ------------------------------------------------------------------ what the dispatcher calls
+    @property
+    def base_model(self) -> str:
+        """The base model of the model."""
+        return self._base_model
+
+    @property
+    def paused(self) -> bool:
+        """Whether a person has paused the run."""
+        return self.state in (RunnerState.PAUSED, RunnerState.DRAINING_PAUSED)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any operation of the model is being executed."""
+        return bool(self._in_flight) or self._schedule.taking
 
     def wake(self) -> None:
         """There may be work, or the model may have ended."""
         self._woken.set()
 
     def stop(self) -> None:
-        """Take nothing more from the journal; `serve` returns when what is in flight is answered."""
-        self._stopping = True
-        self._woken.set()
-
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is taken from the journal."""
-        return self._paused
+        """Take nothing more from the journal; `serve` returns when the operations in flight are answered."""
+        self._change(RunnerEvent.STOP)
 
     def pause(self, paused: bool) -> None:
-        """Take nothing more from the journal until the pause ends; what is in flight is answered."""
-        self._paused = paused
-        for shown in self.observers:
-            shown.paused("it is paused" if paused else None)
-        self._woken.set()
-
-    @property
-    def base_model(self) -> str:
-        """The base model of the model."""
-        return self._unbound.card.name
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything of the model is being executed."""
-        return bool(self._flying) or self._schedule.taking
+        """Take nothing more from the journal until the pause ends; operations in flight are answered."""
+        self._change(RunnerEvent.PAUSE if paused else RunnerEvent.RESUME)
+        for observer in self.observers:
+            observer.paused("it is paused" if paused else None)
 
     def cancel(self) -> None:
-        """The model was ended from outside: drop it as soon as nothing of it is in flight."""
-        self._cancelled = True
+        """The journal says that the model has ended: free its memory as soon as no operation of it is in flight."""
+        self._change(RunnerEvent.RESUME)
+
+    async def save_now(self) -> None:
+        """Take a snapshot unless the last one covers everything; return when it is taken."""
+        self._schedule.hurry()
+        self._woken.set()
+        await self._snapshots.hurried_snapshot(lambda: self.paused)
+
+    def wake_for_snapshot(self) -> None:
+        """Wake the runner if time has made a snapshot due."""
+        if self._schedule.is_due(self._clock.monotonic()):
+            self._woken.set()
+
+    def _change(self, event: RunnerEvent) -> None:
+        self.state = next_state(self.state, event)
         self._woken.set()
 
+    # ------------------------------------------------------------------ the loop
     async def serve(self, *, restore_now: bool = False) -> End:
         """Execute requests as they come, until the model takes no more or the engine stops.
 
-        restore_now: the model is restored at once, and not when there is something to execute.
+        restore_now: restore the model now instead of when its next request comes.
         """
         async with asyncio.TaskGroup() as group:  # waits for what is in flight
             if restore_now:
-                await self._is_ready(needed=True)
+                await self._is_ready(restores=True)
             while True:
-                found = await self._next(group)
-                if isinstance(found, End):
-                    return found
-                for batch in found:
+                work = await self._next(group)
+                if isinstance(work, End):
+                    return work
+                for batch in work:
                     await self._execute(batch, group)
 
     async def _next(self, group: asyncio.TaskGroup) -> list[Batch] | End:
+        """The batches to execute next, or the end of serving, as soon as there are any."""
         while True:
             await self._woken.wait()
-            if self._stopping:
-                self._take_snapshot(group)
+            if self.state is RunnerState.ENDED:
+                self._snapshots.take(self._binding.context, self._sequencer, group)
                 return STOPPED
             self._woken.clear()
-            paused = self._paused and not self._cancelled
-            if paused and not (self._unstored or self._interrupted):
+            if self.state is RunnerState.PAUSED and not self._has_unstored:
                 continue
-            if self._interrupted:
-                if self._flying:
-                    continue  # the last of them wakes us
-                await self._begin_anew()
-            if self._schedule.due(self._context.clock.monotonic()):
-                self._take_snapshot(group)
-            if self._unbound.pool.draining:
+            if self.state in DRAINING:
+                if self._in_flight:
+                    self._in_flight.wake_when_empty()
+                    continue
+                await self._begin_again()
+            if self._schedule.is_due(self._clock.monotonic()):
+                self._snapshots.take(self._binding.context, self._sequencer, group)
+            if self._pool.draining:
                 continue
-            if fresh := await self._fresh(paused):
-                if await self._is_ready_for(fresh):
-                    return batches(fresh, self._steps_made)
+            if new := await self._new_requests():
+                if await self._is_ready_for(new):
+                    return batches(new, self._steps_made)
                 self._woken.set()
-            elif self._flying:
-                self._look_again = True
-            elif not paused and (end := await self._ended()) is not None:
+            elif self._in_flight:
+                self._in_flight.wake_when_empty()
+            elif not self.paused and (end := await self._ended()) is not None:
                 return end
 
-    async def _fresh(self, paused: bool) -> list[Pending]:
-        """What the journal has for us and was not taken yet: while paused only saves that wait for the store."""
-        detached = self._detached()  # from before the look: what is in neither was answered meanwhile
-        rows = [] if paused else await self._context.read(self._context.journal.requests.ready, self.model_id, _LOOK)
-        if self._unstored:  # also while paused: samplers wait for these
-            left = await self._context.read(self._context.journal.recovery.unstored, self.model_id)
-            self._unstored = bool(left)
-            rows = sorted([*left, *rows], key=lambda row: math.inf if row.seq_id is None else row.seq_id)
-        if len(rows) >= _LOOK:
+    async def _new_requests(self) -> list[Pending]:
+        """The journal's requests that were not taken yet; while paused, only saves that wait for the store."""
+        detached = self._detached()  # before the journal is read: a save in neither has ended meanwhile
+        rows = [] if self.paused else await self._read(self._journal.requests.ready, self.model_id, _PAGE)
+        if self._has_unstored:  # also while paused: samplers wait for these
+            unstored = await self._read(self._journal.recovery.unstored, self.model_id)
+            self._has_unstored = bool(unstored)
+            rows = sorted([*unstored, *rows], key=lambda row: math.inf if row.seq_id is None else row.seq_id)
+        if len(rows) >= _PAGE:
             self._woken.set()  # there may be more
-        return [row for row in rows if row.id not in detached and self._is_fresh(row)]
+        return [row for row in rows if row.id not in detached and self._in_flight.is_new(row)]
 
-    async def _is_ready_for(self, fresh: list[Pending]) -> bool:
-        """Have the model where it can execute these. False: look again."""
-        bound = self._context.generation
-        ready = await self._is_ready(needed=any(request.seq_id is not None for request in fresh))
+    async def _is_ready_for(self, new: Sequence[Pending]) -> bool:
+        """Have the model where it can execute these requests. False: read the journal again."""
+        bound = self._binding.context.generation
+        ready = await self._is_ready(restores=any(request.seq_id is not None for request in new))
         if ready:
-            self._unstored = self._context.generation != bound  # what the replay has copied is to be stored
-        return ready and not self._unstored
+            self._has_unstored = self._binding.context.generation != bound  # a replay's copies are to be stored
+        return ready and not self._has_unstored
 
-    async def _is_ready(self, *, needed: bool) -> bool:
-        """Have the model in the worker group that serves: restored, if an earlier group had it. False: look again.
+    async def _is_ready(self, *, restores: bool) -> bool:
+        """Have the model in the worker group that serves. False: read the journal again.
 
-        needed: whether there is anything to do with it but unload it.
+        restores: whether its state is needed; an unload needs none, and starts no worker group.
         """
-        pool = self._unbound.pool
-        if not needed and pool.resting and not self._flying:  # no group is started to unload a model that is in none
-            self._context = self._unbound
+        if not restores and self._pool.resting and not self._in_flight:
+            self._binding.release()
             return True
-        generation = await pool.serving()
-        if self._context.generation == generation:
-            return True
-        if self._flying:
-            self._interrupted = True  # they fail one after the other, and the last one wakes us
-            return False
-        model = await self._unbound.read(self._unbound.journal.models.get, self.model_id, None)
-        context = self._unbound.bound_to(generation, model.owner)
-        if model.state is ModelState.LIVE and needed:
-            for shown in self.observers:
-                shown.restoring(generation)
-            try:
-                restored = await restore(context, self.model_id, self._detached())
-            except GroupFailedError as error:
-                self._crashes += isinstance(error, SuspectError) and error.crashed
-                if self._crashes < MOST_CRASHES:
-                    return False
-                await self._fail(f"worker groups crash while they restore it: {error}")
+        generation = await self._pool.serving()
+        if self._binding.context.generation != generation:
+            if self._in_flight or self.state in DRAINING:
+                self._change(RunnerEvent.INTERRUPT)  # its operations fail one after the other
                 return False
-            except AWAY:
-                raise  # nothing is lost: the engine ends
-            except Exception as error:
-                log.exception("model %s cannot be restored", self.model_id)
-                await self._fail(f"{type(error).__name__}: {error}")
+            self._change(RunnerEvent.RESTORE)
+            if not await self._binding.enter(generation, restores=restores, detached=self._detached()):
+                self._change(RunnerEvent.NOT_READY)
                 return False
-            self._schedule.restored(restored.steps, restored.last)
-            self._copies = dict(restored.copies)
-            for shown in self.observers:
-                shown.restored(generation, restored)
-        self._crashes = 0
-        self._context = context
+        self.state = next_state(self.state, RunnerEvent.READY)
         return True
 
-    async def _fail(self, why: str) -> None:
-        detail = f"it could not be restored after its worker group ended: {why}"
-        end = self._unbound.journal.models.end
-        await self._unbound.read(end, self.model_id, ModelState.FAILED, detail)
-
-    async def _begin_anew(self) -> None:
-        """What was in flight went with its group: take it from the journal again."""
-        for shown in self.observers:
-            shown.interrupted()
-        self._interrupted = False
-        model = await self._unbound.read(self._unbound.journal.models.get, self.model_id, None)
-        self._steps_made, self._taken, self._unload, self._unstored = model.step, -1, None, True
+    async def _begin_again(self) -> None:
+        """The operations in flight ended with their worker group: take them from the journal again."""
+        for observer in self.observers:
+            observer.interrupted()
+        model = await self._read(self._journal.models.get, self.model_id, None)
+        self._steps_made, self._has_unstored = model.step, True
+        self._in_flight.restart()
         self._sequencer.restart()
-        self._schedule.interrupted()
-        self._saved.set()
-        self._context = self._unbound
-
-    def _take_snapshot(self, group: asyncio.TaskGroup) -> None:
-        """Give a snapshot the next slot of the model, if there is anything new to be in it."""
-        last = self._sequencer.last
-        if self._schedule.seq_id is None or self._schedule.taking or last is None or last.interrupted:
-            return
-        seq_id = self._schedule.begin(self._context.clock.monotonic())
-        taking = group.create_task(take(self._context, self.model_id, seq_id, self._sequencer.slot()), name="snapshot")
-        taking.add_done_callback(self._snapshot_taken)
-
-    def _snapshot_taken(self, taking: asyncio.Task[SnapshotTaken | None]) -> None:
-        self._schedule.taking = False
-        self._saved.set()
-        if not taking.cancelled() and taking.exception() is None and (taken := taking.result()) is not None:
-            for shown in self.observers:
-                shown.log(f"snapshot taken at request {taken.seq_id}: {taken.size_bytes / 2**20:.1f} MiB")
-
-    async def save_now(self) -> None:
-        """Take a snapshot, unless the last one holds all; return when it is taken."""
-        self._schedule.hurry()
-        self._woken.set()
-        while (self._schedule.taking or self._schedule.hurried) and not self._paused:
-            self._saved.clear()
-            await self._saved.wait()
-
-    def look_at_snapshot(self) -> None:
-        """Time has passed: a snapshot may be due."""
-        if self._schedule.due(self._context.clock.monotonic()):
-            self._woken.set()
-
-    def _is_fresh(self, row: Pending) -> bool:
-        # Not by the ids in flight: one of them may have been answered since the rows were read. What was answered is
-        # asked for only when nothing is in flight.
-        if row.seq_id is None:
-            return row.id != self._unload  # an unload that failed is asked for again
-        return row.answered or row.seq_id > self._taken
-
-    def _detached(self) -> frozenset[str]:
-        """The model's saves that are on their way to the store: they hold up nobody."""
-        return frozenset(save.request_id for save in self._context.saves.detached(self.model_id))
+        self._snapshots.interrupted()
+        self._binding.release()
+        self._change(RunnerEvent.DRAINED)
 
     async def _ended(self) -> End | None:
-        model = await self._context.read(self._context.journal.models.get, self.model_id, None)
+        model = await self._read(self._journal.models.get, self.model_id, None)
         match model.state:
             case ModelState.CREATING | ModelState.LIVE:
                 return None
-            case ModelState.UNLOADED if self._unload is None:  # from outside, also if we see that before `cancel`
-                await self._drop()
+            case ModelState.UNLOADED if self._in_flight.unload is None:  # a person has ended it
+                await self._binding.drop()
                 return End(Why.CANCELLED, model.detail or Why.CANCELLED.value)
             case ModelState.UNLOADED:
                 return End(Why.DONE, f"unloaded: {model.detail}")
             case _:
                 return End(Why.FAILED, f"{model.state}: {model.detail}")
 
-    async def _drop(self) -> None:
-        """Free what the model takes in the worker group."""
-        if self._context.generation is None:
-            return  # it is in none
-        try:
-            await self._context.send(DropAdapter(self.model_id), Done)
-        except GroupFailedError as error:
-            log.info("model %s went with its worker group: %s", self.model_id, error)
+    def _detached(self) -> frozenset[str]:
+        """The model's saves on their way to the store; nothing waits for them."""
+        return frozenset(save.request_id for save in self._saves.detached(self.model_id))
 
+    # ------------------------------------------------------------------ operations
     async def _execute(self, batch: Batch, group: asyncio.TaskGroup) -> None:
-        """Start the operations of a batch, and let people see them."""
+        """Start the operations of a batch, and report them."""
         operations = []
         for request in batch.requests:
-            await self._room.acquire()
+            await self._in_flight.has_capacity()
             operations.append(self._begin(request, group))
-        for shown in self.observers:
-            shown.started(batch, operations)
+        for observer in self.observers:
+            observer.started(batch, operations)
 
     def _begin(self, request: Pending, group: asyncio.TaskGroup) -> Operation:
-        self._flying.add(request.id)
-        if request.seq_id is None:
-            self._unload = request.id
-        else:
-            if not request.answered:  # a paused run stores answered saves before it takes those in front
-                self._taken = max(self._taken, request.seq_id)
-            self._schedule.went(request.seq_id, step=request.kind == Kind.OPTIM_STEP)
+        self._in_flight.add(request)
+        is_step = request.kind == Kind.OPTIM_STEP
+        if request.seq_id is not None:
+            self._schedule.dispatched(request.seq_id, step=is_step)
+        self._steps_made += is_step
         slot = self._sequencer.slot(request.id if request.kind in SAVES else None)
-        execution = Execution(self._context, request, slot, copy=self._copies.pop(request.id, None))
-        operation = begin(EXECUTE[request.kind], execution, group)
-        if request.kind == Kind.OPTIM_STEP:
-            self._steps_made += 1
+        copied = self._binding.copies.pop(request.id, None)
+        execution = Execution(self._binding.context, request, slot, copy=copied)
+        operation = begin(OPERATIONS.execute[request.kind], execution, group)
         operation.answered.add_done_callback(partial(self._answered, request.id))
         if slot.save is not None:
-            group.create_task(self._let_go(request.id, slot), name=f"{request.kind} {request.id} is detached")
+            group.create_task(self._remove_detached(request.id, slot), name=f"{request.kind} {request.id} is detached")
         return operation
 
-    async def _let_go(self, request_id: str, slot: Slot) -> None:
-        """Go on without a save, once it is detached."""
+    async def _remove_detached(self, request_id: str, slot: Slot) -> None:
+        """Continue without a save once it is detached."""
         await slot.released()
-        self._landed(request_id)
+        self._in_flight.remove(request_id)
 
     def _answered(self, request_id: str, answered: asyncio.Task[Outcome | None]) -> None:
         ended = not answered.cancelled() and answered.exception() is None
         outcome = answered.result() if ended else None
         if ended and outcome is None:
-            self._interrupted = True
-            self._woken.set()
-        self._landed(request_id)
+            self._change(RunnerEvent.INTERRUPT)
+        self._in_flight.remove(request_id)
         if outcome is not None and (outcome.seq_id is None or outcome.error is not None):
             self._woken.set()  # the model may have ended
-
-    def _landed(self, request_id: str) -> None:
-        """Later requests do not wait for this one any more: it is answered or detached."""
-        if request_id not in self._flying:
-            return
-        self._flying.remove(request_id)
-        self._room.release()
-        if not self._flying and (self._interrupted or self._look_again):
-            self._look_again = False
-            self._woken.set()

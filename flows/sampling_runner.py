@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from tinkerflow.backend.core.fairness import equal_places
 from tinkerflow.backend.journal import Outcome, Pending
-from tinkerflow.flows.prefect.mirror import RunMirror
+from tinkerflow.flows.observers import RunObserver
 from tinkerflow.flows.runner import STOPPED, End
 from tinkerflow.tasks.execution.operation import ExecutionContext, Operation
 from tinkerflow.tasks.operations.sample import SampleBatch
@@ -30,7 +30,7 @@ _LOOKS = 32  # a look into the journal for more samples comes after this part of
 class SamplingRunner:
     """Takes samples from the journal and keeps the decode batch going."""
 
-    def __init__(self, context: ExecutionContext, observers: Sequence[RunMirror], most_waiting: int) -> None:
+    def __init__(self, context: ExecutionContext, observers: Sequence[RunObserver], most_waiting: int) -> None:
         """observers: are told what happens. most_waiting: requests taken from the journal at once; more wait there.
 
         Those with images or long bodies do not count, but no project has more taken in all.

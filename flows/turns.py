@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.retry import repeat
 from tinkerflow.backend.journal import AWAY, Journal, Kind, ModelEnded, ModelState, Outcome
 from tinkerflow.flows.groups import ServedModel
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+UPDATE_SECONDS = 1.0
 IDLE_SECONDS = 5.0  # without anything to do until a group makes room for another one: clients pause between two steps
 TURN_SECONDS = 300.0  # of a group that always has something to do, while others wait
 STARTS = 3  # that fail in a row before requests fail with them
@@ -97,7 +98,7 @@ class GroupTurns:
         clock: Clock,
         patience: float,
     ) -> None:
-        """Nothing happens before `keep`.
+        """Nothing happens before `watch`.
 
         journal: knows what waits. served: every base model, with a pool that was opened on demand. turns: of nobody.
         is_busy: whether anything of a base model is being executed. clock: of the turns. patience: seconds from the
@@ -112,17 +113,12 @@ class GroupTurns:
         self._failures: dict[str, tuple[float, int]] = {}  # starts that failed in a row: since when, how many
         self._told: dict[str, str | None] = {}
 
-    async def keep(self) -> None:
-        """Look for ever at what waits."""
-        while True:
-            try:
-                await self.look()
-            except AWAY:
-                log.warning("the journal cannot be read; looking again in %.0f s", LOOK_SECONDS, exc_info=True)
-            await asyncio.sleep(LOOK_SECONDS)
+    async def watch(self) -> None:
+        """Begin and end groups until cancelled."""
+        await repeat(self.update, UPDATE_SECONDS, on=AWAY, what="the journal cannot be read", log=log)
 
-    async def look(self) -> None:
-        """Look once."""
+    async def update(self) -> None:
+        """Begin and end groups as the turns require now."""
         turns, pools = self._turns, self._pools
         asked = [name for name in await asyncio.to_thread(self._journal.queue.wanted) if name in pools]
         for name in [name for name in turns.held if pools[name].resting]:

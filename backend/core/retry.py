@@ -1,4 +1,4 @@
-"""Trying again what failed: how long to wait, and the one loop that does so."""
+"""Trying again what failed: how long to wait, the one loop that does so, and the one that repeats work for ever."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -75,3 +76,33 @@ async def retry(
             log.warning("%s, trying again in %g s: %s", what, pause, error, exc_info=traceback)
         await asyncio.sleep(pause)
     raise AssertionError("unreachable")  # for the type checker
+
+
+async def repeat(
+    work: Callable[[], Awaitable[object]],
+    seconds: float,
+    *,
+    on: Errors,
+    what: str,
+    log: logging.Logger,
+    level: int = logging.WARNING,
+    early: asyncio.Event | None = None,
+) -> None:
+    """Await `work()` again and again with pauses of `seconds`, until cancelled.
+
+    on: error classes that end only one round; they are logged. Every other error is raised.
+    what: the beginning of that line, as in "a sweep failed".
+    log: the logger of the caller's module. level: of the line, which has the traceback unless the error is one of ours.
+    early: an event that ends the pause; it is cleared before each round.
+    """
+    while True:
+        if early is not None:
+            early.clear()
+        try:
+            await work()
+        except on as error:
+            traceback = not isinstance(error, TinkerflowError)
+            log.log(level, "%s, trying again in %g s: %s", what, seconds, error, exc_info=traceback)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await (asyncio.Event() if early is None else early).wait()

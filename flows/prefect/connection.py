@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -31,14 +31,14 @@ from prefect.states import Crashed
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.prefect_access import make_credential
-from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
+from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts, repeat
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.server import is_healthy, listen, start_server
 
 log = logging.getLogger(__name__)
 
-HEALTH_SECONDS = 2.0  # between two looks
+HEALTH_SECONDS = 2.0  # between two checks
 LATE_SECONDS = 10.0  # a server that takes longer to answer is away; on a busy machine, one that works takes seconds
 END_SECONDS = 5.0
 # Prefect's loggers for what we log ourselves, once: a server that cannot be reached.
@@ -95,11 +95,13 @@ class PrefectConnection:
             yield
 
     async def watch(self) -> None:
-        """Look every HEALTH_SECONDS whether Prefect can be reached; never returns."""
+        """Check every HEALTH_SECONDS whether Prefect can be reached, until cancelled."""
         async with httpx.AsyncClient(timeout=LATE_SECONDS) as client:
-            while self.api_url:
+
+            async def check() -> None:
                 self.found(await is_healthy(client, self.api_url), "it does not answer")
-                await asyncio.sleep(HEALTH_SECONDS)
+
+            await repeat(check, HEALTH_SECONDS, on=(), what="", log=log)
 
     def found(self, reachable: bool, why: str) -> None:
         """Prefect answered, or did not and `why`: whoever asked to hear that it is back is told."""
@@ -154,27 +156,27 @@ class PrefectConnection:
             self.found(False, f"{type(error).__name__}: {error}")
         return count
 
-    def tell(
+    def emit(
         self,
         event: str,
         name: str,
-        of: str = "base-model",
+        of: str,
+        payload: Mapping[str, object],
         *,
-        emit: Callable[[dict[str, Any]], object] | None = None,
+        send: Callable[[dict[str, Any]], object] | None = None,
         once: str = "",
-        **payload: object,
     ) -> None:
         """Emit a Prefect event about the `of` that is called `name`, such as `tinkerflow.group.ended`; never waits.
 
-        event, name, of: of the event, and of the thing it is about. emit: sends it: `FlowRunRecord.emit` adds the flow
-        run, which automations can suspend or cancel. once: Prefect keeps one such event of each thing with this text.
-        payload: its facts.
+        event, name, of: of the event, and of the thing it is about. payload: its facts. send: sends it:
+        `FlowRunRecord.emit` adds the flow run, which automations can suspend or cancel. once: Prefect keeps one event
+        of each thing with this text.
         """
         if self.api_url:
             resource = {"prefect.resource.id": f"tinkerflow.{of}.{name}", "prefect.resource.name": name}
-            emit = emit or (lambda event: emit_event(**event))
+            send = send or (lambda event: emit_event(**event))
             key = uuid5(NAMESPACE_URL, f"{event}/{of}/{name}/{once}") if once else None
-            emit({"event": event, "resource": resource, "payload": payload, "id": key})
+            send({"event": event, "resource": resource, "payload": dict(payload), "id": key})
 
     async def close(self) -> None:
         """Give what was not sent yet END_SECONDS to be sent, requests and events alike."""

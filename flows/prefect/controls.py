@@ -1,34 +1,31 @@
 """The buttons of Prefect's UI for training runs: Cancel, Suspend, Resume, Retry.
 
-Prefect itself does not act on the buttons of runs that an engine of ours executes. One request every LOOK_SECONDS finds
+Prefect itself does not act on the buttons of runs that an engine of ours executes. One request every POLL_SECONDS finds
 all runs of this engine whose state a person has changed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Failed, Running
 
-from tinkerflow.backend.core.errors import TinkerflowError, UserError
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.retry import repeat
+from tinkerflow.flows.observers import RunControls
 from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.connection import PrefectConnection
 
-if TYPE_CHECKING:
-    from tinkerflow.flows.dispatcher import Dispatcher
-
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 _ASKED = ("CANCELLING", "PAUSED", "SCHEDULED")
 PAUSED = "the run was paused in Prefect"
 CANCELLED = "the run was cancelled in Prefect"
@@ -37,30 +34,24 @@ CANCELLED = "the run was cancelled in Prefect"
 class ControlsWatch:
     """Looks at the states of our flow runs, and has them obeyed."""
 
-    def __init__(self, connection: PrefectConnection, dispatcher: Dispatcher) -> None:
-        """Nothing is looked at before `watch`."""
+    def __init__(self, connection: PrefectConnection, controls: RunControls) -> None:
+        """Nothing is read before `watch`. controls: obeys the buttons."""
         self._connection = connection
-        self._dispatcher = dispatcher
+        self._controls = controls
         self._paused: dict[UUID, str] = {}  # flow run -> model
         self._retried: dict[UUID, UUID] = {}  # flow run -> its state that was obeyed as a Retry
 
     async def watch(self) -> None:
-        """Look every LOOK_SECONDS while Prefect can be reached; never returns."""
-        while True:
-            if self._connection.reachable:
-                try:
-                    async with get_client() as client:
-                        await self.look(client)
-                except (TinkerflowError, httpx.HTTPError, PrefectException, TimeoutError) as error:
-                    log.warning(
-                        "Prefect cannot be asked for its buttons, trying again: %s: %s", type(error).__name__, error
-                    )
-                except Exception:  # an answer that cannot be read, or a journal that is away: no reason to end
-                    log.warning("Prefect's buttons cannot be obeyed now, trying again", exc_info=True)
-            await asyncio.sleep(LOOK_SECONDS)
+        """Obey the buttons that were pressed, every POLL_SECONDS while Prefect can be reached, until cancelled."""
+        await repeat(self._poll, POLL_SECONDS, on=Exception, what="Prefect's buttons cannot be obeyed now", log=log)
 
-    async def look(self, client: PrefectClient) -> None:
-        """Do what was asked since the last look."""
+    async def _poll(self) -> None:
+        if self._connection.reachable:
+            async with get_client() as client:
+                await self.obey_all(client)
+
+    async def obey_all(self, client: PrefectClient) -> None:
+        """Do what people have chosen since the last call."""
         ours = {"tags": {"all_": [self._connection.mark]}, "state": {"type": {"any_": _ASKED}}}
         found = await client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(ours))
         seen = {run.id for run in found}
@@ -77,12 +68,12 @@ class ControlsWatch:
 
     async def _obey(self, client: PrefectClient, run: FlowRun) -> None:
         model_id = str(run.parameters.get("model_id", ""))
-        paused, now_shown = run.id in self._paused, self._dispatcher.shown_in(model_id) == run.id
+        paused, now_shown = run.id in self._paused, self._controls.shown_in(model_id) == run.id
         match run.state.type if run.state else None:
             case StateType.CANCELLING | StateType.CANCELLED:
                 self._paused.pop(run.id, None)
                 log.info("model %s: %s", model_id, CANCELLED)
-                await self._dispatcher.cancel(model_id, CANCELLED)
+                await self._controls.cancel(model_id, CANCELLED)
                 if not now_shown:  # otherwise the run itself says that it has ended
                     await _say(client, run, Cancelled(message=CANCELLED))
             case StateType.PAUSED if now_shown:
@@ -92,7 +83,7 @@ class ControlsWatch:
                 elif not paused:
                     self._paused[run.id] = model_id
                     log.info("model %s: %s", model_id, PAUSED)
-                    await self._dispatcher.pause(model_id, f"{PAUSED} (flow run {run.name}); Resume lets it go on")
+                    await self._controls.pause(model_id, f"{PAUSED} (flow run {run.name}); Resume lets it go on")
             case StateType.SCHEDULED if paused and now_shown:  # a suspended run that is resumed
                 await _say(client, run, Running(message="resumed"))
                 await self._go_on(run.id, model_id)
@@ -104,17 +95,17 @@ class ControlsWatch:
     async def _go_on(self, flow_run: UUID, model_id: str) -> None:
         self._paused.pop(flow_run, None)
         log.info("model %s is resumed", model_id)
-        await self._dispatcher.pause(model_id, None)
+        await self._controls.pause(model_id, None)
 
     async def _retry(self, client: PrefectClient, run: FlowRun, model_id: str) -> None:
-        if (shown := self._dispatcher.shown_in(model_id)) is not None:
+        if (shown := self._controls.shown_in(model_id)) is not None:
             await _say(client, run, Cancelled(message=f"the model is served already, in flow run {shown}"))
             return
         state = run.state.id if run.state is not None else run.id
         if self._retried.get(run.id) == state:
             return  # its new state is on its way to the server
         try:
-            await self._dispatcher.retry(model_id, run.id)
+            await self._controls.retry(model_id, run.id)
             self._retried[run.id] = state
         except UserError as error:
             await _say(client, run, Failed(message=error.message))
@@ -123,7 +114,7 @@ class ControlsWatch:
 def _is_over(state: State[Any] | None) -> bool:
     """Whether a pause ends before the next look. After its end Prefect would fail a run that is resumed."""
     until = state.state_details.pause_timeout if state is not None else None
-    return until is not None and until.timestamp() - time.time() < 2 * LOOK_SECONDS
+    return until is not None and until.timestamp() - time.time() < 2 * POLL_SECONDS
 
 
 async def _say(client: PrefectClient, run: FlowRun, state: State[Any]) -> None:

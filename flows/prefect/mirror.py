@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 from uuid import UUID
 
 from prefect.client.schemas.actions import LogCreate
@@ -21,16 +20,15 @@ from prefect.states import Cancelled, Completed, Failed, Paused, Running
 
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.journal import Journal, Kind, Outcome, Trained
+from tinkerflow.flows.observers import Batch, RunControls
 from tinkerflow.flows.prefect.connection import PrefectConnection
+from tinkerflow.flows.prefect.controls import ControlsWatch
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, TaskRunRecord, sampling, training_run
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect.report import Drawing, RunReport
 from tinkerflow.flows.prefect.window import Window
 from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.execution.restore import Restored
-
-if TYPE_CHECKING:
-    from tinkerflow.flows.runner import Batch
 
 # Task runs of one flow run: with 500, its page takes more than six seconds to open (tests/benchmarks/RESULTS.md).
 MOST_TASK_RUNS = 150
@@ -63,7 +61,23 @@ class Mirror:
         self.pacing = pacing
         self.most_task_runs = most_task_runs
 
-    def training_run(
+    @property
+    def is_on(self) -> bool:
+        """Whether runs are shown at all: there is a Prefect server."""
+        return bool(self.connection.api_url)
+
+    def emit(self, event: str, name: str, of: str = "base-model", **payload: object) -> None:
+        """Emit a Prefect event about the `of` called `name`."""
+        self.connection.emit(event, name, of, payload)
+
+    async def watch(self, controls: RunControls) -> None:
+        """Watch Prefect's health, and obey the buttons of its UI, until cancelled; return if there is no Prefect."""
+        if self.is_on:
+            async with asyncio.TaskGroup() as watches:
+                watches.create_task(self.connection.watch(), name="prefect health")
+                watches.create_task(ControlsWatch(self.connection, controls).watch(), name="controls")
+
+    def observe_training_run(
         self,
         model_id: str,
         base_model: str,
@@ -71,12 +85,12 @@ class Mirror:
         adopted: UUID | None = None,
         trained: Trained = Trained(),  # noqa: B008  it is frozen
     ) -> list[RunMirror]:
-        """Who shows one model's training run: nobody without Prefect.
+        """The mirror of one model's training run; none without Prefect.
 
-        model_id, base_model: of the run. label: what its client calls it. adopted: the flow run, retried, to go on
-        in. trained: the tokens that the run was trained on before.
+        model_id, base_model: of the run. label: the client's name for it. adopted: the flow run, which somebody has
+        retried, in which it continues. trained: the tokens on which the run was trained before.
         """
-        if not self.connection.api_url:
+        if not self.is_on:
             return []
         parameters = {"model_id": model_id, "base_model": base_model}
         name = " ".join((last_part(base_model), *label[:_LABEL].split(), model_id))
@@ -85,9 +99,9 @@ class Mirror:
         drawing = None if self._journal is None else Drawing(self._journal, model_id, name, console)
         return [RunMirror(self, heading, short_name(model_id), adopted, model_id, drawing, trained)]
 
-    def sampling(self, base_model: str) -> list[RunMirror]:
-        """Who shows the sampling of one base model: nobody without Prefect."""
-        if not self.connection.api_url:
+    def observe_sampling(self, base_model: str) -> list[RunMirror]:
+        """The mirror of one base model's samples; none without Prefect."""
+        if not self.is_on:
             return []
         short = last_part(base_model)
         heading = Heading(sampling, f"{short} sampling", {"base_model": base_model}, self._tags(base_model))
@@ -256,7 +270,7 @@ class RunMirror:
 
     def _tell(self, event: str, *, once: str = "", **payload: object) -> None:
         emit = self._flow_run.emit if self._flow_run is not None else None
-        self._connection.tell(event, self._model_id, of="model", emit=emit, once=once, **payload)
+        self._connection.emit(event, self._model_id, "model", payload, send=emit, once=once)
 
     # ------------------------------------------------------------------ which flow run and which task run
     def _shows(self) -> bool:

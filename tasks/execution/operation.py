@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -33,6 +33,7 @@ from tinkerflow.backend.journal import (
     AWAY,
     Effect,
     Journal,
+    Kind,
     ModelEnded,
     ModelState,
     Outcome,
@@ -170,6 +171,14 @@ class Execution:
 
 
 Execute = Callable[[Execution], Awaitable[Outcome]]
+
+
+@dataclass(frozen=True)
+class OperationTable:
+    """What executes requests. execute: by kind of request. copy_state: copies the model's state for a save."""
+
+    execute: Mapping[Kind, Execute]
+    copy_state: Callable[[Execution], Awaitable[AdapterState]]
 
 
 @dataclass(frozen=True)

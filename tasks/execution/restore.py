@@ -27,11 +27,9 @@ from tinkerflow.backend.core.retry import retry
 from tinkerflow.backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
 from tinkerflow.backend.spec.commands import AdapterState, Done, DropAdapter, ImportAdapter, StoredState
 from tinkerflow.backend.store import Saved
-from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
+from tinkerflow.tasks.execution.operation import Execution, ExecutionContext, OperationTable
 from tinkerflow.tasks.execution.sequencer import Saves, Sequencer
 from tinkerflow.tasks.execution.state_transfers import bring, record
-from tinkerflow.tasks.operations import EXECUTE
-from tinkerflow.tasks.operations.save_weights import copy
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +54,16 @@ class Restored:
     copies: Mapping[str, AdapterState]
 
 
-async def restore(context: ExecutionContext, model_id: str, detached: Collection[str] = ()) -> Restored:
+async def restore(
+    context: ExecutionContext,
+    model_id: str,
+    operations: OperationTable,
+    detached: Collection[str] = (),
+) -> Restored:
     """Make a live model in the worker group that `context` is bound to, as its answered requests have left it.
 
-    context: bound to that worker group. detached: ids of saves that are being written; other saves that are not
-    answered, or not stored, are copied again.
+    context: bound to that worker group. operations: execute the requests. detached: ids of saves that are being
+    written; other saves that are not answered, or not stored, are copied again.
 
     GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored. Where the
     devices have no memory left, as they had when it was first executed, it is tried again for some minutes.
@@ -68,7 +71,7 @@ async def restore(context: ExecutionContext, model_id: str, detached: Collection
 
     async def attempt() -> Restored:
         try:
-            return await _restore(context, model_id, detached)
+            return await _restore(context, model_id, operations, detached)
         except AllocationError as error:
             await _tell(context, model_id, f"waiting for memory of the devices ({error})")
             await context.send(DropAdapter(model_id), Done)  # others may need it to go on
@@ -78,12 +81,14 @@ async def restore(context: ExecutionContext, model_id: str, detached: Collection
     return await retry(attempt, on=AllocationError, pauses=_PAUSES, what=what, log=log)
 
 
-async def _restore(context: ExecutionContext, model_id: str, detached: Collection[str]) -> Restored:
+async def _restore(
+    context: ExecutionContext, model_id: str, operations: OperationTable, detached: Collection[str]
+) -> Restored:
     began = context.clock.monotonic()
     snapshot, unreadable = await _load(context, model_id)
     loaded = context.clock.monotonic()
     after = -1 if snapshot is None else snapshot.seq_id
-    replay = _Replay(context, model_id, after, frozenset(detached))
+    replay = _Replay(context, model_id, operations, after, frozenset(detached))
     await replay.run(older=bool(unreadable))
     await context.read(context.journal.models.note_progress, model_id, None)
     ended = context.clock.monotonic()
@@ -168,12 +173,20 @@ async def _tell(context: ExecutionContext, model_id: str, what: str) -> None:
 class _Replay:
     """Executes again what came after request `after`; their answers are in the journal already, and stay."""
 
-    def __init__(self, context: ExecutionContext, model_id: str, after: int, detached: frozenset[str]) -> None:
+    def __init__(
+        self,
+        context: ExecutionContext,
+        model_id: str,
+        operations: OperationTable,
+        after: int,
+        detached: frozenset[str],
+    ) -> None:
         self.requests = self.steps = 0
         self.after = after
         self.copies: dict[str, AdapterState] = {}
         self._context = context
         self._model_id = model_id
+        self._operations = operations
         self._detached = detached
 
     async def run(self, *, older: bool) -> None:
@@ -206,9 +219,9 @@ class _Replay:
         request = one.request
         try:
             if one.answered_at is None or request.kind is Kind.SAVE_FOR_SAMPLER:
-                self.copies[request.id] = await copy(execution)
+                self.copies[request.id] = await self._operations.copy_state(execution)
                 return
-            outcome = await EXECUTE[request.kind](execution)
+            outcome = await self._operations.execute[request.kind](execution)
             if one.succeeded is False and outcome.error is None:  # the answer could not be stored, or came too late
                 log.error(
                     "%s (seq_id %s) of model %s is answered as failed, and succeeds when it is replayed",

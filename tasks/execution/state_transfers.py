@@ -105,7 +105,7 @@ class Copy:
         return await asyncio.to_thread(store.commit_parts, self._folder, state, meta, files)
 
 
-async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot) -> SnapshotTaken | None:
+async def take_snapshot(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot) -> SnapshotTaken | None:
     """Take a snapshot of the model at this slot. A failure is logged, and costs a longer replay."""
     began = context.clock.monotonic()
     try:

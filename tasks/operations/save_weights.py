@@ -105,7 +105,7 @@ async def save_weights_external(execution: Execution) -> Outcome:
 
 
 # ------------------------------------------------------------------ saves under a name
-async def copy(execution: Execution) -> AdapterState:
+async def copy_state(execution: Execution) -> AdapterState:
     """The model's state at the save's place in the order. A replay may have passed that place, and copied it."""
     async with execution.slot:
         if execution.copy is not None:
@@ -132,7 +132,7 @@ async def _save(
     checkpoint was deleted or has expired is free anyway. recipients: the keys that can decrypt an export; empty: it is
     not encrypted. StoreError when the store fails, UserError when the name is taken.
     """
-    state = await copy(execution)
+    state = await copy_state(execution)
     await execution.slot.detach()
     await execution.slot.earlier_saves()  # a later save must not overtake an earlier one
     context, request, run_id = execution.context, execution.request, execution.model_id

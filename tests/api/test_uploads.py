@@ -26,7 +26,7 @@ from tinkerflow.backend.journal.uploads import MOST_OPEN
 from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
-from tinkerflow.flows.expiry import delete_uploads
+from tinkerflow.flows.sweeps import delete_uploads
 
 START, FINISH = "external_weights_upload_start", "external_weights_upload_finish"
 ASKED = {"base_model": BASE, "lora_config": {"rank": 4}}

@@ -122,7 +122,7 @@ def test_flows_are_sent_to_their_processes_whole() -> None:
         flow, _ = make_deployment(_example_of(pipeline))
         copy = cloudpickle.loads(cloudpickle.dumps(flow))
         assert (copy.name, copy.isasync) == (pipeline.flow.name, True)
-        assert inspect.signature(copy.fn) == inspect.signature(pipeline.flow.fn)
+        assert inspect.signature(copy.fn) == inspect.signature(pipeline.flow.fn, eval_str=True)
 
 
 def _example_of(pipeline: Pipeline) -> Deployment:

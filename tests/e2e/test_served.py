@@ -211,7 +211,7 @@ async def test_a_block_of_prefect_says_where_the_server_is(pipelines, monkeypatc
     await block.asave("elsewhere", overwrite=True)
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")  # the block wins
     async with connect("elsewhere") as server:
-        assert await server.base_model("") == pipelines.server.base_model
+        assert (await server.base_model("")).name == pipelines.server.base_model
     async with get_client() as client:
         kept = await client.read_block_document_by_name("elsewhere", "tinkerflow-connection", include_secrets=False)
     assert "tml-of-the-block" not in str(kept.data)

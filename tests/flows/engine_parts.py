@@ -305,7 +305,7 @@ def make_runner(context: ExecutionContext, mirror: Mirror) -> Callable[..., Mode
     """make_runner(model, snapshots=SnapshotPolicy(…)): the runner of a model, which nobody sees."""
 
     def make(model: str, steps_made: int = 0, snapshots: SnapshotPolicy | None = None) -> ModelRunner:
-        shown = mirror.training_run(model, CARD.name)
+        shown = mirror.observe_training_run(model, CARD.name)
         return ModelRunner(context, shown, snapshots or SnapshotPolicy(50, 60.0), model, steps_made)
 
     return make

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkerflow.backend.journal import Kind, Pending
+from tinkerflow.flows.observers import Batch
 from tinkerflow.flows.prefect.mirror import last_part, run_name, shared_name, short_name
-from tinkerflow.flows.runner import Batch, batches
+from tinkerflow.flows.runner import batches
 
 MODEL = "sess-abcdefgh1234ab12:train:0"
 KINDS = [kind for kind in Kind if kind is not Kind.SAMPLE]

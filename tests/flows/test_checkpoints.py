@@ -15,8 +15,8 @@ from safetensors.numpy import load as load_safetensors
 from tinkerflow.backend.core.errors import StoreError
 from tinkerflow.backend.journal import CheckpointSaved, Kind, Retention, access_hash
 from tinkerflow.backend.wire import hash_token
-from tinkerflow.flows.expiry import delete_checkpoints, note_changes
 from tinkerflow.flows.prefect.mirror import Mirror
+from tinkerflow.flows.sweeps import delete_checkpoints, write_changes
 
 
 @pytest.fixture
@@ -115,10 +115,10 @@ async def test_what_is_decided_later_is_written_into_the_commit(
         raise StoreError("the line is down")
 
     monkeypatch.setattr(store, "amend", failing)
-    note_changes(client.journal, store)
+    write_changes(client.journal, store)
     assert not store.find(path).meta.public
     monkeypatch.setattr(store, "amend", amend)
-    note_changes(client.journal, store)
+    write_changes(client.journal, store)
     meta, row = store.find(path).meta, client.journal.checkpoints.get(path, "local")
     assert (meta.public, meta.expires_at) == (True, row.expires_at)
     assert client.journal.upkeep.unnoted() == []

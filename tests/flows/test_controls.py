@@ -68,7 +68,7 @@ async def test_a_button_that_cannot_be_obeyed_now_is_obeyed_later_and_ends_nothi
     server, asked = Server(Cancelling()), Controls()
     asked.errors = [ValueError("an answer that cannot be read")]
     monkeypatch.setattr(controls, "get_client", lambda: server)
-    monkeypatch.setattr(controls, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(controls, "POLL_SECONDS", 0.001)
     async with running(ControlsWatch(PrefectConnection("http://prefect/api"), asked).watch()):
         await until(lambda: server.run.state.is_cancelled())
     assert [what for what, _ in asked.asked] == ["cancel", "cancel"]
@@ -79,7 +79,7 @@ async def test_a_retry_is_obeyed_once_although_its_run_does_not_show_it_yet() ->
     watch = ControlsWatch(PrefectConnection("http://prefect/api"), asked)
     for state in (server.run.state, server.run.state, Scheduled()):
         server.run.state = state
-        await watch.look(server)  # type: ignore[arg-type]
+        await watch.obey_all(server)  # type: ignore[arg-type]
     assert len(asked.asked) == 2
 
 
@@ -87,9 +87,9 @@ async def test_a_model_whose_paused_flow_run_was_deleted_goes_on() -> None:
     server = Server(Paused(timeout_seconds=3600))
     asked = Controls(server.run.id)
     watch = ControlsWatch(PrefectConnection("http://prefect/api"), asked)
-    await watch.look(server)  # type: ignore[arg-type]
+    await watch.obey_all(server)  # type: ignore[arg-type]
     server.exists = False
     for _ in range(2):
-        await watch.look(server)  # type: ignore[arg-type]
+        await watch.obey_all(server)  # type: ignore[arg-type]
         await asyncio.sleep(0)
     assert [why is not None for _, why in asked.asked] == [True, False]

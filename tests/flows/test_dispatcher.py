@@ -14,16 +14,17 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.commands import DropSnapshot
-from tinkerflow.flows.dispatcher import Dispatcher, _drop
+from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.flows.sweeps import drop_from_group
 
 
 @pytest.fixture
 async def dispatcher(context: Any, mirror: Mirror, journal: Any, pool: Any, tmp_path: Path, running: Any) -> Any:
     served = ServedModel(
-        context.card, context, pool, SamplingRunner(context, mirror.sampling(context.card.name), most_waiting=8)
+        context.card, context, pool, SamplingRunner(context, mirror.observe_sampling(context.card.name), most_waiting=8)
     )
     dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, mirror, [served])
     ready = asyncio.Event()
@@ -92,7 +93,7 @@ async def test_no_sweep_waits_for_the_group_that_follows_one_which_is_gone(dispa
     (served,) = dispatcher[0]._served.values()
     pool.down = asyncio.Event()  # for ever, as where base models take turns
     async with asyncio.timeout(60):
-        await _drop(served, ["one", "two"])
+        await drop_from_group(served, ["one", "two"])
     assert pool.log == []
 
 
@@ -101,7 +102,7 @@ async def test_too_many_snapshots_make_room_until_they_are_sampled_again(
 ) -> None:
     serving, _ = dispatcher
     few = {"resident_snapshots": 2, "host_snapshot_bytes": 0}
-    monkeypatch.setattr(serving, "_settings", serving._settings.model_copy(update=few))
+    monkeypatch.setattr(serving._sweeps, "_settings", serving._settings.model_copy(update=few))
     model = await client.create()
     said: dict[str, Any] = {}
     for number in range(5):

@@ -100,10 +100,10 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
 ) -> None:
     told: list[tuple[str, str, dict[str, Any]]] = []
 
-    def tell(_: PrefectConnection, event: str, name: str, of: str = "base-model", **payload: Any) -> None:
+    def emit(_: PrefectConnection, event: str, name: str, of: str, payload: dict[str, Any], **__: object) -> None:
         told.append((event, of, payload))
 
-    monkeypatch.setattr(PrefectConnection, "tell", tell)
+    monkeypatch.setattr(PrefectConnection, "emit", emit)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")  # a server that is away
     async with engine(prefect="external") as journal:
         client = await connect(journal, base_model)

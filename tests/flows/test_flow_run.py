@@ -19,13 +19,13 @@ from tests.manual_clock import ManualClock
 
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.journal import Kind, Outcome, StepMeasured
+from tinkerflow.flows.observers import Batch
 from tinkerflow.flows.prefect import flow_run, mirror
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, sampling
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect.report import DRAW_SECONDS, Drawing, Shown
-from tinkerflow.flows.runner import Batch
 from tinkerflow.tasks.execution.restore import Restored
 
 HEADING = Heading(sampling, "sampling unigram", {"base_model": "unigram"}, ())
@@ -172,7 +172,7 @@ async def test_an_event_waits_until_prefect_knows_the_flow_run_that_it_happened_
     emitted: list[dict[str, Any]] = []
     monkeypatch.setattr(flow_run, "emit_event", lambda **event: emitted.append(event))
     connection = PrefectConnection("http://prefect/api")
-    (run,) = Mirror(connection, Pacing(1.0, SystemClock())).training_run("sess-1234:train:0", "folder/unigram")
+    (run,) = Mirror(connection, Pacing(1.0, SystemClock())).observe_training_run("sess-1234:train:0", "folder/unigram")
     run.restored(2, Restored(None, 0, 0, 0, 0.1, (), {}))
     assert run.flow_run is None and not emitted
     await until(lambda: emitted)
@@ -195,7 +195,9 @@ async def test_requests_of_a_page_grow_with_time_and_not_with_steps_and_all_is_t
     steps = 0
     monkeypatch.setattr(Drawing, "draw", lambda _: [Shown("run", "markdown", "a run", str(steps))])
     journal: Any = object()
-    (run,) = Mirror(PrefectConnection("http://prefect/api"), Pacing(1.0, clock), journal=journal).training_run("m", "b")
+    (run,) = Mirror(PrefectConnection("http://prefect/api"), Pacing(1.0, clock), journal=journal).observe_training_run(
+        "m", "b"
+    )
 
     async def settled() -> None:
         for _ in range(4):  # what is due is called, and begins to be sent

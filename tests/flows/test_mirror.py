@@ -15,18 +15,18 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Kind, Outcome, Pending
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
+from tinkerflow.flows.observers import Batch
 from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect.server import server_environment
-from tinkerflow.flows.runner import Batch
 from tinkerflow.tasks.execution.operation import Operation
 
 
 async def started(url: str, *, batches: int) -> Mirror:
     """A mirror that was told of a model's batches, whose operations have ended."""
     mirror = Mirror(PrefectConnection(url), Pacing(1000.0, SystemClock()))
-    (run,) = mirror.training_run("sess-1234:train:0", "folder/unigram")
+    (run,) = mirror.observe_training_run("sess-1234:train:0", "folder/unigram")
     for step in range(batches):
         request = Pending(f"req-{step}", Kind.OPTIM_STEP, "o", "s", "m", None, step, b"")
 
@@ -43,7 +43,11 @@ async def started(url: str, *, batches: int) -> Mirror:
 async def test_off_means_that_no_runner_is_observed() -> None:
     mirror = Mirror(PrefectConnection(""), Pacing(1000.0, SystemClock()))
     assert not mirror.connection.reachable
-    assert mirror.training_run("sess-1234:train:0", "folder/unigram") == mirror.sampling("folder/unigram") == []
+    assert (
+        mirror.observe_training_run("sess-1234:train:0", "folder/unigram")
+        == mirror.observe_sampling("folder/unigram")
+        == []
+    )
     await mirror.connection.close()
 
 
@@ -63,7 +67,7 @@ async def test_a_paused_run_goes_on_in_the_flow_run_that_has_the_resume_button()
     connection = PrefectConnection(f"http://127.0.0.1:{free_port()}/api")
     with connection.settings():
         mirror = Mirror(connection, Pacing(1000.0, SystemClock()), most_task_runs=1)
-        (run,) = mirror.training_run("sess-1234:train:0", "folder/unigram")
+        (run,) = mirror.observe_training_run("sess-1234:train:0", "folder/unigram")
         shown_in = []
         for paused in ("somebody suspended it", "somebody suspended it", None):
             run.paused(paused)

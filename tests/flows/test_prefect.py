@@ -88,7 +88,7 @@ class Runner:
     """A model's runner and its mirror, as the dispatcher puts them together."""
 
     def __init__(self, context: Any, model: str, mirror: Mirror) -> None:
-        self.runner = ModelRunner(context, mirror.training_run(model, BASE), SnapshotPolicy(50, 60.0), model, 0)
+        self.runner = ModelRunner(context, mirror.observe_training_run(model, BASE), SnapshotPolicy(50, 60.0), model, 0)
         self.wake, self.stop = self.runner.wake, self.runner.stop
         self.serve = partial(observed, self.runner.serve, self.runner.observers)
 
@@ -167,7 +167,7 @@ async def test_above_the_rate_task_runs_are_shared(connection: PrefectConnection
 
 async def test_samples_share_a_task_run(connection: PrefectConnection, context: Any, client: Any) -> None:
     mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
-    runner = SamplingRunner(context, mirror.sampling(BASE), most_waiting=8)
+    runner = SamplingRunner(context, mirror.observe_sampling(BASE), most_waiting=8)
     serving = asyncio.create_task(observed(runner.serve, runner.observers))
     sampler = client.sampler(0)
     requests = [client.sample(sampler) for _ in range(3)]
@@ -202,7 +202,7 @@ async def test_a_training_run_goes_on_in_another_flow_run_after_so_many_task_run
 async def test_what_an_earlier_engine_left_running_is_said_to_have_crashed(server: PrefectServer) -> None:
     connection = PrefectConnection(server.access.api_url, "another deployment")
     with connection.settings(server.access.credential):
-        (left,) = Mirror(connection, Pacing(1000.0, SystemClock())).training_run("left", BASE)
+        (left,) = Mirror(connection, Pacing(1000.0, SystemClock())).observe_training_run("left", BASE)
         async with prefect_http(server.access.api_url) as http:
             await in_state(http, await shown(http, "left"), "Running")
         assert left.flow_run is not None
@@ -297,7 +297,7 @@ async def test_the_end_of_a_group_and_the_recovery_are_seen(
 
 
 def dispatcher_of(context: Any, client: Any, pool: Any, mirror: Mirror, tmp_path: Path) -> Dispatcher:
-    sampling = SamplingRunner(context, mirror.sampling(BASE), most_waiting=8)
+    sampling = SamplingRunner(context, mirror.observe_sampling(BASE), most_waiting=8)
     served = ServedModel(context.card, context, pool, sampling)
     return Dispatcher(Settings(data_dir=tmp_path), client.journal, mirror, [served])
 

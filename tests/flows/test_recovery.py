@@ -38,20 +38,22 @@ def serve(
 ) -> Any:
     """`async with serve(pool, steps=…)`: an engine's dispatcher on that pool, with a memory of its own.
 
-    prefect: the URL of a Prefect server that is away; without one no model is ever paused. tell: gets its events.
+    prefect: the URL of a Prefect server that is away; without one no model is ever paused. emit: gets its events.
     """
 
     def serve(
-        pool: Any, *, steps: int = 1000, prefect: str = "", tell: Callable[..., None] = lambda *_, **__: None
+        pool: Any, *, steps: int = 1000, prefect: str = "", emit: Callable[..., None] = lambda *_, **__: None
     ) -> Any:
         saves = Saves()
         own = replace(context, pool=pool, saves=saves, snapshots=Snapshots(saves))
         connection = PrefectConnection(prefect)
         connection.found(False, "it is away")
         if prefect:  # with an address, an event that finds no server would start one
-            monkeypatch.setattr(connection, "tell", tell)
+            monkeypatch.setattr(connection, "emit", emit)
         shown = Mirror(connection, mirror.pacing)
-        served = ServedModel(own.card, own, pool, SamplingRunner(own, shown.sampling(own.card.name), most_waiting=8))
+        served = ServedModel(
+            own.card, own, pool, SamplingRunner(own, shown.observe_sampling(own.card.name), most_waiting=8)
+        )
         settings = Settings(data_dir=tmp_path, prefect="off", snapshot_steps=steps, snapshot_seconds=1000.0)
         dispatcher = Dispatcher(settings, journal, shown, [served])
         return running(dispatcher.serve(lambda: None))
@@ -471,7 +473,7 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
 ) -> None:
     told: dict[str, dict[str, Any]] = {}
 
-    def tell(event: str, _: str, of: str = "", **payload: Any) -> None:
+    def emit(event: str, _: str, of: str, payload: dict[str, Any], **__: object) -> None:
         told[event] = payload
 
     times = 2 if older == "snapshot" else 1
@@ -488,7 +490,7 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
     damage(context, newest.path)
     pool.die()
     with caplog.at_level("ERROR"):
-        async with serve(pool, prefect="http://127.0.0.1:1/api", tell=tell):
+        async with serve(pool, prefect="http://127.0.0.1:1/api", emit=emit):
             await answers(client, [client.forward_backward(model, [1], forward_only=True)])
             assert state(pool, model) == before
     assert "adapter_model.safetensors does not have the SHA-256" in caplog.text
@@ -671,7 +673,7 @@ async def test_a_planned_stop_takes_snapshots(
     context: Any, mirror: Mirror, client: Any, pool: Any, journal: Any, tmp_path: Path
 ) -> None:
     served = ServedModel(
-        context.card, context, pool, SamplingRunner(context, mirror.sampling(context.card.name), most_waiting=8)
+        context.card, context, pool, SamplingRunner(context, mirror.observe_sampling(context.card.name), most_waiting=8)
     )
     dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, mirror, [served])
     serving = asyncio.create_task(dispatcher.serve(lambda: None))

@@ -26,7 +26,7 @@ from tinkerflow.tasks.execution.operation import ExecutionContext, Operation
 
 @pytest.fixture
 async def sampling(context: Any, mirror: Mirror, client: Any, running: Any) -> Any:
-    runner = SamplingRunner(context, mirror.sampling(context.card.name), most_waiting=8)
+    runner = SamplingRunner(context, mirror.observe_sampling(context.card.name), most_waiting=8)
     async with running(runner.serve()) as task:
         yield runner, task
 

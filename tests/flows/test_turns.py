@@ -139,7 +139,7 @@ class Bench:
             self.clock.advance(1.0)
             for pool in self.pools.values():
                 pool.go_on(self.clock.monotonic())
-            await self.sharing.look()
+            await self.sharing.update()
             assert sum(not pool.resting for pool in self.pools.values()) <= self.turns.places
             yield self.clock.monotonic()
 
@@ -245,7 +245,7 @@ async def test_five_base_models_share_two_groups(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setattr("tinkerflow.flows.dispatcher.Turns", partial(Turns, idle=0.05, turn=1.0))
-    monkeypatch.setattr("tinkerflow.flows.turns.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("tinkerflow.flows.turns.UPDATE_SECONDS", 0.05)
     told: set[str] = set()
     tell = GroupTurns._tell
 

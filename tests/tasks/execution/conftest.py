@@ -13,7 +13,7 @@ import pytest
 from tinkerflow.backend.journal import Outcome
 from tinkerflow.tasks.execution.operation import Execution, begin
 from tinkerflow.tasks.execution.sequencer import Sequencer
-from tinkerflow.tasks.operations import EXECUTE, SAVES
+from tinkerflow.tasks.operations import OPERATIONS, SAVES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "flows"))
 
@@ -31,7 +31,7 @@ def execute(context: Any) -> Callable[..., Awaitable[list[Outcome | None]]]:
             operations = []
             for row in context.journal.requests.ready(model, 64):
                 slot = sequencer.slot(row.id if row.kind in SAVES else None)
-                operations.append(begin(EXECUTE[row.kind], Execution(bound, row, slot), group))
+                operations.append(begin(OPERATIONS.execute[row.kind], Execution(bound, row, slot), group))
         return [operation.answered.result() for operation in operations]
 
     return execute

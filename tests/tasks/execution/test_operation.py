@@ -34,13 +34,13 @@ from tinkerflow.tasks.execution.operation import (
     failure,
 )
 from tinkerflow.tasks.execution.sequencer import Sequencer
-from tinkerflow.tasks.operations import EXECUTE, SAVES
+from tinkerflow.tasks.operations import OPERATIONS, SAVES
 
 
 def test_every_kind_of_a_model_has_an_operation() -> None:
     answered_elsewhere = {Kind.SAMPLE, Kind.CREATE_CUSTOM_LOSS}  # by the sampling runner, and by the API
-    assert set(EXECUTE) == set(Kind) - answered_elsewhere
-    assert set(EXECUTE) > SAVES
+    assert set(OPERATIONS.execute) == set(Kind) - answered_elsewhere
+    assert set(OPERATIONS.execute) > SAVES
 
 
 async def test_operations_are_answered_and_what_changes_the_model_is_replayed(

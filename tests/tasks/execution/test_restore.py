@@ -20,7 +20,8 @@ from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.backend.spec.commands import Command, CreateAdapter, Forward
 from tinkerflow.tasks.execution.restore import restore
 from tinkerflow.tasks.execution.sequencer import Sequencer
-from tinkerflow.tasks.execution.state_transfers import take
+from tinkerflow.tasks.execution.state_transfers import take_snapshot
+from tinkerflow.tasks.operations import OPERATIONS
 
 
 def state(pool: Any, model: str) -> list[bytes]:
@@ -44,13 +45,13 @@ async def test_a_model_is_made_again_as_its_answers_left_it(
     context: Any, client: Any, pool: Any, execute: Any, model: str, snapshot: bool
 ) -> None:
     if snapshot:
-        assert await take(context, model, 4, Sequencer(model, context.saves).slot()) is not None
+        assert await take_snapshot(context, model, 4, Sequencer(model, context.saves).slot()) is not None
     client.forward_backward(model, [9])
     await execute(model)
     before = state(pool, model)
     client.optim_step(model)  # not executed: it is no part of what is restored
     pool.die()
-    restored = await restore(context.bound_to(pool.generation), model)
+    restored = await restore(context.bound_to(pool.generation), model, OPERATIONS)
     assert state(pool, model) == before
     assert (restored.snapshot is not None) is snapshot
     assert (restored.requests, restored.steps, restored.last) == ((1, 0, 5) if snapshot else (6, 2, 5))
@@ -64,11 +65,11 @@ async def test_what_a_process_cannot_read_the_engine_reads(
     async def transfer(job: Any, *, generation: int | None = None) -> None:
         raise error("rank 1 cannot read it")
 
-    assert (taken := await take(context, model, 4, Sequencer(model, context.saves).slot())) is not None
+    assert (taken := await take_snapshot(context, model, 4, Sequencer(model, context.saves).slot())) is not None
     before = state(pool, model)
     pool.die()
     pool.reaches_store, pool.transfer = True, transfer
-    restored = await restore(context.bound_to(pool.generation), model)
+    restored = await restore(context.bound_to(pool.generation), model, OPERATIONS)
     assert state(pool, model) == before and restored.unreadable == ()
     assert [one.path for one in client.journal.recovery.snapshots(model)] == [taken.path], "it is not forgotten"
 
@@ -88,7 +89,7 @@ async def test_a_restore_waits_for_memory_of_the_devices(
 
     monkeypatch.setattr("tinkerflow.tasks.execution.restore._PAUSES", (0.01, 0.01))
     monkeypatch.setattr(pool.executor, "execute", crowded)
-    await restore(context.bound_to(pool.generation), model)
+    await restore(context.bound_to(pool.generation), model, OPERATIONS)
     assert state(pool, model) == before
     assert pool.names.count("DropAdapter") == 2
     assert client.journal.models.get(model, None).state is ModelState.LIVE
@@ -107,20 +108,20 @@ async def test_saves_that_are_not_stored_are_copied_at_their_place(
         [later.done(b"{}", "json").__class__(**{**vars(later.done(b"{}", "json")), "replays": True})]
     )
     pool.die()
-    restored = await restore(context.bound_to(pool.generation), model)
+    restored = await restore(context.bound_to(pool.generation), model, OPERATIONS)
     assert set(restored.copies) == {saved}
     assert {name: array.tobytes() for name, array in restored.copies[saved].weights.items()} == {
         name: array.tobytes() for name, array in weights.items()
     }
     pool.die()
-    again = await restore(context.bound_to(pool.generation), model, detached={saved})
+    again = await restore(context.bound_to(pool.generation), model, OPERATIONS, detached={saved})
     assert again.copies == {}, "it is being written already"
 
 
 async def test_a_group_that_ends_meanwhile_is_named(context: Any, pool: Any, model: str) -> None:
     pool.die()
     with pytest.raises(GroupFailedError):
-        await restore(context.bound_to(pool.generation - 1), model)
+        await restore(context.bound_to(pool.generation - 1), model, OPERATIONS)
 
 
 async def test_a_model_without_a_snapshot_that_can_be_read_cannot_be_restored(
@@ -128,24 +129,24 @@ async def test_a_model_without_a_snapshot_that_can_be_read_cannot_be_restored(
 ) -> None:
     slots = Sequencer(model, context.saves)
     for seq_id in (4, 5):
-        taken = await take(context, model, seq_id, slots.slot())
+        taken = await take_snapshot(context, model, seq_id, slots.slot())
         assert taken is not None
         context.store.delete(taken.path)
         client.optim_step(model)
         await execute(model)
     pool.die()
     with pytest.raises(ServerError, match="none of its snapshots can be read"):
-        await restore(context.bound_to(pool.generation), model)
+        await restore(context.bound_to(pool.generation), model, OPERATIONS)
 
 
 async def test_a_snapshot_that_other_programs_computed_is_named(
     context: Any, pool: Any, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    taken = await take(context, model, 4, Sequencer(model, context.saves).slot())
+    taken = await take_snapshot(context, model, 4, Sequencer(model, context.saves).slot())
     assert taken is not None and context.store.find(taken.path).meta.programs == pool.info.programs != ""
     for now, named in ((pool.info.programs, False), ("0123456789abcdef", True)):
         pool.info = replace(pool.info, programs=now)
         pool.die()
-        await restore(context.bound_to(pool.generation), model)
+        await restore(context.bound_to(pool.generation), model, OPERATIONS)
         lines = [line for line in caplog.messages if "its snapshot was computed by the programs" in line]
         assert [now in line and "may differ in the last bits" in line for line in lines] == [True] * named

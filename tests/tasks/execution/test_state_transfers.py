@@ -20,7 +20,7 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.backend.store import CheckpointMeta
 from tinkerflow.tasks.execution.sequencer import Sequencer
-from tinkerflow.tasks.execution.state_transfers import Copy, bring, take
+from tinkerflow.tasks.execution.state_transfers import Copy, bring, take_snapshot
 
 
 class ReachingPool:
@@ -64,7 +64,7 @@ async def model(client: Any, execute: Any) -> str:
 @pytest.fixture
 async def saved(context: Any, model: str) -> str:
     """The path of a recovery snapshot of the model."""
-    taken = await take(context, model, 1, Sequencer(model, context.saves).slot())
+    taken = await take_snapshot(context, model, 1, Sequencer(model, context.saves).slot())
     assert taken is not None
     return str(taken.path)
 
@@ -99,7 +99,7 @@ async def test_a_copy_whose_group_ends_while_it_writes_leaves_no_snapshot(contex
 
 
 async def test_a_snapshot_is_in_the_store_and_in_the_journal(context: Any, client: Any, pool: Any, model: str) -> None:
-    taken = await take(context, model, 1, Sequencer(model, context.saves).slot())
+    taken = await take_snapshot(context, model, 1, Sequencer(model, context.saves).slot())
     assert isinstance(taken, SnapshotTaken) and (taken.model_id, taken.seq_id, taken.step) == (model, 1, 1)
     (view,) = client.journal.recovery.snapshots(model)
     assert view.path == taken.path
@@ -120,7 +120,7 @@ async def test_a_snapshot_that_fails_costs_a_longer_replay_and_nothing_else(
 
     with monkeypatch.context() as patch:
         patch.setattr(type(context.store), "save", full)
-        assert await take(context, model, 1, sequencer.slot()) is None
+        assert await take_snapshot(context, model, 1, sequencer.slot()) is None
     pool.die()
-    assert await take(context.bound_to(1), model, 1, sequencer.slot()) is None
+    assert await take_snapshot(context.bound_to(1), model, 1, sequencer.slot()) is None
     assert client.journal.recovery.snapshots(model) == []

@@ -1,0 +1,126 @@
+"""The sweeps: every few seconds, what is over ends, and the journal's decisions are applied to the store.
+
+The journal comes first: a checkpoint that is marked as deleted there cannot be read, whether or not its files are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from tinkerflow.backend.catalog.peft_import import import_path
+from tinkerflow.backend.core.errors import GroupFailedError, StoreError
+from tinkerflow.backend.journal import Journal, Retention
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import Store
+from tinkerflow.flows.groups import ServedModel
+from tinkerflow.tasks.execution.state_transfers import drop
+
+log = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 5.0
+OVER = "its session is over"
+_EXPIRED_AT_ONCE = 500
+
+
+class Sweeps:
+    """Applies what time and the journal have decided."""
+
+    def __init__(self, settings: Settings, journal: Journal, served: Sequence[ServedModel]) -> None:
+        """settings, journal: of the engine. served: every base model; all of them have the same store."""
+        self._settings = settings
+        self._journal = journal
+        self._served = served
+        self._store = served[0].context.store
+
+    async def sweep(self) -> list[str]:
+        """Sweep once; the ids of models whose session is over."""
+        abandoned = await asyncio.to_thread(self._sweep_journal)
+        for model in self._served:
+            await model.sampling.cancel_ended()
+            await self._drop_snapshots(model)
+        keep = Retention(self._settings.keep_last, self._settings.keep_every)
+        await asyncio.to_thread(delete_checkpoints, self._journal, self._store, keep)
+        await asyncio.to_thread(write_changes, self._journal, self._store)
+        await asyncio.to_thread(delete_snapshots, self._journal, self._store)
+        await asyncio.to_thread(delete_uploads, self._journal, self._store)
+        return abandoned
+
+    def _sweep_journal(self) -> list[str]:
+        settings, journal = self._settings, self._journal
+        for session_id in journal.sessions.expire(settings.session_timeout):
+            log.info("session %s expired: no heartbeat for %.0f s", session_id, settings.session_timeout)
+        abandoned = journal.models.abandoned()
+        for model_id in abandoned:
+            journal.models.request_unload(model_id, OVER)
+        journal.models.forget_ended()
+        for gap in journal.queue.gaps(settings.gap_timeout):
+            journal.queue.skip_gap(gap)
+        journal.results.expire(settings.result_ttl, _EXPIRED_AT_ONCE)
+        journal.streams.expire()
+        return abandoned
+
+    async def _drop_snapshots(self, model: ServedModel) -> None:
+        """Drop snapshots of closed samplers, and surplus ones until they are sampled again."""
+        snapshots = model.context.snapshots
+        if snapshots.droppable:
+            unused = await asyncio.to_thread(self._journal.samplers.unused_snapshots, snapshots.droppable)
+            # a sampler may have been opened of some of them meanwhile
+            await drop_from_group(model, [snapshot for snapshot in unused if snapshot in snapshots.droppable])
+            most, host_bytes = self._settings.resident_snapshots, self._settings.host_snapshot_bytes
+            await drop_from_group(model, snapshots.surplus(most, host_bytes))
+
+
+async def drop_from_group(model: ServedModel, snapshot_ids: Sequence[str]) -> None:
+    """Drop sampling snapshots from the base model's worker group, if that still serves."""
+    with suppress(GroupFailedError):  # all of them ended with the group; the sweeps never wait for another one
+        await drop(model.context.bound_to(model.pool.generation), snapshot_ids)
+
+
+def delete_checkpoints(journal: Journal, store: Store, keep: Retention) -> None:
+    """Mark checkpoints as deleted that have expired or are not kept, and delete the files of all deleted ones."""
+    for path in journal.upkeep.delete_expired():
+        log.info("checkpoint %s expired", path)
+    for path in journal.upkeep.delete_retired(keep):
+        log.info("checkpoint %s is not kept: %s", path, keep)
+    for path, attempt in journal.upkeep.unpurged():
+        with _tried_again(f"checkpoint {path} is deleted, but its files cannot be removed now"):
+            store.delete(path, attempt)
+            journal.upkeep.purged(path, attempt)
+
+
+def write_changes(journal: Journal, store: Store) -> None:
+    """Write changed expiry and publication of checkpoints into their commits, so that the store alone has them."""
+    for change in journal.upkeep.unnoted():
+        with _tried_again(f"checkpoint {change.path}: its commit cannot be changed now"):
+            store.amend(change.path, change.attempt, public=change.public, expires_at=change.expires_at)
+            journal.upkeep.noted(change)
+
+
+def delete_snapshots(journal: Journal, store: Store) -> None:
+    """Delete recovery snapshots that are not needed any more: the files first, so that no file is forgotten."""
+    for path in journal.recovery.superfluous():
+        with _tried_again(f"recovery snapshot {path} cannot be deleted now"):
+            store.delete(path)
+            journal.recovery.forget_snapshot(path)
+
+
+def delete_uploads(journal: Journal, store: Store) -> None:
+    """Remove the files of uploads that are over. An upload that was committed without its rows is no checkpoint."""
+    for upload in journal.uploads.over():
+        with _tried_again(f"upload {upload.id} cannot be removed now"):
+            store.remove_pieces(upload.id)
+            if upload.path is None:
+                store.delete(str(import_path(upload.id)))
+            journal.uploads.forget(upload.id)
+
+
+@contextmanager
+def _tried_again(failed: str) -> Iterator[None]:
+    """Inside, the store is changed, and then the journal. failed: what to log when the store fails."""
+    try:
+        yield
+    except StoreError:
+        log.warning("%s; the next sweep tries again", failed, exc_info=True)
