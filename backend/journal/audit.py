@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.core.ids import LOCAL_OWNER
-from tinkerflow.backend.journal.database import Aggregate, owned_by
+from tinkerflow.backend.journal.database import Aggregate, as_view, fetch_page, owned_by
 from tinkerflow.backend.journal.tables import ApiKey, AuditEvent
 
 MOST_ENTRIES = 10_000  # of one answer
@@ -166,7 +166,7 @@ class Audit(Aggregate):
         self.record(AuditedEvent.PROJECT_KEY_REFUSED, owner=owner, actor=actor, details={**known, "address": address})
 
     def entries(self, owner: str | None, *, resource: str | None = None, day: date | None = None) -> list[AuditView]:
-        """The entries of a UTC day (default: today), oldest first; the latest MOST_ENTRIES at most.
+        """The entries of a UTC day (default: today), oldest first; the latest MOST_ENTRIES at most, or PAGE_BYTES.
 
         owner: whose log, None: all. resource: the first word of the events, None: any.
         """
@@ -178,4 +178,6 @@ class Audit(Aggregate):
         if resource is not None:
             where.append(col(AuditEvent.event).startswith(f"{resource}_", autoescape=True))
         latest = (at.desc(), col(AuditEvent.id).desc())
-        return self._views(AuditView, sa.select(AuditEvent).where(*where).order_by(*latest).limit(MOST_ENTRIES))[::-1]
+        with self._read() as connection:
+            rows, _ = fetch_page(connection, sa.select(AuditEvent).where(*where).order_by(*latest).limit(MOST_ENTRIES))
+        return [as_view(AuditView, row) for row in reversed(rows)]

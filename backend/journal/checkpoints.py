@@ -23,6 +23,7 @@ from tinkerflow.backend.journal.database import (
     Aggregate,
     as_view,
     columns,
+    fetch_page,
     get_owned,
     insert_if_absent,
     missing,
@@ -122,10 +123,11 @@ class ShareView:
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """Some rows of a longer list, and how long that list is."""
+    """Some rows of a longer list, and how long that list is. cut: the page is shorter because its texts are long."""
 
     rows: tuple[T, ...]
     total: int
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ class SavedCheckpoints(Aggregate):
     ) -> Page[CheckpointView]:
         """Checkpoints, newest first; of one run when run_id is given. Three statements at most.
 
+        A page of checkpoints with long metadata has fewer than `limit`.
         NotFoundError: unknown or foreign run.
         """
         where = [exists(self._now()), *owned_by(Checkpoint, owner)]
@@ -174,8 +177,9 @@ class SavedCheckpoints(Aggregate):
                 get_owned(connection, Model, run_id, owner)
                 where.append(col(Checkpoint.run_id) == run_id)
             total = connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*where)).scalar_one()
-            rows = connection.execute(sa.select(Checkpoint).where(*where).order_by(*newest).limit(limit).offset(offset))
-            return Page(tuple(as_view(CheckpointView, row) for row in rows), total)
+            selected = sa.select(Checkpoint).where(*where).order_by(*newest)
+            rows, cut = fetch_page(connection, selected.limit(limit).offset(offset))
+            return Page(tuple(as_view(CheckpointView, row) for row in rows), total, cut)
 
     def before_save(self, path: str, run_id: str) -> BeforeSave:
         """What a save of the run `run_id` under `path` must know of the journal. NotFoundError: unknown run."""

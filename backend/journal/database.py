@@ -38,6 +38,9 @@ NAMES = {
 }
 _AT_ONCE = 10_000  # SQLite takes 32,766 parameters
 _BATCH = 500  # rows read at once when texts decide, which SQL does not compare alike everywhere
+PAGE_BYTES = 2**22  # texts of one page of a list; a page with more has fewer rows
+MOST_OF_SESSION = 10_000  # models, or samplers, of a session that are listed
+_ROWS_AT_ONCE = 32  # that a page reads from the database
 _PROCESS = sa.table("process", sa.column("name"), sa.column("epoch"))
 _LEASE = sa.select(_PROCESS.c.epoch).where(_PROCESS.c.name == "engine").with_for_update(read=True)
 
@@ -311,7 +314,7 @@ def newest_page(
     after: tuple[datetime, str] | None,
     matches: Callable[[Row[Any]], bool] | None = None,
 ) -> tuple[list[Row[Any]], bool]:
-    """At most `limit` of the rows, newest first, and whether there are more.
+    """At most `limit` of the rows with PAGE_BYTES of texts, newest first, and whether there are more.
 
     connection: to read with. rows: of one table, which has `created_at`. key: the column that orders rows of the same
     time. after: created_at and key of the last row of the page before. matches: what texts decide of a row; None: SQL
@@ -320,18 +323,45 @@ def newest_page(
     created_at, tie = rows.selected_columns["created_at"], rows.selected_columns[key]
     ordered = rows.order_by(created_at.desc(), tie.desc())
     size = limit + 1 if matches is None else _BATCH
-    found: list[Row[Any]] = []
-    while len(found) <= limit:
+    page: list[Row[Any]] = []
+    room = PAGE_BYTES
+    while len(page) <= limit:
         older = ordered
         if after is not None:
             same = sa.and_(created_at == after[0], tie < after[1])
             older = ordered.where(sa.or_(created_at < after[0], same))
-        read = connection.execute(older.limit(size)).all()
-        found += filter(matches, read)
-        if len(read) < size:
+        batch, cut = fetch_page(connection, older.limit(size))
+        for row in filter(matches, batch):
+            room -= size_of(row)
+            if room < 0 and page:
+                return page[:limit], True
+            page.append(row)
+        if len(batch) < size and not cut:
             break
-        after = (read[-1].created_at, getattr(read[-1], key))
-    return found[:limit], len(found) > limit
+        after = (batch[-1].created_at, getattr(batch[-1], key))
+    return page[:limit], len(page) > limit
+
+
+def fetch_page(connection: sa.Connection, statement: sa.Select[Any]) -> tuple[list[Row[Any]], bool]:
+    """The first rows of a statement that have at most PAGE_BYTES of texts, and whether rows were left out.
+
+    There is at least one row if the statement has one. Rows that are left out are not read from the database.
+    """
+    page: list[Row[Any]] = []
+    size = 0
+    with connection.execute(statement, execution_options={"yield_per": _ROWS_AT_ONCE}) as rows:
+        for row in rows:
+            size += size_of(row)
+            if size > PAGE_BYTES and page:
+                return page, True
+            page.append(row)
+    return page, False
+
+
+def size_of(row: Row[Any]) -> int:
+    """About how many bytes the texts and JSON values of a row have."""
+    texts = (value for value in row if isinstance(value, str | dict | list))
+    return sum(len(text if isinstance(text, str) else str(text)) for text in texts)
 
 
 def missing(table: type[Table], row_id: str) -> NotFoundError:

@@ -15,6 +15,7 @@ from sqlmodel import col
 
 from tinkerflow.backend.core.errors import ConflictError, UserError
 from tinkerflow.backend.journal.database import (
+    MOST_OF_SESSION,
     Aggregate,
     as_view,
     get_owned,
@@ -116,7 +117,7 @@ class Samplers(Aggregate):
         with self._read() as connection:
             return as_view(SamplerView, get_owned(connection, SamplerRow, sampler_id, owner))
 
-    def of_session(self, session_id: str, limit: int | None = None) -> list[SamplerView]:
+    def of_session(self, session_id: str, limit: int = MOST_OF_SESSION) -> list[SamplerView]:
         """The session's samplers, in any state. limit: how many at most."""
         statement = sa.select(SamplerRow).where(col(SamplerRow.session_id) == session_id).order_by(col(SamplerRow.id))
         return self._views(SamplerView, statement.limit(limit))

@@ -51,6 +51,7 @@ from tinkerflow.backend.journal.tables import (
 )
 
 PROJECT: sa.ColumnElement[str] = sa.func.coalesce(col(Session.project_id), col(Session.owner))
+MOST_TIMED = 100_000  # requests of one timeline
 SessionStatus = Literal["active", "cancelled", "failed", "client_finished"]
 
 _IS_ACTIVE = col(Session.state) == SessionState.ACTIVE
@@ -265,15 +266,16 @@ class Sessions(Aggregate):
     def timeline(self, session_id: str) -> list[Timed]:
         """When the requests of the session's models and samplers came, began and were answered.
 
-        In order of submission. Two statements, without payloads.
+        In order of submission; the newest MOST_TIMED of its models and of its samplers. Two statements, without
+        payloads.
         """
         found: list[Timed] = []
         with self._read() as connection:
             for table, of in ((Model, col(Request.model_id)), (SamplerRow, col(Request.sampler_id))):
                 columns = [col(getattr(Request, name)) for name in _TIMED]
                 owned = sa.select(*columns, col(table.base_model)).join(table, of == col(table.id))
-                rows = connection.execute(owned.where(col(table.session_id) == session_id))
-                found += [as_view(Timed, row) for row in rows]
+                newest = owned.where(col(table.session_id) == session_id).order_by(col(Request.created_at).desc())
+                found += [as_view(Timed, row) for row in connection.execute(newest.limit(MOST_TIMED))]
         return sorted(found, key=lambda request: (request.created_at, request.id))
 
 

@@ -13,7 +13,16 @@ from sqlmodel import col
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import CheckpointKind
 from tinkerflow.backend.journal.checkpoints import CheckpointView, Page, exists
-from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, insert_if_absent, missing, owned_by
+from tinkerflow.backend.journal.database import (
+    MOST_OF_SESSION,
+    Aggregate,
+    as_view,
+    fetch_page,
+    get_owned,
+    insert_if_absent,
+    missing,
+    owned_by,
+)
 from tinkerflow.backend.journal.effects import end_models, forget
 from tinkerflow.backend.journal.quotas import NO_LIMITS, Failure, Limits, count_kept, model_failure, text_bytes
 from tinkerflow.backend.journal.requests import NewRequest, lock_quotas, store
@@ -133,9 +142,10 @@ class Runs(Aggregate):
         return next((label for label in (*said, row[2]) if isinstance(label, str) and label.strip()), "").strip()
 
     def of_session(self, session_id: str) -> list[str]:
-        """Ids of the session's models, in any state, oldest first."""
+        """Ids of the session's models, in any state, oldest first; at most MOST_OF_SESSION."""
         oldest = (col(Model.created_at), col(Model.id))
-        statement = sa.select(col(Model.id)).where(col(Model.session_id) == session_id).order_by(*oldest)
+        of_session = sa.select(col(Model.id)).where(col(Model.session_id) == session_id)
+        statement = of_session.order_by(*oldest).limit(MOST_OF_SESSION)
         return self._column(statement)
 
     def abandoned(self) -> list[str]:
@@ -165,8 +175,8 @@ class Runs(Aggregate):
     ) -> Page[RunView]:
         """Training runs, newest first; three statements.
 
-        owner: whose runs, None = everybody's. limit, offset: how many, after how many newer ones. project_id,
-        session_id: only those of this project's sessions, of this session.
+        owner: whose runs, None = everybody's. limit, offset: how many, after how many newer ones; a page of long
+        metadata has fewer. project_id, session_id: only those of this project's sessions, of this session.
         """
         mine = owned_by(Model, owner)
         if session_id is not None:
@@ -177,8 +187,9 @@ class Runs(Aggregate):
         newest = (col(Model.created_at).desc(), col(Model.id))
         with self._read() as connection:
             total = connection.execute(sa.select(sa.func.count()).select_from(Model).where(*mine)).scalar_one()
-            rows = connection.execute(sa.select(Model).where(*mine).order_by(*newest).limit(limit).offset(offset)).all()
-            return Page(tuple(_with_checkpoints(connection, rows, self._now())), total)
+            selected = sa.select(Model).where(*mine).order_by(*newest)
+            rows, cut = fetch_page(connection, selected.limit(limit).offset(offset))
+            return Page(tuple(_with_checkpoints(connection, rows, self._now())), total, cut)
 
     def request_unload(self, model_id: str, reason: str) -> str | None:
         """Ask for a model to be unloaded after what can still run; the request's id.

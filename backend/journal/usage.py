@@ -19,12 +19,14 @@ import numpy.typing as npt
 import sqlalchemy as sa
 from sqlmodel import col
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal.checkpoints import exists
-from tinkerflow.backend.journal.database import Aggregate, owned_by
+from tinkerflow.backend.journal.database import Aggregate, as_view, owned_by, size_of
 from tinkerflow.backend.journal.sessions import PROJECT
 from tinkerflow.backend.journal.tables import ApiKey, Checkpoint, Model, Session, UsageBucket, UsageKind
 
 HOUR = timedelta(hours=1)
+MOST_BYTES = 2**26  # texts of the usage of one answer
 
 _KEY_NAME: sa.ColumnElement[str | None] = col(ApiKey.name).label("key_name")
 # The project of a checkpoint is that of its run's session; one whose run is not here belongs to its owner.
@@ -92,7 +94,7 @@ class UsageReports(Aggregate):
     def hourly(self, owner: str | None, start: datetime, end: datetime) -> list[Usage]:
         """Tokens and saved checkpoints in the hours that begin in [start, end), by hour and then the most first.
 
-        One statement.
+        One statement. UserError when the rows have more than MOST_BYTES: usage is never cut.
         """
         bucket = col(UsageBucket.bucket_start)
         statement = (
@@ -102,7 +104,18 @@ class UsageReports(Aggregate):
             .where(bucket >= start, bucket < end, *owned_by(Session, owner))
             .order_by(bucket, col(UsageBucket.quantity).desc(), col(UsageBucket.session_id), col(UsageBucket.kind))
         )
-        return self._views(Usage, statement)
+        usage: list[Usage] = []
+        size = 0
+        with self._read() as connection, connection.execute(statement, execution_options={"yield_per": 1000}) as rows:
+            for row in rows:
+                size += size_of(row)
+                if size > MOST_BYTES:
+                    raise UserError(
+                        f"the usage from {start.isoformat()} to {end.isoformat()} has more than {MOST_BYTES} bytes: "
+                        "ask for fewer hours"
+                    )
+                usage.append(as_view(Usage, row))
+        return usage
 
     def totals(self, owner: str | None, start: datetime, end: datetime) -> list[TotalUsage]:
         """What projects used in the hours that begin in [start, end), by hour. One statement."""
