@@ -32,7 +32,14 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.backend.spec.drift import kl_sample_train
 from tinkerflow.backend.spec.images import ImageProcessor
-from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS, MAX_REQUEST_CELLS, MAX_TARGETS, MODEL_CONTEXT
+from tinkerflow.backend.spec.limits import (
+    MAX_DATA,
+    MAX_IMAGE_TOKENS,
+    MAX_INPUT_CELLS,
+    MAX_REQUEST_CELLS,
+    MAX_TARGETS,
+    MODEL_CONTEXT,
+)
 from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.spec.traced_work import loss_seconds
 from tinkerflow.backend.wire import tinker_pb2 as pb
@@ -142,6 +149,8 @@ def read_forward(body: bytes) -> ForwardRead:
     loss = loss_named(request.loss_fn)
     if not request.data:
         raise broken("data", [], "at least one datum")
+    if len(request.data) > MAX_DATA:
+        raise UserError(f"data has {len(request.data)} entries: must be at most {MAX_DATA}")
     named = _check_spans(request.data, needed_by=loss.name if loss.recorded else None)
     config, loss_id = _read_config(loss, request)
     chunks = (chunk for datum in request.data for chunk in datum.model_input)
@@ -172,7 +181,7 @@ def decode_forward(
     request, loss = read.request, read.loss
     examples_read = []
     pictures: list[tuple[ImagePixels, ...]] = []
-    cells = seen = 0
+    targets = cells = seen = 0
     for i, datum in enumerate(request.data):
         tokens_T, images = _model_input(
             datum.model_input, f"data[{i}].model_input", max_context, context_rule, processor
@@ -181,9 +190,11 @@ def decode_forward(
         seen += sum(image.pixels_HWC.size for image in images)
         check_room(seen, "data", f"data[{i}]")
         inputs = _inputs(datum, i, len(tokens_T), loss, custom)
-        cells += inputs[_TARGETS].size
-        if cells > MAX_REQUEST_CELLS:
-            raise _too_many(f"data has more than {MAX_REQUEST_CELLS} target cells up to data[{i}]")
+        targets += inputs[_TARGETS].size
+        cells += sum(array.size for array in inputs.values())
+        for count, kind, limit in ((targets, "target", MAX_REQUEST_CELLS), (cells, "input", MAX_INPUT_CELLS)):
+            if count > limit:
+                raise UserError(f"data has {count} {kind} cells up to data[{i}]: must be at most {limit}")
         examples_read.append((tokens_T, inputs))
     _check_values(examples_read, loss, vocab_size)
     declared = None if custom is None else tuple(custom.inputs)[1:]
@@ -333,16 +344,12 @@ def _inputs(datum: pb.Datum, index: int, tokens: int, loss: LossSpec, custom: Cu
             raise broken(f"{_name(index, key)}.shape", list(shape), f"{list(wanted)}, the shape of target_tokens")
         if custom is not None and len(shape) != declared[key]:
             raise broken(f"{_name(index, key)}.shape", list(shape), f"of rank {declared[key]}, as the loss declares it")
-    if sum(math.prod(shape) for shape in shapes.values()) > MAX_REQUEST_CELLS:
-        raise _too_many(f"data[{index}].loss_fn_inputs has more than {MAX_REQUEST_CELLS} cells")
+    if (cells := sum(math.prod(shape) for shape in shapes.values())) > MAX_REQUEST_CELLS:
+        raise UserError(f"data[{index}].loss_fn_inputs has {cells} cells: must be at most {MAX_REQUEST_CELLS}")
     inputs = {key: _to_array(tensor, shapes[key], _name(index, key)) for key, tensor in tensors.items()}
     if inputs[_TARGETS].dtype.kind != "i":
         raise broken(f"{_name(index, _TARGETS)}.dtype", inputs[_TARGETS].dtype.name, "int64")
     return inputs
-
-
-def _too_many(fact: str) -> UserError:
-    return UserError(f"{fact}: must be at most {MAX_REQUEST_CELLS}")
 
 
 def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_size: int) -> None:

@@ -19,7 +19,14 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS
 from tinkerflow.backend.spec.losses import LOSSES
-from tinkerflow.backend.wire import decode_forward, forward_backward_header, images, read_forward, training_tokens
+from tinkerflow.backend.wire import (
+    decode_forward,
+    forward,
+    forward_backward_header,
+    images,
+    read_forward,
+    training_tokens,
+)
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 VOCAB, CONTEXT = 100, 64
@@ -305,3 +312,27 @@ def test_the_pixels_of_a_request_are_bounded(body: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(images, "MAX_REQUEST_PIXEL_BYTES", 2 * 3 * 16 * 16)
     with pytest.raises(UserError, match=r"more than 1536 bytes of pixels up to data\[2\], .*: must be at most 1536"):
         decode_forward(read_forward(body(data)), vocab_size=VOCAB, max_context=CONTEXT, processor=processor)
+
+
+def test_the_number_of_data_and_of_cells_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes may declare tensors of any size, of which only the cells that are not 0 are sent."""
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    for _ in range(4):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.int32([1, 2]).tobytes()
+        for key, dtype in (("target_tokens", pb.DTYPE_INT64), ("weights", pb.DTYPE_FLOAT32)):
+            tensor = datum.loss_fn_inputs[key]
+            tensor.dtype = dtype
+            tensor.shape.extend([2, 100])
+            tensor.sparse_csr.crow_indices = np.zeros(3, np.int64).tobytes()
+    request = message.SerializeToString()
+    assert len(decode(request).examples) == 4
+    for limit, value, error in (
+        ("MAX_DATA", 3, "data has 4 entries: must be at most 3"),
+        ("MAX_REQUEST_CELLS", 500, r"data has 600 target cells up to data\[2\]: must be at most 500"),
+        ("MAX_REQUEST_CELLS", 300, r"data\[0\].loss_fn_inputs has 400 cells: must be at most 300"),
+        ("MAX_INPUT_CELLS", 900, r"data has 1200 input cells up to data\[2\]: must be at most 900"),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(UserError, match=error):
+            patched.setattr(forward, limit, value)
+            decode(request)
