@@ -13,8 +13,8 @@ from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import parse_config
 from tinkerflow.backend.compute.models.lora_weights import check_spec
-from tinkerflow.backend.compute.planning.device_bytes import step_weights, weight_bytes
-from tinkerflow.backend.compute.planning.memory import GB, MemoryPlan, plan_memory, sampling_config
+from tinkerflow.backend.compute.planning.array_sizes import step_weights, weight_bytes
+from tinkerflow.backend.compute.planning.memory_plan import GB, MemoryPlan, plan_memory, sampling_config
 from tinkerflow.backend.compute.planning.roofline import Estimate, decode_bound, training_bound
 from tinkerflow.backend.compute.planning.topologies import Topology, parse_topology
 from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
@@ -130,7 +130,7 @@ def _full(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> str:
     """Whether all parameters can be trained, and how much memory that takes."""
     needed = adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER)
     does = "fits" if needed <= plan.full else "does not fit"
-    sampled = "cannot be sampled" if plan.whole is None else f"sampled in {plan.whole.size / GB:.1f} GB more"
+    sampled = "cannot be sampled" if plan.full_model is None else f"sampled in {plan.full_model.size / GB:.1f} GB more"
     return f"{does}: {needed / GB:.1f} GB of each device, of {plan.full / GB:.1f} GB for that; {sampled}"
 
 

@@ -1,4 +1,4 @@
-"""How many executables JAX has made: after warm-up the number must stand still."""
+"""The number of executables that JAX has made. It must not grow after the warm-up."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import Counter
 
 import jax.monitoring
 
-_EVENT = "/jax/core/compile/backend_compile_duration"  # also recorded for one that the persistent cache had
+_EVENT = "/jax/core/compile/backend_compile_duration"  # also recorded for programs from the persistent cache
 
 
 class CompileCounter:
-    """Counts the executables made in this process from now on. JAX keeps the counter for the life of the process."""
+    """Counts the executables that this process makes from now on. JAX never drops the counter."""
 
     def __init__(self) -> None:
         """Start at 0."""
         self._by_thread: Counter[int] = Counter()
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     @property
     def count(self) -> int:
@@ -28,6 +28,6 @@ class CompileCounter:
         """Executables made by the calling thread."""
         return self._by_thread[threading.get_ident()]
 
-    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _EVENT:
             self._by_thread[threading.get_ident()] += 1

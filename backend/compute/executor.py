@@ -1,10 +1,10 @@
-"""What a worker process runs: one base model, its adapters and its sampler, driven by commands.
+"""The executor of a worker process: it executes commands on one base model, its adapters and its sampler.
 
 Every process of the group executes the same commands in the same order, so nothing here may depend on rank or time.
 
-Training does not wait for the devices: a command only starts the computation, and its reply is read from the devices
-while the next command is started (`DeferredReply`). On CPUs, where the devices are the host itself, the reply is read
-immediately: waiting would gain nothing and keep two micro-batches in memory.
+Training does not wait for the devices: a command starts the computation, and its reply is read from the devices while
+the next command is started (`DeferredReply`). On CPUs the reply is read immediately, because the devices are the host
+itself: waiting would only keep two micro-batches in memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tinkerflow.backend.compute.models.lora_weights import check_spec
 from tinkerflow.backend.compute.models.params import count, load_params
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_tower import open_vision_tower
-from tinkerflow.backend.compute.planning.memory import GB, plan_group
+from tinkerflow.backend.compute.planning.memory_plan import GB, plan_group
 from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
 from tinkerflow.backend.compute.platforms import compiled_for, environment, on_cpu, platform, settle_dtype
 from tinkerflow.backend.compute.sampler import GroupSampler, Sampler, WholeSampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
-from tinkerflow.backend.compute.training import full
-from tinkerflow.backend.compute.training.adapter_shards import GRADIENTS, are_pieces, wanted
+from tinkerflow.backend.compute.training import full_parameters
+from tinkerflow.backend.compute.training.adapter_shards import GRADIENTS, are_shards, needed_shards
 from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore, forget
 from tinkerflow.backend.compute.training.forward_backward import ForwardRun, Training
 from tinkerflow.backend.compute.training.packing import MicroBatch
@@ -79,19 +79,20 @@ R = TypeVar("R", bound=Reply)
 
 log = logging.getLogger(__name__)
 
-# If they fail, all is as it was.
+# Commands that change nothing if they fail.
 _COPYING = (CreateAdapter, ImportAdapter, ExportAdapter, PublishSnapshot, LoadSnapshot)
 
 
 class Executor:
-    """One base model on the mesh. An error of `backend/core/errors.py` changes nothing, unless its text says what."""
+    """One base model on the mesh. An error of `backend/core/errors.py` changes nothing, unless its text says so."""
 
     environment = staticmethod(environment)
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
-        """Load the model of `config`; `progress` is told what takes long: loading now, compiling later.
+        """Load the model of `config`.
 
-        jax.distributed must be set up when `processes` > 1. UserError when the model cannot be run.
+        progress: called with a line of text when something takes long: loading now, compiling later. jax.distributed
+        must be set up when `processes` > 1. UserError when the model cannot be run.
         """
         self._progress = progress
         self._compiles = CompileCounter()
@@ -109,22 +110,22 @@ class Executor:
         make = partial(make_steps, self._cfg, self._mesh, self.plan.budget)
         self._steps = StepsByShape(make, memory_maps_used, self._forgotten)
         self._adapters = AdapterStore(self._cfg, self._mesh, config.model_path)
-        # What those that are there take of each device, and whether it is for training all parameters.
+        # By adapter: the bytes that it takes of each device, and whether it trains all parameters.
         self._adapter_bytes: dict[str, tuple[int, bool]] = {}
         self._tower = open_vision_tower(self._cfg, config.model_path, self._mesh, self._params)
-        room, whole = self.plan.whole, None
-        if room is not None:
-            whole = partial(self._new_sampler, pages=room.pages, weights="the trained model")
+        memory, full_sampler = self.plan.full_model, None
+        if memory is not None:
+            full_sampler = partial(self._new_sampler, pages=memory.pages, weights="the trained model")
         self._sampler = GroupSampler(
             self._new_sampler(self._params, pages=self.plan.pages, weights="the base model"),
-            WholeSampler(self._cfg, self._mesh, self._params, whole),
+            WholeSampler(self._cfg, self._mesh, self._params, full_sampler),
         )
-        self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
+        self._in_progress: dict[str, ForwardRun] = {}  # Forwards that are executed in parts, by adapter
         self._fetched: dict[tuple[str, str], Mapping[str, Float32]] = {}  # tensors, by owner and folder of the store
         self._announced: set[tuple[str, LoraSpec, tuple[int, ...]]] = set()
         self._training = Training(
             params=self._params,
-            steps=self._steps.of,
+            steps=self._steps.steps_of,
             mesh=self._mesh,
             adapters=self._adapters,
             microbatch_tokens=self.microbatch_tokens,
@@ -132,13 +133,13 @@ class Executor:
             read=self._read,
             tower=self._tower,
         )
-        self.ahead = not on_cpu()  # commands are begun before the devices are done with the last one
+        self.ahead = not on_cpu()  # whether a command starts before the devices have finished the last one
         self._warm_up = WarmUp(on=config.warm_up, maps_used=memory_maps_used)
         self._warm_up.want(self._sampler.adapters.programs())
         if self._tower is not None:
             self._warm_up.want(self._tower.programs(self._config.max_context))
         self._shapes_wanted: set[tuple[LoraSpec, Optimizer]] = set()
-        self._want(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
+        self._warm_up_for(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
 
     def _new_sampler(self, params: Params, *, pages: int, weights: str) -> Sampler:
         return Sampler(
@@ -160,22 +161,22 @@ class Executor:
 
     @property
     def parameters(self) -> int:
-        """How many parameters the base model has."""
+        """The number of parameters of the base model."""
         return count(self._params)
 
     @property
     def microbatch_tokens(self) -> int:
-        """How many tokens, padding included, a micro-batch has at most."""
+        """The most padded tokens of a micro-batch."""
         return self.plan.budget.microbatch_tokens
 
     @property
     def attention_tokens(self) -> int:
-        """Tokens of a row in which attention costs as much as everything else."""
+        """The tokens of a row whose attention costs as much as everything else."""
         return platform().attention_tokens
 
     @property
     def fsdp(self) -> int:
-        """How many parts the rows of a micro-batch are split into."""
+        """The number of parts that the rows of a micro-batch are split into."""
         return row_parts(self._mesh)
 
     @property
@@ -185,30 +186,30 @@ class Executor:
 
     @property
     def context_rule(self) -> str:
-        """What that follows from, as an error says it."""
+        """The rule behind `context`, for error messages."""
         return self.plan.rule
 
     @property
     def programs(self) -> str:
-        """In words, what its programs follow from, beside the code and the versions of JAX."""
+        """A text of all inputs of its programs, except the code and the versions of JAX."""
         config = replace(self._config, model_path="", compile_cache_dir="", store_url="", store_mark="", warm_up=False)
         return f"{self._cfg}; {config}; {self.plan.budget}; {dict(self._mesh.shape)}; {compiled_for()}"
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of each device that are set aside, by use."""
+        """Planned bytes of each device by use."""
         return self.plan.by_use(self._cfg, self._config)
 
     @property
     def compiles(self) -> int:
-        """How many executables this process has made."""
+        """The number of executables that this process has made."""
         return self._compiles.count
 
     def execute(self, command: Command) -> Reply | DeferredReply:
-        """Do what `command` says; NotFoundError names an adapter that is not here.
+        """Execute a command. NotFoundError names an unknown adapter.
 
-        A DeferredReply may be called from another thread, while the next commands are executed. It raises a UserError,
-        or a DevicesError, after which the executor cannot be used any more.
+        A DeferredReply may be called from another thread while the next commands are executed. It raises a UserError,
+        or a DevicesError, after which the executor is unusable.
         """
         if isinstance(command, ReadCompileStatus):
             return self._status()
@@ -232,23 +233,23 @@ class Executor:
                 self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
 
     def take_kept(self, write: WriteState) -> Mapping[str, Float32]:
-        """What this process has to write, by name; ServerError when it kept nothing for that. From any thread."""
+        """The tensors that this process writes, by name. ServerError if it kept none for `write`. Thread-safe."""
         return self._adapters.take_kept(write.adapter_id, write.folder)
 
-    def wanted(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-        """The names of those stored tensors that this process needs. From any thread."""
-        return wanted(self._cfg, self._mesh, state.spec, shapes) if are_pieces(shapes) else list(shapes)
+    def needed_tensors(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
+        """The names of the stored tensors that this process needs. Thread-safe."""
+        return needed_shards(self._cfg, self._mesh, state.spec, shapes) if are_shards(shapes) else list(shapes)
 
-    def hold(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
-        """Hold what was read of a state until it is imported, or loaded as a snapshot. From any thread."""
+    def keep_fetched(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
+        """Keep the tensors read from a state until it is imported, or loaded as a snapshot. Thread-safe."""
         self._fetched[fetch.owner, fetch.state.folder] = tensors
 
     def clear(self) -> None:
-        """Forget all adapters, snapshots and requests; the base model and what is compiled stay."""
+        """Forget all adapters, snapshots and requests. The base model and compiled programs stay."""
         self._fetched.clear()
         self._adapters.clear()
         self._adapter_bytes.clear()
-        self._begun.clear()
+        self._in_progress.clear()
         self._sampler.clear()
 
     def _read(self, later: Callable[[], R]) -> R:
@@ -266,11 +267,13 @@ class Executor:
                 if not command.examples:
                     return ForwardResult((), 0.0)
                 run = ForwardRun(self._training, command)
-                return self._go_on(command.adapter_id, run, whole=not command.by_micro_batch)
+                return self._advance(command.adapter_id, run, to_the_end=not command.by_micro_batch)
             case NextMicroBatch(adapter_id):
-                if (begun := self._begun.pop(adapter_id, None)) is None:
-                    raise ServerError(f"adapter {adapter_id!r} has no forward to go on with: it failed before")
-                return self._go_on(adapter_id, begun)
+                if adapter_id not in self._in_progress:
+                    raise ServerError(
+                        f"adapter {adapter_id!r} has no forward in progress, because an earlier part failed"
+                    )
+                return self._advance(adapter_id, self._in_progress.pop(adapter_id))
             case OptimStep():
                 return self._optimize(command)
             case SampleStep():
@@ -280,32 +283,32 @@ class Executor:
             case ExportAdapter(adapter_id, optimizer):
                 return self._adapters.export(adapter_id, optimizer=optimizer)
             case CreateAdapter(adapter_id, spec, seed, optimizer):
-                needed = self._room_for(adapter_id, spec, optimizer)
+                needed = self._check_memory(adapter_id, spec, optimizer)
                 self._adapters.create(adapter_id, spec, seed, optimizer)
                 self._adapter_bytes[adapter_id] = needed
-                self._want(spec, optimizer)
+                self._warm_up_for(spec, optimizer)
             case ImportAdapter(adapter_id, state):
-                needed = self._room_for(adapter_id, state.spec, state.optimizer)
-                self._adapters.restore(adapter_id, self._brought(adapter_id, state))
+                needed = self._check_memory(adapter_id, state.spec, state.optimizer)
+                self._adapters.restore(adapter_id, self._with_tensors(adapter_id, state))
                 self._adapter_bytes[adapter_id] = needed
-                self._want(state.spec, state.optimizer)
+                self._warm_up_for(state.spec, state.optimizer)
             case DropAdapter(adapter_id):
                 forget(self._fetched, adapter_id)
                 self._adapters.drop(adapter_id)
                 self._adapter_bytes.pop(adapter_id, None)
-                self._begun.pop(adapter_id, None)
+                self._in_progress.pop(adapter_id, None)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
                 self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
                 return self._sampler.held(snapshot_id)
             case LoadSnapshot(snapshot_id, state):
-                brought = self._brought(snapshot_id, state)
+                brought = self._with_tensors(snapshot_id, state)
                 if not self._sampler.holds(snapshot_id):
                     self._sampler.publish(snapshot_id, self._adapters.weights_of(brought), state.spec)
                 return self._sampler.held(snapshot_id)
             case MoveSnapshot(snapshot_id, to_id):
                 self._sampler.move(snapshot_id, to_id)
-            case DropSnapshot(snapshot_id):  # what was fetched may be for the next of that id: it overtakes commands
+            case DropSnapshot(snapshot_id):  # fetched tensors stay: a fetch may be for the next snapshot of this id
                 self._sampler.drop(snapshot_id)
             case ReadCompileStatus():
                 return self._status()
@@ -317,21 +320,21 @@ class Executor:
 
     def _status(self) -> CompileStatus:
         pages = self._sampler.adapters.pages
-        total = (pages.pages - 1) * pages.shards  # the first of each shard is nobody's
+        total = (pages.pages - 1) * pages.shards  # the first page of each shard is that of zeros
         free = sum(pages.free(shard) for shard in range(pages.shards))
         return self._warm_up.warmth.copy_with(kv_pages=total, kv_pages_used=total - free)
 
-    def _brought(self, owner: str, state: AdapterState | StoredState) -> AdapterState:
-        """The state with its tensors: those that came with the command, or that this process has read."""
+    def _with_tensors(self, owner: str, state: AdapterState | StoredState) -> AdapterState:
+        """The state with its tensors, from the command itself or as this process has read them."""
         tensors = self._fetched.pop((owner, state.folder), None) if isinstance(state, StoredState) else None
-        forget(self._fetched, owner)  # what came too late for an earlier one
+        forget(self._fetched, owner)  # tensors that came too late for an earlier command
         if isinstance(state, AdapterState):
             return state
         if tensors is None:
             raise ServerError(f"the state of {owner!r} in {state.folder} was not fetched")
-        pieces = are_pieces(tensors)
+        sharded = are_shards(tensors)
         parts = tuple(f".{part}" for part in (*OPTIMIZERS[state.optimizer].state, GRADIENTS))
-        weights = {name: array for name, array in tensors.items() if pieces or not name.endswith(parts)}
+        weights = {name: array for name, array in tensors.items() if sharded or not name.endswith(parts)}
         moments = {name: array for name, array in tensors.items() if name not in weights}
         return AdapterState(state.spec, state.step, weights, moments, state.optimizer)
 
@@ -339,38 +342,40 @@ class Executor:
     def _no_memory(command: Command, error: Exception) -> AllocationError:
         log.error("no memory was left on the devices for %s", type(command).__name__, exc_info=error)
         return AllocationError(
-            f"{type(command).__name__}: the devices had no memory left for an adapter. Nothing was changed; the same "
-            "may work when there are fewer models or samplers"
+            f"{type(command).__name__}: the devices had no memory left for an adapter. Nothing was changed. The same "
+            "command may succeed when there are fewer models or samplers"
         )
 
-    def _room_for(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> tuple[int, bool]:
-        """What the adapter takes of each device; AllocationError when it does not fit beside the others.
+    def _check_memory(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> tuple[int, bool]:
+        """The bytes that an adapter takes of each device, and whether it trains all parameters.
 
-        What was there at the same time fits again in any order, as a restored group makes it: only sums are bounded.
+        AllocationError when it does not fit together with the other adapters. Only sums are bounded, so adapters that
+        existed at the same time fit again in any order, as a restored group creates them.
         """
         if check_spec(spec).full:
-            full.check(optimizer)
+            full_parameters.check_optimizer(optimizer)
         needed = adapter_bytes(self._cfg, self._config, spec, optimizer)
         others = [taken for name, taken in self._adapter_bytes.items() if name != adapter_id]
-        every = math.inf if self.plan.uses is None else self.plan.uses.adapters
-        room, free = every, every - sum(size for size, _ in others)
-        whole = sum(size for size, is_full in others if is_full)
+        quota = math.inf if self.plan.uses is None else self.plan.uses.adapters
+        free = quota - sum(size for size, _ in others)
+        of_full = sum(size for size, is_full in others if is_full)
         what, of, less = "the adapter", "adapters", "a smaller rank"
         if spec.full:
-            room, free = self.plan.full, min(free, self.plan.full - whole)
+            quota, free = self.plan.full, min(free, self.plan.full - of_full)
             what, of, less = "training all parameters", "that", "1 or more"
         takes = f"lora rank {spec.rank}: {what} takes {needed / GB:.3g} GB of each device"
-        if spec.full and needed > room:  # which no waiting changes
-            raise UserError(f"{takes}, and this group has {room / GB:.3g} GB for that: must be {less}")
+        if spec.full and needed > quota:  # waiting cannot help
+            raise UserError(f"{takes}, and this group has {quota / GB:.3g} GB for that: must be {less}")
         if needed > free:
             raise AllocationError(
                 f"{takes} with its gradients and optimizer state, and {max(0, free) / GB:.3g} GB are free of the "
-                f"{room / GB:.3g} GB for {of}{_of_whole(whole)}: must be {less}, or fewer models at the same time"
+                f"{quota / GB:.3g} GB for {of}{_used_by_full(of_full)}: must be {less}, or fewer models at the same "
+                "time"
             )
         return needed, spec.full
 
-    def _want(self, spec: LoraSpec, optimizer: Optimizer) -> None:
-        """Warm up for adapters of that shape, unless it was asked for before."""
+    def _warm_up_for(self, spec: LoraSpec, optimizer: Optimizer) -> None:
+        """Queue the programs of adapters of that shape for the warm-up, once."""
         if not self._config.warm_up or (spec, optimizer) in self._shapes_wanted:
             return
         self._shapes_wanted.add((spec, optimizer))
@@ -381,7 +386,7 @@ class Executor:
             training_programs(
                 self._mesh,
                 self._params,
-                self._steps.of(spec),
+                self._steps.steps_of(spec),
                 adapter,
                 optimizer=optimizer,
                 microbatch_tokens=self.microbatch_tokens,
@@ -392,19 +397,19 @@ class Executor:
         )
 
     def _forgotten(self, spec: LoraSpec) -> None:
-        """Compile no programs for adapters of that shape ahead, and announce those that are compiled again."""
+        """Stop the warm-up for adapters of that shape, and announce it when their programs are compiled again."""
         self._warm_up.forget(spec)
         self._shapes_wanted = {wanted for wanted in self._shapes_wanted if wanted[0] != spec}
         self._announced = {key for key in self._announced if key[1] != spec}
 
-    def _go_on(self, adapter_id: str, run: ForwardRun, *, whole: bool = False) -> DeferredReply:
-        """Compute the run's next micro-batch, or all that are left when `whole`."""
+    def _advance(self, adapter_id: str, run: ForwardRun, *, to_the_end: bool = False) -> DeferredReply:
+        """Compute the run's next part, or all remaining parts."""
         reply = run.step()
-        while whole and not run.done:
+        while to_the_end and not run.done:
             self._read(reply)
             reply = run.step()
         if not run.done:
-            self._begun[adapter_id] = run
+            self._in_progress[adapter_id] = run
         return reply
 
     def _optimize(self, command: OptimStep) -> DeferredReply:
@@ -415,7 +420,7 @@ class Executor:
                 f"optim_step: the parameters are {spec.name}'s, but the model was made with {adapter.optimizer}"
             )
         on_devices = put(spec.vector(command.params), replicated(self._mesh))
-        stepped = self._steps.of(adapter.spec).optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
+        stepped = self._steps.steps_of(adapter.spec).optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
         before, norm = adapter.step, stepped.norm
         after = Adapter(adapter.spec, stepped.lora, stepped.grads, stepped.state, before, norm)
         self._adapters.set(command.adapter_id, after)
@@ -430,15 +435,15 @@ class Executor:
             self._progress(f"compiling {what} for {rows}x{tokens} tokens, {shape}")
 
 
-def _of_whole(taken: int) -> str:
-    return f", of which models that train all parameters have {taken / GB:.3g} GB" if taken else ""
+def _used_by_full(used: int) -> str:
+    return f" (models that train all parameters take {used / GB:.3g} GB of it)" if used else ""
 
 
 def _stepped(on_devices: jax.Array, step: int) -> OptimResult:
     norm = float(to_host(on_devices))
     if not np.isfinite(norm):
         raise UserError(
-            f"optim_step: the gradient norm is {norm}; it must be finite. The step was not made and the gradients "
+            f"optim_step: the gradient norm is {norm}: must be finite. The step was not made and the gradients "
             "are cleared: look at the weights, advantages and logprobs of the last forward_backward"
         )
     return OptimResult(grad_norm=norm, step=step)

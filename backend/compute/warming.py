@@ -1,9 +1,9 @@
-"""Warm-up: the programs that requests may need are compiled before any request needs them, in a thread of its own.
+"""Warm-up: a thread compiles the programs that requests may need before any request needs them.
 
-Nothing is run. JAX keeps the result of `jit(f).lower(shapes).compile()` where a call of `f` with such arguments looks
-for it, and its persistent cache keeps it for the next process. The thread compiles one program after the other, and
-starts none while commands are executed or shortly after. A request that arrives during a compilation shares the machine
-with it, but does not wait for it.
+Nothing is run. JAX keeps the result of `jit(f).lower(shapes).compile()` in the cache that a call of `f` reads, and its
+persistent cache keeps it for the next process. The thread compiles one program after the other. It starts none while
+commands are executed or shortly after. A request that arrives during a compilation shares the machine with it, but does
+not wait for it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tinkerflow.backend.spec.commands import CompileStatus
 
 log = logging.getLogger(__name__)
 
-_CALM_SECONDS = 0.5  # without a command, before the next program is begun
-_ROOM = 0.5  # of the memory maps: the rest is for programs that are needed
-_NICE = 10  # of the thread, where threads have priorities of their own
+_CALM_SECONDS = 0.5  # without a command, before the next program is compiled
+_MOST_MAPS = 0.5  # of the memory maps; the rest is for programs that commands need
+_NICE = 10  # priority of the thread, on systems where threads have priorities
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class WarmUp:
     def __init__(
         self, *, on: bool, calm_seconds: float = _CALM_SECONDS, maps_used: Callable[[], float] = lambda: 0.0
     ) -> None:
-        """Start the thread. calm_seconds: how long no command may have run before it compiles a program.
+        """Start the thread.
 
-        maps_used: which part of its memory maps this process uses. From half of them on nothing is compiled ahead.
+        calm_seconds: the time after the last command before the thread compiles a program. maps_used: the share of its
+        memory maps that this process uses. Nothing is compiled ahead beyond half of them.
         """
         self._on, self._calm, self._maps_used = on, calm_seconds, maps_used
         self._changed = threading.Condition()
@@ -66,7 +67,7 @@ class WarmUp:
             return CompileStatus(self._planned, self._ready, self._failed, self._needed, self._late)
 
     def want(self, programs: Iterable[Program], owner: Hashable = None) -> None:
-        """Add programs to the queue. owner: what `forget` may name."""
+        """Add programs to the queue. owner: the argument of `forget` that removes them."""
         if not self._on:
             return
         with self._changed:
@@ -76,7 +77,7 @@ class WarmUp:
             self._changed.notify()
 
     def forget(self, owner: Hashable) -> None:
-        """Take the programs of `owner` off the queue."""
+        """Remove the programs of `owner` from the queue."""
         with self._changed:
             left = [entry for entry in self._todo if entry[3] != owner]
             self._planned -= len(self._todo) - len(left)
@@ -85,9 +86,9 @@ class WarmUp:
 
     @contextmanager
     def pause(self, made: Callable[[], int]) -> Iterator[None]:
-        """Start no compilation within the block, in which a command runs.
+        """Start no compilation within the block, which runs a command.
 
-        made: counts the programs that the calling thread has compiled.
+        made(): the number of programs that the calling thread has compiled.
         """
         before, was_ready = made(), self._ready == self._planned > 0
         with self._changed:
@@ -111,15 +112,15 @@ class WarmUp:
             program = self._next()
             began, failed = time.monotonic(), 0
             try:
-                if self._maps_used() < _ROOM:
+                if self._maps_used() < _MOST_MAPS:
                     program.make()
                     log.info("warm-up: %s in %.2f s", program.name, time.monotonic() - began)
                 else:
-                    log.info("warm-up: %s is left out: memory maps are few (vm.max_map_count)", program.name)
-            except Exception:  # the command that needs it will fail; the group must not end for it
+                    log.info("warm-up: %s is left out: few memory maps are left (vm.max_map_count)", program.name)
+            except Exception:  # only a command that needs this program fails, not the group
                 log.exception("warm-up: %s could not be compiled", program.name)
                 failed = 1
-            del program  # what it refers to is not kept until the next one
+            del program  # free its arguments before waiting for the next program
             with self._changed:
                 self._ready += 1
                 self._failed += failed
@@ -134,14 +135,14 @@ class WarmUp:
 
 
 def result_of(function: Any, *args: Any) -> Any:
-    """Compile a jitted function for `args` (arrays, or their shapes); the shapes and shardings of its result."""
+    """Compile a jitted function for `args` (arrays, or shapes). The shapes and shardings of its result."""
     lowered = function.lower(*args)
     compiled = lowered.compile()
     return jax.tree.map(_like, lowered.out_info, compiled.output_shardings)
 
 
 def like(tree: Any, where: Any) -> Any:
-    """The pytree without values: the shape and dtype of each array, with sharding `where`."""
+    """The shape and dtype of each array in a pytree, with the sharding `where`."""
     return jax.tree.map(lambda leaf: _like(leaf, where), tree)
 
 

@@ -29,10 +29,10 @@ class StateHolder(Protocol):
     def take_kept(self, write: WriteState) -> Mapping[str, Float32]:
         """What an ExportAdapter has kept for `write`, by name."""
 
-    def wanted(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
+    def needed_tensors(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
         """The names of those stored tensors (their shapes by name) that this process needs."""
 
-    def hold(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
+    def keep_fetched(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
         """Keep what was read until a command asks for it."""
 
 
@@ -74,7 +74,9 @@ class Transfers:
         if isinstance(job, WriteState):
             return parts.write(self._blobs, job.folder, self._rank, self._holder.take_kept(job))
         holder = self._holder
-        holder.hold(job, parts.read(self._blobs, job.state, lambda shapes: holder.wanted(job.state, shapes)))
+        holder.keep_fetched(
+            job, parts.read(self._blobs, job.state, lambda shapes: holder.needed_tensors(job.state, shapes))
+        )
         return {}
 
     def _reached(self, config: GroupConfig, patience: float) -> Blobs | None:

@@ -450,7 +450,7 @@ class AdapterState(PoolMessage, frozen=True):
     moments: empty, or `{name}.{part}` for every weight and every part of the optimizer's state (`OptimizerSpec.state`),
     and `{name}.grad` for gradients not yet applied.
 
-    Or the tensors are pieces of arrays as the devices held them (`compute/pieces.py`), all in `weights`.
+    Or the tensors are shards of arrays (`compute/training/adapter_shards.py`), all in `weights`.
     """
 
     spec: LoraSpec

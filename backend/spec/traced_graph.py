@@ -20,11 +20,11 @@ Call = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]  # (op, arguments,
 def run_graph(
     name: str, graph: Iterable[Mapping[str, Any]], inputs: Iterable[Any], call: Call, dtypes: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any], str]:
-    """The scalar loss, the scalar metrics by name, and how errors call the output node.
+    """The scalar loss, the scalar metrics, and the name of the output node for errors.
 
     name: of the loss, for errors. graph: its nodes. inputs: their values, in order. call: executes an op of
-    `torch_names`; a value with a `shape` counts as a tensor. dtypes: what stands for each dtype. UserError names the
-    node that cannot be executed.
+    `torch_names`; a value with a `shape` counts as a tensor. dtypes: the values that represent dtypes. UserError names
+    the node that cannot be executed.
     """
     remaining, known = iter(inputs), dict[str, Any]()
     for node in graph:
@@ -47,7 +47,7 @@ def run_graph(
             raise UserError(f"{where}: {type(error).__name__}: {reason}") from error
         _check(value, where)
         known[node["name"]] = value
-    raise UserError(f"custom loss {name!r}: it has no output")
+    raise UserError(f"custom loss {name!r} has no output")
 
 
 def _check(value: Any, where: str) -> None:

@@ -21,7 +21,7 @@ MAX_DIFFERENCES = 64  # of diff: each is an operation of its own
 
 @dataclass(frozen=True)
 class Shaped:
-    """A tensor of which only the shape is known."""
+    """The shape of a tensor, without its values."""
 
     shape: tuple[int, ...]
 
@@ -223,7 +223,9 @@ def _stack(tensors: Sequence[Shaped], dim: int = 0) -> Shaped:
 def _cat(tensors: Sequence[Shaped], dim: int = 0) -> Shaped:
     first = tensors[0]
     if any(_resized(tensor, dim, 0) != _resized(first, dim, 0) for tensor in tensors):
-        raise ValueError(f"shapes {[list(tensor.shape) for tensor in tensors][:4]} differ beside dimension {dim}")
+        raise ValueError(
+            f"shapes {[list(tensor.shape) for tensor in tensors][:4]} must be equal except in dimension {dim}"
+        )
     return _resized(first, dim, sum(tensor.shape[dim] for tensor in tensors))
 
 

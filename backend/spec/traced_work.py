@@ -1,6 +1,6 @@
 """The work of a traced loss, estimated from shapes before anything is executed, and its limits.
 
-A small graph can stand for any amount of work: two products of 8,192 x 8,192 matrices take minutes on a CPU, and so
+A small graph can stand for any amount of work. Two products of 8,192 x 8,192 matrices take minutes on a CPU, and so
 does compiling 2,000 nodes, or a program for each of 500 lengths. So work is counted in seconds of a CPU core, for the
 loss with its slope. The constants were measured on a Xeon. They need to be right within a small factor only: the limits
 are generous.
@@ -41,8 +41,8 @@ Shapes = tuple[tuple[int, ...], ...]  # of the inputs, in order
 class LossWork:
     """The work of the loss of one example.
 
-    run: seconds each time. compiling: seconds for the first example of its shapes. cells: of all tensors. reason: what
-    takes most of the time, for errors.
+    run: seconds each time. compiling: seconds for the first example of its shapes. cells: of all tensors. reason: the
+    largest part of the time, for errors.
     """
 
     run: float
@@ -171,6 +171,6 @@ def _check_request(loss: CustomLoss, examples: int, shapes: int, seconds: float)
     if seconds > MAX_REQUEST_SECONDS:
         raise UserError(
             f"custom loss {loss.name!r}: the losses of {examples} examples of {shapes} different shapes take about "
-            f"{seconds:.3g} s of a CPU core: must be at most {MAX_REQUEST_SECONDS:g} s for one request; send fewer "
+            f"{seconds:.3g} s of a CPU core: must be at most {MAX_REQUEST_SECONDS:g} s for one request. Send fewer "
             "examples, or fewer different lengths"
         )

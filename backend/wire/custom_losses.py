@@ -1,6 +1,6 @@
 """create_custom_loss: a loss that the client traced with torch.fx, checked node by node and stored as plain data.
 
-Nothing in it is code: a node names a function of `torch_names`, and everything else is refused by the node's name.
+It contains no code. A node names a function of `torch_names`; other nodes are refused, and the error has their name.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _node(node: object, index: int, known: set[str], *, last: bool) -> dict[str,
             if not args or not isinstance(args[0], dict) or "ref" not in args[0]:
                 raise UserError(f"{where}: the first argument must be the tensor")
         case "call_function" | "call_method":
-            raise UserError(f"{where}: this {op[5:]} is not among those that a custom loss may call here")
+            raise UserError(f"{where}: the {op[5:]} is not supported in custom losses")
         case "get_attr" | "call_module":
             raise UserError(f"{where}: op {op}: a custom loss cannot hold tensors or modules of its own")
         case _:

@@ -23,8 +23,8 @@ from tests.accelerators.model_programs import Programs
 from tests.accelerators.models import config
 from tests.accelerators.targets import Figures
 
-from tinkerflow.backend.compute.planning.device_bytes import held_bytes, read_bytes
-from tinkerflow.backend.compute.planning.memory import state_bytes
+from tinkerflow.backend.compute.planning.array_sizes import held_bytes, read_bytes
+from tinkerflow.backend.compute.planning.memory_plan import state_bytes
 from tinkerflow.backend.compute.planning.roofline import useful_flops
 from tinkerflow.backend.compute.planning.topologies import Device, parse_topology
 from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype

@@ -19,7 +19,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.lora import Lora, gathered, shardings
 from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.planning.memory import plan_memory
+from tinkerflow.backend.compute.planning.memory_plan import plan_memory
 from tinkerflow.backend.compute.planning.topologies import parse_topology
 from tinkerflow.backend.compute.platforms import compiling_for
 from tinkerflow.backend.compute.sampler.decode import decode, empty_rows

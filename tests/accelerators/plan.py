@@ -12,7 +12,7 @@ import sys
 
 from tests.accelerators.model_programs import Programs
 
-from tinkerflow.backend.compute.planning.memory import GB
+from tinkerflow.backend.compute.planning.memory_plan import GB
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.plan import ROW, ServicePlan, describe_plan, plan_service
 

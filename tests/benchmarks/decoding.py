@@ -41,7 +41,7 @@ from tests.benchmarks.small_model import make_small
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.params import load_params
-from tinkerflow.backend.compute.planning.memory import plan_group
+from tinkerflow.backend.compute.planning.memory_plan import plan_group
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.spec.commands import GroupConfig, SampleRequest, SampleStep
 

@@ -19,7 +19,7 @@ def main() -> None:
     import numpy as np
 
     from tinkerflow.backend.compute.executor import Executor
-    from tinkerflow.backend.compute.planning.device_bytes import held_bytes
+    from tinkerflow.backend.compute.planning.array_sizes import held_bytes
     from tinkerflow.backend.spec.commands import (
         CreateAdapter,
         Example,

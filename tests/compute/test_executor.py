@@ -89,7 +89,7 @@ def test_without_memory_a_backward_costs_its_request_and_nothing_else(
     if accumulated:
         forward(executor, "a", examples((9,)), backward=True)
     before = {name: executor.execute(ExportAdapter(name, optimizer=True)) for name in "ab"}
-    steps_of_a = executor._steps.of(LoraSpec(4))
+    steps_of_a = executor._steps.steps_of(LoraSpec(4))
     backward = steps_of_a.backward
 
     def no_room(params: Any, lora: Any, grads: Any, batch: Any) -> Any:
@@ -126,10 +126,10 @@ def test_what_gradients_were_is_held_until_the_next_ones_are_known_to_be_compute
     forward(executor, "a", examples((9,)), backward=True)
     first, executor.ahead = executor._adapters.get("a").grads, True
     reply = forward(executor, "a", examples((30,)), backward=True)
-    unsure = executor._adapters._adapters["a"].unsure
-    assert unsure.before is first
+    computing = executor._adapters._adapters["a"].computing
+    assert computing.before is first
     assert reply().loss_sum != 0.0
-    assert unsure.before is None, "before the next command about the adapter"
+    assert computing.before is None, "before the next command about the adapter"
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -196,7 +196,7 @@ def test_a_forward_by_micro_batch_gives_the_same_bits(
     if backward:
         made, wanted = (gradients(executor, name) for name in ("parts", "whole"))
         assert all((array == wanted[name]).all() for name, array in made.items())
-    with pytest.raises(ServerError, match="adapter 'parts' has no forward to go on with"):
+    with pytest.raises(ServerError, match="adapter 'parts' has no forward in progress"):
         executor.execute(NextMicroBatch("parts"))
     while executor.execute(SampleStep()).active:
         pass
@@ -298,7 +298,7 @@ def test_a_forward_that_fails_between_micro_batches_is_not_gone_on_with(
         patched.setattr(forward_backward, "to_devices", no_room)
         with pytest.raises(ServerError, match="gradients that adapter 'a' had accumulated are cleared"):
             executor.execute(others[0])
-    with pytest.raises(ServerError, match="it failed before"):
+    with pytest.raises(ServerError, match="an earlier part failed"):
         executor.execute(others[1])
     assert gradients(executor, "a") == {}
     assert forward(executor, "a", examples((9,)), backward=True).loss_sum != 0.0

@@ -12,7 +12,7 @@ from tests.compute.conftest import SHAPE, build
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.compute.models.families import parse_config, projections
 from tinkerflow.backend.compute.models.layers import Attention, GatedDeltaNet
-from tinkerflow.backend.compute.planning import memory
+from tinkerflow.backend.compute.planning import memory_plan
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import GroupConfig
@@ -128,21 +128,23 @@ def test_a_9b_hybrid_trains_and_samples_on_one_h100_and_states_are_counted():
         decode_chunk=16, compile_cache_dir="",
     )  # fmt: skip
     with compiling_for(CUDA):
-        plan = memory.plan_memory(cfg, config, 73 * GB)
-        few = memory.plan_memory(cfg, replace(config, sample_slots=16), 73 * GB)
+        plan = memory_plan.plan_memory(cfg, config, 73 * GB)
+        few = memory_plan.plan_memory(cfg, replace(config, sample_slots=16), 73 * GB)
         with pytest.raises(UserError, match="fewer TINKERFLOW_SAMPLE_SLOTS"):
-            memory.plan_memory(cfg, replace(config, sample_slots=600), 73 * GB)
+            memory_plan.plan_memory(cfg, replace(config, sample_slots=600), 73 * GB)
     assert plan.context >= 8192 and plan.uses is not None and plan.uses.total <= 73 * GB
     assert plan.states == 1 + 64 + 16 + 10 + 32 and few.states == 1 + 16 + 16 + 10 + 8
     one = 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)  # a matrix for each head, and three inputs of the convolution
     taken = 2 * 16 * one  # of a piece of prompts, before and after; decode changes states in their pool
     assert plan.uses.kv_cache - plan.pages * 8 * 2 * 4 * 256 * 128 * 2 >= plan.states * one + taken
     with compiling_for(CUDA):
-        assert memory._state_bytes(cfg, config) == plan.states * one + taken
+        assert memory_plan._state_bytes(cfg, config) == plan.states * one + taken
     assert (few.context, few.pages) > (plan.context, plan.pages)  # what fewer states leave
-    on_cpus = memory.plan_group(cfg, config)
-    pages = on_cpus.pages * memory._page_bytes(cfg, config)
-    assert on_cpus.by_use(cfg, config)["kv_cache"] - pages == memory._state_bytes(cfg, config) >= on_cpus.states * one
+    on_cpus = memory_plan.plan_group(cfg, config)
+    pages = on_cpus.pages * memory_plan._page_bytes(cfg, config)
+    assert (
+        on_cpus.by_use(cfg, config)["kv_cache"] - pages == memory_plan._state_bytes(cfg, config) >= on_cpus.states * one
+    )
 
 
 def test_states_are_split_as_the_cache_is():
@@ -152,5 +154,5 @@ def test_states_are_split_as_the_cache_is():
         "m", dtype="bfloat16", fsdp=1, tensor=1, max_context=32768, microbatch_tokens=0, sample_slots=64,
         decode_chunk=16, compile_cache_dir="",
     )  # fmt: skip
-    whole, split, wider = (memory._state_bytes(cfg, replace(config, tensor=tensor)) for tensor in (1, 16, 32))
+    whole, split, wider = (memory_plan._state_bytes(cfg, replace(config, tensor=tensor)) for tensor in (1, 16, 32))
     assert wider < split < whole / 10

@@ -16,7 +16,7 @@ from tinkerflow.backend.compute.models.families import parse_config
 from tinkerflow.backend.compute.models.layers import LatentAttention, RMSNorm
 from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.models.rope import Rope
-from tinkerflow.backend.compute.planning import memory
+from tinkerflow.backend.compute.planning import memory_plan
 from tinkerflow.backend.compute.planning.roofline import useful_flops
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
 from tinkerflow.backend.compute.sampler.latent_attention import attend_latents
@@ -129,9 +129,11 @@ def test_the_memory_plan_counts_latents():
         decode_chunk=16, compile_cache_dir="",
     )  # fmt: skip
     cfg = parse_config(MOONLIGHT, name="m")
-    assert memory._page_bytes(cfg, config) == 27 * 576 * 2 * memory.PAGE  # whole on the device that has the page
+    assert (
+        memory_plan._page_bytes(cfg, config) == 27 * 576 * 2 * memory_plan.PAGE
+    )  # whole on the device that has the page
     with compiling_for(CUDA):
-        plan = memory.plan_memory(cfg, config, 73 * 10**9)
+        plan = memory_plan.plan_memory(cfg, config, 73 * 10**9)
     assert plan.context == 8192 and plan.uses is not None and plan.uses.total <= 73 * 10**9
 
 

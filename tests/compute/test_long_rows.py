@@ -18,7 +18,7 @@ from tinkerflow.backend.compute.models.long_rows import in_chunks
 from tinkerflow.backend.compute.models.lora_weights import init_lora
 from tinkerflow.backend.compute.models.params import load_params
 from tinkerflow.backend.compute.models.transformer import Keep
-from tinkerflow.backend.compute.planning import memory, training_memory
+from tinkerflow.backend.compute.planning import memory_plan, training_memory
 from tinkerflow.backend.compute.platforms import CPU, CUDA, compiling_for
 from tinkerflow.backend.compute.training import budget as budget_module
 from tinkerflow.backend.compute.training import train
@@ -66,7 +66,7 @@ def gradients(qwen3: Any) -> Any:
 
     def of(keep: Keep, chunk: int = 0, *, again: bool = False) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "what_is_kept", lambda *_: keep)
+            patch.setattr(train, "choose_keep", lambda *_: keep)
             patch.setattr(train, "at_once", lambda _: chunk)
             patch.setattr(train, "platform", lambda: CUDA if again else CPU)
             steps = make_steps(cfg, mesh, Budget(1024, 2**30))
@@ -115,8 +115,8 @@ def test_the_plan_recomputes_groups_only_where_the_inputs_of_layers_do_not_fit()
     cfg = config_like(QWEN3_4B, max_position_embeddings=131072)
     config = GroupConfig("m", "bfloat16", 1, 1, 131072, 0, 64, 8, "")
     with compiling_for(CUDA):
-        large, small = (memory.plan_memory(cfg, config, limit * GB) for limit in (78, 26))
-        keeps = partial(budget_module.what_is_kept, cfg, 7 * 32)
+        large, small = (memory_plan.plan_memory(cfg, config, limit * GB) for limit in (78, 26))
+        keeps = partial(budget_module.choose_keep, cfg, 7 * 32)
         assert [keeps(tokens, "bfloat16", large.budget) for tokens in (4096, 32768)] == [Keep.RESULTS, Keep.INPUTS]
         assert keeps(131072, "bfloat16", large.budget) is Keep.GROUPS
         assert keeps(32768, "bfloat16", small.budget) is Keep.GROUPS
@@ -131,10 +131,10 @@ def test_models_whose_parameters_are_all_trained_leave_room_for_their_step() -> 
     cfg = config_like(QWEN3_0_6B, max_position_embeddings=131072)
     config = GroupConfig("m", "bfloat16", 1, 1, 131072, 0, 64, 8, "")
     with compiling_for(CUDA):
-        plan = memory.plan_memory(cfg, config, 78 * GB)
+        plan = memory_plan.plan_memory(cfg, config, 78 * GB)
         largest = partial(training_memory.largest_step, cfg, config, plan.budget, plan.context)
-        assert plan.uses is not None and sum(largest(whole=True)) > sum(largest())
+        assert plan.uses is not None and sum(largest(full_parameters=True)) > sum(largest())
         others = plan.uses.weights + plan.uses.reserve + plan.uses.kv_cache + plan.uses.logits + plan.uses.snapshots
-        models = plan.full + (plan.whole.size if plan.whole else 0)
+        models = plan.full + (plan.full_model.size if plan.full_model else 0)
     assert plan.full > 0
-    assert others + models + sum(largest(whole=True)) <= 78 * GB
+    assert others + models + sum(largest(full_parameters=True)) <= 78 * GB

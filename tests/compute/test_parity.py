@@ -119,7 +119,7 @@ def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forwar
     # The last step again, from a recovery snapshot taken before it, as after a crash: the same bits.
     files = {"part-00000.safetensors": Digest.of(b"")}
     stored = StoredState(kept.spec, kept.step, kept.optimizer, "folder", files)
-    executor.hold(FetchState("again", stored), pieces)
+    executor.keep_fetched(FetchState("again", stored), pieces)
     executor.execute(ImportAdapter("again", stored))
     again = forward(executor, "again", data, backward=True)
     for one, other in zip(again.logprobs, result.logprobs, strict=True):

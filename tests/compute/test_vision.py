@@ -25,7 +25,7 @@ from tinkerflow.backend.compute.models.vision_tower import (
     to_patches,
     tower_bytes,
 )
-from tinkerflow.backend.compute.planning.memory import plan_memory
+from tinkerflow.backend.compute.planning.memory_plan import plan_memory
 from tinkerflow.backend.compute.training.images import image_features
 from tinkerflow.backend.compute.training.packing import pack
 from tinkerflow.backend.compute.training.token_losses import choose

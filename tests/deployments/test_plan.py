@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.accelerators.models import MODELS
 
-from tinkerflow.backend.compute.planning.memory import MemoryUses
+from tinkerflow.backend.compute.planning.memory_plan import MemoryUses
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.plan import describe_plan, plan_service
@@ -94,7 +94,7 @@ def test_a_token_is_decoded_as_fast_with_the_defaults_as_with_a_tensor_axis(tmp_
     ("model", "topology", "settings", "message"),
     [
         ("32B", "h100:1", {}, "its weights take 65.5 GB of the 78.1 GB of each device"),
-        ("4B", "h900:1", {}, "topology 'h900:1': device 'h900' is not known; it must be one of v5e"),
+        ("4B", "h900:1", {}, "topology 'h900:1': device 'h900' is not known: must be one of v5e"),
         ("4B", "h100:8", {"tensor_parallel": 3}, "tensor_parallel 3 x expert_parallel 1 must divide them"),
         ("4B", "h100:1", {"max_context": 50000}, "max_context 50000; the model allows at most 40960"),
         ("4B", "h100:1", {"rank": 4096}, "lora rank 4096: must be 1 to"),

@@ -8,8 +8,8 @@ from typing import Literal
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import parse_config
-from tinkerflow.backend.compute.planning.device_bytes import weight_bytes
-from tinkerflow.backend.compute.planning.memory import GB, MemoryPlan, plan_memory
+from tinkerflow.backend.compute.planning.array_sizes import weight_bytes
+from tinkerflow.backend.compute.planning.memory_plan import GB, MemoryPlan, plan_memory
 from tinkerflow.backend.compute.planning.topologies import DEVICES, Device
 from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec

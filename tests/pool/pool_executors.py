@@ -393,8 +393,8 @@ class Keeper(Echo):
             raise StoreError("rank 1 has lost it")
         return self.kept.pop(write.folder)
 
-    def wanted(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    def needed_tensors(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         return [name for name in shapes if name.endswith(f"@{self.rank}")]
 
-    def hold(self, fetch: FetchState, tensors: Mapping[str, np.ndarray]) -> None:
+    def keep_fetched(self, fetch: FetchState, tensors: Mapping[str, np.ndarray]) -> None:
         self.held[fetch.owner] = tensors

@@ -130,7 +130,7 @@ def test_a_store_that_does_not_answer_prevents_no_start(
     group_config: Callable[..., GroupConfig], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, mark = threading.Event(), store.mark()
-    holder = SimpleNamespace(take_kept=print, wanted=print, hold=print)
+    holder = SimpleNamespace(take_kept=print, needed_tensors=print, keep_fetched=print)
     config = replace(group_config(), store_url=store.url, store_mark=mark)
     assert transfers.Transfers(holder, config, 0).reach_store
     monkeypatch.setattr(parts, "reaches", lambda blobs, mark: hangs.wait(60))

@@ -1,8 +1,8 @@
-"""The memory plan: how a worker group divides each device's memory between weights, training and sampling."""
+"""The memory plan of a worker group, and the highest speed that the peaks of its devices allow."""
 
 __all__ = [
-    "device_bytes",
-    "memory",
+    "array_sizes",
+    "memory_plan",
     "roofline",
     "topologies",
     "training_memory",

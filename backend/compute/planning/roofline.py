@@ -87,7 +87,7 @@ def decode_bound(
     """The bound of one decode step, a token for each slot.
 
     cfg: the model. config: the mesh. device: of the mesh. weights: bytes of the base weights that a step reads
-    (`device_bytes.read_bytes`). slots: sequences. positions: of each sequence in the KV cache. cell: bytes of one
+    (`array_sizes.read_bytes`). slots: sequences. positions: of each sequence in the KV cache. cell: bytes of one
     position on each device.
     """
     own, parts = weights / _devices(config), config.fsdp * config.tensor

@@ -1,4 +1,4 @@
-"""Accelerators by name with their peak rates, and topologies of them as users write them ("v6e:2x4", "h100:8")."""
+"""Accelerators by name with their peak rates, and their topologies in users' notation ("v6e:2x4", "h100:8")."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ def parse_topology(text: str) -> Topology:
     """
     name, _, shape = text.lower().partition(":")
     if name not in DEVICES:
-        raise UserError(f"topology {text!r}: device {name!r} is not known; it must be one of {', '.join(DEVICES)}")
+        raise UserError(f"topology {text!r}: device {name!r} is not known: must be one of {', '.join(DEVICES)}")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape or "1"):
-        raise UserError(f"topology {text!r}: shape {shape!r}; it must be positive numbers with an x between them")
+        raise UserError(f"topology {text!r}: shape {shape!r}: must be positive numbers with an x between them")
     device, dims = DEVICES[name], tuple(int(size) for size in (shape or "1").split("x"))
     if device.platform is CUDA and len(dims) > 2:
-        raise UserError(f"topology {text!r}: shape {shape!r}; GPUs have at most two numbers, hosts and GPUs of each")
+        raise UserError(f"topology {text!r}: shape {shape!r}: GPUs have at most two numbers, hosts and GPUs of each")
     most = 3 if device.name == "v5p" else 2
     if device.platform is TPU and len(dims) > most:
-        raise UserError(f"topology {text!r}: shape {shape!r}; a slice of {device.name} has at most {most} dimensions")
+        raise UserError(f"topology {text!r}: shape {shape!r}: a slice of {device.name} has at most {most} dimensions")
     if math.prod(dims) > _MOST_DEVICES:
-        raise UserError(f"topology {text!r}: shape {shape!r}; it must have at most {_MOST_DEVICES} devices")
+        raise UserError(f"topology {text!r}: shape {shape!r}: must have at most {_MOST_DEVICES} devices")
     return Topology(device, dims)

@@ -30,8 +30,8 @@ from tinkerflow.backend.compute.mesh import put, replicated, to_host
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.sampler.sampler import Sampler
-from tinkerflow.backend.compute.training import full
-from tinkerflow.backend.compute.training.full import Trained
+from tinkerflow.backend.compute.training import full_parameters
+from tinkerflow.backend.compute.training.trained import Trained
 from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.spec.commands import (
     LoraSpec,
@@ -126,8 +126,8 @@ class WholeSampler:
         if snapshot_id in self._held:
             raise ConflictError(f"snapshot {snapshot_id!r} exists already; a snapshot never changes")
         copies: list[_Pieces] = []
-        trained, dtype = full.like(self._cfg, self._mesh), self._base.embed_VD.dtype
-        computed = jax.eval_shape(lambda own: full.narrowed(self._cfg, dtype, own), trained)
+        trained, dtype = full_parameters.weights_like(self._cfg, self._mesh), self._base.embed_VD.dtype
+        computed = jax.eval_shape(lambda own: full_parameters.cast_weights(self._cfg, dtype, own), trained)
         each = (jax.tree.leaves(tree) for tree in (weights, trained, computed))
         for array, place, kept in zip(*each, strict=True):
             own = array if isinstance(array, jax.Array) else put(array, place.sharding)
@@ -199,7 +199,7 @@ class WholeSampler:
     def _use(self, weights: _Weights) -> None:
         """Put these weights in place of those that are on the devices; who waits for them fails if that fails."""
         assert self._make is not None
-        self._used, like = weights, full.like(self._cfg, self._mesh)
+        self._used, like = weights, full_parameters.weights_like(self._cfg, self._mesh)
         leaves, tree = jax.tree.flatten(like)
 
         def load() -> Params:
@@ -209,7 +209,7 @@ class WholeSampler:
                 )
                 for leaf, own in zip(leaves, weights.arrays, strict=True)
             ]
-            return full.with_frozen(self._base, jax.tree.unflatten(tree, arrays))
+            return full_parameters.with_frozen(self._base, jax.tree.unflatten(tree, arrays))
 
         try:
             if self._sampler is None:

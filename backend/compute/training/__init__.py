@@ -6,7 +6,7 @@ __all__ = [
     "attention",
     "budget",
     "forward_backward",
-    "full",
+    "full_parameters",
     "images",
     "logprobs",
     "optimizer",
@@ -15,4 +15,5 @@ __all__ = [
     "token_losses",
     "train",
     "train_programs",
+    "trained",
 ]

@@ -1,9 +1,8 @@
-"""Adapters as pieces: what each process holds of every array, by name, and the arrays made of pieces again on any mesh.
+"""Saved shards of adapters: each process writes the parts of arrays that its devices hold, and reads those they need.
 
-A piece is called `<part>/<projection>.<A|B>@<start>,<start>,…`, or `<part>/<name>@<start>,…` where all parameters are
-trained. The part is `weights`, `grad`, or one of the
-optimizer's state; the starts say where in the whole array the piece's first element lies. So a process writes and reads
-no more of an adapter than its devices hold.
+A shard is named `<part>/<projection>.<A|B>@<start>,<start>,…`, or `<part>/<name>@<start>,…` where all parameters are
+trained. The part is `weights`, `grad`, or a part of the optimizer's state. The starts are the index in the array of the
+shard's first element. Arrays can be assembled from shards on any mesh.
 """
 
 from __future__ import annotations
@@ -15,7 +14,13 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.mesh import from_callback
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.training.full import Trained, by_name, from_names, shapes, shardings
+from tinkerflow.backend.compute.training.trained import (
+    Trained,
+    arrays_by_name,
+    trained_from_names,
+    trained_shapes,
+    trained_shardings,
+)
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import Float32, LoraSpec
 
@@ -23,17 +28,17 @@ WEIGHTS, GRADIENTS = "weights", "grad"
 Index = tuple[slice, ...]
 
 
-def are_pieces(names: Collection[str]) -> bool:
-    """Whether tensors of these names are pieces, and not tensors by PEFT's names."""
+def are_shards(names: Collection[str]) -> bool:
+    """Whether these are names of shards, and not PEFT's names of tensors."""
     return any("@" in name for name in names)
 
 
-def pieces_of(parts: Mapping[str, Trained]) -> dict[str, Float32]:
-    """Copies on the host of what this process holds of each part. Each element is in one process's pieces alone."""
+def shards_of(parts: Mapping[str, Trained]) -> dict[str, Float32]:
+    """Copies on the host of the shards of each part that this process holds. Each element is in one shard only."""
     shards = {
-        f"{part}/{name}@{','.join(str(one.start or 0) for one in shard.index)}": shard.data
+        f"{part}/{name}@{','.join(str(each.start or 0) for each in shard.index)}": shard.data
         for part, lora in parts.items()
-        for name, array in by_name(lora).items()
+        for name, array in arrays_by_name(lora).items()
         for shard in array.addressable_shards
         if shard.replica_id == 0
     }
@@ -42,75 +47,75 @@ def pieces_of(parts: Mapping[str, Trained]) -> dict[str, Float32]:
     return {name: np.array(data) for name, data in shards.items()}
 
 
-def wanted(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Those of the pieces `found` (their shapes by name) that hold something for a device of this process."""
-    host = shapes(cfg, mesh, spec)
-    places = by_name(shardings(cfg, mesh, host))
+def needed_shards(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, saved: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The names of the saved shards that a device of this process needs. saved: shapes by name."""
+    host = trained_shapes(cfg, mesh, spec)
+    places = arrays_by_name(trained_shardings(cfg, mesh, host))
     indices = {
         name: list(places[name].addressable_devices_indices_map(leaf.shape).values())
-        for name, leaf in by_name(host).items()
+        for name, leaf in arrays_by_name(host).items()
     }
 
-    def is_wanted(piece: str, shape: tuple[int, ...]) -> bool:
-        name, starts = _parsed(piece)
+    def is_needed(shard: str, shape: tuple[int, ...]) -> bool:
+        name, starts = _parse(shard)
         return name not in indices or any(_overlap(index, starts, shape) for index in indices[name])
 
-    return [piece for piece, shape in found.items() if is_wanted(piece, shape)]
+    return [shard for shard, shape in saved.items() if is_needed(shard, shape)]
 
 
-def assembled(
-    cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, pieces: Mapping[str, Float32], parts: Collection[str]
+def assemble_shards(
+    cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, shards: Mapping[str, Float32], parts: Collection[str]
 ) -> dict[str, Trained]:
-    """Each of the `parts` on the devices; UserError names what is missing, or belongs to no such adapter.
+    """Each of the `parts` on the devices. UserError names a shard that is missing, or that this adapter does not have.
 
-    cfg, mesh, spec: the model, its devices, and the adapter's shape. pieces: those that `wanted` names, or more.
+    cfg, mesh, spec: the model, its devices, and the adapter's shape. shards: at least those of `needed_shards`.
     """
-    host = shapes(cfg, mesh, spec)
-    arrays, places = by_name(host), by_name(shardings(cfg, mesh, host))
-    found: dict[str, dict[str, list[tuple[tuple[int, ...], Float32]]]] = {part: {} for part in parts}
-    for piece, array in pieces.items():
-        name, starts = _parsed(piece)
-        part = piece.partition("/")[0]
-        if part not in found or name not in arrays:
-            raise UserError(f"saved tensor {piece!r} is not part of an adapter of {spec}")
-        found[part].setdefault(name, []).append((starts, array))
+    host = trained_shapes(cfg, mesh, spec)
+    arrays, places = arrays_by_name(host), arrays_by_name(trained_shardings(cfg, mesh, host))
+    by_part: dict[str, dict[str, list[tuple[tuple[int, ...], Float32]]]] = {part: {} for part in parts}
+    for shard, array in shards.items():
+        name, starts = _parse(shard)
+        part = shard.partition("/")[0]
+        if part not in by_part or name not in arrays:
+            raise UserError(f"saved tensor {shard!r} is not part of an adapter of {spec}")
+        by_part[part].setdefault(name, []).append((starts, array))
 
-    def made(part: str, name: str) -> object:
-        shape, own = arrays[name].shape, found[part].get(name, [])
+    def assemble(part: str, name: str) -> object:
+        shape = arrays[name].shape
 
         def read(index: Index) -> Float32:
-            begins = [one.start or 0 for one in index]
-            ends = [size if one.stop is None else one.stop for one, size in zip(index, shape, strict=True)]
+            begins = [each.start or 0 for each in index]
+            ends = [size if each.stop is None else each.stop for each, size in zip(index, shape, strict=True)]
             # Always a copy: a CPU device keeps the memory that it is given.
-            whole, filled = np.empty([end - begin for begin, end in zip(begins, ends, strict=True)], np.float32), 0
-            for starts, array in own:
+            block, filled = np.empty([end - begin for begin, end in zip(begins, ends, strict=True)], np.float32), 0
+            for starts, array in by_part[part].get(name, []):
                 if both := _overlap(index, starts, array.shape):
                     into = tuple(slice(a - begin, b - begin) for (a, b), begin in zip(both, begins, strict=True))
                     source = tuple(slice(a - start, b - start) for (a, b), start in zip(both, starts, strict=True))
-                    whole[into] = array[source]
-                    filled += whole[into].size
-            if filled != whole.size:
+                    block[into] = array[source]
+                    filled += block[into].size
+            if filled != block.size:
                 raise UserError(f"saved tensor '{part}/{name}' of shape {shape} is missing or cut at {begins}")
-            return whole
+            return block
 
         return from_callback(shape, places[name], read)
 
-    return {part: from_names(cfg, {name: made(part, name) for name in arrays}) for part in parts}
+    return {part: trained_from_names(cfg, {name: assemble(part, name) for name in arrays}) for part in parts}
 
 
-def _parsed(piece: str) -> tuple[str, tuple[int, ...]]:
-    """The array's name, in which there may be an `@` (see `decoder.plain_name`), and where the piece begins in it."""
-    name, _, starts = piece.partition("/")[2].rpartition("@")
+def _parse(shard: str) -> tuple[str, tuple[int, ...]]:
+    """The array's name, which may contain an `@` (see `decoder.plain_name`), and the shard's index in the array."""
+    name, _, starts = shard.partition("/")[2].rpartition("@")
     try:
         return name, tuple(map(int, starts.split(",")))
     except ValueError:
-        raise UserError(f"saved tensor {piece!r} does not say where it begins") from None
+        raise UserError(f"saved tensor {shard!r}: its name must end with its index in the array") from None
 
 
 def _overlap(index: Index, starts: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """From where to where, by dimension, a piece holds elements of `index`; [] when it holds none."""
+    """The range of each dimension in which a shard has elements of `index`; [] when it has none."""
     both = [
-        (max(one.start or 0, start), start + size if one.stop is None else min(one.stop, start + size))
-        for one, start, size in zip(index, starts, shape, strict=True)
+        (max(each.start or 0, start), start + size if each.stop is None else min(each.stop, start + size))
+        for each, start, size in zip(index, starts, shape, strict=True)
     ]
     return both if all(begin < end for begin, end in both) else []

@@ -1,6 +1,6 @@
-"""The adapters of a worker group: weights, gradients and moments on the devices, by id, and their way to the host.
+"""The adapters of a worker group: weights, gradients and moments on the devices, by id, and copies on the host.
 
-A model of which all parameters are trained is among them, with a `Params` where others have a `Lora` (`full`).
+A model that trains all parameters is stored like an adapter, with a `Params` instead of a `Lora` (`trained.Trained`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ from tinkerflow.backend.compute.models.lora_weights import (
     to_peft,
     to_shared_scale,
 )
-from tinkerflow.backend.compute.training import full
-from tinkerflow.backend.compute.training.adapter_shards import GRADIENTS, WEIGHTS, are_pieces, assembled, pieces_of
-from tinkerflow.backend.compute.training.full import Trained
+from tinkerflow.backend.compute.training import full_parameters
+from tinkerflow.backend.compute.training.adapter_shards import (
+    GRADIENTS,
+    WEIGHTS,
+    are_shards,
+    assemble_shards,
+    shards_of,
+)
 from tinkerflow.backend.compute.training.optimizer import OptimizerState
+from tinkerflow.backend.compute.training.trained import Trained, trained_shardings
 from tinkerflow.backend.core.errors import OUT_OF_MEMORY, DevicesError, NotFoundError, ServerError, UserError
 from tinkerflow.backend.spec.commands import AdapterKept, AdapterState, Float32, LoraSpec, Optimizer
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
@@ -37,10 +43,11 @@ T = TypeVar("T")
 
 
 @dataclass
-class Unsure:
-    """That nobody knows yet whether the devices had the memory to compute an adapter's gradients.
+class PendingGradients:
+    """Gradients that the devices may still compute, or fail to compute for lack of memory.
 
-    before: what they were, None = zeros; and once the gradients are known to be computed, when the reply is read.
+    before: the gradients before this computation, which are restored if it fails. None = zeros, and None when the reply
+    was read, because the computation succeeded.
     """
 
     before: Trained | None
@@ -51,8 +58,8 @@ class Adapter:
     """One adapter on the devices.
 
     steps_before: optimizer steps made before the last one. last_norm: the last step's gradient norm, a device array
-    that may still be computing; None: no step to wait for. pending: gradients wait for the next optimizer step.
-    unsure: None once somebody has waited for the gradients, in `AdapterStore.get`.
+    that may still be computing; None = no step to wait for. pending: gradients wait for the next optimizer step.
+    computing: set until `AdapterStore.get` has waited for the gradients.
     """
 
     spec: LoraSpec
@@ -62,21 +69,21 @@ class Adapter:
     steps_before: int = 0
     last_norm: jax.Array | None = None
     pending: bool = False
-    unsure: Unsure | None = None
+    computing: PendingGradients | None = None
 
     @property
     def step(self) -> int:
-        """Optimizer steps made; waits for the last one. A step whose gradient norm is not finite was not made."""
+        """Optimizer steps made. Waits for the last step, which does not count if its gradient norm is not finite."""
         return self.steps_before + int(self.last_norm is not None and np.isfinite(to_host(self.last_norm)))
 
     @property
     def parts(self) -> dict[str, Trained]:
-        """All that a snapshot must hold: weights, the optimizer's state, and gradients if they are pending."""
+        """The parts of a snapshot: weights, the optimizer's state, and gradients if they are pending."""
         return {WEIGHTS: self.lora, **self.state.parts, **({GRADIENTS: self.grads} if self.pending else {})}
 
     @property
     def optimizer(self) -> Optimizer:
-        """Which optimizer it was made with."""
+        """The name of its optimizer."""
         return self.state.name
 
 
@@ -84,31 +91,32 @@ class AdapterStore:
     """Adapters by id, each shaped by its own rank and targets. Values are immutable: a step stores new ones."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh, folder: str) -> None:
-        """No adapters yet. folder: with the files of the base model."""
+        """No adapters yet. folder: the files of the base model."""
         self._cfg = cfg
         self._mesh = mesh
         self._folder = folder
         self._adapters: dict[str, Adapter] = {}
-        self._kept: dict[tuple[str, str], dict[str, Float32]] = {}  # pieces, by adapter and folder of the store
+        self._kept: dict[tuple[str, str], dict[str, Float32]] = {}  # shards, by adapter and folder of the store
 
     def get(self, adapter_id: str) -> Adapter:
-        """The adapter, its gradients computed; NotFoundError when there is none of that id."""
+        """The adapter, after its gradients are computed. NotFoundError for an unknown id."""
         if adapter_id not in self._adapters:
-            raise NotFoundError(f"adapter {adapter_id!r} is not in this worker group: it was never made, or dropped")
+            raise NotFoundError(
+                f"adapter {adapter_id!r} is not in this worker group: it was never created, or it was dropped"
+            )
         adapter = self._adapters[adapter_id]
-        known = adapter
-        if adapter.unsure is not None:
-            known = replace(adapter, unsure=None)
+        if adapter.computing is not None:
+            before = adapter.computing.before
+            adapter = replace(adapter, computing=None)
             if not _are_computed(adapter.grads):
-                before = adapter.unsure.before
-                known = replace(known, grads=before or self._zeros_of(adapter.lora), pending=before is not None)
+                adapter = replace(adapter, grads=before or self._zeros_of(adapter.lora), pending=before is not None)
         elif not adapter.pending and any(leaf.is_deleted() for leaf in jax.tree.leaves(adapter.grads)):
-            known = replace(adapter, grads=self._zeros_of(adapter.lora))  # donated to a pass that failed
-        self.set(adapter_id, known)
-        return known
+            adapter = replace(adapter, grads=self._zeros_of(adapter.lora))  # donated to a pass that failed
+        self.set(adapter_id, adapter)
+        return adapter
 
     def set(self, adapter_id: str, adapter: Adapter) -> None:
-        """Make `adapter` the one of that id."""
+        """Store an adapter under this id."""
         self._adapters[adapter_id] = adapter
 
     @property
@@ -117,7 +125,7 @@ class AdapterStore:
         return frozenset(adapter.spec for adapter in self._adapters.values())
 
     def drop(self, adapter_id: str) -> None:
-        """Forget the adapter, if there is one, and what is kept of it."""
+        """Forget the adapter and its kept copies, if it exists."""
         self._adapters.pop(adapter_id, None)
         forget(self._kept, adapter_id)
 
@@ -127,9 +135,9 @@ class AdapterStore:
         self._kept.clear()
 
     def create(self, adapter_id: str, spec: LoraSpec, seed: int, optimizer: Optimizer) -> None:
-        """A fresh adapter: no update to the base model until its first step. Of rank 0: the base model's weights."""
+        """Store a fresh adapter, which does not change the base model. Rank 0: the base model's weights themselves."""
         if check_spec(spec).full:
-            lora: Trained = full.load(self._cfg, self._folder, self._mesh)
+            lora: Trained = full_parameters.load_weights(self._cfg, self._folder, self._mesh)
         else:
             lora = self._put(init_lora(self._cfg, spec, seed))
         self.set(adapter_id, self._fresh(spec, lora, optimizer))
@@ -140,7 +148,7 @@ class AdapterStore:
         self.set(adapter_id, replace(adapter, grads=self._zeros_of(adapter.lora), pending=False))
 
     def export(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
-        """A copy on the host; with `optimizer` also the moments, and the gradients if they are pending."""
+        """A copy on the host. optimizer: include the moments, and the gradients if they are pending."""
         adapter = self.get(adapter_id)
         host = whole_to_host(self._mesh, adapter.parts if optimizer else {WEIGHTS: adapter.lora})
         if isinstance(lora := host[WEIGHTS], Lora):
@@ -151,26 +159,26 @@ class AdapterStore:
         return AdapterState(adapter.spec, adapter.step, weights, moments, adapter.optimizer)
 
     def keep(self, adapter_id: str, folder: str) -> AdapterKept:
-        """Copy what this process holds of the adapter, all parts, to the host; `take_kept` of that folder gives it."""
+        """Copy the shards of all parts that this process holds to the host, for `take_kept` of that folder."""
         adapter = self.get(adapter_id)
         forget(self._kept, adapter_id)
-        self._kept[adapter_id, folder] = pieces_of(adapter.parts)
+        self._kept[adapter_id, folder] = shards_of(adapter.parts)
         return AdapterKept(adapter.spec, adapter.step, adapter.optimizer)
 
     def take_kept(self, adapter_id: str, folder: str) -> dict[str, Float32]:
-        """The pieces that `keep` copied for that folder, which it forgets; ServerError when there are none."""
-        pieces = self._kept.pop((adapter_id, folder), None)
-        if pieces is None:
-            raise ServerError(f"adapter {adapter_id!r}: no copy for {folder} is kept here")
-        return pieces
+        """Remove and return the shards that `keep` copied for that folder. ServerError when there are none."""
+        shards = self._kept.pop((adapter_id, folder), None)
+        if shards is None:
+            raise ServerError(f"adapter {adapter_id!r}: this process has no copy for {folder}")
+        return shards
 
     def restore(self, adapter_id: str, state: AdapterState) -> None:
-        """The inverse of `export`; UserError names a tensor that is missing, unknown or of another shape.
+        """The inverse of `export`. UserError names a tensor that is missing, unknown or of another shape.
 
-        Without moments the optimizer starts fresh, from step 0: `step` is always the number that AdamW corrects by.
+        Without moments the optimizer starts fresh, from step 0, so `step` always matches AdamW's bias correction.
         """
-        if are_pieces(state.weights):
-            self.set(adapter_id, self._of_pieces(state))
+        if are_shards(state.weights):
+            self.set(adapter_id, self._from_shards(state))
             return
         lora = self._put(self.weights_of(state))
         if not state.moments:
@@ -184,52 +192,57 @@ class AdapterStore:
         self.set(adapter_id, self._restored(state, lora, trees, grads))
 
     def weights_of(self, state: AdapterState) -> Trained:
-        """The weights of a saved state, on the host; UserError when they are not those of this model and spec."""
+        """The weights of a saved state, on the host. UserError unless they fit this model and the state's spec."""
         weights = self._read(check_spec(state.spec), state.weights, "")
         return from_shared_scale(state.spec, weights) if isinstance(weights, Lora) else weights
 
-    def _of_pieces(self, state: AdapterState) -> Adapter:
+    def _from_shards(self, state: AdapterState) -> Adapter:
         spec, parts = check_spec(state.spec), [WEIGHTS, *OPTIMIZERS[state.optimizer].state]
         pending = any(name.startswith(f"{GRADIENTS}/") for name in state.weights)
-        made = assembled(self._cfg, self._mesh, spec, state.weights, [*parts, GRADIENTS] if pending else parts)
-        lora, grads = made.pop(WEIGHTS), made.pop(GRADIENTS, None)
-        return self._restored(state, lora, made, grads)
+        arrays = assemble_shards(self._cfg, self._mesh, spec, state.weights, [*parts, GRADIENTS] if pending else parts)
+        lora, grads = arrays.pop(WEIGHTS), arrays.pop(GRADIENTS, None)
+        return self._restored(state, lora, arrays, grads)
 
     def _restored(
         self, state: AdapterState, lora: Trained, parts: dict[str, Trained], grads: Trained | None
     ) -> Adapter:
         """The adapter of a saved state whose tensors are on the devices. grads: None = none were pending."""
-        held = OptimizerState(self._put(np.array(state.step, np.int32)), parts, state.optimizer)
-        own = self._zeros_of(lora) if grads is None else grads
-        return Adapter(state.spec, lora, own, held, steps_before=state.step, pending=grads is not None)
+        optimizer = OptimizerState(self._put(np.array(state.step, np.int32)), parts, state.optimizer)
+        zeros_or_saved = self._zeros_of(lora) if grads is None else grads
+        return Adapter(state.spec, lora, zeros_or_saved, optimizer, steps_before=state.step, pending=grads is not None)
 
     def _read(self, spec: LoraSpec, tensors: Mapping[str, Float32], end: str) -> Trained:
-        """What the tensors hold whose names end in `end`; UserError when one is missing, or there are others."""
+        """The arrays of the tensors whose names end with `end`. UserError for a missing or an unknown tensor."""
         used: set[str] = set()
 
         def read(name: str, shape: tuple[int, ...]) -> Float32:
             array = tensors.get(name + end)
             if array is None or array.shape != shape:
-                found = "is missing" if array is None else f"has shape {array.shape}"
-                need = f"this base model and rank {spec.rank} need {shape}"
-                raise UserError(f"saved tensor {name + end!r} {found}; {need}")
+                fact = "is missing" if array is None else f"has shape {array.shape}"
+                rule = f"this base model and rank {spec.rank} need {shape}"
+                raise UserError(f"saved tensor {name + end!r} {fact}; {rule}")
             used.add(name + end)
             return np.asarray(array, np.float32)
 
-        made = full.from_files(self._cfg, self._mesh, read) if spec.full else from_peft(self._cfg, spec, read)
+        if spec.full:
+            trained: Trained = full_parameters.from_files(self._cfg, self._mesh, read)
+        else:
+            trained = from_peft(self._cfg, spec, read)
         ends = end or ("" if spec.full else ".weight")
         unknown = sorted(name for name in tensors if name.endswith(ends) and name not in used)
         if unknown:
             raise UserError(f"saved tensor {unknown[0]!r} is not part of an adapter of {spec}")
-        return made
+        return trained
 
     def _named(self, trained: Trained) -> dict[str, Float32]:
-        return to_peft(self._cfg, trained) if isinstance(trained, Lora) else full.to_files(self._cfg, trained)
+        return (
+            to_peft(self._cfg, trained) if isinstance(trained, Lora) else full_parameters.to_files(self._cfg, trained)
+        )
 
     def _zeros_of(self, lora: Trained) -> Trained:
         if isinstance(lora, Lora):
             return self._put(jax.tree.map(_zeros, lora))
-        return full.zeros(self._cfg, self._mesh)
+        return full_parameters.zero_gradients(self._cfg, self._mesh)
 
     def _fresh(self, spec: LoraSpec, lora: Trained, optimizer: Optimizer) -> Adapter:
         parts = {name: self._zeros_of(lora) for name in OPTIMIZERS[optimizer].state}
@@ -237,11 +250,11 @@ class AdapterStore:
         return Adapter(spec=spec, lora=lora, grads=self._zeros_of(lora), state=state)
 
     def _put(self, tree: Tree) -> Tree:
-        return put(tree, full.shardings(self._cfg, self._mesh, tree))
+        return put(tree, trained_shardings(self._cfg, self._mesh, tree))
 
 
 def forget(tensors: dict[tuple[str, str], T], owner: str) -> None:
-    """Drop what is there of `owner`, in any folder, while other threads may add or take some."""
+    """Drop the entries of `owner`, in any folder. Other threads may add or remove entries meanwhile."""
     for key in list(tensors):
         if key[0] == owner:
             tensors.pop(key, None)
@@ -255,7 +268,7 @@ def _refuse_others(state: AdapterState, names: Sequence[str]) -> None:
 
 
 def _are_computed(grads: Trained) -> bool:
-    """Wait for them: False when the devices had no memory left. DevicesError when computing failed otherwise."""
+    """Wait for gradients. False when the devices had no memory left; DevicesError when computing failed otherwise."""
     try:
         jax.block_until_ready(grads)
     except Exception as error:

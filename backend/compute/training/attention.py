@@ -1,14 +1,16 @@
 """Attention of a packed training batch: causal, and only within a segment.
 
-A block of queries at a time, so that scores stay in the caches. Of these, a backward pass keeps one number a query, the
-logarithm of their softmax's denominator, and computes the rest again, as FlashAttention does (arXiv 2205.14135, section
-3.1 and appendix B.4): kept, they would be the largest thing that training holds. JAX's own derivative of the same
-forward took 1.2 times the CPU time at 128 tokens and 1.6 times at 512. NVIDIA GPUs and TPUs have kernels (`flash`).
-cuDNN's attention is not among them: backward it adds in no fixed order unless XLA is told to do without all that does
-(openxla/xla, pull request 14125), and what is replayed after a crash must come out bit for bit.
+A block of queries is computed at a time, so that scores stay in the caches. For a backward pass one number is kept for
+each query, the logarithm of its softmax's denominator. The scores are computed again, as in FlashAttention (arXiv
+2205.14135, section 3.1 and appendix B.4): they would be the largest arrays of training. JAX's own derivative of the
+same forward pass took 1.2 times the CPU time at 128 tokens and 1.6 times at 512.
 
-Letters: B rows, T and S tokens (queries, keys), H query heads, G key-value heads, d head dimension, m the H / G query
-heads of a key-value head times the queries of a block.
+NVIDIA GPUs and TPUs have kernels (`flash`). cuDNN's attention is not used, because its backward pass adds in no fixed
+order, unless XLA excludes all such operations (openxla/xla, pull request 14125). A replay after a crash must give the
+same bits.
+
+Letters: B rows, T queries, S keys, H query heads, G key-value heads, d head dimension. m is H / G times the queries of
+a block: the rows of all query heads of a key-value head.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute.kernels.flash import flash_attention
 from tinkerflow.backend.compute.models.layers.step import AttentionFn
 
-_BLOCK = 256  # queries scored at once
+_BLOCK = 256  # queries that are scored together
 _MOST_BLOCKS = 8
 _SCORE_BYTES = 12  # weights and their slopes, float32, and both again in the dtype of a product's inputs
 _UNSEEN = np.finfo(np.float32).min
@@ -36,8 +38,8 @@ Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, tuple[j
 def attend_segments(segments_BT: jax.Array, mesh: Mesh, *, save_memory: bool = False) -> AttentionFn:
     """The `AttentionFn` in which a token sees itself and earlier tokens of its own segment, by position in the row.
 
-    mesh: rows and heads are split over it. save_memory: as of `flash_attention`. On CPUs, and for rows that no kernel
-    of `flash` takes, it is that of here.
+    mesh: rows and heads are split over it. save_memory: see `flash_attention`. Rows that no kernel of `flash` supports
+    are computed by this module, and so are all rows on CPUs.
     """
 
     def attend(
@@ -110,9 +112,10 @@ def _backward(
         q_BGmd, o_BGmd, d_o_BGmd = (
             _grouped(x, G) for x in (_scaled(q_BTHd[:, here]), o_BTHd[:, here], d_o_BTHd[:, here])
         )
-        # With a sink these are the weights of all but the sink, which has no value: the slope is the same.
+        # Weights without that of the sink, which has no value and so does not change the slope.
         weights = jnp.exp(_scores(window, q_BGmd, k, segments_BT, start, end) - log_total)
-        # The slope of a softmax: its weights times what their gradients exceed their mean by; that mean is d_o . o.
+        # The slope of a softmax is its weights times (their gradients - the mean of the gradients). The mean is d_o .
+        # o.
         mean = jnp.sum(d_o_BGmd.astype(jnp.float32) * o_BGmd, axis=-1, keepdims=True)
         d_scores = (weights * (_product("bgmd,bgsd->bgms", d_o_BGmd, v) - mean)).astype(q_BGmd.dtype)
         d_v = d_v.at[:, :, first:end].add(_product("bgms,bgmd->bgsd", weights.astype(v.dtype), d_o_BGmd))
@@ -136,7 +139,7 @@ def _sinks(sinks_H: jax.Array, G: int, queries: int) -> jax.Array:
 
 
 def _blocks(T: int) -> Iterator[tuple[int, int]]:
-    """Queries [start, end); keys from `end` on and before `_first` are never seen, so they are not multiplied."""
+    """Ranges [start, end) of queries. Keys from `end` on and before `_first` are masked, so they are not multiplied."""
     step = _step(T)
     return ((start, min(start + step, T)) for start in range(0, T, step))
 
@@ -146,9 +149,9 @@ def _step(T: int) -> int:
 
 
 def score_bytes(T: int, window: int | None, heads: int) -> int:
-    """What the scores of a block of queries take while a row of T tokens is differentiated without a kernel, at most.
+    """The most bytes of the scores of a block of queries, while a row of T tokens is differentiated without a kernel.
 
-    window: as of `AttentionFn`. heads: of a device.
+    window: see `AttentionFn`. heads: of a device.
     """
     queries = min(T, _step(T))
     keys = T if window is None else min(T, queries + window - 1)

@@ -1,4 +1,4 @@
-"""The size of a training step: how many tokens are trained on together, and how much is kept for the backward pass."""
+"""The size of a training step: the tokens of a micro-batch, and the activations that are kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _AT_ONCE = {Keep.RESULTS: 0, Keep.INPUTS: 4096, Keep.GROUPS: 1024}  # tokens, 0 
 
 @dataclass(frozen=True)
 class Budget:
-    """microbatch_tokens: padded tokens that are trained on together.
+    """The limits of a training step.
 
-    kept_bytes: what a device may keep of them for a backward pass. Where the layers would keep more, each layer is
-    computed again instead. input_bytes: what it may keep of the layers' inputs then. Where these are more, groups of
-    layers are computed again (`transformer.Keep`). None: all inputs are kept.
+    microbatch_tokens: padded tokens that are trained on together. kept_bytes: the activations that a device may keep
+    for a backward pass. Where the layers would keep more, each layer is recomputed. input_bytes: the layers' inputs
+    that a device may keep then. Where these are more, groups of layers are recomputed (`transformer.Keep`). None = no
+    limit.
     """
 
     microbatch_tokens: int
@@ -30,10 +31,10 @@ class Budget:
     input_bytes: int | None = None
 
 
-def what_is_kept(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, budget: Budget) -> Keep:
-    """What a backward pass of `tokens` tokens a device has of the forward pass: as much as the budget allows.
+def choose_keep(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, budget: Budget) -> Keep:
+    """The activations that a step keeps for its backward pass: as many as the budget allows.
 
-    cfg, ranks, tokens, dtype: as of `kept_bytes`.
+    cfg, ranks, tokens, dtype: the arguments of `kept_bytes`.
     """
     if kept_bytes(cfg, ranks, tokens, dtype) <= budget.kept_bytes:
         return Keep.RESULTS
@@ -41,18 +42,16 @@ def what_is_kept(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, budget: 
     return Keep.INPUTS if budget.input_bytes is None or inputs <= budget.input_bytes else Keep.GROUPS
 
 
-def at_once(keep: Keep) -> int:
+def tokens_at_a_time(keep: Keep) -> int:
     """How many tokens of a device go through the token-wise parts of a layer at a time; 0 = all."""
     return 0 if on_cpu() else _AT_ONCE[keep]
 
 
 def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, keep: Keep = Keep.RESULTS) -> int:
-    """What all layers keep of `tokens` tokens for a backward pass, in bytes.
-
-    RESULTS are those of `transformer.kept_names`, and the layers' inputs.
+    """The bytes that all layers keep for a backward pass. RESULTS are the layers' inputs and `transformer.kept_names`.
 
     cfg: the model. ranks: the sum over the matrices that a token goes through in one layer. tokens: of a device. dtype:
-    of the activations. keep: what there is for the backward pass.
+    of the activations. keep: the kind of activations that are kept.
     """
     if keep is not Keep.RESULTS:
         inputs = cfg.layers if keep is Keep.INPUTS else kept_carries(cfg.decoder_layers)
@@ -63,13 +62,13 @@ def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, keep: Keep
 
 
 def result_width(cfg: ModelConfig, *, mixers: bool = False) -> int:
-    """What the matmuls of all layers give that is kept, in numbers of one token. mixers: only those before mixers."""
+    """The width of all kept results of matmuls, in numbers per token. mixers: only matmuls before mixers."""
     matrices, homes = projections(cfg), layers_with(cfg)
     kept = [name for name, matrix in matrices.items() if matrix.kept and (matrix.before_mixing or not mixers)]
     return sum(matrices[name].outputs * matrices[name].per_token * len(homes[name]) for name in kept)
 
 
 def attended_width(cfg: ModelConfig) -> int:
-    """What the mixers of all layers give, in numbers of one token."""
+    """The width of the results of all layers' mixers, in numbers per token."""
     delta = 0 if cfg.delta is None else cfg.delta.values * len(cfg.numbers("delta"))
     return delta + cfg.heads * sum(attention.widths[1] for attention in cfg.attentions)

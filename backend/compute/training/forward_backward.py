@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.mesh import row_parts, to_host
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.platforms import platform
-from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore, Unsure
+from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore, PendingGradients
 from tinkerflow.backend.compute.training.images import image_features
 from tinkerflow.backend.compute.training.logprobs import Scored
 from tinkerflow.backend.compute.training.packing import MicroBatch, pack
@@ -42,11 +42,11 @@ ReadResult = Callable[[], ForwardResult]  # waits for the devices
 
 @dataclass(frozen=True)
 class Training:
-    """What passes need of the executor.
+    """The parts of the executor that passes use.
 
-    steps: of a shape of adapters. microbatch_tokens: of a micro-batch at most, padding included.
-    announce(what, adapter, batch) is called before each micro-batch. read(reply) waits for the devices; a failure there
-    is a DevicesError. tower: None in models that take text.
+    steps(spec): the jitted functions for adapters of that shape. microbatch_tokens: the most padded tokens of a
+    micro-batch. announce(what, adapter, batch): called before each micro-batch. read(reply): waits for the devices and
+    raises DevicesError if they fail. tower: None in models that take text.
     """
 
     params: Params
@@ -121,7 +121,9 @@ class _Pass:
         self._training, self._command = training, command
         self._adapter = training.adapters.get(command.adapter_id)
         self._steps = training.steps(self._adapter.spec)
-        self._grads = self._adapter.grads  # zeros that can be made again, or what is to survive a failure
+        self._grads = (
+            self._adapter.grads
+        )  # zeros, which can be made again, or a copy: a failure must not lose gradients
         if command.backward and self._adapter.pending:
             self._grads = self._steps.copy(self._grads)
         self._choice, loss = choose(command.loss, command.config), LOSSES[command.loss]
@@ -165,10 +167,10 @@ class _Pass:
         gathered = partial(_gather, self._command, self._batches, self._scored)
         if not self._command.backward:
             return gathered
-        unsure = Unsure(self._adapter.grads if self._adapter.pending else None)
-        after = replace(self._adapter, grads=self._grads, pending=True, unsure=unsure)
+        computing = PendingGradients(self._adapter.grads if self._adapter.pending else None)
+        after = replace(self._adapter, grads=self._grads, pending=True, computing=computing)
         self._training.adapters.set(self._command.adapter_id, after)
-        return partial(_computed, gathered, unsure)
+        return partial(_computed, gathered, computing)
 
 
 def _or_no_memory(command: Forward, run: Callable[[], T]) -> T:
@@ -181,7 +183,7 @@ def _or_no_memory(command: Forward, run: Callable[[], T]) -> T:
 
 
 def _no_memory(command: Forward, error: Exception) -> AllocationError:
-    """What the owner of a Forward is told for which the devices had no memory left."""
+    """The error of a Forward that the devices had no memory for."""
     log.error("no memory was left on the devices for a Forward", exc_info=error)
     lengths = [len(example.tokens_T) for example in command.examples]
     return AllocationError(
@@ -201,10 +203,10 @@ def _after(trained: ReadResult, result: ForwardResult) -> ForwardResult:
     return result
 
 
-def _computed(scored: ReadResult, unsure: Unsure) -> ForwardResult:
-    """The result. The programs that gave it gave the gradients: nobody needs what these were before."""
+def _computed(scored: ReadResult, computing: PendingGradients) -> ForwardResult:
+    """The result. The same programs computed the gradients, so the gradients before them can be dropped."""
     result = scored()
-    unsure.before = None
+    computing.before = None
     return result
 
 

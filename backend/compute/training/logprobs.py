@@ -1,10 +1,10 @@
-"""From hidden states to logprobs and loss, in chunks of tokens: [tokens, V] never exists whole.
+"""From hidden states to logprobs and loss, in chunks of tokens: an array [tokens, V] never exists.
 
-A token's loss depends on no logprob but its own, so each chunk finishes its loss and its gradients while its logits are
-at hand: nothing of size V is kept for a backward pass, and the matmul with the unembedding is not done again for one.
+A token's loss depends only on its own logprob, so each chunk computes its loss and its gradients while it has the
+logits. No array of size V is kept for a backward pass, and the matmul with the unembedding is not repeated.
 
-Every chunk reads the whole unembedding. Off CPUs that is what a chunk costs, so a chunk has as many rows as memory
-allows of each device, and kernels keep the logits on the chip. On CPUs a chunk's logits stay in the caches.
+Every chunk reads the unembedding. On GPUs and TPUs this is the cost of a chunk, so a chunk has as many rows as memory
+allows, and kernels keep the logits on the chip. On CPUs a chunk's logits stay in the caches.
 
 Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabulary, R rank; M rows and N parts of the
 vocabulary, as kernels know them.
@@ -56,9 +56,9 @@ def score(
     """Logprobs of the targets and the loss, without gradients.
 
     params: the base model. pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power
-    of two. targets_BTK int32. choice: the loss, of `inputs` by name, each [B, T, K]. mesh: B is split over it, evenly;
-    CPUs need none. most_logits: how many are computed at a time (off CPUs: on each device); None = as many as the
-    platform does best with. interpret: run the kernels of other platforms on a CPU, for tests.
+    of two. targets_BTK: int32. choice: the loss. inputs: of the loss, each [B, T, K]. mesh: splits B evenly; CPUs need
+    none. most_logits: computed at a time (on GPUs and TPUs: on each device); None = the platform's default. interpret:
+    run the kernels of other platforms on a CPU, for tests.
     """
     whole = (hidden_BTD, targets_BTK, inputs)
     if not on_cpu():
@@ -89,10 +89,10 @@ def score_and_grads(
     by_head: bool = False,
     interpret: bool = False,
 ) -> tuple[Scored, jax.Array, Any]:
-    """As `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (None when that is).
+    """The result of `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (or None).
 
-    params, targets_BTK, choice, inputs, mesh, most_logits, interpret: as of `score`. by_head: the last gradient is that
-    by the unembedding, float32 [V, D]; there must be no pair then.
+    params, pair, targets_BTK, choice, inputs, mesh, most_logits, interpret: see `score`. by_head: return the gradient
+    by the unembedding, float32 [V, D], instead of that by `pair`, which must be None.
     """
     assert not (by_head and pair is not None)
     whole = (hidden_BTD, targets_BTK, inputs)
@@ -136,12 +136,12 @@ def _by_device(
     keep: bool = True,
     by_head: bool = False,
 ) -> tuple[Scored, jax.Array, Any]:
-    """`score_and_grads` off CPUs; the gradients are None unless `keep`.
+    """`score_and_grads` on GPUs and TPUs; the gradients are None unless `keep`.
 
-    Every device scores its own rows. On the tensor axis each has a part of the vocabulary, where the axis divides it.
-    What devices sum over their rows is summed once, after the last chunk.
+    Every device scores its own rows. The tensor axis splits the vocabulary if it divides it. Sums over the rows of all
+    devices are made once, after the last chunk.
 
-    params, pair, choice, mesh, most_logits, interpret, by_head: as of `score_and_grads`. whole: hidden_BTD, targets_BTK
+    params, pair, choice, mesh, most_logits, interpret, by_head: see `score_and_grads`. whole: hidden_BTD, targets_BTK
     and inputs.
     """
     assert mesh is not None
@@ -162,19 +162,19 @@ def _by_device(
             x_MD, low_MR, targets_MK, here = part
             targets_MK -= first
             given = Product(x_MD, head_VD, low_MR, B_RV, targets_MK, params.softcap, interpret)
-            found = kernels.totals(given, keep=keep)
-            largest_M = over_vocabulary(jax.lax.pmax, jnp.max(found.largest_NM, axis=0))
-            total_M = jnp.sum(found.total_NM * jnp.exp(found.largest_NM - largest_M), axis=0)
+            totals = kernels.totals(given, keep=keep)
+            largest_M = over_vocabulary(jax.lax.pmax, jnp.max(totals.largest_NM, axis=0))
+            total_M = jnp.sum(totals.total_NM * jnp.exp(totals.largest_NM - largest_M), axis=0)
             log_total_M = jnp.log(over_vocabulary(jax.lax.psum, total_M))
-            picked_MK = jnp.where((targets_MK >= 0) & (targets_MK < V), found.picked_MK, 0)
+            picked_MK = jnp.where((targets_MK >= 0) & (targets_MK < V), totals.picked_MK, 0)
             picked_MK = over_vocabulary(jax.lax.psum, picked_MK)
-            # A logprob near 0 would otherwise have the rounding error of logits that may be near 100.
+            # Without this, a logprob near 0 has the rounding error of logits that may be near 100.
             logprobs_MK = picked_MK - largest_M[:, None] - log_total_M[:, None]
             losses_MK, slope_MK = losses_and_slopes(choice, logprobs_MK, here)
             loss += jnp.sum(losses_MK)
             if not keep:
                 return (loss, None, None), (logprobs_MK, None, None)
-            slopes = kernels.slopes(given, found, largest_M, log_total_M, slope_MK)
+            slopes = kernels.slopes(given, totals, largest_M, log_total_M, slope_MK)
             if by_head:
                 d_head_VD += jnp.einsum("mv,md->vd", slopes.d_MV, x_MD, preferred_element_type=jnp.float32)
             d_x_MD = over_vocabulary(jax.lax.psum, jnp.einsum("mv,vd->md", slopes.d_MV, head_VD))
@@ -199,8 +199,8 @@ def _by_device(
         out_specs=(each, PartitionSpec(ROWS, None, axis), PartitionSpec(ROWS, axis), each, each, each),
         check_vma=False,
     )
-    found = local(params.head, B_RV, choice, hidden_BTD, low_BTR, targets_BTK, inputs)
-    loss, d_B_RV, d_head_VD, logprobs_BTK, d_hidden_BTD, d_low_BTR = found
+    results = local(params.head, B_RV, choice, hidden_BTD, low_BTR, targets_BTK, inputs)
+    loss, d_B_RV, d_head_VD, logprobs_BTK, d_hidden_BTD, d_low_BTR = results
     scored = Scored(jnp.sum(loss), logprobs_BTK)
     if not keep or pull is None:
         return scored, d_hidden_BTD, jnp.sum(d_head_VD, axis=0) if by_head else None
@@ -228,7 +228,7 @@ def _logits(params: Params, x: jax.Array, update: jax.Array | None) -> jax.Array
 
 
 def _from_largest(logits_BcV: jax.Array) -> jax.Array:
-    # A logprob near 0 would otherwise have the rounding error of logits that may be near 100.
+    # Without this, a logprob near 0 has the rounding error of logits that may be near 100.
     return logits_BcV - jnp.max(logits_BcV, axis=-1, keepdims=True)
 
 
@@ -241,7 +241,7 @@ def _pick(logits_BcV: jax.Array, targets_BcK: jax.Array) -> jax.Array:
 
 
 def _d_logits(logits_BcV: jax.Array, log_total: jax.Array, targets_BcK: jax.Array, slope_BcK: jax.Array) -> jax.Array:
-    """The gradient by the logits: d logprob[t] / d logits = onehot(t) - softmax. A target named twice counts twice."""
+    """The gradient by the logits: d logprob[t] / d logits = onehot(t) - softmax. A repeated target counts twice."""
     d_logits = jnp.exp(logits_BcV - log_total) * -jnp.sum(slope_BcK, axis=-1, keepdims=True)
     B, c, _ = targets_BcK.shape
     rows, columns = jnp.arange(B)[:, None, None], jnp.arange(c)[None, :, None]
@@ -249,7 +249,7 @@ def _d_logits(logits_BcV: jax.Array, log_total: jax.Array, targets_BcK: jax.Arra
 
 
 def chunk_size(rows: int, tokens: int, params: Params, most_logits: int) -> int:
-    """How many tokens of each row go through the unembedding at a time; `tokens` of a row, a power of two."""
+    """The tokens of each row that go through the unembedding at a time. tokens: of a row, a power of two."""
     while tokens > 1 and tokens * rows * params.embed_VD.shape[0] > most_logits:
         tokens //= 2
     return tokens

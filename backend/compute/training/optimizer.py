@@ -14,18 +14,19 @@ import numpy as np
 import numpy.typing as npt
 import optax
 
-from tinkerflow.backend.compute.training.full import Trained
+from tinkerflow.backend.compute.training.trained import Trained
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
-# A leaf of a step's arguments: on the devices, on the host before that, without values (warm-up), or its sharding.
+# A leaf of a step's arguments: an array on the devices or the host, a shape (for the warm-up), or a sharding.
 Leaf: TypeAlias = jax.Array | npt.NDArray[Any] | jax.ShapeDtypeStruct | jax.sharding.NamedSharding
 
 
 @flax.struct.dataclass
 class OptimizerState:
-    """The state of the optimizer `name`: `count` int32 scalar of steps made; `parts` by name, shaped like the weights.
+    """The state of an optimizer.
 
-    The name is no array: a step compiles once for each optimizer.
+    count: steps made, int32 scalar. parts: arrays by name, shaped like the weights. name: of the optimizer; a step is
+    compiled once for each.
     """
 
     count: Leaf
@@ -35,7 +36,7 @@ class OptimizerState:
 
 @flax.struct.dataclass
 class Stepped:
-    """What a step gives: the new state, gradients cleared, and the gradients' global norm before clipping."""
+    """The result of a step: new weights and state, zero gradients, and the gradients' global norm before clipping."""
 
     lora: Trained
     grads: Trained
@@ -44,15 +45,15 @@ class Stepped:
 
 
 def fresh_state(optimizer: str, zeros: Trained) -> OptimizerState:
-    """An optimizer's state before its first step, on the host; `zeros` are of the shape of the weights."""
+    """An optimizer's state before its first step, on the host. zeros: arrays of the shapes of the weights."""
     return OptimizerState(np.zeros((), np.int32), dict.fromkeys(OPTIMIZERS[optimizer].state, zeros), optimizer)
 
 
 def step(lora: Trained, grads: Trained, state: OptimizerState, hyper: jax.Array) -> Stepped:
-    """One step of the optimizer whose state it is, after clipping the gradients' global norm.
+    """One step of the optimizer that `state` names, after clipping the gradients' global norm.
 
-    hyper: float32, the optimizer's parameters as `OptimizerSpec.vector` orders them. When the norm is not finite,
-    weights and state stay as they are; the gradients are cleared all the same.
+    hyper: the optimizer's parameters, float32, in the order of `OptimizerSpec.vector`. When the norm is not finite, the
+    weights and the state do not change. The gradients are cleared in any case.
     """
     spec = OPTIMIZERS[state.name]
     params = dict(zip(spec.bounds, hyper, strict=True))

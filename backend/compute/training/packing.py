@@ -1,7 +1,7 @@
 """Examples as the arrays of micro-batches. Pure NumPy.
 
-Several short examples share a row, told apart by their segment number; positions restart with each. The layout is that
-of `backend/spec/packing.py`. Letters: B rows, T tokens, K targets.
+Several short examples share a row. They differ by their segment number, and positions restart with each. The layout is
+that of `backend/spec/packing.py`. Letters: B rows, T tokens, K targets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinkerflow.backend.spec.packing import ATTENTION_TOKENS, SHORTEST_ROW, buck
 
 @dataclass(frozen=True)
 class Place:
-    """Where an example went: tokens [start, start + length) of `row`."""
+    """The place of an example: tokens [start, start + length) of `row`."""
 
     example: int
     row: int
@@ -30,8 +30,8 @@ class Place:
 class MicroBatch:
     """Arrays of one training call. segments_BT is 0 in padding.
 
-    inputs_BTK: the inputs of losses per token by name, as `packed_inputs` orders them; weights are 0 in padding and for
-    unused targets.
+    inputs_BTK: the inputs of losses per token, in the order of `packed_inputs`. Weights are 0 in padding and for unused
+    targets.
     """
 
     tokens_BT: Int32
@@ -53,9 +53,9 @@ def pack(
 ) -> list[MicroBatch]:
     """The examples as micro-batches of at most `microbatch_tokens` padded tokens, or of the fewest rows possible.
 
-    Deterministic. Every example is placed exactly once, in one piece. Rows are a multiple of `row_multiple`, the size
-    of the mesh axis that they are split over. attention_tokens: as in `layout`. inputs: those of the examples that the
-    loss reads; weights always are. masks: see `LossSpec.masks`. The inputs of a masked token become those of padding,
+    The result is deterministic. Every example is placed exactly once, in one row. The number of rows is a multiple of
+    `row_multiple`, the size of the mesh axis that splits them. attention_tokens: see `layout`. inputs: those that the
+    loss reads, besides weights. masks: see `LossSpec.masks`. The inputs of a masked token become those of padding,
     so a placeholder in them (a log probability of -9999, say) cannot reach a formula.
     """
     K = bucket(max(example.targets_TK.shape[1] for example in examples))

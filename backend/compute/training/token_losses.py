@@ -19,7 +19,7 @@ from tinkerflow.backend.spec.losses import LOSSES, LossSpec, loss_named
 PER_TOKEN = tuple(spec for spec in LOSSES.values() if spec.per_token is not None)
 _MOST_VALUES = max(len(spec.config) for spec in PER_TOKEN)
 
-TokenInputs = Mapping[str, jax.Array]  # by name, those of `packed_inputs`, with the shape of the log probabilities
+TokenInputs = Mapping[str, jax.Array]  # the names are those of `packed_inputs`; the shapes are that of the logprobs
 
 
 @flax.struct.dataclass
@@ -49,8 +49,8 @@ def token_losses(choice: LossChoice, logprobs: jax.Array, inputs: TokenInputs) -
 def losses_and_slopes(choice: LossChoice, logprobs: jax.Array, inputs: TokenInputs) -> tuple[jax.Array, jax.Array]:
     """The result of `token_losses` and its derivative by each log probability, without a branch in the program.
 
-    All formulas are computed: they are a few operations for each token, while NVIDIA GPUs wait for the host at every
-    branch. Each is differentiated by itself, because the slope of a formula that is not selected may be NaN.
+    All formulas are computed, because they are a few operations for each token, and NVIDIA GPUs wait for the host at
+    every branch. Each is differentiated by itself, because the slope of a formula that is not selected may be NaN.
     """
     vector, ones = jnp.asarray(choice.vector), jnp.ones_like(logprobs)
     by_formula = [

@@ -26,12 +26,13 @@ from tinkerflow.backend.compute.models.lora import Lora, apply_one, gathered
 from tinkerflow.backend.compute.models.transformer import ForwardInputs, ImageFeatures, Keep, Params, forward
 from tinkerflow.backend.compute.platforms import CUDA, platform
 from tinkerflow.backend.compute.training.attention import attend_segments
-from tinkerflow.backend.compute.training.budget import Budget, at_once, what_is_kept
-from tinkerflow.backend.compute.training.full import Trained, computed, pinned, with_head_gradient
+from tinkerflow.backend.compute.training.budget import Budget, choose_keep, tokens_at_a_time
+from tinkerflow.backend.compute.training.full_parameters import add_head_gradient, in_compute_dtype
 from tinkerflow.backend.compute.training.logprobs import Scored, score, score_and_grads
 from tinkerflow.backend.compute.training.optimizer import Leaf, OptimizerState, Stepped, step
 from tinkerflow.backend.compute.training.packing import MicroBatch
 from tinkerflow.backend.compute.training.token_losses import LossChoice, TokenInputs
+from tinkerflow.backend.compute.training.trained import Trained, constrain_trained
 from tinkerflow.backend.spec.losses import packed_inputs
 
 Result = TypeVar("Result")
@@ -40,10 +41,10 @@ _NO_ADAPTER = Lora(layers={}, unembed=None)
 
 @flax.struct.dataclass
 class DeviceBatch:
-    """A micro-batch on the devices, rows split over ROWS, and the loss to compute of it.
+    """A micro-batch on the devices, its rows split over ROWS, and its loss.
 
-    As few arrays as its dtypes allow, because each costs a copy to the devices: ints_BTI int32 is tokens, positions,
-    segments and then the K targets; floats_BTJK float32 has the losses' inputs, in the order of `packed_inputs`.
+    Each array costs a copy to the devices, so there is one for each dtype. ints_BTI int32: tokens, positions, segments,
+    then the K targets. floats_BTJK float32: the losses' inputs, in the order of `packed_inputs`.
     """
 
     ints_BTI: Leaf
@@ -58,36 +59,36 @@ class DeviceBatch:
 
     @property
     def positions(self) -> jax.Array:
-        """Their positions [B, T], from 0 in each segment."""
+        """The positions, int32 [B, T], from 0 in each segment."""
         return cast(jax.Array, self.ints_BTI)[..., 1]
 
     @property
     def segments(self) -> jax.Array:
-        """The number of each token's example in its row, int32 [B, T], from 1; 0 = padding."""
+        """The number in its row of each token's example, int32 [B, T], from 1. 0 = padding."""
         return cast(jax.Array, self.ints_BTI)[..., 2]
 
     @property
     def targets(self) -> jax.Array:
-        """The tokens that are scored at each position, int32 [B, T, K]."""
+        """The tokens to score at each position, int32 [B, T, K]."""
         return cast(jax.Array, self.ints_BTI)[..., 3:]
 
     @property
     def inputs(self) -> TokenInputs:
-        """What the loss reads beside logprobs, by name, each [B, T, K]."""
+        """The other inputs of the loss by name, each [B, T, K]."""
         floats_BTJK = cast(jax.Array, self.floats_BTJK)
         return {name: floats_BTJK[:, :, place] for place, name in enumerate(packed_inputs())}
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The jitted functions. Each compiles once for every shape of batch and adapter, and for nothing else.
+    """The jitted functions of training. Each is compiled once for every shape of batch and of adapter.
 
-    forward(params, lora, batch) -> Scored
-    backward(params, lora, grads, batch) -> (grads, Scored): the loss's gradient is added; `grads` is donated
-    copy(grads) -> grads, of gradients that are to survive a backward that fails
-    optimize(lora, grads, state, hyper) -> Stepped, of the optimizer whose state it is: all but `hyper` is donated
+    forward(params, lora, batch) -> Scored.
+    backward(params, lora, grads, batch) -> (grads, Scored). Adds the gradient of the loss. `grads` is donated.
+    copy(grads) -> grads. For gradients that must survive a failing backward.
+    optimize(lora, grads, state, hyper) -> Stepped. Everything except `hyper` is donated.
 
-    Where all parameters are trained, these are given in place of `lora`.
+    Where all parameters are trained, `lora` is a `Params` with them.
     """
 
     forward: Callable[[Params, Trained, DeviceBatch], Scored]
@@ -97,9 +98,9 @@ class Steps:
 
 
 def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
-    """The steps of the model `cfg` on `mesh`. Adapters, gradients and moments lie as `lora.shardings` says.
+    """The steps of a model on a mesh. Adapters, gradients and moments have the shardings of `trained_shardings`.
 
-    budget: says what a backward pass may keep. Where all parameters are trained, it keeps at least every layer's input.
+    budget: the activations that a backward pass may keep. Training all parameters keeps at least every layer's input.
     """
 
     def constrain(x: jax.Array) -> jax.Array:
@@ -122,7 +123,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         return forward(cfg, mesh, params, lora, inputs)
 
     def with_head(params: Params) -> Params:
-        # The unembedding gathered over fsdp once, not again for every chunk of logits.
+        # Gather the unembedding over fsdp once, and not for every chunk of logits.
         head = jax.lax.with_sharding_constraint(params.head, sharding(mesh, params.head.shape, TENSOR))
         return replace(params, unembed_VD=head)
 
@@ -139,49 +140,50 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
 
     def kept(lora: Lora, params: Params, batch: DeviceBatch, budget: Budget = budget) -> Keep:
         tokens, dtype = batch.tokens.size // mesh.shape[FSDP], params.embed_VD.dtype
-        return what_is_kept(cfg, _ranks(cfg, lora), tokens, dtype, budget)
+        return choose_keep(cfg, _ranks(cfg, lora), tokens, dtype, budget)
 
     def forward_step(params: Params, lora: Trained, batch: DeviceBatch) -> Scored:
         if isinstance(lora, Params):
-            params, lora = computed(cfg, params, lora), _NO_ADAPTER
+            params, lora = in_compute_dtype(cfg, params, lora), _NO_ADAPTER
         lora = gathered(mesh, lora)
         return at_head(score, params, lora, hidden(params, lora, batch, keep=Keep.RESULTS), batch)
 
     def full_backward(base: Params, weights: Params, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
-        params = computed(cfg, base, weights)
-        # Not groups: each would add gradients of all stacked weights.
+        params = in_compute_dtype(cfg, base, weights)
+        # Without groups of layers: each would add gradients of all stacked weights.
         keep = kept(_NO_ADAPTER, base, batch, replace(budget, input_bytes=None))
 
         def of(weights: Params) -> jax.Array:
-            return hidden(computed(cfg, base, weights), _NO_ADAPTER, batch, keep=keep)
+            return hidden(in_compute_dtype(cfg, base, weights), _NO_ADAPTER, batch, keep=keep)
 
         hidden_BTD, pull = jax.vjp(of, weights)
         scored, d_hidden_BTD, by_head = at_head(score_and_grads, params, _NO_ADAPTER, hidden_BTD, batch, by_head=True)
         (more,) = pull(d_hidden_BTD)
-        more = with_head_gradient(more, by_head)
+        more = add_head_gradient(more, by_head)
         added = jax.tree.map(jnp.add, grads, more)
-        return pinned(cfg, mesh, added), jax.lax.with_sharding_constraint(scored, whole)
+        return constrain_trained(cfg, mesh, added), jax.lax.with_sharding_constraint(scored, whole)
 
     def backward_step(params: Params, lora: Trained, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
         if isinstance(lora, Params):
             return full_backward(params, lora, grads, batch)
         lora = gathered(mesh, lora)
         keep = kept(lora, params, batch)
-        some = at_once(keep)
+        some = tokens_at_a_time(keep)
         hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, keep=keep, some=some), lora)
         scored, d_hidden_BTD, d_unembed = at_head(score_and_grads, params, lora, hidden_BTD, batch)
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)
-        return pinned(cfg, mesh, jax.tree.map(jnp.add, grads, d_lora)), jax.lax.with_sharding_constraint(scored, whole)
+        added = constrain_trained(cfg, mesh, jax.tree.map(jnp.add, grads, d_lora))
+        return added, jax.lax.with_sharding_constraint(scored, whole)
 
     def optimize(lora: Trained, grads: Trained, state: OptimizerState, hyper: Leaf) -> Stepped:
-        return pinned(cfg, mesh, step(lora, grads, state, cast(jax.Array, hyper)))
+        return constrain_trained(cfg, mesh, step(lora, grads, state, cast(jax.Array, hyper)))
 
     whole = replicated(mesh)
     return Steps(
         forward=jax.jit(forward_step, out_shardings=whole),
         backward=jax.jit(backward_step, donate_argnums=2),
-        copy=jax.jit(lambda grads: pinned(cfg, mesh, jax.tree.map(jnp.copy, grads))),
+        copy=jax.jit(lambda grads: constrain_trained(cfg, mesh, jax.tree.map(jnp.copy, grads))),
         optimize=jax.jit(optimize, donate_argnums=(0, 1, 2)),
     )
 
@@ -201,7 +203,7 @@ def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh, images: ImageF
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:
-    """The ranks of all pairs that a token goes through in a layer on average; of experts', those of its own."""
+    """The sum of the ranks of all pairs that a token goes through in a layer, on average."""
     matrices, homes = projections(cfg), layers_with(cfg)
     ranks = [pair.A.shape[-2] * matrices[name].per_token * len(homes[name]) for name, pair in lora.layers.items()]
     return sum(ranks) // cfg.layers

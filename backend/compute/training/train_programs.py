@@ -1,7 +1,7 @@
 """The training programs of an adapter's shape: every shape of micro-batch that packing may make, and optimizer steps.
 
-Programs take memory, and on a CPU hundreds of the few memory maps that a process may have (65,530 by default on Linux):
-without maps the compiler ends the process. So programs go when their shape is not used any more (`StepsByShape`).
+Programs take memory. On a CPU each also takes hundreds of memory maps. Linux allows a process 65,530 maps by default,
+and the compiler ends a process that has none left. `StepsByShape` drops the programs of unused shapes.
 
 Letters: B rows, T tokens.
 """
@@ -21,46 +21,46 @@ from tinkerflow.backend.compute.mesh import ROWS, replicated, row_parts, shardin
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.transformer import ImageFeatures, Params
 from tinkerflow.backend.compute.models.vision_tower import VisionTower
-from tinkerflow.backend.compute.training.full import Trained, shapes, shardings
 from tinkerflow.backend.compute.training.optimizer import fresh_state
 from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.compute.training.train import DeviceBatch, Steps
+from tinkerflow.backend.compute.training.trained import Trained, trained_shapes, trained_shardings
 from tinkerflow.backend.compute.warming import Program, like, result_of
 from tinkerflow.backend.spec.commands import LoraSpec, Optimizer
 from tinkerflow.backend.spec.losses import packed_inputs
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.packing import micro_batch_shapes
 
-_FORWARD = 3  # added to the distance of forward passes alone: they are rarer
-_UNUSED_SHAPES = 16  # without an adapter, whose programs stay for the next one
-_CROWDED = 0.75  # of the memory maps: then shapes lose their programs although adapters have them
+_FORWARD = 3  # added to the distance of forward passes, which are rarer than training
+_UNUSED_SHAPES = 16  # shapes without an adapter whose programs are kept
+_CROWDED = 0.75  # of the memory maps: beyond it even shapes in use lose their programs
 
 
 class StepsByShape:
-    """The jitted steps of each shape of adapters. With a shape's steps go the programs that were compiled for it."""
+    """The jitted steps of each shape of adapters. Dropping a shape's steps drops its compiled programs."""
 
     def __init__(
         self, make: Callable[[], Steps], maps_used: Callable[[], float], forgotten: Callable[[LoraSpec], None]
     ) -> None:
-        """No steps yet. make: new ones.
+        """No steps yet. make: makes steps.
 
-        maps_used: which part of its memory maps this process uses, 0 to 1. forgotten(shape) is called when the steps of
-        a shape are forgotten, and has to let go of what refers to them.
+        maps_used: the share of its memory maps that this process uses, 0 to 1. forgotten(shape): called when the steps
+        of a shape are dropped. It must drop all references to them.
         """
         self._make, self._maps_used, self._forgotten = make, maps_used, forgotten
         self._steps: dict[LoraSpec, Steps] = {}  # least recently used first
 
-    def of(self, spec: LoraSpec) -> Steps:
+    def steps_of(self, spec: LoraSpec) -> Steps:
         """The steps of adapters of that shape."""
         steps = self._steps.pop(spec, None) or self._make()
         self._steps[spec] = steps
         return steps
 
     def trim(self, used: Collection[LoraSpec]) -> None:
-        """Forget the steps of shapes that nobody will miss. used: the shapes of the adapters there are.
+        """Drop the steps of shapes that are unlikely to be used again. used: the shapes of all adapters.
 
-        While memory maps are few, the least recently used shapes go, but not the last one: their programs are compiled
-        again, or read from the cache, when they are wanted.
+        While few memory maps are left, the least recently used shapes are dropped, except the last one. Their programs
+        are compiled again, or read from the cache, when they are needed.
         """
         unused = [spec for spec in self._steps if spec not in used]
         self._forget(unused[: max(0, len(unused) - _UNUSED_SHAPES)])
@@ -72,13 +72,13 @@ class StepsByShape:
             del self._steps[spec]
             self._forgotten(spec)
         if gone:
-            gc.collect()  # functions and what JAX keeps for them refer to each other
+            gc.collect()  # functions and their entries in JAX's caches refer to each other
 
 
 def adapter_like(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Trained:
     """An adapter of that shape on the devices, without values."""
-    host = shapes(cfg, mesh, spec)
-    lora: Trained = jax.tree.map(like, host, shardings(cfg, mesh, host))
+    host = trained_shapes(cfg, mesh, spec)
+    lora: Trained = jax.tree.map(like, host, trained_shardings(cfg, mesh, host))
     return lora
 
 
@@ -93,11 +93,11 @@ def training_programs(
     max_context: int,
     tower: VisionTower | None = None,
 ) -> Iterator[Program]:
-    """The programs of an adapter like `lora`, full micro-batches of short rows first; targets are of one dimension.
+    """The programs of an adapter like `lora` with one target per position; full micro-batches of short rows first.
 
     mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
-    optimizer: the adapter's. microbatch_tokens: padded tokens of a micro-batch at most. max_context: tokens of an
-    example at most. tower: of models that see images, for the programs of batches with images.
+    optimizer: of the adapter. microbatch_tokens: the most padded tokens of a micro-batch. max_context: the most tokens
+    of an example. tower: of a model with images; adds the programs of batches with images.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)

@@ -26,12 +26,12 @@ def test_a_topology_is_a_device_and_a_shape(text: str, name: str, count: int) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("v9:2x2", "topology 'v9:2x2': device 'v9' is not known; it must be one of v5e, v5p"),
-        ("v6e:2x", "topology 'v6e:2x': shape '2x'; it must be positive numbers with an x between them"),
-        ("h100:0", "topology 'h100:0': shape '0'; it must be positive"),
-        ("h100:2x2x2", "topology 'h100:2x2x2': shape '2x2x2'; GPUs have at most two numbers"),
-        ("v6e:2x4x4", "topology 'v6e:2x4x4': shape '2x4x4'; a slice of v6e has at most 2 dimensions"),
-        ("h100:99999999999", "topology 'h100:99999999999': shape '99999999999'; it must have at most 65536 devices"),
+        ("v9:2x2", "topology 'v9:2x2': device 'v9' is not known: must be one of v5e, v5p"),
+        ("v6e:2x", "topology 'v6e:2x': shape '2x': must be positive numbers with an x between them"),
+        ("h100:0", "topology 'h100:0': shape '0': must be positive"),
+        ("h100:2x2x2", "topology 'h100:2x2x2': shape '2x2x2': GPUs have at most two numbers"),
+        ("v6e:2x4x4", "topology 'v6e:2x4x4': shape '2x4x4': a slice of v6e has at most 2 dimensions"),
+        ("h100:99999999999", "topology 'h100:99999999999': shape '99999999999': must have at most 65536 devices"),
     ],
 )
 def test_another_topology_is_refused_by_name(text: str, message: str) -> None:

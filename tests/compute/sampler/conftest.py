@@ -19,7 +19,7 @@ from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.lora_weights import init_lora
 from tinkerflow.backend.compute.models.params import load_params
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.planning.memory import plan_group
+from tinkerflow.backend.compute.planning.memory_plan import plan_group
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE

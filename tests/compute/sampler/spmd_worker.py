@@ -34,7 +34,7 @@ def main() -> None:
     from tinkerflow.backend.compute.models.families import load_config
     from tinkerflow.backend.compute.models.lora_weights import init_lora
     from tinkerflow.backend.compute.models.params import load_params
-    from tinkerflow.backend.compute.planning.memory import plan_group
+    from tinkerflow.backend.compute.planning.memory_plan import plan_group
     from tinkerflow.backend.compute.sampler import Sampler
     from tinkerflow.backend.compute.sampler import sampler as sampler_module
     from tinkerflow.backend.spec.commands import (

@@ -66,7 +66,7 @@ def test_layers_of_every_kind_train_whole(family, tmp_path, examples, forward, a
     kept = executor.execute(ExportAdapter("m", optimizer=True, keep="folder"))
     files = {"part-00000.safetensors": Digest.of(b"")}
     stored = StoredState(kept.spec, kept.step, kept.optimizer, "folder", files)
-    executor.hold(FetchState("again", stored), dict(executor.take_kept(WriteState("m", "folder"))))
+    executor.keep_fetched(FetchState("again", stored), dict(executor.take_kept(WriteState("m", "folder"))))
     executor.execute(ImportAdapter("again", stored))
     again = executor.execute(ExportAdapter("again", optimizer=False))
     assert all(array.tobytes() == again.weights[name].tobytes() for name, array in after.weights.items())

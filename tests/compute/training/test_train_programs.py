@@ -37,14 +37,14 @@ def test_shapes_without_adapters_lose_their_programs(shapes: list[LoraSpec]) -> 
     gone: list[LoraSpec] = []
     steps, before = StepsByShape(make, lambda: 0.0, gone.append), programs()
     for spec in shapes:
-        steps.of(spec).optimize(np.ones(spec.rank))  # type: ignore[call-arg, arg-type]
+        steps.steps_of(spec).optimize(np.ones(spec.rank))  # type: ignore[call-arg, arg-type]
     steps.trim(shapes)
     assert gone == [] and programs() == before + 6
-    kept = steps.of(shapes[0])
+    kept = steps.steps_of(shapes[0])
     steps.trim({shapes[1]})
     assert gone == shapes[2:5]  # of the five others the last used two stay
     assert programs() == before + 3
-    assert steps.of(shapes[0]) is kept
+    assert steps.steps_of(shapes[0]) is kept
 
 
 def test_while_memory_maps_are_few_shapes_with_adapters_lose_theirs(shapes: list[LoraSpec]) -> None:
@@ -52,11 +52,11 @@ def test_while_memory_maps_are_few_shapes_with_adapters_lose_theirs(shapes: list
     gone: list[LoraSpec] = []
     steps = StepsByShape(make, lambda: next(used), gone.append)
     for spec in shapes:
-        steps.of(spec)
+        steps.steps_of(spec)
     steps.trim(shapes)
     assert gone == shapes[:2]
     alone = StepsByShape(make, lambda: 1.0, gone.append)
-    alone.of(shapes[0])
+    alone.steps_of(shapes[0])
     alone.trim(shapes)
     assert gone == shapes[:2]
 
@@ -64,9 +64,9 @@ def test_while_memory_maps_are_few_shapes_with_adapters_lose_theirs(shapes: list
 def test_models_of_several_ranks_that_come_and_go_in_turn_find_their_programs() -> None:
     ranks = [LoraSpec(2**power) for power in range(9)]
     steps = StepsByShape(make, lambda: 0.0, lambda spec: None)
-    first = [steps.of(spec) for spec in ranks]
+    first = [steps.steps_of(spec) for spec in ranks]
     for spec, its in zip(ranks, first, strict=True):
-        assert steps.of(spec) is its
+        assert steps.steps_of(spec) is its
         steps.trim({spec})
 
 

@@ -1,7 +1,7 @@
 """Traced losses, executed: each example by itself, on its exact logprobs, compiled with its slope.
 
-A loss may take a mean or a maximum over its tokens, so padding to a bucket would change what it says. Hence it compiles
-once for each shape of an example, which costs some 0.1 s. The PROGRAMS last used are kept.
+A loss may take a mean or a maximum over its tokens, so padding would change its value. So it is compiled for each shape
+of an example, which takes 0.1 s or more. The PROGRAMS that were used last are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinkerflow.backend.spec.traced_graph import run_graph
 
 PROGRAMS = 256
 
-Outcome = tuple[float, npt.NDArray[np.float64], dict[str, float]]  # the loss, its slope, and its metrics by name
+Outcome = tuple[float, npt.NDArray[np.float64], dict[str, float]]  # the loss, its slope [T, K], and its metrics
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 

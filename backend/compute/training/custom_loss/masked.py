@@ -1,7 +1,7 @@
 """The value and the slope of a traced loss in which tokens overflow that do not count.
 
 In floating-point numbers, 0 times infinity is not a number. So `weights * exp(logprobs - old)` is NaN where the weight
-is 0 and `old` is a placeholder such as -9999, and `where(mask, x, 0)` has no slope where the branch that is not taken
+is 0 and `old` is a placeholder such as -9999. And `where(mask, x, 0)` has no slope where the branch that is not taken
 overflows (the "double where" problem). One such token would spoil the gradient of the whole batch.
 
 Here, a factor of 0 that does not depend on the log probabilities removes the other factor, and a value that does not
@@ -103,7 +103,7 @@ def _spread(operand: _Value, shape: tuple[int, ...], steps: list[_Step]) -> _Val
 
 
 def _zeros(operand: _Value) -> jax.Array:
-    """The cells that remove what they are multiplied with: those that are 0 and do not move."""
+    """The cells whose products are 0, whatever the other factor is: they are 0 and do not move."""
     return jnp.full(jnp.shape(operand.array), False) if operand.moves else jnp.asarray(operand.array) == 0
 
 
@@ -140,8 +140,8 @@ def _step(
 ) -> list[_Value]:
     """The results of one operation, which is appended to `steps` if it moves.
 
-    function: of the operands' arrays. elementwise: where the slope by the result is 0, those by the operands are 0,
-    whatever the operation's own slope is there. removed: cells where they are 0 in any case.
+    function: of the operands' arrays. elementwise: where the slope by the result is 0, set the slopes by the operands
+    to 0, even if the operation's own slope is infinite. removed: more cells whose slopes are 0.
     """
     arrays = [operand.array for operand in operands]
     moving = [place for place, operand in enumerate(operands) if operand.moves]

@@ -47,7 +47,7 @@ def _reduce(function: Op) -> Op:
 
 
 def _spread(function: Op) -> Op:
-    """var and std: unbiased unless told otherwise."""
+    """var and std, unbiased by default."""
 
     def spread(x: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, correction: Any = None) -> Any:
         if isinstance(dim, bool):  # var(x, unbiased)
@@ -92,7 +92,7 @@ def _div(x: Any, other: Any, rounding_mode: str | None = None) -> Any:
 
 
 def _to(x: jax.Array, *args: Any, **named: Any) -> jax.Array:
-    """Only a dtype changes anything: there is one device here."""
+    """Change the dtype. Devices are ignored, because there is one."""
     for target in (*args, named.get("dtype")):
         if isinstance(target, jax.Array):
             x = x.astype(target.dtype)

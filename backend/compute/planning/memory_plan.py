@@ -1,8 +1,8 @@
-"""One budget for the devices' memory: what everything takes, and out of it how much may be trained and sampled at once.
+"""The plan of the devices' memory: the bytes for each use, and the sizes of training and sampling that they allow.
 
-A plan depends on sizes alone (the model, the mesh, the settings, the memory of a device), never on what is free at the
-moment: commands that are replayed after a crash must be computed in the same micro-batches, and `tinkerflow plan` makes
-the same plan without a device.
+A plan depends on sizes alone: the model, the mesh, the settings and the memory of a device. It never depends on the
+free memory, because commands that are replayed after a crash must be computed in the same micro-batches. `tinkerflow
+plan` makes the same plan without a device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from tinkerflow.backend.compute.mesh import heads_split
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.params import params_like
-from tinkerflow.backend.compute.planning.device_bytes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
+from tinkerflow.backend.compute.planning.array_sizes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
 from tinkerflow.backend.compute.planning.training_memory import (
     MOST_TOKENS,
     TRAINING,
@@ -37,7 +37,7 @@ from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.shapes import PREFILL_ROWS, make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
-from tinkerflow.backend.compute.training import full
+from tinkerflow.backend.compute.training import full_parameters
 from tinkerflow.backend.compute.training.budget import Budget
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
@@ -45,38 +45,38 @@ from tinkerflow.backend.spec.limits import MODEL_CONTEXT
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 
 _CACHE_ON_CPUS = 0.2  # of the host's memory
-_POSITIONS_A_SLOT = 1024  # on CPUs, where the host's memory is everybody's, and beside the batch
-_WHOLE_SEQUENCES = 8  # a model of which all parameters were trained has room for so many sequences
+_POSITIONS_A_SLOT = 1024  # on CPUs, which share the host's memory, and for full-parameter models
+_FULL_MODEL_SEQUENCES = 8  # in the KV cache of a full-parameter model
 
-# Shares of what the weights leave free.
-_SHORT_OF_MEMORY = 0.6  # the most that a training step takes where sequences of `MOST_TOKENS` would not fit otherwise
-_ADAPTERS = 0.5  # the most that is set aside for `_RESIDENT` adapters before the sampler gets its part
+# Shares of the memory that the weights leave free.
+_SHORT_OF_MEMORY = 0.6  # for a training step, where sequences of `MOST_TOKENS` would not fit otherwise
+_ADAPTERS = 0.5  # for `_RESIDENT` adapters, before the sampler gets its part
 # Shares of the sampler's part.
-_CACHE = 0.85  # the pages of the KV cache; the rest is for resident snapshots
+_CACHE = 0.85  # for pages of the KV cache; the rest is for resident snapshots
 
-_BESIDE = 10  # states of short requests beside the batch, and of the prompt that is being computed
+_MORE_STATES = 10  # of short requests outside the batch, and of the prompt that is being computed
 _LEAST_KEPT_STATES = 4
-_RESIDENT = 16  # adapters of the usual rank that room is set aside for
-_BESIDE_FULL = 4  # adapters of the usual rank that find room beside models of which all parameters are trained
-_FULL_ON_CPUS = 0.5  # of the host's memory: such models and the base model's weights
-_RESERVE = 0.04  # of the limit: what the allocator cannot use, and what libraries take
-_LOGITS_AND_TABLES = 20  # bytes a cell: logits as they are and changed, biases, what was seen before a chunk and now
+_RESIDENT = 16  # adapters of the usual rank that memory is reserved for
+_ADAPTERS_WITH_FULL = 4  # adapters of the usual rank that fit together with full-parameter models
+_FULL_ON_CPUS = 0.5  # of the host's memory, for full-parameter models and the base model's weights
+_RESERVE = 0.04  # of the limit, for libraries and for memory that the allocator cannot use
+_LOGITS_AND_TABLES = 20  # bytes per cell: logits before and after adjustments, biases, and two tables of seen tokens
 GB = 10**9
 
 Words = npt.NDArray[np.int32]
-Gather = Callable[[Words], Words]  # from the array of this process to those of all, [processes, ...]
+Gather = Callable[[Words], Words]  # from the array of this process to the arrays of all, [processes, ...]
 
 
 @dataclass(frozen=True)
 class MemoryUses:
-    """Bytes of each device by what takes them. Together they are at most the limit.
+    """Bytes of each device by use. Their sum is at most the limit.
 
-    weights: the base model. activations: what a training step keeps for its backward pass. temporaries: what a step
-    needs besides, the gradient that it adds to included. kv_cache: the pages and the states of all sequences, and of
-    prompts that are kept for later requests. logits: of a step of all sequences, and the tables that change them.
-    snapshots: adapters published for sampling, and the stack of those being sampled. adapters: weights, gradients and
-    moments of the models in training. whole_models: for sampling models of which all parameters were trained (see
-    `WholeRoom`). reserve: left alone.
+    weights: the base model. activations: those that a training step keeps for its backward pass. temporaries:
+    everything else of a step, with the gradient that it adds to. kv_cache: the pages and the states of all sequences,
+    and of prompts that are kept for later requests. logits: of a step of all sequences, and the tables that adjust
+    them. snapshots: adapters published for sampling, and the stack of those being sampled. adapters: weights, gradients
+    and moments of the models in training. full_models: for sampling full-parameter models (`FullModelMemory`). reserve:
+    unused.
     """
 
     weights: int
@@ -87,7 +87,7 @@ class MemoryUses:
     snapshots: int
     adapters: int
     reserve: int
-    whole_models: int = 0
+    full_models: int = 0
 
     @property
     def total(self) -> int:
@@ -96,10 +96,10 @@ class MemoryUses:
 
 
 @dataclass(frozen=True)
-class WholeRoom:
-    """Room to sample one model at a time of which all parameters were trained: its weights and a KV cache of its own.
+class FullModelMemory:
+    """Memory to sample one full-parameter model at a time: its weights and a KV cache of its own.
 
-    size: bytes of each device. pages: of each shard of that cache, the one of zeros included.
+    size: bytes of each device. pages: of each shard of that cache, with the page of zeros.
     """
 
     size: int
@@ -110,14 +110,13 @@ class WholeRoom:
 class MemoryPlan:
     """How a group uses its devices' memory.
 
-    limit: bytes of each device that the group may use; None on CPUs, which share the host's memory: there only `pages`
-    depends on the machine, and a prompt for which they are too few is refused by the sampler. budget: of training.
-    context: the longest sequence that can be trained on and sampled, in tokens. pages: of each shard of the KV cache
-    (`sampling_config`), the one of zeros included. cells: positions of all pages that sequences may have, over the
-    whole mesh. uses: None on CPUs. resident_adapters: how many adapters of rank 32 fit at the same time; None on CPUs.
-    states: of sequences in layers with linear attention, of each shard; 0 in models without them.
-    full: bytes of each device that models may take of which all parameters are trained, beside what their step takes.
-    whole: room to sample such models; None: there is none beside the training of one.
+    limit: bytes of each device that the group may use; None on CPUs, which share the host's memory. There only `pages`
+    depends on the machine, and the sampler refuses longer prompts. budget: of training. context: the longest sequence
+    that can be trained on and sampled, in tokens. pages: of each shard of the KV cache (`sampling_config`), with the
+    page of zeros. cells: positions in the pages of sequences, over the mesh. uses: None on CPUs. resident_adapters: the
+    number of adapters of rank 32 that fit together; None on CPUs. states: of layers with linear attention, of each
+    shard; 0 without such layers. full: bytes of each device for full-parameter models in training, without their steps.
+    full_model: memory to sample one of these; None if it does not fit together with the training of one.
     """
 
     limit: int | None
@@ -129,7 +128,7 @@ class MemoryPlan:
     resident_adapters: int | None = None
     states: int = 0
     full: int = 0
-    whole: WholeRoom | None = None
+    full_model: FullModelMemory | None = None
 
     @property
     def snapshot_bytes(self) -> int | None:
@@ -138,13 +137,13 @@ class MemoryPlan:
 
     @property
     def rule(self) -> str:
-        """Why no longer sequence is served, as an error says it."""
+        """The reason for `context`, for errors: what a longer sequence exceeds."""
         if self.limit is None:
             return MODEL_CONTEXT
         return f"what fits this group's devices with {self.limit / GB:.3g} GB each"
 
     def by_use(self, cfg: ModelConfig, config: GroupConfig) -> dict[str, int]:
-        """Bytes of each device by use; on CPUs, where nothing else is planned, of the weights and the KV cache."""
+        """Bytes of each device by use. On CPUs only the weights and the KV cache are planned."""
         if self.uses is not None:
             return asdict(self.uses)
         cache = self.pages * _page_bytes(cfg, config) + _state_bytes(cfg, config)
@@ -164,7 +163,7 @@ class MemoryPlan:
 
 
 def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
-    """The plan of this process's group. Every process must call it; all get the same."""
+    """The plan of this process's group. Every process must call it, and all get the same plan."""
     limit = device_limit(config)
     if limit is None:
         longest = min(config.max_context, cfg.max_positions)
@@ -175,16 +174,16 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
         pages = min(fit, max(slots, pages_for(longest)))
         budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
         states = state_count(cfg, config)
-        whole = max(0, least(int(_host_bytes() * _FULL_ON_CPUS)) - weight_bytes(cfg, config))
-        plan = MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * shards, states=states, full=whole)
-        return _with_whole(cfg, config, plan)
+        full = max(0, least(int(_host_bytes() * _FULL_ON_CPUS)) - weight_bytes(cfg, config))
+        plan = MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * shards, states=states, full=full)
+        return _with_full_model(cfg, config, plan)
     return plan_memory(cfg, config, least(limit))
 
 
 def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan:
-    """The plan for devices of which each has `limit` bytes for the group; no device is asked.
+    """The plan for devices with `limit` bytes each for the group, made without a device.
 
-    UserError when the weights leave too little to train and to sample.
+    UserError when the weights leave too little memory to train and to sample.
     """
     weights, reserve = weight_bytes(cfg, config), int(_RESERVE * limit)
     free = limit - weights - reserve
@@ -201,7 +200,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         set_aside = min(_RESIDENT * reference, int(_ADAPTERS * max(0, free)))
         sampling = min(free - sum(step) - set_aside, limit // 2) - logits
         cache = int(_CACHE * sampling)
-        # The pages of a sequence lie on one device of fsdp, beside one of zeros; a second sequence makes it a batch.
+        # One device of fsdp has all pages of a sequence and a page of zeros. Two sequences must fit for a batch.
         if sum(step) <= most * free and (2 * context // PAGE + 1) * page + states <= cache:
             break
     else:
@@ -228,7 +227,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     )
     cells = (pages - 1) * PAGE * sampling_config(cfg, config).fsdp
     resident = uses.adapters // reference
-    beside = max(0, sum(largest_step(cfg, config, budget, context, whole=True)) - sum(step))
+    more = max(0, sum(largest_step(cfg, config, budget, context, full_parameters=True)) - sum(step))
     plan = MemoryPlan(
         limit,
         budget,
@@ -238,50 +237,50 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         uses,
         resident,
         states=state_count(cfg, config),
-        full=max(0, uses.adapters - _BESIDE_FULL * reference - beside),
+        full=max(0, uses.adapters - _ADAPTERS_WITH_FULL * reference - more),
     )
-    return _with_whole(cfg, config, plan)
+    return _with_full_model(cfg, config, plan)
 
 
-def _with_whole(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> MemoryPlan:
-    """The plan with room to sample models of which all parameters were trained, if one in training fits beside it.
+def _with_full_model(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> MemoryPlan:
+    """The plan with memory to sample full-parameter models, if one can be trained at the same time.
 
-    Taken from the room of models in training: so it is there in any order in which models and samplers come.
+    The memory is taken from that of models in training, so it is available in any order of models and samplers.
     """
-    least_pages = 2 * pages_for(plan.context), _WHOLE_SEQUENCES * pages_for(min(plan.context, _POSITIONS_A_SLOT))
+    least_pages = 2 * pages_for(plan.context), _FULL_MODEL_SEQUENCES * pages_for(min(plan.context, _POSITIONS_A_SLOT))
     pages = 1 + min(plan.pages - 1, max(least_pages))
-    trained = full.like(cfg, abstract_mesh(config))
-    largest = max(held_bytes(leaf) for leaf in jax.tree.leaves(trained))  # copied to the host in both dtypes
+    weights = full_parameters.weights_like(cfg, abstract_mesh(config))
+    largest = max(held_bytes(leaf) for leaf in jax.tree.leaves(weights))  # copied to the host in both dtypes
     size = 2 * largest + held_bytes(params_like(cfg, abstract_mesh(config), config.dtype))
     size += pages * _page_bytes(cfg, config) + _state_bytes(cfg, config) + _logit_bytes(cfg, config)
     if plan.full < size + adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER):
         return plan
-    plan = replace(plan, full=plan.full - size, whole=WholeRoom(size, pages))
+    plan = replace(plan, full=plan.full - size, full_model=FullModelMemory(size, pages))
     if plan.uses is None:
         return plan
-    uses = replace(plan.uses, adapters=plan.uses.adapters - size, whole_models=size)
+    uses = replace(plan.uses, adapters=plan.uses.adapters - size, full_models=size)
     reference = adapter_bytes(cfg, config, usual_spec(cfg, config.expert_rank), DEFAULT_OPTIMIZER)
     return replace(plan, uses=uses, resident_adapters=uses.adapters // reference)
 
 
 def state_count(cfg: ModelConfig, config: GroupConfig) -> int:
-    """How many states a shard of the KV cache has: of all sequences at once, and of prompts that are kept."""
+    """The number of states in a shard of the KV cache: of all sequences together, and of prompts that are kept."""
     if cfg.delta is None:
         return 0
     slots = -(-config.sample_slots // sampling_config(cfg, config).fsdp)
-    return 1 + slots + PREFILL_ROWS[-1] + _BESIDE + max(_LEAST_KEPT_STATES, slots // 2)
+    return 1 + slots + PREFILL_ROWS[-1] + _MORE_STATES + max(_LEAST_KEPT_STATES, slots // 2)
 
 
 def sampling_config(cfg: ModelConfig, config: GroupConfig) -> GroupConfig:
-    """The configuration with the axes that the KV cache has: those of `mesh.cache_mesh`."""
+    """The configuration with the mesh axes of the KV cache (`mesh.cache_mesh`)."""
     heads = heads_split(abstract_mesh(config), cfg.split_heads)
     return replace(config, fsdp=config.fsdp * config.tensor // heads, tensor=heads)
 
 
 def device_limit(config: GroupConfig) -> int | None:
-    """Bytes of each device of this process that the group may use; None on CPUs, unless the settings name a number.
+    """Bytes of each device of this process that the group may use; None on CPUs, unless the settings have a number.
 
-    UserError where the devices do not say how much they have.
+    UserError if the devices do not report their memory.
     """
     if config.device_memory:
         return int(config.device_memory * GB)
@@ -291,14 +290,14 @@ def device_limit(config: GroupConfig) -> int | None:
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise UserError(
-            f"device_memory is 0, and {device.device_kind} does not say how much memory it has: must be the GB of "
+            f"device_memory is 0, and {device.device_kind} does not report its memory: must be the GB of "
             "memory of each device"
         )
     return int(stats["bytes_limit"])
 
 
 def least(value: int, gather: Gather | None = None) -> int:
-    """The smallest value that any process calls it with. gather: None = over all processes of the group."""
+    """The smallest `value` of all processes, which must all call it. gather: None = over the processes of the group."""
     if gather is None:
         if jax.process_count() == 1:
             return value
@@ -308,35 +307,36 @@ def least(value: int, gather: Gather | None = None) -> int:
 
 
 def _logit_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
-    """What the logits of all sequences take of a device while tokens are drawn, with `AdjustedRows` for each."""
+    """Bytes of a device for the logits of all sequences while tokens are drawn, with `AdjustedRows` for each."""
     shapes = make_shapes(max_slots=config.sample_slots, fsdp=sampling_config(cfg, config).fsdp)
-    # `mesh.by_rows` leaves all rows on each device where these do not divide them.
+    # `mesh.by_rows` replicates rows that the devices do not divide.
     rows = max(share(slots, config.fsdp * config.tensor) for slots in shapes.slots)
     return rows * cfg.vocab * _LOGITS_AND_TABLES
 
 
 def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
-    """What a page of the KV cache takes of the device that holds it."""
+    """Bytes of a page of the KV cache on the device that holds it."""
     cells = cfg.cached_cell // sampling_config(cfg, config).tensor
     return cells * jnp.dtype(cache_dtype(config.kv_cache, config.dtype)).itemsize * PAGE
 
 
 def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
-    """What states take of a device, and those that a dispatch has taken out of their pool.
+    """Bytes of a device for states, with the copies that a step takes out of their pool.
 
-    These are of a step of all sequences; on GPUs and TPUs of a piece of prompts alone, as they were and as they become.
+    On CPUs a step copies the states of all sequences. On GPUs and TPUs it copies those of a piece of prompts, before
+    and after the step.
     """
     if cfg.delta is None:
         return 0
     config = sampling_config(cfg, config)
-    one = state_bytes(cfg, config.dtype, state_heads(cfg.delta, config))
+    each = state_bytes(cfg, config.dtype, state_heads(cfg.delta, config))
     prompts = PREFILL_ROWS[-1]
-    taken = max(prompts, -(-config.sample_slots // config.fsdp)) if on_cpu() else 2 * prompts
-    return one * (state_count(cfg, config) + taken)
+    copies = max(prompts, -(-config.sample_slots // config.fsdp)) if on_cpu() else 2 * prompts
+    return each * (state_count(cfg, config) + copies)
 
 
 def state_bytes(cfg: ModelConfig, dtype: Any, heads: int | None = None) -> int:
-    """What the states of one sequence take, in all layers. dtype: of activations. heads: of values; None = all."""
+    """Bytes of the states of one sequence in all layers. dtype: of activations. heads: of values; None = all."""
     if cfg.delta is None:
         return 0
     heads = cfg.delta.value_heads if heads is None else heads

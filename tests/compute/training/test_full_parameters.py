@@ -80,12 +80,12 @@ def test_what_is_kept_in_pieces_or_exported_goes_on_bit_for_bit(shared_executor,
     pieces = shared_executor.take_kept(WriteState("a", "folder"))
     assert {name.partition("/")[0] for name in pieces} == {"weights", "mu", "nu", "grad"}
     shapes = {name: piece.shape for name, piece in pieces.items()}
-    assert sorted(shared_executor.wanted(STORED, shapes)) == sorted(pieces)
+    assert sorted(shared_executor.needed_tensors(STORED, shapes)) == sorted(pieces)
     exported = shared_executor.execute(ExportAdapter("a", optimizer=True))
-    shared_executor.hold(FetchState("b", STORED), dict(pieces))
+    shared_executor.keep_fetched(FetchState("b", STORED), dict(pieces))
     shared_executor.execute(ImportAdapter("b", STORED))
     shared_executor.execute(ImportAdapter("c", exported))
-    shared_executor.hold(FetchState("d", STORED), exported.weights | exported.moments)
+    shared_executor.keep_fetched(FetchState("d", STORED), exported.weights | exported.moments)
     shared_executor.execute(ImportAdapter("d", STORED))
     ends = []
     for name in ("a", "b", "c", "d"):
@@ -149,7 +149,7 @@ def test_memory_is_counted_and_leaves_room_for_adapters(qwen3):
     assert many > 0
     for number in range(many):
         executor.execute(CreateAdapter(str(number), ALL, 0))
-    rule = r"lora rank 0: training all parameters takes \S+ GB .* GB for that, of which .* \S+ GB: must be 1 or more"
+    rule = r"lora rank 0: training all parameters takes \S+ GB .* GB for that \(.* \S+ GB of it\): must be 1 or more"
     with pytest.raises(AllocationError, match=rule):
         executor.execute(CreateAdapter("one more", ALL, 0))
     executor.execute(CreateAdapter("an adapter", LoraSpec(8), 0))
@@ -194,6 +194,6 @@ def test_models_find_room_again_in_any_order(qwen3):
         state = made.execute(ExportAdapter(name, optimizer=True))
         again.execute(ImportAdapter(name, state))
     with pytest.raises(
-        AllocationError, match=r"32: the adapter takes .* for adapters, of which models that train all .* GB: must"
+        AllocationError, match=r"32: the adapter takes .* for adapters \(models that train all .* GB of it\): must"
     ):
         again.execute(CreateAdapter("one more", LoraSpec(32), 0))

@@ -1,4 +1,4 @@
-"""What arrays take of each device, counted from their shapes and shardings: no device is asked.
+"""The bytes that arrays take of each device, computed from their shapes and shardings, without a device.
 
 Letters: V vocabulary, D hidden.
 """
@@ -20,19 +20,19 @@ from tinkerflow.backend.spec.commands import GroupConfig
 
 
 def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
-    """What the base model takes of each device."""
+    """The bytes that the base model takes of each device."""
     return held_bytes(params_like(cfg, abstract_mesh(config), config.dtype, base_weights=config.base_weights))
 
 
 def step_weights(cfg: ModelConfig, config: GroupConfig, tokens: int) -> float:
-    """What a step for so many tokens reads of the base model on each device."""
+    """The bytes of the base model that a step for so many tokens reads on each device."""
     return read_bytes(params_like(cfg, abstract_mesh(config), config.dtype, base_weights=config.base_weights), tokens)
 
 
 def read_bytes(params: Params, tokens: int) -> float:
-    """What a step for so many tokens reads of the base weights on each device: of tables of embeddings only rows.
+    """The bytes of the base weights that a step for so many tokens reads on each device.
 
-    params: the arrays, or shapes with shardings. An embedding that is the unembedding, too, is read whole.
+    params: the arrays, or shapes with shardings. Only rows of embeddings are read, unless the unembedding is tied.
     """
     tables = [] if params.unembed_VD is None else [params.embed_VD]
     tables += [] if params.inputs is None else [params.inputs["embed"]]
@@ -51,10 +51,10 @@ def abstract_mesh(config: GroupConfig) -> Any:
 
 
 def share(size: int, parts: int) -> int:
-    """How much of a dimension a device holds; one that the mesh's axis does not divide stays whole."""
+    """The part of a dimension that a device holds: all of it if the mesh's axis does not divide it."""
     return size // parts if size % parts == 0 else size
 
 
 def state_heads(delta: GatedDeltaNet, config: GroupConfig) -> int:
-    """How many value heads' states a device holds: they go with the key heads."""
+    """The number of value heads whose states a device holds. They are split as the key heads are."""
     return share(delta.key_heads, config.tensor) * (delta.value_heads // delta.key_heads)

@@ -47,14 +47,16 @@ def same(one: AdapterState, other: AdapterState) -> bool:
 
 
 def fetched(executor, pieces) -> AdapterState:
-    executor.hold(FetchState("again", STORED), pieces)
+    executor.keep_fetched(FetchState("again", STORED), pieces)
     executor.execute(ImportAdapter("again", STORED))
     return executor.execute(ExportAdapter("again", optimizer=True))
 
 
 def test_pieces_that_were_read_are_the_adapter_again(shared_executor, pieces):
     assert {name.partition("/")[0] for name in pieces} == {"weights", "mu", "nu", "grad"}
-    assert sorted(shared_executor.wanted(STORED, {name: a.shape for name, a in pieces.items()})) == sorted(pieces)
+    assert sorted(shared_executor.needed_tensors(STORED, {name: a.shape for name, a in pieces.items()})) == sorted(
+        pieces
+    )
     before = shared_executor.execute(ExportAdapter("source", optimizer=True))
     after = fetched(shared_executor, pieces)
     assert same(before, after)
@@ -86,8 +88,8 @@ def test_a_piece_that_is_missing_or_foreign_is_named(shared_executor, pieces):
 
 def test_what_was_fetched_outlives_an_earlier_snapshots_drop_and_a_late_fetch(shared_executor, pieces):
     before = shared_executor.execute(ExportAdapter("source", optimizer=False))
-    shared_executor.hold(FetchState("sampled", STORED), before.weights)
-    shared_executor.hold(FetchState("sampled", STORED.copy_with(folder="late")), {})
+    shared_executor.keep_fetched(FetchState("sampled", STORED), before.weights)
+    shared_executor.keep_fetched(FetchState("sampled", STORED.copy_with(folder="late")), {})
     shared_executor.execute(DropSnapshot("sampled"))  # sent before the fetch, and executed after it
     shared_executor.execute(LoadSnapshot("sampled", STORED))
     with pytest.raises(ServerError, match="in late was not fetched"):

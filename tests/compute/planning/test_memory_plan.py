@@ -16,7 +16,7 @@ from tinkerflow.backend.compute.mesh import make_mesh, replicated
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.params import count, load_params
-from tinkerflow.backend.compute.planning import device_bytes, memory, training_memory
+from tinkerflow.backend.compute.planning import array_sizes, memory_plan, training_memory
 from tinkerflow.backend.compute.planning.topologies import parse_topology
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.training import budget as budget_module
@@ -73,7 +73,7 @@ def config_of(name: str = "m", **changes: Any) -> GroupConfig:
 
 
 def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
-    plan = memory.plan_group(load_config(qwen3.folder), config_of(max_context=300))
+    plan = memory_plan.plan_group(load_config(qwen3.folder), config_of(max_context=300))
     assert plan.budget == budget_module.Budget(1024, 2**30)
     assert (plan.limit, plan.uses, plan.context, plan.rule) == (None, None, 300, "the model's context")
     by_use = plan.by_use(load_config(qwen3.folder), config_of(max_context=300))
@@ -87,7 +87,7 @@ def test_all_uses_together_stay_within_the_memory(
     qwen3_4b: ModelConfig, memory_gb: float, mesh: dict[str, int], weights: str
 ) -> None:
     limit, config = int(memory_gb * GB), config_of(base_weights=weights, **mesh)
-    plan = memory.plan_memory(qwen3_4b, config, limit)
+    plan = memory_plan.plan_memory(qwen3_4b, config, limit)
     assert plan.uses is not None
     assert plan.uses.total <= limit
     assert sum(plan.by_use(qwen3_4b, config).values()) == plan.uses.total
@@ -95,8 +95,8 @@ def test_all_uses_together_stay_within_the_memory(
     assert plan.cells >= plan.context * config.fsdp, "a row of the longest sequence fits"
     assert plan.resident_adapters is not None
     assert plan.resident_adapters >= 1
-    assert plan == memory.plan_memory(qwen3_4b, config, limit), "it depends on sizes alone"
-    more = memory.plan_memory(qwen3_4b, config, 2 * limit)
+    assert plan == memory_plan.plan_memory(qwen3_4b, config, limit), "it depends on sizes alone"
+    more = memory_plan.plan_memory(qwen3_4b, config, 2 * limit)
     assert more.context >= plan.context
     assert more.budget.microbatch_tokens >= plan.budget.microbatch_tokens
 
@@ -106,13 +106,13 @@ def test_key_value_heads_are_split_as_far_as_devices_divide_them_and_sequences_o
     qwen3_4b: ModelConfig, kv_heads: int, axes: tuple[int, int]
 ) -> None:
     for mesh in ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"tensor": 8}):
-        found = memory.sampling_config(replace(qwen3_4b, kv_heads=kv_heads), config_of(expert=2, **mesh))
+        found = memory_plan.sampling_config(replace(qwen3_4b, kv_heads=kv_heads), config_of(expert=2, **mesh))
         assert (found.fsdp, found.tensor, found.expert) == (*axes, 2)
 
 
 def test_an_8b_model_trains_at_8k_with_sixteen_adapters_on_one_h100(qwen3_4b: ModelConfig) -> None:
     qwen3_8b = replace(qwen3_4b, hidden=4096, mlp=12288, tied=False)
-    plan = memory.plan_memory(qwen3_8b, config_of(), int(78.7 * GB))
+    plan = memory_plan.plan_memory(qwen3_8b, config_of(), int(78.7 * GB))
     assert plan.context >= 8192
     assert plan.resident_adapters is not None
     assert plan.resident_adapters >= 16
@@ -125,7 +125,7 @@ def test_an_8b_model_trains_at_8k_with_sixteen_adapters_on_one_h100(qwen3_4b: Mo
 
 def test_a_cache_in_float8_has_twice_as_many_positions(qwen3_4b: ModelConfig) -> None:
     limit = parse_topology("h100:1").device.limit
-    plain, small = (memory.plan_memory(qwen3_4b, config_of(kv_cache=kind), limit) for kind in ("full", "float8"))
+    plain, small = (memory_plan.plan_memory(qwen3_4b, config_of(kv_cache=kind), limit) for kind in ("full", "float8"))
     assert plain.uses is not None and plain.uses == small.uses
     assert small.cells >= 2 * plain.cells
 
@@ -135,7 +135,7 @@ def test_what_is_whole_on_each_of_many_small_devices_may_take_more_than_training
 ) -> None:
     qwen3_8b = replace(qwen3_4b, hidden=4096, mlp=12288, tied=False)
     with compiling_for(TPU):
-        plan = memory.plan_memory(qwen3_8b, config_of(fsdp=16), parse_topology("v5e:4x4").device.limit)
+        plan = memory_plan.plan_memory(qwen3_8b, config_of(fsdp=16), parse_topology("v5e:4x4").device.limit)
     assert plan.context >= 4096 and plan.uses is not None and plan.resident_adapters is not None
     assert plan.resident_adapters >= 16
     step, left = plan.uses.activations + plan.uses.temporaries, plan.limit - plan.uses.weights - plan.uses.reserve
@@ -144,29 +144,29 @@ def test_what_is_whole_on_each_of_many_small_devices_may_take_more_than_training
 
 def test_a_model_that_leaves_too_little_is_refused(qwen3_4b: ModelConfig) -> None:
     with pytest.raises(UserError, match=r"base model 'big': its weights take \d\.\d GB of the 8\.0 GB"):
-        memory.plan_memory(qwen3_4b, config_of("big"), 8 * GB)
+        memory_plan.plan_memory(qwen3_4b, config_of("big"), 8 * GB)
     large = config_of(microbatch_tokens=10**6)
     with pytest.raises(UserError, match=r"step of 1000000 tokens takes \d+\.\d GB .*a smaller TINKERFLOW_MICRO"):
-        memory.plan_memory(qwen3_4b, large, 80 * GB)
+        memory_plan.plan_memory(qwen3_4b, large, 80 * GB)
     split = config_of(fsdp=16)
     with pytest.raises(UserError, match=r"step of 1024 tokens takes \d\.\d GB and may take \d\.\d\. Use more dev"):
-        memory.plan_memory(qwen3_4b, split, 6 * GB)
-    assert memory.plan_memory(qwen3_4b, config_of(fsdp=4, tensor=4), 6 * GB).context, "as the error says"
+        memory_plan.plan_memory(qwen3_4b, split, 6 * GB)
+    assert memory_plan.plan_memory(qwen3_4b, config_of(fsdp=4, tensor=4), 6 * GB).context, "as the error says"
 
 
 def test_a_plan_may_be_made_for_a_memory_that_is_named(qwen3: Reference) -> None:
     cfg = load_config(qwen3.folder)
     config = config_of(dtype="float32", device_memory=0.5, max_context=300)
-    plan = memory.plan_group(cfg, config)
-    assert plan == memory.plan_memory(cfg, config, GB // 2)
+    plan = memory_plan.plan_group(cfg, config)
+    assert plan == memory_plan.plan_memory(cfg, config, GB // 2)
     assert plan.rule == "what fits this group's devices with 0.5 GB each"
 
 
 def test_devices_that_do_not_say_what_they_have_must_be_named_a_number(
     qwen3: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with compiling_for(CUDA), pytest.raises(UserError, match="device_memory is 0, and cpu does not say how much"):
-        memory.device_limit(config_of())
+    with compiling_for(CUDA), pytest.raises(UserError, match="device_memory is 0, and cpu does not report its memory"):
+        memory_plan.device_limit(config_of())
 
     class Device:
         def memory_stats(self) -> dict[str, int]:
@@ -174,8 +174,8 @@ def test_devices_that_do_not_say_what_they_have_must_be_named_a_number(
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     with compiling_for(CUDA):
-        assert memory.device_limit(config_of()) == 64 * GB
-        assert memory.device_limit(config_of(device_memory=40)) == 40 * GB
+        assert memory_plan.device_limit(config_of()) == 64 * GB
+        assert memory_plan.device_limit(config_of(device_memory=40)) == 40 * GB
 
 
 @pytest.mark.parametrize("weights", ["full", "int8"])
@@ -184,11 +184,11 @@ def test_weights_and_adapters_take_what_the_plan_says(reference: Reference, weig
     cfg, mesh = load_config(folder), make_mesh(1, 1)
     config = config_of(str(folder), dtype="float32", base_weights=weights)
     params = load_params(cfg, str(folder), mesh, "float32", base_weights=weights)
-    assert device_bytes.held_bytes(params) == device_bytes.weight_bytes(cfg, config)
+    assert array_sizes.held_bytes(params) == array_sizes.weight_bytes(cfg, config)
     adapters, spec = AdapterStore(cfg, mesh, str(folder)), LoraSpec(4, train_mlp=False)
     adapters.create("a", spec, 0, "adamw")
     made = adapters.get("a")
-    took = device_bytes.held_bytes((made.lora, made.grads, made.state.parts))
+    took = array_sizes.held_bytes((made.lora, made.grads, made.state.parts))
     assert took == training_memory.adapter_bytes(cfg, config, spec, "adamw")
 
 
@@ -199,9 +199,9 @@ def test_a_device_holds_its_part_of_what_is_split(qwen3: Reference) -> None:
         jax.ShapeDtypeStruct((8, 6), np.float32, sharding=NamedSharding(split, PartitionSpec("fsdp", None))),
         jax.ShapeDtypeStruct((3,), np.int8, sharding=whole),
     ]
-    assert device_bytes.held_bytes(arrays) == 2 * 6 * 4 + 3
+    assert array_sizes.held_bytes(arrays) == 2 * 6 * 4 + 3
     params = load_params(load_config(qwen3.folder), str(qwen3.folder), mesh, "float32", lambda line: None)
-    assert device_bytes.held_bytes(params) == 4 * count(params)
+    assert array_sizes.held_bytes(params) == 4 * count(params)
 
 
 def test_processes_agree_on_the_least() -> None:
@@ -211,17 +211,17 @@ def test_processes_agree_on_the_least() -> None:
         assert mine.dtype == np.int32
         return np.stack([mine, *(np.array(divmod(other, 2**31), np.int32) for other in others)])
 
-    assert memory.least(9 * 2**31, gather) == 5 * 2**31 + 6
-    assert memory.least(4, gather) == 4
-    assert memory.least(9 * 2**31) == 9 * 2**31, "alone"
+    assert memory_plan.least(9 * 2**31, gather) == 5 * 2**31 + 6
+    assert memory_plan.least(4, gather) == 4
+    assert memory_plan.least(9 * 2**31) == 9 * 2**31, "alone"
 
 
 def test_the_scores_of_heads_that_no_kernel_of_gpus_takes_are_counted(qwen3_4b: ModelConfig) -> None:
     wide, limit = replace(qwen3_4b, head_dim=512, heads=16, kv_heads=4), int(80 * GB)
     with compiling_for(TPU):
-        without = memory.plan_memory(wide, config_of(), limit)
+        without = memory_plan.plan_memory(wide, config_of(), limit)
     with compiling_for(CUDA):
-        plan = memory.plan_memory(wide, config_of(), limit)
+        plan = memory_plan.plan_memory(wide, config_of(), limit)
     assert without.uses is not None and plan.uses is not None
     scores = 16 * (32768 // 8) * 32768 * 12  # a block of an eighth of the queries
     assert scores > limit // 4
@@ -230,7 +230,7 @@ def test_the_scores_of_heads_that_no_kernel_of_gpus_takes_are_counted(qwen3_4b: 
 
 def test_logits_of_slots_that_devices_do_not_divide_are_whole_on_each(qwen3_4b: ModelConfig) -> None:
     def rows(slots: int, **mesh: int) -> float:
-        return memory._logit_bytes(qwen3_4b, config_of(sample_slots=slots, **mesh)) / (qwen3_4b.vocab * 20)
+        return memory_plan._logit_bytes(qwen3_4b, config_of(sample_slots=slots, **mesh)) / (qwen3_4b.vocab * 20)
 
     assert rows(64) == 64
     assert rows(64, tensor=8) == 8
@@ -239,8 +239,8 @@ def test_logits_of_slots_that_devices_do_not_divide_are_whole_on_each(qwen3_4b: 
 
 def test_a_step_reads_rows_of_an_embedding_that_is_not_the_unembedding(qwen3_4b: ModelConfig) -> None:
     table, cfg = qwen3_4b.vocab * qwen3_4b.hidden * 2, replace(qwen3_4b, tied=False)
-    assert device_bytes.step_weights(replace(cfg, tied=True), config_of(), 64) == device_bytes.weight_bytes(
+    assert array_sizes.step_weights(replace(cfg, tied=True), config_of(), 64) == array_sizes.weight_bytes(
         replace(cfg, tied=True), config_of()
     )
-    read = device_bytes.step_weights(cfg, config_of(), 64)
-    assert read == pytest.approx(device_bytes.weight_bytes(cfg, config_of()) - table + 64 * qwen3_4b.hidden * 2)
+    read = array_sizes.step_weights(cfg, config_of(), 64)
+    assert read == pytest.approx(array_sizes.weight_bytes(cfg, config_of()) - table + 64 * qwen3_4b.hidden * 2)
