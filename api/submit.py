@@ -21,8 +21,9 @@ from fastapi.responses import Response
 from tinkerflow.api.bodies import MEDIUM, SMALL, check_values
 from tinkerflow.api.call import CONTROL_BYTES, Call
 from tinkerflow.api.schemas import Wire
-from tinkerflow.backend.catalog.model_card import ModelCard, image_processor
+from tinkerflow.backend.catalog.model_card import ModelCard, alias_of, image_processor
 from tinkerflow.backend.core.errors import NotFoundError, TinkerflowError, UserError
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.journal import Journal, Kind, NewRequest
 from tinkerflow.backend.spec.limits import MAX_ASSETS
 from tinkerflow.backend.wire import NumSamples, OnModel, OnSampler, parse, with_files, with_seed
@@ -137,10 +138,12 @@ def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
 
 # ------------------------------------------------------------------ base models
 def base_model_card(journal: Journal, base_model: str | None) -> ModelCard:
-    """The card of a base model; NotFoundError when it is not served here."""
+    """The card of a base model, by its name or its alias; NotFoundError when it is not served here."""
     cards = {row.name: row.card for row in journal.base_models.all()}
+    cards = {alias: card for name, card in cards.items() if (alias := alias_of(name))} | cards
     if base_model not in cards:
-        raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(cards)}")
+        near = did_you_mean(base_model or "", cards)
+        raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(cards)}{near}")
     return ModelCard.from_json(cards[base_model])
 
 

@@ -171,7 +171,8 @@ def _tokenizer(settings: Settings, base_model: str) -> Any:
     from tinkerflow.backend.catalog.model_source import TEXT_FILES, find_model
     from tinkerflow.deployments.parts import with_base_models
 
-    name = base_model or with_base_models(settings).base_models[0]
+    named = {"base_models": (base_model,)} if base_model else {}
+    name = with_base_models(Settings(**(settings.model_dump() | named))).base_models[0]
     folder = find_model(name, TEXT_FILES)
     from transformers import PreTrainedTokenizerFast
 

@@ -165,9 +165,9 @@ def check_store(settings: Settings) -> str:
 
 def check_base_models(settings: Settings) -> str:
     """Name, architecture, size and context of each base model."""
-    from tinkerflow.backend.catalog.model_card import ModelCard
+    from tinkerflow.backend.catalog.model_card import EMBEDDED, ModelCard
 
-    cards = [ModelCard.load(name) for name in settings.base_models]
+    cards = [ModelCard.load(name) for name in settings.base_models if name != EMBEDDED]
     lines = [
         f"{c.name} ({c.architecture}, {c.parameters / 1e6:.1f} M parameters, context {c.max_context})" for c in cards
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.up import Stack
@@ -40,7 +41,7 @@ def local(
     with this process however it ends. Nothing is tracked in Prefect, unless `prefect="embedded"` is given. In the
     block, the variables TINKER_BASE_URL and TINKER_API_KEY name the service, for programs that read them.
 
-    base_model: a Hugging Face id or a folder; empty = the tiny embedded model.
+    base_model: a Hugging Face id or a folder; empty, or `tinkerflow/tiny` = the tiny embedded model.
     data_dir: the folder for checkpoints, logs and compiled programs, in which a later block finds them; None = a
     scratch folder, which is removed at the end.
     progress: gets lines for people, from other threads.
@@ -57,9 +58,12 @@ def local(
         stack.callback(atexit.unregister, stack.close)
         atexit.register(stack.close)
         Thread(target=import_module, args=("tinker",), daemon=True).start()  # seconds, while other processes start
-        stack.enter_context(running_stack(folder, progress, **({"prefect": "off"} | settings)))
+        serving = stack.enter_context(running_stack(folder, progress, **({"prefect": "off"} | settings)))
         import tinker
+        from tinker.lib import console_urls
 
+        console = mock.patch.object(console_urls, "_CONSOLE_BASE_URL", serving.api_url)
+        stack.enter_context(console)  # links of the SDK's `get_console_url` lead to this service
         service = tinker.ServiceClient(api_key=API_KEY)
         stack.push(_closing(service))
         yield service

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tinkerflow.backend.catalog.model_card import EMBEDDED, EMBEDDED_FOLDER
 from tinkerflow.backend.core.disk import make_folder
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.joining import parse_address, read_secret
@@ -54,8 +55,12 @@ def run_worker_part(settings: Settings, group: str, processes: int) -> None:
 
 
 def with_base_models(settings: Settings) -> Settings:
-    """The settings; without any base model, with the embedded tiny one, which is made in the data dir first."""
-    if settings.base_models:
+    """The settings with the folder of the embedded model in place of its alias, and with it if no model is named.
+
+    The embedded model is made in the data dir first.
+    """
+    named = settings.base_models or (EMBEDDED,)
+    if EMBEDDED not in named:
         return settings
     from tinkerflow.deployments.tiny_model import make_tiny
 
@@ -64,12 +69,13 @@ def with_base_models(settings: Settings) -> Settings:
         say(f"making the embedded tiny model in {folder}")
         make_folder(folder.parent)
         make_tiny(folder)
-    return Settings(**(settings.model_dump() | {"base_models": (str(folder),)}))
+    base_models = tuple(str(folder) if name == EMBEDDED else name for name in named)
+    return Settings(**(settings.model_dump() | {"base_models": base_models}))
 
 
 def embedded_model(settings: Settings) -> Path:
     """Where the embedded model is, or will be."""
-    return settings.data_dir / "models" / "tinkerflow" / "tiny-qwen3"
+    return settings.data_dir.joinpath(*EMBEDDED_FOLDER)
 
 
 @contextmanager

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import shlex
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import httpx
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 
+from tinkerflow.backend.catalog.model_card import EMBEDDED
 from tinkerflow.backend.core.prefect_access import PrefectAccess
 from tinkerflow.deployments.local import API_KEY, running_stack
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson
-from tinkerflow.deployments.run import dim_lines, print_line, see_again
+from tinkerflow.deployments.run import page_command, print_line
+from tinkerflow.tasks.pipelines.rows import shorten
 
 if TYPE_CHECKING:
     import tinker
@@ -30,22 +38,46 @@ SHOWN_SECONDS = 60.0  # how long the flow run may take to be seen in Prefect
 
 
 def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = STEPS, stay: bool = False) -> bool:
-    """Fine-tune on `LESSONS` and say where the run can be seen.
+    """Fine-tune on `LESSONS` and print where the run can be seen.
 
     data_dir: for what the service keeps; default: a scratch folder. steps: of the optimizer. stay: keep serving after
-    the lesson, until Ctrl-C. Returns whether the loss fell and the model then says every answer exactly.
+    the lesson, until Ctrl-C. Returns whether the loss fell and the model then gives every answer exactly.
     """
-    with running_stack(data_dir, dim_lines(console), warm_up=False) as stack:
-        learnt, page = teach(console, stack.api_url, stack.prefect, steps)
-        if stay:
-            print_line(console, f"serving until Ctrl-C: {stack.api_url}  {stack.prefect_url}")
-            with contextlib.suppress(KeyboardInterrupt):
-                stack.keep()
-    if page and stack.settings.prefect == "embedded":
-        print_line(console, see_again(page, data_dir))
-        if not stay:
-            console.print("with --stay, quickstart keeps serving this page until Ctrl-C", highlight=False)
+    learnt, page = False, ""
+    try:
+        with ExitStack() as stack:
+            with console.status("starting the API, the engine, a worker and Prefect") as status:
+                progress = _progress(status)
+                service = stack.enter_context(running_stack(data_dir, progress, warm_up=False))
+            learnt, page = teach(console, service.api_url, service.prefect, steps)
+            if stay:
+                print_line(console, f"serving until Ctrl-C; from Python: {_client(service.api_url)}")
+                service.keep()
+    except KeyboardInterrupt:
+        console.print("stopped")
+    if data_dir is None:
+        print_line(console, "all of it was in a scratch folder; to keep it: tinkerflow quickstart --data-dir DIR")
+    else:
+        print_line(console, f"saved in {data_dir}; to go on: tinkerflow up --data-dir {shlex.quote(str(data_dir))}")
+        if page:
+            print_line(console, f"the run's page: {page_command(page, data_dir)}")
     return learnt
+
+
+def _progress(status: Status) -> Callable[[str], None]:
+    """Shows the lines of a service's parts in place of one another; the line of the ready service stays."""
+
+    def report(line: str) -> None:
+        if line.startswith("ready:"):
+            print_line(status.console, line)
+        else:
+            status.update(line)
+
+    return report
+
+
+def _client(api_url: str) -> str:
+    return f'tinker.ServiceClient(base_url="{api_url}", api_key="{API_KEY}")'
 
 
 def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: int) -> tuple[bool, str]:
@@ -57,16 +89,17 @@ def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: 
     import tinker
     from tinker import types
 
-    rest = tinker.RestClient(base_url=api_url, api_key=API_KEY)
-    models = [m.model_name for m in rest.get_server_capabilities().result().supported_models]
-    base_model = next(name for name in models if name)
-    with tinker.ServiceClient(base_url=api_url, api_key=API_KEY) as service:
-        console.print(f"base model: {base_model}", highlight=False)
-        trainer = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=0).result()
+    logging.getLogger("tinker").setLevel(logging.ERROR)  # it warns whenever an answer takes long
+    print_line(console, f"teaching {EMBEDDED} three phrases; the first batch of each kind waits for JAX to compile")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        tinker.ServiceClient(base_url=api_url, api_key=API_KEY) as service,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task("compiling", total=steps)
+        trainer = service.create_lora_training_client(base_model=EMBEDDED, rank=RANK, seed=0).result()
         tokenizer = trainer.get_tokenizer()
         data = [_datum(tokenizer, lesson) for lesson in LESSONS]
-
-        console.print("sampling before the first step; the first batch of each kind waits for JAX to compile")
         before = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
         losses = []
         for step in range(steps):
@@ -74,20 +107,20 @@ def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: 
             update = trainer.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
             losses.append(forward.result().metrics["loss:sum"])
             update.result()
-            console.print(f"step {step + 1:3d}/{steps}  loss {losses[-1]:9.4f}", highlight=False)
+            bar.update(task, completed=step + 1, description=f"step {step + 1}, loss {losses[-1]:.4f}")
         after = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
-        console.print(_table(before, after))
         saved = trainer.save_weights_for_sampler(SAVED).result()
-        print_line(console, f"the run in the console: {api_url}/training_runs/{trainer.model_id}")
-        talk = f"{api_url}/playground?mode=checkpoint&checkpoint={quote(saved.path, safe='')}"
-        print_line(console, f"talk to it there: {talk}")
         page = "" if prefect is None else _flow_run_page(prefect, trainer.model_id)
-        if prefect is None:
-            print_line(console, "this run has no page (Prefect is off)")
-        else:
-            print_line(console, f"the run in Prefect, with its batches: {prefect.link(page, time.time())}")
     learnt = after == [lesson.pig_latin for lesson in LESSONS]
-    console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; {'all three answers learnt' if learnt else 'not learnt'}")
+    answers = "all three answers learnt" if learnt else "not learnt"
+    fell = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+    print_line(console, f"{EMBEDDED}, {steps} steps, {fell}: {answers}")
+    console.print(_table(before, after))
+    print_line(console, f"the run in the console: {api_url}/training_runs/{trainer.model_id}")
+    talk = f"{api_url}/playground?mode=checkpoint&checkpoint={quote(saved.path, safe='')}"
+    print_line(console, f"talk to it there: {talk}")
+    if prefect is not None:
+        print_line(console, f"the run in Prefect: {prefect.link(page, time.time())}")
     return learnt and losses[-1] < losses[0], page
 
 
@@ -120,9 +153,9 @@ def _answers(sampler: tinker.SamplingClient, tokenizer: PreTrainedTokenizerBase)
 
 
 def _table(before: list[str], after: list[str]) -> Table:
-    table = Table("english", "before", "after", "pig latin", title="greedy samples")
+    table = Table("english", "before", "after", "pig latin")
     for lesson, old, new in zip(LESSONS, before, after, strict=True):
-        table.add_row(*(ascii(text)[1:-1] for text in (lesson.english, old, new, lesson.pig_latin)))
+        table.add_row(*(shorten(ascii(text)[1:-1], 20) for text in (lesson.english, old, new, lesson.pig_latin)))
     return table
 
 

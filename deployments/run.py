@@ -142,11 +142,15 @@ def see_again(page: str, data_dir: Path | None) -> str:
     """
     if data_dir is None:
         return "this page and the run end with this command: to keep them, run it again with --data-dir DIR"
-    folder = shlex.quote(str(data_dir))
     return (
-        f"this page ends with this command; to see the run again: tinkerflow up --data-dir {folder}"
-        f"\nand open the link that this prints: tinkerflow prefect --page {page} --data-dir {folder}"
+        f"this page ends with this command; to see the run again: tinkerflow up --data-dir {shlex.quote(str(data_dir))}"
+        f"\nand open the link that this prints: {page_command(page, data_dir)}"
     )
+
+
+def page_command(page: str, data_dir: Path) -> str:
+    """The command that prints a link to a page of Prefect."""
+    return f"tinkerflow prefect --page {page} --data-dir {shlex.quote(str(data_dir))}"
 
 
 def wait_for_prefect(find: Callable[[], PrefectAccess | None], seconds: float) -> PrefectAccess:

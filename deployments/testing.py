@@ -18,7 +18,7 @@ import pytest
 from prefect import Flow, Task
 
 from tinkerflow.deployments.local import API_KEY, running_stack
-from tinkerflow.deployments.parts import embedded_model
+from tinkerflow.deployments.parts import with_base_models
 
 if TYPE_CHECKING:
     import tinker
@@ -50,7 +50,7 @@ def serve_tiny(data_dir: Path, **settings: Any) -> Iterator[TinyService]:
     """
     plain: dict[str, Any] = {"prefect": "off", "warm_up": False}
     with running_stack(data_dir, lambda line: None, **(plain | settings)) as stack:
-        base_model = next(iter(stack.settings.base_models), str(embedded_model(stack.settings)))
+        base_model = with_base_models(stack.settings).base_models[0]
         yield TinyService(stack.api_url, base_model, stack.settings.store_url)
 
 

@@ -19,7 +19,7 @@ from tinkerflow.api.submit import base_model_card
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.catalog.champions import champion_names, newest_champion
 from tinkerflow.backend.catalog.control_tokens import ControlTokens
-from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.catalog.model_card import ModelCard, alias_of
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
@@ -129,7 +129,10 @@ def _list(call: Call) -> list[Listed]:
 def _base_models(call: Call) -> list[Listed]:
     rows = [(row, ModelCard.from_json(row.card)) for row in call.journal.base_models.all()]
     return [
-        Listed(row.name, row.name, card.max_context, row.name, "tinkerflow", row.registered_at) for row, card in rows
+        Listed(name, row.name, card.max_context, row.name, "tinkerflow", row.registered_at)
+        for row, card in rows
+        for name in (row.name, alias_of(row.name))
+        if name
     ]
 
 
@@ -142,7 +145,7 @@ def _find(call: Call, model: str) -> tuple[ModelCard, CheckpointView | None]:
     if model.startswith(CHAMPION):
         model = _champion(call, model)
     elif not model.startswith("tinker://"):
-        if any(row.name == model for row in journal.base_models.all()):
+        if any(model in (row.name, alias_of(row.name)) for row in journal.base_models.all()):
             return base_model_card(journal, model), None
         model = _newest_of_run(call, model)
     checkpoint = journal.checkpoints.get(model, call.owner)

@@ -12,6 +12,7 @@ from tinkerflow.api.call import Authorised, Call, Router
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Wire
 from tinkerflow.api.submit import base_model_card, checked, prompt_body, response, submit_sample
+from tinkerflow.backend.catalog.model_card import alias_of
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import NewSampler
@@ -90,7 +91,7 @@ def _open(call: Call, body: CreateSamplingSession) -> str:
         if saved.unsampled:
             raise UserError(f"model_path is {body.model_path!r}: {saved.unsampled}")
         base_model = base_model or saved.base_model
-        if base_model != saved.base_model:
+        if base_model not in (saved.base_model, alias_of(saved.base_model)):
             raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, that of {body.model_path}")
     card = base_model_card(journal, base_model)
     new_id = sampler_id(body.session_id, body.sampling_session_seq_id)

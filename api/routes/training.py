@@ -188,15 +188,14 @@ def _fresh(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
         "expert_rank": expert_rank(asked.lora.rank, card.experts_per_token, call.services.settings.expert_rank),
     }
     seed = secrets.randbits(_SEED_BITS) if asked.lora.seed is None else asked.lora.seed
-    model = replace(known, base_model=asked.base_model, seed=seed, optimizer=asked.optimizer, **spec)
+    model = replace(known, base_model=card.name, seed=seed, optimizer=asked.optimizer, **spec)
     return replace(model, user_metadata=asked.user_metadata)
 
 
 def _from_checkpoint(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
     asked = LoadModel.from_values(values)
     saved = call.journal.checkpoints.get(asked.path, call.owner, access=asked.access)
-    base_model = asked.base_model or saved.base_model
-    base_model_card(call.journal, base_model)
+    base_model = base_model_card(call.journal, asked.base_model or saved.base_model).name
     spec = {field.name: getattr(saved, field.name) for field in fields(LoraSpec)}
     optimizer = saved.optimizer if asked.optimizer else asked.fresh
     return replace(known, base_model=base_model, optimizer=optimizer, user_metadata=asked.user_metadata, **spec)

@@ -21,6 +21,8 @@ from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT, MODEL_CONTEXT
 
 TOKENIZER = "tokenizer.json"
+EMBEDDED = "tinkerflow/tiny"  # what clients may call the embedded model, whose own name is its folder
+EMBEDDED_FOLDER = ("models", "tinkerflow", "tiny-qwen3")  # in the data dir
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class ModelCard:
         if not isinstance(values, dict) or not needed <= set(values) <= known:
             raise ValueError(f"not a model card: {text[:80]!r}; it must be an object with {', '.join(sorted(known))}")
         return cls(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
+
+
+def alias_of(name: str) -> str:
+    """The other name of a base model that clients may use; "" when it has none."""
+    return EMBEDDED if Path(name).parts[-len(EMBEDDED_FOLDER) :] == EMBEDDED_FOLDER else ""
 
 
 @cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,7 @@ from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.catalog.peft_import import NAME, import_adapter, save_import
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.core.clock import SystemClock
-from tinkerflow.backend.core.errors import StoreError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
 from tinkerflow.backend.core.ids import LOCAL_OWNER, new_id
 from tinkerflow.backend.journal import CheckpointSaved, command_line_actor
 from tinkerflow.backend.settings import Settings
@@ -23,7 +24,7 @@ from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.backend.store.upkeep import Snapshot
 from tinkerflow.deployments.options import DataDir, minute, print_wide, setting, settings_with
-from tinkerflow.deployments.parts import open_journal
+from tinkerflow.deployments.parts import open_journal, with_base_models
 
 app = typer.Typer(help="Manage stored checkpoints, and let others load or copy one.", no_args_is_help=True)
 
@@ -35,7 +36,8 @@ Run = Annotated[str | None, typer.Option("--run", help="only checkpoints of this
 def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir = None) -> None:
     """List all checkpoints in the store, including those that are missing in the database."""
     table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
-    for saved in Store.open(settings_with(data_dir=data_dir, store=store).store_url).checkpoints(run):
+    url = settings_with(data_dir=data_dir, store=store).store_url
+    for saved in Store.open(url).checkpoints(run):
         meta = saved.meta
         table.add_row(
             saved.path,
@@ -47,6 +49,9 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
             minute(meta.expires_at),
             "yes" if meta.public else "",
         )
+    if not table.row_count:
+        print(f"no checkpoints{f' of {run}' if run else ''} in the store {url}")
+        return
     print_wide(table)
 
 
@@ -59,12 +64,13 @@ def verify(
     data_dir: DataDir = None,
 ) -> None:
     """Read every byte of checkpoints and compare sizes and checksums; exit status 1 when a checkpoint is damaged."""
-    opened = Store.open(settings_with(data_dir=data_dir, store=store).store_url)
+    settings = settings_with(data_dir=data_dir, store=store)
+    opened = Store.open(settings.store_url)
     found = whole = 0
     for path in paths or opened.paths():
         wrong = opened.problems(path)
         if paths and not wrong and not opened.exists(path):
-            wrong = [f"checkpoint {path}: there is none in the store"]
+            wrong = [_missing(path, settings).message]
         for problem in wrong:
             print(problem)
         found, whole = found + bool(wrong), whole + (not wrong and opened.exists(path))
@@ -101,6 +107,11 @@ def gc(
         return
     drafts = opened.clear_drafts(before)
     print(f"removed {removed} attempt(s), {dropped} recovery snapshot(s) and {drafts} draft(s)")
+
+
+def _missing(path: str, settings: Settings) -> NotFoundError:
+    fix = "name the one that has it by --store or --data-dir"
+    return NotFoundError(f"checkpoint {path}: there is none in the store {settings.store_url}; {fix}")
 
 
 def _strays(settings: Settings, found: Sequence[Snapshot]) -> list[tuple[Snapshot, str]]:
@@ -178,8 +189,14 @@ def merge(
 
     One tensor is in memory at a time. Quantised matrices that the adapter changes are written in bfloat16.
     """
-    state, saved = Store.open(settings_with(data_dir=data_dir, store=store).store_url).load(path, optimizer=False)
-    merge_model(find_model(base_model or saved.meta.base_model), state, to, print)
+    settings = settings_with(data_dir=data_dir, store=store)
+    opened = Store.open(settings.store_url)
+    if not opened.exists(path):
+        raise _missing(path, settings)
+    state, saved = opened.load(path, optimizer=False)
+    named = settings_with(data_dir=data_dir, base_models=(base_model,)) if base_model else None
+    folder = with_base_models(named).base_models[0] if named else saved.meta.base_model
+    merge_model(find_model(folder), state, to, print)
 
 
 @app.command()
@@ -189,9 +206,20 @@ def share(
     data_dir: DataDir = None,
 ) -> None:
     """Make a weights_access_token for a checkpoint as it is now; the token is shown once."""
-    with open_journal(settings_with(data_dir=data_dir)) as journal:
+    settings = settings_with(data_dir=data_dir)
+    with open_journal(settings) as journal, _named_database(settings):
         made, token = journal.shares.create(path, None, ttl, actor=command_line_actor())
         print(f"{made.id}: {token}")
+
+
+@contextmanager
+def _named_database(settings: Settings) -> Iterator[None]:
+    """Add the database to errors about a checkpoint that it does not list."""
+    try:
+        yield
+    except NotFoundError as error:
+        database = settings.journal_url.rsplit("@", 1)[-1]  # without a password
+        raise NotFoundError(f"{error.message} in the database {database}; name the right one by --data-dir") from error
 
 
 @app.command()

@@ -22,7 +22,14 @@ SCRATCH = "a scratch folder, removed at the end"
 def quickstart(
     data_dir: Annotated[Path | None, setting("data_dir", default=SCRATCH)] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="optimizer steps (default: 30)")] = None,
-    stay: Annotated[bool, typer.Option("--stay", "--keep", help="keep serving after the lesson, until Ctrl-C")] = False,
+    stay: Annotated[
+        bool | None,
+        typer.Option(
+            "--stay/--no-stay",
+            "--keep/--no-keep",
+            help="keep serving after the lesson, until Ctrl-C (default: in a terminal)",
+        ),
+    ] = None,
 ) -> None:
     """Start everything in a scratch folder and teach the embedded model pig latin through the tinker SDK.
 
@@ -32,7 +39,8 @@ def quickstart(
     from tinkerflow.deployments.quickstart import quickstart as run
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _exit(run(plain_console(), data_dir=data_dir, steps=steps or STEPS, stay=stay))
+    stays = sys.stdin.isatty() and sys.stdout.isatty() if stay is None else stay
+    _exit(run(plain_console(), data_dir=data_dir, steps=steps or STEPS, stay=stays))
 
 
 @app.command()

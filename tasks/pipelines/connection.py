@@ -14,6 +14,7 @@ from prefect.blocks.core import Block
 from prefect.utilities.asyncutils import run_coro_as_sync
 from pydantic import Field, SecretStr
 
+from tinkerflow.backend.catalog.model_card import alias_of
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
@@ -61,6 +62,7 @@ class ServerClients:
             for model in capabilities.supported_models
             if model.model_name
         }
+        wanted = next((name for name in offered if wanted and alias_of(name) == wanted), wanted)
         if wanted and wanted not in offered:
             names = f"{', '.join(offered)}{did_you_mean(wanted, offered)}"
             raise UserError(f"model.base_model {wanted!r}: the server offers {names}")

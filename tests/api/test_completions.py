@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from tests.api.conftest import BASE, EOS, KEY, Engine, Running
 
+from tinkerflow.api.submit import base_model_card
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.catalog.model_card import ModelCard
-from tinkerflow.backend.core.errors import StateLostError
+from tinkerflow.backend.core.errors import NotFoundError, StateLostError
+from tinkerflow.backend.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("lettered")
 
@@ -33,6 +36,20 @@ def events(server: Running, **body: Any) -> list[Any]:
     *lines, last = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert last == "[DONE]"
     return [json.loads(line) for line in lines]
+
+
+def test_the_embedded_model_may_be_called_by_its_short_name(
+    server: Running, lettered: ModelCard, journal: Journal
+) -> None:
+    folder = "/data/models/tinkerflow/tiny-qwen3"
+    journal.base_models.register([(BASE, lettered.to_json()), (folder, replace(lettered, name=folder).to_json())])
+    listed = server.http.get(f"{server.url}/v1/models", headers={"x-api-key": KEY}).json()["data"]
+    assert {model["id"]: model["root"] for model in listed} == {BASE: BASE, folder: folder, "tinkerflow/tiny": folder}
+    assert base_model_card(journal, "tinkerflow/tiny") == base_model_card(journal, folder)
+    with pytest.raises(
+        NotFoundError, match=r"base_model is 'tinkerflow/tinny': .* \(did you mean 'tinkerflow/tiny'\?\)"
+    ):
+        base_model_card(journal, "tinkerflow/tinny")
 
 
 def test_models_are_listed_and_shown(server: Running, lettered: ModelCard) -> None:

@@ -1,4 +1,4 @@
-"""What `tinkerflow quickstart` says at its end, with a stand-in for the service. With the real one: tests/e2e."""
+"""The end of `tinkerflow quickstart`, with a stand-in for the service. With the real one: tests/e2e."""
 
 from __future__ import annotations
 
@@ -53,28 +53,23 @@ def say(**given: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_run_in_a_scratch_folder_is_said_to_be_gone() -> None:
-    said = say()
-    assert "this page and the run end with this command" in said and "--data-dir DIR" in said and "--stay" in said
+def test_a_scratch_folder_ends_with_the_command_that_keeps_one() -> None:
+    assert "to keep it: tinkerflow quickstart --data-dir DIR" in say()
 
 
-def test_a_run_in_a_data_dir_can_be_shown_again(tmp_path: Path) -> None:
-    said = say(data_dir=tmp_path)
-    assert f"tinkerflow up --data-dir {tmp_path}" in said
-    assert f"tinkerflow prefect --page {PAGE} --data-dir {tmp_path}" in said
-
-
-def test_it_stays_up_when_asked(tmp_path: Path, stand_in: type[StandIn]) -> None:
-    said = say(data_dir=tmp_path, stay=True)
+def test_it_stays_up_when_asked_and_a_data_dir_is_continued(tmp_path: Path, stand_in: type[StandIn]) -> None:
+    shown = say(data_dir=tmp_path, stay=True)
     assert stand_in.kept == [tmp_path]
-    assert "serving until Ctrl-C: http://127.0.0.1:5000  http://127.0.0.1:5555" in said
-    assert f"tinkerflow up --data-dir {tmp_path}" in said and "--stay" not in said
+    assert 'serving until Ctrl-C; from Python: tinker.ServiceClient(base_url="http://127.0.0.1:5000"' in shown
+    assert f"saved in {tmp_path}; to go on: tinkerflow up --data-dir {tmp_path}" in shown
+    assert f"tinkerflow prefect --page {PAGE} --data-dir {tmp_path}" in shown
 
 
-@pytest.mark.parametrize(("prefect", "page"), [("external", PAGE), ("off", "")])
-def test_nothing_is_said_of_a_page_that_stays_or_never_was(
-    monkeypatch: pytest.MonkeyPatch, prefect: str, page: str
-) -> None:
-    monkeypatch.setattr(StandIn, "mode", prefect)
-    monkeypatch.setattr(module, "teach", lambda *_: (True, page))
-    assert say().strip() == "ready"
+def test_an_interrupted_lesson_is_not_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "teach", interrupted)
+    console = Console(file=io.StringIO(), width=200)
+    assert not module.quickstart(console, data_dir=tmp_path)
+    assert "stopped" in console.file.getvalue()  # type: ignore[attr-defined]
