@@ -245,7 +245,7 @@ async def _is_joined(hosts: Hosts, *, within: float) -> bool:
     """Whether a host is there after so many seconds, or before."""
     with suppress(TimeoutError):
         async with asyncio.timeout(within):
-            while hosts.lack(1):
+            while hosts.missing(1):
                 await hosts.changed()
             return True
     return False

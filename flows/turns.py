@@ -140,7 +140,7 @@ class GroupTurns:
             pools[name].release("its worker group was unused")
         for name in busy:
             log.info("%s: its worker group ends when what it runs is done: others wait", name)
-            pools[name].draining = True
+            pools[name].drain()
         for name in turns.held:
             if pools[name].draining and not self._is_busy(name):
                 pools[name].release("other base models have their turn")

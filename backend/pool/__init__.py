@@ -8,10 +8,11 @@ A command's path: `Pool.submit` (pool.py) -> its place in the queue (scheduler.p
 frames (protocol/frames.py) -> the worker's main thread (worker.py) -> its executor, and back.
 """
 
-from tinkerflow.backend.pool.group import PoolConfig
+from tinkerflow.backend.pool.config import PoolConfig
+from tinkerflow.backend.pool.generations import GroupLost
 from tinkerflow.backend.pool.host.agent import HostConfig, serve_group
 from tinkerflow.backend.pool.host.hosts import Hosts
 from tinkerflow.backend.pool.host.places import ThisMachine
-from tinkerflow.backend.pool.pool import GroupLost, Pool
+from tinkerflow.backend.pool.pool import Pool
 
 __all__ = ["GroupLost", "HostConfig", "Hosts", "Pool", "PoolConfig", "ThisMachine", "serve_group"]

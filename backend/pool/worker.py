@@ -39,13 +39,13 @@ from tinkerflow.backend.pool.protocol.frames import Frame, WorkerLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
 from tinkerflow.backend.pool.protocol.messages import (
     Ack,
-    Beat,
     Fatal,
-    Leaving,
-    Left,
+    KeepAlive,
     Progress,
     Ready,
+    Rejoined,
     Start,
+    TerminationNotice,
     Traced,
     Transfer,
     to_failed,
@@ -166,7 +166,7 @@ class Inbox:
         link = connect(spec.host, spec.port, bytes.fromhex(spec.secret), spec.generation, spec.rank)
         if self._reader is not None:
             try:
-                link.write(0, codec.encode(Left(self._received)))
+                link.write(0, codec.encode(Rejoined(self._received)))
             except OSError:
                 link.close()
                 raise
@@ -208,7 +208,7 @@ class Inbox:
                 self._link = None
 
     def _read(self, link: WorkerLink) -> None:
-        beat = codec.encode(Beat())
+        beat = codec.encode(KeepAlive())
         while True:
             try:
                 frame = link.read()
@@ -352,7 +352,7 @@ def _await_notice(inbox: Inbox, notices: int) -> None:
         if inbox.alone:
             os._exit(0)
         log.warning("told to end by SIGTERM: the driver is told")
-        inbox.send(0, codec.encode(Leaving()))
+        inbox.send(0, codec.encode(TerminationNotice()))
 
 
 def _begin(

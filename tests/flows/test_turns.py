@@ -106,6 +106,9 @@ class FakePool:
     def release(self, cause: str) -> None:
         self.draining = self.ending = True
 
+    def drain(self) -> None:
+        self.draining = True
+
     def go_on(self, now: float) -> None:
         self.now = now
         if self.ending:

@@ -44,8 +44,8 @@ async def main(executor: str, processes: int, port: int = 0, secret: str = "") -
                 print("sent", flush=True)
                 await task
             case "uneven":
-                assert pool._group is not None
-                pool._group._members[0].outbox.put_nowait((4, codec.encode(CreateAdapter("a", LoraSpec(1), 300))))
+                assert pool._generations._group is not None
+                pool._generations._group._members[0].send(4, codec.encode(CreateAdapter("a", LoraSpec(1), 300)))
                 await busy.wait()
                 print("sent", flush=True)
 

@@ -182,10 +182,10 @@ async def test_a_group_goes_on_when_a_lost_host_is_replaced(bench: Bench, wait_u
 
 async def test_a_group_lives_on_spare_hosts(bench: Bench, wait_until: WaitUntil) -> None:
     lost = bench.join("a")
-    await wait_until(lambda: not bench.hosts.lack(1))
+    await wait_until(lambda: not bench.hosts.missing(1))
     pool = await bench.start(1)
     bench.join("b")
-    await wait_until(lambda: not bench.hosts.lack(1))
+    await wait_until(lambda: not bench.hosts.missing(1))
     lost.cancel()
     await wait_until(lambda: not pool.ready)
     await serves(pool, 2)
@@ -458,7 +458,7 @@ async def test_a_process_that_only_its_connection_lost_has_not_crashed(
     bench: Bench,
 ) -> None:
     bench.join("a")
-    pool = await bench.start(1, ending=0.5)
+    pool = await bench.start(1, exit_seconds=0.5)
     with pytest.raises(errors.SuspectError, match="rank 0 closed its connection") as caught:
         await pool.submit(DropAdapter("cut"))
     assert not caught.value.crashed
@@ -469,14 +469,14 @@ async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCapture
     with pytest.raises(errors.UserError, match=r"the group at 127.0.0.1:\d+ has another secret"):
         await bench.join("a", secret=b"some other secret")
     await wait_until(lambda: "a stranger connected where hosts join" in caplog.text)
-    assert "none has joined" in bench.hosts.lack(1)
+    assert "none has joined" in bench.hosts.missing(1)
 
 
 async def test_other_software_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkerflow.backend.pool.host.agent.software", lambda: "python 2.7")
     with pytest.raises(errors.UserError, match=r"host .+ has python 2.7, the driver python 3.+: they must be the same"):
         await bench.join("a")
-    assert "none has joined" in bench.hosts.lack(1)
+    assert "none has joined" in bench.hosts.missing(1)
 
 
 async def test_a_driver_that_is_not_there_yet_is_waited_for(bench: Bench, wait_until: WaitUntil) -> None:
@@ -512,8 +512,8 @@ async def test_a_host_that_cannot_start_a_process_is_asked_again(bench: Bench, m
     monkeypatch.setattr("tinkerflow.backend.pool.host.agent.LocalWorker", spawn)
     bench.join("a", 2)
     await serves(await bench.start(2), 2)
-    assert not bench.hosts.lack(0)
-    assert "0 of 1" in bench.hosts.lack(1)
+    assert not bench.hosts.missing(0)
+    assert "0 of 1" in bench.hosts.missing(1)
 
 
 async def test_a_start_that_waits_for_hosts_can_be_given_up(bench: Bench, wait_until: WaitUntil) -> None:
@@ -538,11 +538,11 @@ async def test_hosts_that_cannot_reach_each_other_are_not_joined(bench: Bench, w
         await visit(bench, Offer(n, n, address, 1, software(), ()))
         for n, address in (("a", "10.0.0.9"), ("b", "127.0.0.1"))
     ]
-    assert bench.hosts.lack(2).startswith("waiting for hosts: b joined through 127.0.0.1, where others cannot reach")
+    assert bench.hosts.missing(2).startswith("waiting for hosts: b joined through 127.0.0.1, where others cannot reach")
     links[0].close()
-    await wait_until(lambda: not bench.hosts.lack(1))
+    await wait_until(lambda: not bench.hosts.missing(1))
     links[1].close()
-    await wait_until(lambda: "none has joined" in bench.hosts.lack(1))
+    await wait_until(lambda: "none has joined" in bench.hosts.missing(1))
 
 
 async def test_ranks_follow_the_numbers_of_hosts_and_in_a_pod_of_tpus_its_order(
@@ -550,13 +550,13 @@ async def test_ranks_follow_the_numbers_of_hosts_and_in_a_pod_of_tpus_its_order(
 ) -> None:
     async def order(*offers: tuple[str, tuple[int, ...]]) -> list[str]:
         links = [await visit(bench, Offer(n, n, "10.0.0.9", 1, software(), (), pod)) for n, pod in offers]
-        await wait_until(lambda: not bench.hosts.lack(len(offers)))
-        slots = bench.hosts.take(len(offers), "plan")
+        await wait_until(lambda: not bench.hosts.missing(len(offers)))
+        slots = bench.hosts.reserve(len(offers), "plan")
         for slot in slots:
             slot.release()
         for link in links:
             link.close()
-        await wait_until(lambda: bool(bench.hosts.lack(1)))
+        await wait_until(lambda: bool(bench.hosts.missing(1)))
         return [slot.host for slot in slots]
 
     assert await order(("host-10", ()), ("host-2", ()), ("a", ())) == ["a", "host-2", "host-10"]
@@ -567,10 +567,10 @@ async def test_ranks_follow_the_numbers_of_hosts_and_in_a_pod_of_tpus_its_order(
 async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait_until: WaitUntil) -> None:
     offer = Offer("same", "a", "127.0.0.1", 1, software(), ())
     links = [await visit(bench, offer) for _ in range(2)]
-    await wait_until(lambda: "(a: 1)" in bench.hosts.lack(2))
+    await wait_until(lambda: "(a: 1)" in bench.hosts.missing(2))
     await links[1].write(0, codec.encode(Spawned(7, 1, "")))  # too late for whoever asked: nothing happens
     await links[1].write(0, codec.encode(offer))
-    await wait_until(lambda: "none has joined" in bench.hosts.lack(1))
+    await wait_until(lambda: "none has joined" in bench.hosts.missing(1))
     for link in links:
         link.close()
 

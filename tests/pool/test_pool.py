@@ -402,7 +402,7 @@ async def test_an_allocation_failure_of_all_ranks_costs_its_command_alone(start_
 
 
 async def test_an_allocation_failure_of_one_rank_ends_the_group(start_pool: StartPool) -> None:
-    pool = await start_pool(processes=2, agreeing=0.2)
+    pool = await start_pool(processes=2, agreement_seconds=0.2)
     with pytest.raises(errors.SuspectError, match=r"rank 1 had no memory left for DropAdapter .*rank \[0\]") as suspect:
         await pool.submit(order("full:1"))
     assert suspect.value.out_of_memory
@@ -410,7 +410,7 @@ async def test_an_allocation_failure_of_one_rank_ends_the_group(start_pool: Star
 
 
 async def test_a_rank_that_is_busy_with_an_earlier_command_has_time_to_agree(start_pool: StartPool) -> None:
-    pool = await start_pool("Lagging", processes=2, agreeing=0.8)
+    pool = await start_pool("Lagging", processes=2, agreement_seconds=0.8)
     generation = await pool.serving()
     slow, full = together(pool, step(), order("full"))
     assert await slow == OptimResult(0.0, 1)
@@ -477,7 +477,7 @@ async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, p
 async def test_what_ends_a_group_while_a_late_command_is_waited_for_is_named(
     start_pool: StartPool, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    pool = await start_pool(processes=2, dump_grace=30.0)
+    pool = await start_pool(processes=2, stack_seconds=30.0)
     late = asyncio.create_task(pool.submit(order("hang:1"), deadline=1.0))
     await wait_until(lambda: "in misbehave" in (tmp_path / "logs" / "worker-1.log").read_text())  # it was asked where
     os.kill(pool.pids[1], signal.SIGKILL)
@@ -632,6 +632,7 @@ async def test_a_pool_on_demand_has_a_group_between_begin_and_release(
     start_pool: StartPool, wait_until: WaitUntil, workers: Callable[[], list[int]]
 ) -> None:
     pool = await start_pool(on_demand=True)
+    await asyncio.sleep(0)
     assert pool.resting and not workers()
     for generation in (1, 2):
         waiting = asyncio.create_task(pool.submit(step()))

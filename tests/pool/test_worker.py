@@ -17,7 +17,7 @@ from tinkerflow.backend.pool.host.places import LocalWorker, worker_environment
 from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, next_connection
-from tinkerflow.backend.pool.protocol.messages import Beat, Fatal, Left, Progress, Ready, Start
+from tinkerflow.backend.pool.protocol.messages import Fatal, KeepAlive, Progress, Ready, Rejoined, Start
 from tinkerflow.backend.spec.commands import Done, GroupConfig, OptimStep, Ping
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
@@ -131,7 +131,7 @@ async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
         for _ in range(2):  # the second one follows one that got no further than this
             worker.serve(to_us)
             link = await next_driver()
-            assert await next_message(link) == Left(2)
+            assert await next_message(link) == Rejoined(2)
             link.close()
         worker.serve_no_other()
         assert (await worker.ended()).how == "ended with exit status 0"
@@ -156,7 +156,7 @@ async def test_what_fails_on_the_devices_for_one_driver_ends_the_worker_before_t
         async with asyncio.timeout(60):
             second = await accept(await next_connection(listener), SECRET, 5, 1)
         await second.write(0, start)
-        assert await next_message(second) == Left(1)
+        assert await next_message(second) == Rejoined(1)
         last = await next_message(second)
         assert isinstance(last, Fatal) and "failed on the devices" in last.failed.message
         assert (await worker.ended()).how == "ended with exit status 70"
@@ -170,8 +170,8 @@ async def test_a_worker_answers_beats_while_its_main_thread_is_busy(
     process, link = await begin(config, tmp_path, "Sleepy")
     assert await next_message(link) == Progress("importing pool_executors")
     await link.write(0, codec.encode(Ping()))  # in line behind the start
-    await link.write(0, codec.encode(Beat()))
-    assert await next_message(link) == Beat()
+    await link.write(0, codec.encode(KeepAlive()))
+    assert await next_message(link) == KeepAlive()
     link.close()
     assert (await process.ended()).how == "ended with exit status 0"
 

@@ -28,8 +28,8 @@ from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
 from tinkerflow.backend.pool.protocol.messages import (
     Ended,
-    HeldWorker,
     Offer,
+    OrphanedWorker,
     Refusal,
     Signal,
     Spawn,
@@ -201,10 +201,10 @@ class HostProcesses:
         self._leaving = False
 
     @property
-    def held(self) -> tuple[HeldWorker, ...]:
+    def held(self) -> tuple[OrphanedWorker, ...]:
         """The processes without a driver."""
         return tuple(
-            HeldWorker(worker.child.pid, worker.rank, worker.salt, worker.plan) for worker in self._without_driver()
+            OrphanedWorker(worker.child.pid, worker.rank, worker.salt, worker.plan) for worker in self._without_driver()
         )
 
     async def serve(self, talk: Conversation, address: str) -> str:

@@ -24,8 +24,8 @@ from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import HANDSHAKE_SECONDS, accept, next_connection
 from tinkerflow.backend.pool.protocol.messages import (
     Ended,
-    HeldWorker,
     Offer,
+    OrphanedWorker,
     Refusal,
     Signal,
     Spawn,
@@ -62,9 +62,9 @@ class HostProcess:
 class HostSlot:
     """Room for one process on a host, or a process that an earlier driver left there."""
 
-    def __init__(self, host: Host, held: HeldWorker | None = None) -> None:
+    def __init__(self, host: Host, held: OrphanedWorker | None = None) -> None:
         """Reserve room on `host`. held: the process to take over; None: a new process will be started."""
-        self.host, self.room = host.offer.agent, host.offer.processes
+        self.host, self.capacity = host.offer.agent, host.offer.processes
         self._host = host
         self._held = held
         self._released = False
@@ -100,7 +100,7 @@ class Host:
         """How many more processes it can run."""
         return max(0, self.offer.processes - self.taken)
 
-    async def spawn(self, launch: Launch, rank: int, held: HeldWorker | None = None) -> WorkerProcess:
+    async def spawn(self, launch: Launch, rank: int, held: OrphanedWorker | None = None) -> WorkerProcess:
         """Start a process, or take over the process `held`. OSError when that fails, or the host is lost meanwhile."""
         if self.talk.over is not None:
             raise OSError(f"host {self.offer.host} is lost: {self.talk.over}")
@@ -193,7 +193,7 @@ class Hosts:
         """The secret of a generation with this salt."""
         return generation_secret(self._secret, salt)
 
-    def lack(self, processes: int) -> str:
+    def missing(self, processes: int) -> str:
         """What is missing for so many processes."""
         free = sum(host.free for host in self._hosts)
         if free < processes:
@@ -212,7 +212,7 @@ class Hosts:
         self._change.clear()
         await self._change.wait()
 
-    def take(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
+    def reserve(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
         """A group that an earlier driver left, or room for one, host by host.
 
         Hosts of TPUs in the order of their pod, which JAX numbers its processes by; others in the order of their names.
@@ -223,7 +223,7 @@ class Hosts:
         return [HostSlot(host) for host in slots[:processes]]
 
     def _held_group(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
-        groups: dict[bytes, dict[int, tuple[Host, HeldWorker]]] = {}
+        groups: dict[bytes, dict[int, tuple[Host, OrphanedWorker]]] = {}
         for host in self._in_order():
             for held in host.held:
                 if held.plan == plan and held.salt not in self.launched:

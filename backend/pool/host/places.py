@@ -56,11 +56,11 @@ class WorkerProcess(Protocol):
 class WorkerSlot(Protocol):
     """Reserved room for one process, until it is released.
 
-    host: processes with the same one share its devices. room: for so many processes, 0 = any number.
+    host: processes with the same one share its devices. capacity: for so many processes, 0 = any number.
     """
 
     host: str
-    room: int
+    capacity: int
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
         """Start the process there. OSError when that fails."""
@@ -79,15 +79,15 @@ class Site(Protocol):
         """The secret of a generation with this salt."""
         ...
 
-    def lack(self, processes: int) -> str:
+    def missing(self, processes: int) -> str:
         """Why so many processes cannot be started now, for people; "" when they can be started."""
         ...
 
     async def changed(self) -> None:
-        """Wait until the answer of `lack` may have changed."""
+        """Wait until the answer of `missing` may have changed."""
 
-    def take(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
-        """Slots for `processes`, in the order of their ranks. Call it only while `lack` is "".
+    def reserve(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
+        """Slots for `processes`, in the order of their ranks. Call it only while `missing` is "".
 
         plan: a digest. When an earlier driver has left a whole group with the same plan, its processes are taken over.
         """
@@ -145,7 +145,7 @@ class ThisMachine:
 
     address = "127.0.0.1"
     host = "this machine"
-    room = 0
+    capacity = 0
 
     def __init__(self, log_dir: Path | None, platform: str = "auto") -> None:
         """log_dir: where workers append worker-<rank>.log; None = to our stderr. platform: the setting."""
@@ -155,14 +155,14 @@ class ThisMachine:
         """The salt itself: nobody else sees it."""
         return salt
 
-    def lack(self, processes: int) -> str:
+    def missing(self, processes: int) -> str:
         """There is always room."""
         return ""
 
     async def changed(self) -> None:
         """Return immediately."""
 
-    def take(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
+    def reserve(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
         """The machine itself, `processes` times."""
         return [self] * processes
 

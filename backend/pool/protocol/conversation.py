@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import LoopLink
-from tinkerflow.backend.pool.protocol.messages import Beat
+from tinkerflow.backend.pool.protocol.messages import KeepAlive
 from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.supervise import HeartbeatMonitor
 
@@ -73,7 +73,7 @@ class Conversation:
             while True:
                 frame = await self._link.read()
                 message = codec.decode(frame.body)
-                if not isinstance(message, Beat):
+                if not isinstance(message, KeepAlive):
                     await take(message)
         except (EOFError, ConnectionResetError):
             self.closed = True
@@ -84,7 +84,7 @@ class Conversation:
             return f"it sent what it should not: {error}"
 
     async def _beat(self) -> None:
-        self.tell(Beat())
+        self.tell(KeepAlive())
 
     async def _hear(self) -> str:
         return f"it was silent for {await self._monitor.silence():g} s (cut off, or stopped?)"

@@ -42,7 +42,7 @@ class Start(PoolMessage, frozen=True):
     groups: int = 1
 
 
-class Left(PoolMessage, frozen=True):
+class Rejoined(PoolMessage, frozen=True):
     """Worker to driver, first, when it has served another driver: how many commands it has received in its life.
 
     A driver sends commands only to a group that is ready, so ranks with the same commands have the same number.
@@ -75,7 +75,7 @@ class Progress(PoolMessage, frozen=True):
     text: str
 
 
-class Beat(PoolMessage, frozen=True):
+class KeepAlive(PoolMessage, frozen=True):
     """Driver to worker (or to a host's agent) and back: the process is alive, whatever its main thread does."""
 
 
@@ -114,7 +114,7 @@ class Ack(PoolMessage, frozen=True):
     failed: Failed | None
 
 
-class Leaving(PoolMessage, frozen=True):
+class TerminationNotice(PoolMessage, frozen=True):
     """Worker to driver: the process was told to end by SIGTERM, as before its machine is taken away."""
 
 
@@ -125,7 +125,7 @@ class Fatal(PoolMessage, frozen=True):
 
 
 @dataclass(frozen=True)
-class HeldWorker:
+class OrphanedWorker:
     """A process that an earlier driver left, with the salt and the plan that it was told last."""
 
     pid: int
@@ -147,7 +147,7 @@ class Offer(PoolMessage, frozen=True):
     address: str
     processes: int
     software: str
-    held: tuple[HeldWorker, ...]
+    held: tuple[OrphanedWorker, ...]
     pod: tuple[int, ...] = ()
 
 
@@ -214,7 +214,18 @@ class Ended(PoolMessage, frozen=True):
 
 
 WorkerMessage = (
-    Start | Left | Ready | Progress | Beat | Failed | Traced | Transfer | Transferred | Ack | Leaving | Fatal
+    Start
+    | Rejoined
+    | Ready
+    | Progress
+    | KeepAlive
+    | Failed
+    | Traced
+    | Transfer
+    | Transferred
+    | Ack
+    | TerminationNotice
+    | Fatal
 )
 HostMessage = Offer | Welcome | Refusal | Spawn | TakeOver | Signal | Spawned | Ended
 

@@ -1,0 +1,68 @@
+"""The settings that all generations of a pool have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkerflow.backend.pool.host.places import WorkerSlot
+from tinkerflow.backend.pool.protocol import codec
+from tinkerflow.backend.pool.protocol.messages import Start
+from tinkerflow.backend.pool.protocol.software import code_version, contents_version
+from tinkerflow.backend.spec.commands import GroupConfig
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """The configuration of a pool. Times are in seconds.
+
+    group: the configuration that every process gets.
+    processes: of a group.
+    command_deadline: for a command that brings no deadline of its own.
+    start_deadline: for the start of a group, and for a command that waits for a group.
+    groups: how many groups the driver starts, which may share devices.
+    executor: "module:attribute" of the class that each worker runs (tinkerflow.backend.pool.worker.CommandExecutor).
+    heartbeat_timeout: a process without a sign of life for so long counts as stopped.
+    chunks_per_microbatch: steps of the sampler for each micro-batch of training, while both wait.
+    stack_seconds: for a process that has missed a deadline to write its stacks to its log.
+    exit_seconds: for a process that has closed its connection to end, so that its exit status is known.
+    agreement_seconds: for all ranks to report that the devices have no memory left, once one rank has.
+    probation: how many commands are sent one at a time after an unexplained death. A second death then identifies its
+    command.
+    """
+
+    group: GroupConfig
+    processes: int
+    command_deadline: float
+    start_deadline: float
+    groups: int = 1
+    executor: str = "tinkerflow.backend.compute.executor:Executor"
+    heartbeat_timeout: float = 30.0
+    chunks_per_microbatch: float = 1.0
+    stack_seconds: float = 1.0
+    exit_seconds: float = 5.0
+    agreement_seconds: float = 10.0
+    probation: int = 2**14
+
+    def start_message(self, coordinator: str, slots: Sequence[WorkerSlot]) -> Start:
+        """The first message to every process. slots: those of the ranks, in order."""
+        hosts = [slot.host for slot in slots]
+        numbers = tuple(hosts.index(host) for host in hosts)
+        fitting = [math.ceil(slot.capacity / hosts.count(slot.host)) for slot in slots if slot.capacity]
+        groups = min(self.groups, max(fitting, default=self.groups))
+        return Start(self.group, self.processes, coordinator, self.executor, self.heartbeat_timeout, numbers, groups)
+
+    def digest(self) -> str:
+        """A text that is the same for pools whose processes can serve each other's drivers.
+
+        It follows from the start message, our code and the files of the base model, which takes up to a second to read.
+        OSError when one of the files cannot be read.
+        """
+        model = Path(self.group.model_path)
+        digest = hashlib.sha256(b"".join(codec.encode(self.start_message(coordinator="", slots=()))))
+        digest.update(code_version().encode())
+        digest.update(contents_version(model, model.glob("*")).encode())
+        return digest.hexdigest()

@@ -1,0 +1,267 @@
+"""One worker group after the other: when a group ends, the next one is started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from tinkerflow.backend.core.errors import GroupFailedError, TinkerflowError, UserError
+from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
+from tinkerflow.backend.pool.config import PoolConfig
+from tinkerflow.backend.pool.events import HandledEvents
+from tinkerflow.backend.pool.group import Group
+from tinkerflow.backend.pool.host.places import Site
+from tinkerflow.backend.spec.commands import GroupInfo
+
+log = logging.getLogger(__name__)
+
+NOTICE_SECONDS = 20.0  # from the notice that a group's machine goes until the group is ended; clouds give 25 or 30
+FIRST_STARTS = 3  # attempts before `start` gives up: a port may be taken between probing and binding it
+
+
+class PoolState(enum.Enum):
+    """What a pool does."""
+
+    RESTING = "resting"  # no group runs, and none is wanted
+    PAUSING = "pausing"  # before the next start
+    STARTING = "starting"
+    WAITING = "waiting"  # for hosts with capacity for the processes
+    SERVING = "serving"
+    DRAINING = "draining"  # the group serves, and is released when what it executes is done
+    STOPPED = "stopped"
+
+
+_S = PoolState
+_NEXT = {
+    _S.RESTING: {_S.RESTING, _S.STARTING, _S.STOPPED},
+    _S.PAUSING: {_S.RESTING, _S.STARTING, _S.STOPPED},
+    _S.STARTING: {_S.WAITING, _S.SERVING, _S.PAUSING, _S.STOPPED},
+    _S.WAITING: {_S.STARTING, _S.PAUSING, _S.STOPPED},
+    _S.SERVING: {_S.DRAINING, _S.PAUSING, _S.STOPPED},
+    _S.DRAINING: {_S.PAUSING, _S.STOPPED},
+    _S.STOPPED: {_S.STOPPED},
+}
+
+
+@dataclass(frozen=True)
+class GroupLost:
+    """A generation ended, and everything on its devices with it; `cause` names the rank and what happened to it."""
+
+    generation: int
+    cause: str
+
+
+class Generations:
+    """The groups of one pool.
+
+    info: the description of the newest generation that was ready. last_error: that ended or prevented the last one.
+    start_failure: why the last start on demand failed; "" = it did not. losses, notices: see Pool.
+    """
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        site: Site,
+        on_progress: Callable[[str], None],
+        on_waiting: Callable[[str], Awaitable[None]],
+        on_ready: Callable[[GroupInfo], None],
+        *,
+        on_demand: bool,
+    ) -> None:
+        """Nothing starts before `start`. on_ready: called before a group serves. The others: see Pool.start."""
+        self.info: GroupInfo | None = None
+        self.last_error: TinkerflowError | None = None
+        self.start_failure = ""
+        self.losses: HandledEvents[GroupLost] = HandledEvents()
+        self.notices: HandledEvents[str] = HandledEvents()
+        self._config = config
+        self._site = site
+        self._on_progress = on_progress
+        self._on_waiting = on_waiting
+        self._on_ready = on_ready
+        self._on_demand = on_demand
+        self._state = PoolState.RESTING
+        self._wanted = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._group: Group | None = None
+        self._number = 0  # of the last generation
+        self._probation = 0  # commands that the next generation gets one at a time
+        self._restarts = Restarts()
+        self._keeper: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ for the pool
+    @property
+    def state(self) -> PoolState:
+        """What the pool does."""
+        return self._state
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a group is to run."""
+        return self._wanted.is_set()
+
+    @property
+    def number(self) -> int:
+        """The number of the last generation that was started."""
+        return self._number
+
+    @property
+    def serving(self) -> Group | None:
+        """The group that takes commands."""
+        serves = self._state in (PoolState.SERVING, PoolState.DRAINING)
+        return self._group if serves and self._group is not None and self._group.is_ready else None
+
+    async def wait_for_serving(self) -> Group:
+        """Wait for a group that serves. GroupFailedError when the pool is stopped."""
+        while (group := self.serving) is None:
+            if self._state is PoolState.STOPPED:
+                raise GroupFailedError("the worker pool was stopped")
+            self._changed.clear()
+            await self._changed.wait()
+        return group
+
+    async def start(self) -> None:
+        """Start the first generation, unless groups run on demand, and replace it when it ends.
+
+        Raises UserError when the executor refuses the configuration, GroupFailedError when no group came up in
+        FIRST_STARTS attempts.
+        """
+        if not self._on_demand:
+            self._wanted.set()
+        while not self._on_demand and not await self._launch():
+            failures = self._restarts.failures + 1
+            if failures >= FIRST_STARTS or isinstance(self.last_error, UserError):
+                raise self.last_error or GroupFailedError("no worker group came up")
+            self._enter(PoolState.PAUSING)
+            await asyncio.sleep(self._restarts.pause(steady=False))
+        self._keeper = asyncio.create_task(self._keep(), name="pool")
+
+    def begin(self) -> None:
+        """Have a group started, and others when that fails."""
+        self._wanted.set()
+
+    def drain(self) -> None:
+        """Begin nothing new on the group that serves."""
+        if self._state is PoolState.SERVING:
+            self._enter(PoolState.DRAINING)
+
+    def release(self, cause: str) -> None:
+        """End the group that serves after a notice, and start none until `begin`."""
+        self.drain()
+        self._wanted.clear()
+        self._give_notice(cause)
+
+    async def stop(self) -> None:
+        """End the group, and return when no process is left."""
+        self._enter(PoolState.STOPPED)
+        for task in (self._keeper, self._leaving):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._group is not None:
+            self._group.end(GroupFailedError("the worker pool was stopped"))
+            await self._group.ended
+        self.losses.close()
+
+    # ------------------------------------------------------------------ one generation after the other
+    def _enter(self, state: PoolState) -> None:
+        assert state in _NEXT[self._state], f"{self._state} to {state}"
+        self._state = state
+        self._changed.set()
+
+    async def _keep(self) -> None:
+        clock, steady = asyncio.get_running_loop().time, True
+        while True:
+            if self._group is not None:
+                began = clock()
+                error = await asyncio.shield(self._group.ended)
+                steady = clock() - began > STEADY_SECONDS or not self._group.crashed
+                self._probation = self._group.probation_of_next
+                self.losses.put(GroupLost(self._group.generation, error.message))
+                self.last_error, self._group = error, None
+            while self._group is None:
+                if self._state is not PoolState.RESTING:
+                    self._enter(PoolState.PAUSING)
+                    await asyncio.sleep(self._restarts.pause(steady=steady))
+                if not self._wanted.is_set():
+                    self._enter(PoolState.RESTING)
+                await self._wanted.wait()
+                steady = False
+                if not await self._try_launch() and self._on_demand:
+                    self.start_failure = str(self.last_error)
+                    self._wanted.clear()
+
+    async def _try_launch(self) -> bool:
+        try:
+            return await self._launch()
+        except Exception as error:  # for example the base model's files cannot be read: they may come back
+            log.exception("worker group %d cannot be started", self._number)
+            self.last_error = GroupFailedError(f"worker group {self._number} cannot be started: {error!r}")
+            return False
+
+    async def _launch(self) -> bool:
+        """Start the next generation; whether it was ready."""
+        self._number += 1
+        self._enter(PoolState.STARTING)
+        plan = await asyncio.to_thread(self._config.digest)
+        await self._wait_for_capacity()
+        config, generation = self._config, self._number
+        slots = self._site.reserve(config.processes, plan)
+        self._on_progress(f"starting worker group {generation}: {config.processes} process(es)")
+        group = Group(config, self._site, self._on_progress, generation, self._probation, self._give_notice)
+        try:
+            info = await group.launch(slots, plan)
+        except TinkerflowError as error:
+            self.last_error = error
+            log.error("worker group %d did not start: %s", generation, error)
+            return False
+        self._group = group  # from here on `stop` ends it
+        self._on_ready(info)
+        await self.losses.handled()
+        if group.is_ready:
+            self.info = info
+            self.start_failure = ""
+            self._enter(PoolState.SERVING)
+        return True
+
+    async def _wait_for_capacity(self) -> None:
+        """Return when the site has capacity for all processes; until the next await nobody else takes it."""
+        site, processes, waited = self._site, self._config.processes, False
+        while (missing := site.missing(processes)) or waited:
+            waited = bool(missing)
+            self._enter_if_new(PoolState.WAITING if missing else PoolState.STARTING)
+            if missing:
+                self._on_progress(missing)
+            try:
+                await self._on_waiting(missing or f"worker group {self._number} is being started")
+            except Exception:
+                log.exception("on_waiting failed")
+            if missing and missing == site.missing(processes):
+                await site.changed()
+
+    def _enter_if_new(self, state: PoolState) -> None:
+        if state is not self._state:
+            self._enter(state)
+
+    # ------------------------------------------------------------------ the end that was announced
+    def _give_notice(self, cause: str) -> None:
+        if self._leaving is None or self._leaving.done():
+            self._leaving = asyncio.create_task(self._leave(cause), name="leaving")
+
+    async def _leave(self, cause: str) -> None:
+        """End the group when the consumer of the notices has saved what is on its devices."""
+        log.warning("%s; its models are saved first", cause)
+        group = self._group
+        if group is None:
+            return
+        if self.notices.is_consumed:
+            self.notices.put(cause)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(NOTICE_SECONDS):
+                    await self.notices.handled()
+        group.end(GroupFailedError(cause))
