@@ -1,4 +1,4 @@
-"""What training takes of the devices' memory: sizes that follow from the model and from what the devices say."""
+"""The memory plan: sizes that follow from the model, the mesh and the memory of a device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.compute.conftest import Reference
+from tests.compute.shapes import QWEN3_4B, config_like
 
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
-from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.params import count, load_params
 from tinkerflow.backend.compute.planning import array_sizes, memory_plan, training_memory
@@ -27,22 +27,13 @@ from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 GB = 10**9
 
 
-@pytest.fixture
-def qwen3_4b(qwen3: Reference) -> ModelConfig:
-    """The shape of Qwen3-4B."""
-    shape = {"hidden": 2560, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 9728}
-    shape |= {"vocab": 151936, "max_positions": 40960}
-    return replace(load_config(qwen3.folder), **shape)
+CFG = config_like(QWEN3_4B)
+QWEN3_8B = config_like(QWEN3_4B, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False)
 
 
-@pytest.fixture
-def budget_of(qwen3_4b: ModelConfig) -> Any:
-    """budget_of(limit, weights, tokens): in GB, on a GPU."""
-
-    def budget(limit: float, weights: float, tokens: int = 0) -> budget_module.Budget:
-        return training_memory.budget_for(qwen3_4b, jnp.bfloat16, 1, int(limit * GB) - int(weights * GB), tokens)
-
-    return budget
+def budget_of(limit: float, weights: float, tokens: int = 0) -> budget_module.Budget:
+    """The budget on a GPU. limit, weights: in GB."""
+    return training_memory.budget_for(CFG, jnp.bfloat16, 1, int(limit * GB) - int(weights * GB), tokens)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +46,14 @@ def budget_of(qwen3_4b: ModelConfig) -> Any:
     ],
 )
 def test_micro_batches_grow_with_memory_and_layers_are_computed_again_with_little(
-    budget_of: Any, qwen3_4b: ModelConfig, limit: float, weights: float, tokens: int, again: bool
+    limit: float, weights: float, tokens: int, again: bool
 ) -> None:
     budget = budget_of(limit, weights)
     assert budget.microbatch_tokens == tokens
-    assert (budget_module.kept_bytes(qwen3_4b, 7 * 32, tokens, "bfloat16") > budget.kept_bytes) == again
+    assert (budget_module.kept_bytes(CFG, 7 * 32, tokens, "bfloat16") > budget.kept_bytes) == again
 
 
-def test_a_size_that_is_set_is_kept(budget_of: Any) -> None:
+def test_a_size_that_is_set_is_kept() -> None:
     assert budget_of(105, 8, 256).microbatch_tokens == 256
 
 
@@ -83,75 +74,70 @@ def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
 @pytest.mark.parametrize("memory_gb", [24, 33.5, 64, 78.7, 140])
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 8}, {"tensor": 8}])
 @pytest.mark.parametrize("weights", ["full", "int8"])
-def test_all_uses_together_stay_within_the_memory(
-    qwen3_4b: ModelConfig, memory_gb: float, mesh: dict[str, int], weights: str
-) -> None:
+def test_all_uses_together_stay_within_the_memory(memory_gb: float, mesh: dict[str, int], weights: str) -> None:
     limit, config = int(memory_gb * GB), config_of(base_weights=weights, **mesh)
-    plan = memory_plan.plan_memory(qwen3_4b, config, limit)
+    plan = memory_plan.plan_memory(CFG, config, limit)
     assert plan.uses is not None
     assert plan.uses.total <= limit
-    assert sum(plan.by_use(qwen3_4b, config).values()) == plan.uses.total
+    assert sum(plan.by_use(CFG, config).values()) == plan.uses.total
     assert min(getattr(plan.uses, each.name) for each in fields(plan.uses)) >= 0
     assert plan.cells >= plan.context * config.fsdp, "a row of the longest sequence fits"
     assert plan.resident_adapters is not None
     assert plan.resident_adapters >= 1
-    assert plan == memory_plan.plan_memory(qwen3_4b, config, limit), "it depends on sizes alone"
-    more = memory_plan.plan_memory(qwen3_4b, config, 2 * limit)
+    assert plan == memory_plan.plan_memory(CFG, config, limit), "it depends on sizes alone"
+    more = memory_plan.plan_memory(CFG, config, 2 * limit)
     assert more.context >= plan.context
     assert more.budget.microbatch_tokens >= plan.budget.microbatch_tokens
 
 
 @pytest.mark.parametrize(("kv_heads", "axes"), [(8, (1, 8)), (4, (2, 4)), (6, (4, 2)), (1, (8, 1))])
 def test_key_value_heads_are_split_as_far_as_devices_divide_them_and_sequences_over_the_rest(
-    qwen3_4b: ModelConfig, kv_heads: int, axes: tuple[int, int]
+    kv_heads: int, axes: tuple[int, int]
 ) -> None:
+    cfg = config_like(QWEN3_4B, num_key_value_heads=kv_heads, num_attention_heads=48)
     for mesh in ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"tensor": 8}):
-        found = memory_plan.sampling_config(replace(qwen3_4b, kv_heads=kv_heads), config_of(expert=2, **mesh))
-        assert (found.fsdp, found.tensor, found.expert) == (*axes, 2)
+        split = memory_plan.sampling_config(cfg, config_of(expert=2, **mesh))
+        assert (split.fsdp, split.tensor, split.expert) == (*axes, 2)
 
 
-def test_an_8b_model_trains_at_8k_with_sixteen_adapters_on_one_h100(qwen3_4b: ModelConfig) -> None:
-    qwen3_8b = replace(qwen3_4b, hidden=4096, mlp=12288, tied=False)
-    plan = memory_plan.plan_memory(qwen3_8b, config_of(), int(78.7 * GB))
+def test_an_8b_model_trains_at_8k_with_sixteen_adapters_on_one_h100() -> None:
+    plan = memory_plan.plan_memory(QWEN3_8B, config_of(), int(78.7 * GB))
     assert plan.context >= 8192
     assert plan.resident_adapters is not None
     assert plan.resident_adapters >= 16
     assert plan.budget.microbatch_tokens == 4096
     text = plan.describe()
     assert "weights          16.38 GB" in text
-    assert plan.uses is not None and plan.uses.logits == 64 * qwen3_8b.vocab * 20
+    assert plan.uses is not None and plan.uses.logits == 64 * QWEN3_8B.vocab * 20
     assert f"sequences of up to {plan.context} tokens" in text
 
 
-def test_a_cache_in_float8_has_twice_as_many_positions(qwen3_4b: ModelConfig) -> None:
+def test_a_cache_in_float8_has_twice_as_many_positions() -> None:
     limit = parse_topology("h100:1").device.limit
-    plain, small = (memory_plan.plan_memory(qwen3_4b, config_of(kv_cache=kind), limit) for kind in ("full", "float8"))
+    plain, small = (memory_plan.plan_memory(CFG, config_of(kv_cache=kind), limit) for kind in ("full", "float8"))
     assert plain.uses is not None and plain.uses == small.uses
     assert small.cells >= 2 * plain.cells
 
 
-def test_what_is_whole_on_each_of_many_small_devices_may_take_more_than_training_takes_by_choice(
-    qwen3_4b: ModelConfig,
-) -> None:
-    qwen3_8b = replace(qwen3_4b, hidden=4096, mlp=12288, tied=False)
+def test_what_is_whole_on_each_of_many_small_devices_may_take_more_than_training_takes_by_choice() -> None:
     with compiling_for(TPU):
-        plan = memory_plan.plan_memory(qwen3_8b, config_of(fsdp=16), parse_topology("v5e:4x4").device.limit)
+        plan = memory_plan.plan_memory(QWEN3_8B, config_of(fsdp=16), parse_topology("v5e:4x4").device.limit)
     assert plan.context >= 4096 and plan.uses is not None and plan.resident_adapters is not None
     assert plan.resident_adapters >= 16
     step, left = plan.uses.activations + plan.uses.temporaries, plan.limit - plan.uses.weights - plan.uses.reserve
     assert 0.35 < step / left < 0.6
 
 
-def test_a_model_that_leaves_too_little_is_refused(qwen3_4b: ModelConfig) -> None:
+def test_a_model_that_leaves_too_little_is_refused() -> None:
     with pytest.raises(UserError, match=r"base model 'big': its weights take \d\.\d GB of the 8\.0 GB"):
-        memory_plan.plan_memory(qwen3_4b, config_of("big"), 8 * GB)
+        memory_plan.plan_memory(CFG, config_of("big"), 8 * GB)
     large = config_of(microbatch_tokens=10**6)
     with pytest.raises(UserError, match=r"step of 1000000 tokens takes \d+\.\d GB .*a smaller TINKERFLOW_MICRO"):
-        memory_plan.plan_memory(qwen3_4b, large, 80 * GB)
+        memory_plan.plan_memory(CFG, large, 80 * GB)
     split = config_of(fsdp=16)
     with pytest.raises(UserError, match=r"step of 1024 tokens takes \d\.\d GB and may take \d\.\d\. Use more dev"):
-        memory_plan.plan_memory(qwen3_4b, split, 6 * GB)
-    assert memory_plan.plan_memory(qwen3_4b, config_of(fsdp=4, tensor=4), 6 * GB).context, "as the error says"
+        memory_plan.plan_memory(CFG, split, 6 * GB)
+    assert memory_plan.plan_memory(CFG, config_of(fsdp=4, tensor=4), 6 * GB).context, "as the error says"
 
 
 def test_a_plan_may_be_made_for_a_memory_that_is_named(qwen3: Reference) -> None:
@@ -216,8 +202,8 @@ def test_processes_agree_on_the_least() -> None:
     assert memory_plan.least(9 * 2**31) == 9 * 2**31, "alone"
 
 
-def test_the_scores_of_heads_that_no_kernel_of_gpus_takes_are_counted(qwen3_4b: ModelConfig) -> None:
-    wide, limit = replace(qwen3_4b, head_dim=512, heads=16, kv_heads=4), int(80 * GB)
+def test_the_scores_of_heads_that_no_kernel_of_gpus_takes_are_counted() -> None:
+    wide, limit = config_like(QWEN3_4B, head_dim=512, num_attention_heads=16, num_key_value_heads=4), int(80 * GB)
     with compiling_for(TPU):
         without = memory_plan.plan_memory(wide, config_of(), limit)
     with compiling_for(CUDA):
@@ -228,19 +214,19 @@ def test_the_scores_of_heads_that_no_kernel_of_gpus_takes_are_counted(qwen3_4b: 
     assert plan.context < without.context, "a longer sequence is refused by name"
 
 
-def test_logits_of_slots_that_devices_do_not_divide_are_whole_on_each(qwen3_4b: ModelConfig) -> None:
+def test_logits_of_slots_that_devices_do_not_divide_are_whole_on_each() -> None:
     def rows(slots: int, **mesh: int) -> float:
-        return memory_plan._logit_bytes(qwen3_4b, config_of(sample_slots=slots, **mesh)) / (qwen3_4b.vocab * 20)
+        return memory_plan._logit_bytes(CFG, config_of(sample_slots=slots, **mesh)) / (CFG.vocab * 20)
 
     assert rows(64) == 64
     assert rows(64, tensor=8) == 8
     assert rows(60, tensor=8) == 60
 
 
-def test_a_step_reads_rows_of_an_embedding_that_is_not_the_unembedding(qwen3_4b: ModelConfig) -> None:
-    table, cfg = qwen3_4b.vocab * qwen3_4b.hidden * 2, replace(qwen3_4b, tied=False)
+def test_a_step_reads_rows_of_an_embedding_that_is_not_the_unembedding() -> None:
+    table, cfg = CFG.vocab * CFG.hidden * 2, replace(CFG, tied=False)
     assert array_sizes.step_weights(replace(cfg, tied=True), config_of(), 64) == array_sizes.weight_bytes(
         replace(cfg, tied=True), config_of()
     )
     read = array_sizes.step_weights(cfg, config_of(), 64)
-    assert read == pytest.approx(array_sizes.weight_bytes(cfg, config_of()) - table + 64 * qwen3_4b.hidden * 2)
+    assert read == pytest.approx(array_sizes.weight_bytes(cfg, config_of()) - table + 64 * CFG.hidden * 2)
