@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tinkerflow.backend.catalog.peft_import import _of, import_adapter, largest_size
+from tinkerflow.backend.catalog import peft_config
+from tinkerflow.backend.catalog.peft_config import _of
+from tinkerflow.backend.catalog.peft_import import import_adapter, largest_size
 from tinkerflow.backend.compute.models.families import parse_config
 from tinkerflow.backend.compute.models.peft_names import matrix_rank, modules, pair_names
 from tinkerflow.backend.core.errors import UserError
@@ -204,3 +206,59 @@ def test_files_that_are_no_adapter_of_this_model() -> None:
         taken({"x": np.zeros(1, np.float32)}, None)
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: it is not a safetensors file"):
         import_adapter(DENSE, b'{"r": 4}', b"12345", SPEC)
+
+
+ALL = [name.rpartition(".")[2] for name in modules(DENSE, SPEC)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"target_modules": None},
+        {"target_modules": sorted(set(ALL))},
+        {"target_modules": r".*(_proj|lm_head)"},
+        {"target_modules": sorted(set(ALL)), "exclude_modules": "vision.*"},
+        {"target_modules": sorted(set(ALL)), "exclude_modules": [], "layers_to_transform": []},
+        {"target_modules": [*modules(DENSE, SPEC)], "layers_to_transform": 0},  # whole names: layers do not matter
+    ],
+)
+def test_a_config_that_targets_its_tensors_is_taken(fields: dict[str, Any]) -> None:
+    assert taken(tensors(), **fields).weights.keys() == tensors().keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"target_modules": ["q_proj"]},
+            r"target_modules is \['q_proj'\], which leaves out 'model.layers.0.self_attn.k_pro",
+        ),
+        ({"target_modules": "all-linear"}, r"target_modules is 'all-linear', which leaves out 'lm_head'"),
+        ({"target_modules": r".*q_proj"}, r"which leaves out 'model.layers.0.self_attn.k_proj'"),
+        ({"target_modules": r"(a+)+$" + "a" * 40 + "(b|"}, "must be a pattern that can be used"),
+        ({"target_modules": 5}, "target_modules is 5: must be a text or a list of texts"),
+        ({"exclude_modules": ["lm_head"]}, r"exclude_modules is \['lm_head'\], which leaves out 'lm_head'"),
+        ({"exclude_modules": ".*up_proj"}, "which leaves out 'model.layers.0.mlp.up_proj'"),
+        (
+            {"target_modules": ALL, "layers_to_transform": [0]},
+            r"layers_to_transform is \[0\], which leaves out 'model.la",
+        ),
+        (
+            {"target_modules": ALL, "layers_to_transform": 1, "layers_pattern": "layers"},
+            "which leaves out 'model.layers.0",
+        ),
+        ({"layers_to_transform": "all"}, "layers_to_transform is 'all': must be a whole number"),
+        ({"layers_to_transform": [True]}, "layers_to_transform is .True.: must be a whole number"),
+    ],
+)
+def test_a_config_that_leaves_out_tensors_of_the_file_is_refused(fields: dict[str, Any], said: str) -> None:
+    """PEFT would pass over these tensors without an error, and compute something else than we."""
+    with pytest.raises(UserError, match=said):
+        taken(tensors(), **fields)
+
+
+def test_a_pattern_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft_config, "_PATTERN_SECONDS", 0.2)
+    with pytest.raises(UserError, match="must be a pattern that can be used"):
+        taken(tensors(), target_modules=r"([a-z]|[a-z.]|[a-z_0-9.])*[!?]")

@@ -1,0 +1,180 @@
+"""adapter_config.json as PEFT writes it: its fields are checked, and compared with the tensors beside it.
+
+PEFT loads the tensors of the modules that the config targets, and passes over all others without an error. Here, a
+tensor that the config leaves out is refused: the file and the config contradict each other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import orjson
+import regex
+
+from tinkerflow.backend.core.errors import UserError, shown
+from tinkerflow.backend.spec.limits import MAX_RANK
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, EXPERT
+
+_EXACT = {"peft_type": "LORA", "bias": "none"}
+# Fields that do not change what the adapter computes, or that its tensors show.
+_READ = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "init_lora_weights", "qalora_group_size"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type", "auto_mapping"),
+    *("base_model_name_or_path", "revision", "peft_version", "inference_mode", "megatron_config", "megatron_core"),
+}
+_INITS = (None, True, False, "gaussian", "orthogonal", "eva")  # the others change the base model's weights, too
+_KEY = re.compile(r"\^?(experts\.\\d\+\.)?[\w.]+")
+_ALL_LINEAR = "all-linear"  # PEFT's word for every linear module but the unembedding
+_PATTERN_SECONDS = 5.0  # that the patterns of a config may take; one that backtracks without end is refused
+
+
+def read_fields(config: bytes) -> Mapping[str, Any]:
+    """The fields of adapter_config.json; UserError for one that asks for something we do not compute."""
+    try:
+        values = orjson.loads(config)
+        orjson.dumps(values)  # fails for what nests too deeply to be shown
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
+        raise wrong_file(ADAPTER_CONFIG, f"it cannot be read as JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise wrong_file(ADAPTER_CONFIG, f"it holds a {type(values).__name__}: must be an object")
+    for field, wanted in _EXACT.items():
+        if values.get(field, wanted) != wanted:
+            raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(values[field])}: must be {wanted!r}")
+    if (init := values.get("init_lora_weights")) not in _INITS:
+        raise wrong_file(
+            ADAPTER_CONFIG, f"init_lora_weights is {shown(init)}: must not change the base model's weights"
+        )
+    for field, value in values.items():
+        if field not in _READ and field not in _EXACT and value:
+            raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(value)}: must be left out, it is not supported here")
+    rank = values.get("r")
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise wrong_file(ADAPTER_CONFIG, f"r is {shown(rank)}: must be a whole number from 1 to {MAX_RANK}")
+    return values
+
+
+class Scales:
+    """rank_pattern and alpha_pattern of a config: of every module the first key that is the end of its name."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """UserError for a key that is not the end of a name, and for values that are no sizes."""
+        self._rank, self._alpha = values["r"], _alpha("lora_alpha", values.get("lora_alpha", 8))
+        self._ranks, self._alphas = (_pattern(values, field) for field in ("rank_pattern", "alpha_pattern"))
+
+    def alpha(self, module: str, own: int) -> float:
+        """The alpha of a module whose tensors have the rank `own`; UserError when the config gives it another rank."""
+        if (rank := _of(self._ranks, module, self._rank)) != own:
+            raise wrong_file(ADAPTER_CONFIG, f"the rank of {module!r} is {rank!r}: must be {own}, that of its tensors")
+        return _alpha(f"alpha_pattern of {module!r}", _of(self._alphas, module, self._alpha))
+
+
+def _pattern(values: Mapping[str, Any], field: str) -> Mapping[str, tuple[int, Any]]:
+    """The keys of a pattern; of each, which one it is, and its value."""
+    pattern = values.get(field) or {}
+    if not isinstance(pattern, dict):
+        raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(pattern)}: must be an object")
+    for key in pattern:
+        if not _KEY.fullmatch(key):
+            raise wrong_file(
+                ADAPTER_CONFIG, f"{field} has the key {shown(key)}: must be a module's name or the end of one"
+            )
+    return {key: (place, value) for place, (key, value) in enumerate(pattern.items())}
+
+
+def _of(pattern: Mapping[str, tuple[int, Any]], module: str, default: Any) -> Any:
+    """The value of the first key that fits a module, as PEFT looks it up (`get_pattern_key`).
+
+    A hundred thousand keys take no longer than one.
+    """
+    keys = [f"^{module}"]
+    for name in {module, EXPERT.sub(r".experts.\\d+.", module)}:  # the second as keys call all experts
+        parts = name.split(".")
+        keys += (".".join(parts[n:]) for n in range(len(parts)))
+    return min((pattern[key] for key in keys if key in pattern), default=(0, default))[1]
+
+
+def _alpha(field: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(value)}: must be a number above 0")
+    return float(value)
+
+
+class Targets:
+    """The modules that a config targets: target_modules, exclude_modules, layers_to_transform and layers_pattern.
+
+    Names are looked up by their ends, so a hundred thousand of them take no longer than one.
+    """
+
+    def __init__(self, values: Mapping[str, Any], unembed: str) -> None:
+        """UserError for a field of another type. unembed: the name of the unembedding's module."""
+        self._values, self._unembed = values, unembed
+        self._names: dict[str, frozenset[str]] = {}
+        self._seconds_left = _PATTERN_SECONDS
+        for field in ("target_modules", "exclude_modules", "layers_pattern"):
+            value = values.get(field)
+            if not (value is None or isinstance(value, str) or _is_list_of(value, str)):
+                raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(value)}: must be a text or a list of texts")
+            self._names[field] = frozenset(value if isinstance(value, list) else ())
+        layers = values.get("layers_to_transform")
+        if not (layers is None or type(layers) is int or _is_list_of(layers, int)):
+            rule = "must be a whole number or a list of them"
+            raise wrong_file(ADAPTER_CONFIG, f"layers_to_transform is {shown(layers)}: {rule}")
+        self._layers = frozenset([layers] if type(layers) is int else layers or ())
+
+    def check(self, modules: Collection[str]) -> None:
+        """UserError for one of the `modules`, of which the file has tensors, that the config does not target."""
+        rules = {
+            "exclude_modules": lambda module: not self._fits("exclude_modules", module),
+            "target_modules": self._is_targeted,
+            "layers_to_transform": self._is_in_layers,
+        }
+        for field, is_kept in rules.items():
+            value = self._values.get(field)
+            left_out = None if value in (None, [], "") else next((m for m in modules if not is_kept(m)), None)
+            if left_out is not None:
+                raise wrong_file(
+                    ADAPTER_CONFIG,
+                    f"{field} is {shown(value)}, which leaves out {left_out!r}: must not, {ADAPTER} has its tensors",
+                )
+
+    def _is_targeted(self, module: str) -> bool:
+        if self._values["target_modules"] == _ALL_LINEAR:
+            return module != self._unembed
+        return self._fits("target_modules", module)
+
+    def _is_in_layers(self, module: str) -> bool:
+        targets, patterns = self._names["target_modules"], self._values.get("layers_pattern") or []
+        if not targets or module in targets:
+            return True  # PEFT looks at layers only for the ends of names
+        parts = module.split(".")
+        names = {patterns} if isinstance(patterns, str) else self._names["layers_pattern"]
+        places = [n for n in range(1, len(parts) - 1) if parts[n].isdecimal() and (not names or parts[n - 1] in names)]
+        return bool(places) and int(parts[places[-1]]) in self._layers
+
+    def _fits(self, field: str, module: str) -> bool:
+        """Whether a field names a module: by its whole name or its end, or by a pattern of the whole name."""
+        pattern = self._values[field]
+        if not isinstance(pattern, str):
+            parts = module.split(".")
+            return any(".".join(parts[n:]) in self._names[field] for n in range(len(parts)))
+        began = time.monotonic()
+        try:
+            return regex.fullmatch(pattern, module, timeout=max(self._seconds_left, 0.001)) is not None
+        except (regex.error, TimeoutError) as error:
+            rule = f"must be a pattern that can be used ({error})"
+            raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(pattern)}: {rule}") from error
+        finally:
+            self._seconds_left -= time.monotonic() - began
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+def wrong_file(file: str, why: str) -> UserError:
+    """The error for something wrong in one of an adapter's files."""
+    return UserError(f"{file}: {why}")
