@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import absl.logging
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.compiled import forget_programs
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 ROOM = Path(__file__).parent
 os.environ["TINKERFLOW_WARM_UP"] = "false"  # services of the tests compile what they need; test_warming.py is of it
+# Prefect's set-up of logging closes the stream of absl's handler, which would be the stream of pytest's capture.
+absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 USES_THE_SDK = {"api", "compat", "e2e"}
