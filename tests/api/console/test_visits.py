@@ -61,6 +61,44 @@ def test_a_sign_in_lasts_twelve_hours_and_ends_when_asked(server: Any, journal: 
     assert browser.get("/pool").status_code == 401
 
 
+def test_signing_out_ends_the_session_on_the_server_and_the_log_names_who(
+    server: Any, journal: Any, browse: Any
+) -> None:
+    key, secret = journal.keys.create("ann", "team")
+    server.clock.advance(2.0)
+    browser, other = browse(server), browse(server)
+    for one in (browser, other):
+        one.sign_in(secret)
+    stolen = browser.http.cookies[COOKIE]
+    exchanged = server.post("auth/token", {}, stolen).json()["jwt"]
+    assert server.get("sessions", stolen).status_code == server.get("sessions", exchanged).status_code == 200
+    assert browser.send("/sign-out").status_code == 303
+    for token in (stolen, exchanged):
+        refused = server.get("sessions", token)
+        assert refused.status_code == 401 and "signed out" in refused.json()["detail"]
+    assert server.get("sessions", secret).status_code == 200 and other.get("/pool").status_code == 200
+    browser.sign_in("tml-wrong")
+    entries = [(entry.event, entry.owner, entry.actor) for entry in journal.audit.entries(None)][1:]
+    signed_in, signed_out = ("project_signed_in", "team", key.id), ("project_signed_out", "team", key.id)
+    refusals = [("project_key_refused", "", "unknown key")] * 3
+    assert sorted(entries) == sorted([signed_in, signed_in, signed_out, *refusals])
+
+
+def test_an_admins_look_at_the_samples_of_others_is_in_their_log(people: dict[str, Any], server: Any) -> None:
+    boss = next(key.id for key in server.journal.keys.all() if key.name == "boss")
+    sample, run = people["ann's"].sample, people["ann's"].run
+
+    def looks(owner: str) -> list[tuple[str, Any]]:
+        found = [entry for entry in server.journal.audit.entries(owner) if entry.event == "project_sample_read"]
+        return [(entry.actor, entry.details["samples"]) for entry in found]
+
+    for path in (f"/samples/{sample}", f"/training_runs/{run}", "/samples"):
+        before = looks("team-ann")
+        assert people["ann"].get(path).status_code == people["boss"].get(path).status_code == 200
+        assert looks("team-ann") == [*before, (boss, [sample])], path
+    assert len(looks("team-bob")) == 1 and looks("team-boss") == []
+
+
 def test_behind_https_the_cookie_never_travels_in_the_clear(start: Any, journal: Any, browse: Any) -> None:
     browser = browse(start(host="0.0.0.0", public_url="https://tune.example/ours/"))
     _, secret = journal.keys.create("ann", "team")
