@@ -25,6 +25,7 @@ from tinkerflow.api.schemas import OPEN_API
 from tinkerflow.backend.core.errors import (
     BodyTooLargeError,
     ConflictError,
+    ContextExceededError,
     NotFoundError,
     TinkerflowError,
     TooManyError,
@@ -41,7 +42,7 @@ _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
     (UserError, 400),
 )
 # How our messages begin. Nothing is tried twice: a field's name may be a million characters of a client's.
-_FIELD = re.compile(r"([a-z_]++)[\w.\[\]]*+(?: '[^']*+')?(?:: | (?:is|has|must|does)\b)")
+_FIELD = re.compile(r"([a-z_]++)[\w.\[\]']*+(?: '[^']*+')?(?:: | (?:is|has|have|must|does)\b)")
 
 
 @contextmanager
@@ -50,7 +51,8 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise type(error)(renamed(error.message, names)) from error
+        error.args = (renamed(error.message, names),)
+        raise
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:
@@ -64,16 +66,24 @@ def renamed(message: str, names: Mapping[str, str]) -> str:
     return re.sub(rf"(^| up to )({ours})", lambda found: found[1] + names[found[2]], message)
 
 
-def openai_error(status: int, message: str) -> dict[str, Any]:
-    """An error as OpenAI's clients read it. param: the field that the message begins with."""
+def openai_error(status: int, message: str, error: Exception | None = None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it. param: the field that the message begins with.
+
+    Agents and libraries recognise a context that is exceeded by the code, or by OpenAI's sentence.
+    """
     kind, code = _OPENAI.get(status, ("server_error" if status >= 500 else "invalid_request_error", None))
     named = _FIELD.match(message)
     param = named[1] if named is not None and status < 500 else None
+    if isinstance(error, ContextExceededError):
+        code = "context_length_exceeded"
+        message += f". This model's maximum context length is {error.context} tokens."
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """An error as Anthropic's clients read it."""
+def anthropic_error(status: int, message: str, error: Exception | None = None) -> dict[str, Any]:
+    """An error as Anthropic's clients read it. They recognise a context that is exceeded by Anthropic's sentence."""
+    if isinstance(error, ContextExceededError):
+        message = f"prompt is too long: {error.size} > {error.most} maximum"
     kind = _ANTHROPIC.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -92,7 +102,7 @@ _ANTHROPIC = {
     503: "overloaded_error",
 }
 # By the beginning of a path, the first that fits; elsewhere errors are FastAPI's.
-FORMS: tuple[tuple[str, Callable[[int, str], dict[str, Any]]], ...] = (
+FORMS: tuple[tuple[str, Callable[[int, str, Exception | None], dict[str, Any]]], ...] = (
     (f"{OPEN_API}/messages", anthropic_error),
     (f"{OPEN_API}/", openai_error),
 )
@@ -112,21 +122,29 @@ def status_of(error: Exception) -> int:
     return next((code for kind, code in _STATUS if isinstance(error, kind)), 503)
 
 
-def error_body(path: str, status: int, message: str) -> dict[str, Any]:
-    """The body of an error, as the wire of this path has it."""
-    return next((form(status, message) for start, form in FORMS if path.startswith(start)), {"detail": message})
+def error_body(path: str, status: int, message: str, error: Exception | None = None) -> dict[str, Any]:
+    """The body of an error, in the form of this path. error: what was raised, where a form has more to say of it."""
+    forms = (form(status, message, error) for start, form in FORMS if path.startswith(start))
+    return next(forms, {"detail": message})
 
 
-def error_response(path: str, status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """An error as the answer to a request for this path."""
-    return JSONResponse(error_body(path, status, message), status, headers)
+def error_response(
+    path: str,
+    status: int,
+    message: str,
+    headers: Mapping[str, str] | None = None,
+    error: Exception | None = None,
+) -> JSONResponse:
+    """An error as the answer to a request for this path. error: as of `error_body`."""
+    return JSONResponse(error_body(path, status, message, error), status, headers)
 
 
 def _ours(request: Request, error: Exception) -> JSONResponse:
     status = status_of(error)
     if status == 503:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(request.url.path, status, str(error), {"Retry-After": "1"} if status == 429 else None)
+    headers = {"Retry-After": "1"} if status == 429 else None
+    return error_response(request.url.path, status, str(error), headers, error)
 
 
 def _gone(request: Request, error: Exception) -> Response:

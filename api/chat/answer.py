@@ -49,7 +49,8 @@ async def sampled(
     wanted = dict(params)
     if prompt.schema is not None:
         wanted["constraint"] = {"type": "json_schema", "value": prompt.schema}
-    with naming({"constraint.value": prompt.schema_field}):  # clients of these endpoints know no constraint
+    # Clients of these endpoints know no constraint, and no prompt but their messages.
+    with naming({"constraint.value": prompt.schema_field, "prompt has": "messages have"}):
         return await generate(
             call,
             target,

@@ -14,7 +14,7 @@ from typing import Any
 from tinkerflow.api.endpoints.targets import Target
 from tinkerflow.api.errors import naming
 from tinkerflow.backend.catalog.model_card import image_processor
-from tinkerflow.backend.core.errors import UserError, broken
+from tinkerflow.backend.core.errors import ContextExceededError, UserError, broken
 from tinkerflow.backend.spec.commands import ImagePixels
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire.images import pixels_of
@@ -139,7 +139,9 @@ def placed(
         images.append(Placed(len(made), size, {**chunk, "expected_tokens": size}, picture))
         made += [processor.token] * size
         if len(made) > most:
-            raise UserError(f"messages have {len(made)} tokens up to {picture.field}: must have at most {most}")
+            message = f"messages have {len(made)} tokens up to {picture.field}: must have at most {most}"
+            context, length = target.card.max_context, f"{len(made)} tokens"
+            raise ContextExceededError(message, context=context, size=length, most=most)
     return made, tuple(images)
 
 

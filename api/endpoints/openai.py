@@ -70,9 +70,8 @@ class SamplingFields(Strict):
 
     def params(self, target: Target, max_tokens: int | None) -> dict[str, Any]:
         """The sampling_params of the tinker protocol. max_tokens: None = all that the context has left."""
-        ends = [] if self.ignore_eos else list(target.card.eos_token_ids)
         given = {name: getattr(self, name) for name in _HANDED_ON if getattr(self, name) is not None}
-        ends += self.stop_token_ids or []
+        ends = [*(self.stop_token_ids or ()), *(() if self.ignore_eos else target.card.eos_token_ids)]
         return {**given, "max_tokens": max_tokens, "stop": self.stops, "stop_token_ids": ends}
 
 
@@ -91,5 +90,7 @@ def usage(prompts: Sequence[Sequence[int]], results: Sequence[SampleResult]) -> 
 
 def check_choices(prompts: int, n: int) -> None:
     """UserError when a request asks for more answers than one may."""
+    if prompts > MOST_CHOICES:
+        raise UserError(f"prompt has {prompts} prompts: must have at most {MOST_CHOICES}")
     if prompts * n > MOST_CHOICES:
         raise broken("n", n, f"at most {MOST_CHOICES // prompts} for {prompts} prompts")

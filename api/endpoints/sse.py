@@ -65,7 +65,7 @@ class EventStream(Response):
             async for part in self._events:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except TinkerflowError as error:
-            body = error_body(self._request.url.path, status_of(error), error.message)
+            body = error_body(self._request.url.path, status_of(error), error.message, error)
             await send({"type": "http.response.body", "body": event(body, self._error_name), "more_body": True})
         finally:
             if (close := getattr(self._events, "aclose", None)) is not None:

@@ -20,7 +20,7 @@ from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.catalog.champions import champion_names, newest_champion
 from tinkerflow.backend.catalog.control_tokens import ControlTokens
 from tinkerflow.backend.catalog.model_card import ModelCard, alias_of
-from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import ContextExceededError, NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 
@@ -63,7 +63,9 @@ class Target:
         encode = self.tokenizer.encode if control is None else control.encode
         if len(text) > (most := self.longest_text):
             rule = f"at most {most}, {_LONGEST_TOKENS} for each token of the context"
-            raise UserError(f"{field} has {len(text)} characters: must have {rule}")
+            size = f"{len(text)} characters"
+            message = f"{field} has {size}: must have {rule}"
+            raise ContextExceededError(message, context=self.card.max_context, size=size, most=most)
         if len(text) <= _SHORT:
             return encode(text)
         return await self.call.slowly(encode, text)

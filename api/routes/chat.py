@@ -89,10 +89,21 @@ async def _begin(call: Call) -> tuple[Generation, ChatAnswer, bool]:
     return generation, ChatAnswer(generation, prompt, wanted, reader), body.stream
 
 
+def _check_content(message: ChatMessage, field: str) -> None:
+    """UserError when a message has no content, unless it is an answer that has something else."""
+    if message.content == []:
+        raise broken(field, [], "a text or at least one part")
+    other = message.tool_calls or message.reasoning_content or message.refusal
+    if message.content is None and not (message.role == "assistant" and other):
+        exception = "; only answers that call tools have none" if message.role == "assistant" else ""
+        raise broken(field, None, f"a text or a list of parts{exception}")
+
+
 def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     called: dict[str, str] = {}  # the names of the tools that were called, by the ids of the calls
     messages = []
     for i, one in enumerate(given):
+        _check_content(one, f"messages[{i}].content")
         message: dict[str, Any] = {"role": "system" if one.role == "developer" else one.role}
         reads = content_of if one.role == "user" else text_of
         message["content"] = reads(one.content, f"messages[{i}].content")

@@ -67,7 +67,7 @@ async def completions(call: Authorised) -> Response:
     async with AsyncExitStack() as stack:
         made = []
         for number, prompt in enumerate(prompts):
-            with naming({"prompt.chunks[0].tokens": "prompt" if len(prompts) == 1 else f"prompt[{number}]"}):
+            with naming(_names(body.prompt, number)):
                 made.append(await stack.enter_async_context(await _generate(call, target, body, prompt)))
         answer = _Answer(call, target, body, made)
         if not body.stream:
@@ -76,6 +76,13 @@ async def completions(call: Authorised) -> Response:
             return Response(content, media_type="application/json", headers=made[0].headers)
         await until_gone(call.request, made[0].begin())
         return EventStream(call.request, answer.events(stack.pop_all(), wants_usage), headers=made[0].headers)
+
+
+def _names(prompt: str | list[Any], number: int) -> dict[str, str]:
+    """How the request calls its prompt of this number, by the names in errors."""
+    one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    name = "prompt" if one else f"prompt[{number}]"
+    return {"prompt.chunks[0].tokens": name, "prompt has": f"{name} has"}
 
 
 def _check(body: CompletionBody) -> None:

@@ -208,6 +208,8 @@ def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> 
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
+    if not message.content:
+        raise broken(field, [], "a text or at least one block")
     parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []

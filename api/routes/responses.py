@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Call, Router
 from tinkerflow.api.chat.answer import respond
-from tinkerflow.api.chat.requests import AnswerFields, ToolFunction, begun, called_tool, joined, string_in, thought
+from tinkerflow.api.chat.requests import AnswerFields, ToolName, begun, called_tool, joined, string_in, thought
 from tinkerflow.api.chat.responses import ResponseAnswer
 from tinkerflow.api.endpoints.generation import Generation
 from tinkerflow.api.endpoints.images import Picture
@@ -26,16 +26,21 @@ _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")  # type
 # Fields by the names that chat completions have for them.
 _NAMES = {
     "messages": "input",
+    "messages have": "input has",
     "max_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format.schema",
     "response_format": "text.format",
 }
 
 
-class ResponseTool(ToolFunction):
-    """A function that the model may call."""
+class ResponseTool(Strict):
+    """A function that the model may call; its other fields are those of `ToolFunction`."""
 
     type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolByName(Strict):
@@ -205,8 +210,8 @@ def _content(content: Any, field: str, *, images: bool = False) -> str | list[di
     """A text, or parts when some are images. images: whether these may be."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise broken(field, content, "a text or a list of parts")
+    if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
+        raise broken(field, content, "a text or a list of at least one part")
     parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
         if images and part.get("type") == "input_image":

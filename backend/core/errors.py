@@ -6,6 +6,7 @@ TinkerflowError            category
 │   ├── ConflictError               the same id was used before for other content
 │   ├── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
 │   ├── TooManyError                the project has as much waiting as it may; retry later
+│   ├── ContextExceededError        a prompt, or a prompt with its answer, is longer than the model's context
 │   └── AllocationError             the devices had no memory left for it; all is as it was before
 └── ServerError            server   the service failed; the request was right
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
@@ -58,6 +59,20 @@ class BodyTooLargeError(UserError):
 
 class TooManyError(UserError):
     """The project has as much waiting as it may; the same request may be accepted a moment later."""
+
+
+class ContextExceededError(UserError):
+    """A prompt, or a prompt with its answer, is longer than the context of its model.
+
+    context: the model's, in tokens. size: of the prompt, with its unit. most: the largest size, in the same unit.
+    """
+
+    def __init__(self, message: str, *, context: int, size: str, most: int) -> None:
+        """message: names the field, its value and the rule."""
+        super().__init__(message)
+        self.context = context
+        self.size = size
+        self.most = most
 
 
 class AllocationError(UserError):

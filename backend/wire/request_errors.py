@@ -6,7 +6,7 @@ import re
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from annotated_types import Ge, Le, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -15,6 +15,7 @@ from tinkerflow.backend.core.errors import UserError, broken
 
 # How pydantic names the member of a union that it tried. Such a part of a path is not a field's name.
 _UNION_MEMBER = re.compile(r"(str|int|float|bool|dict|list|tuple|bytes|none|any|is-instance)|.*\[.*\]|[A-Z]\w*")
+_JSON_NAMES = {"True": "true", "False": "false"}
 _RULES = {
     "model_type": "a JSON object",
     "model_attributes_type": "a JSON object",
@@ -27,14 +28,20 @@ _RULES = {
     "finite_number": "a finite number",
     "string_too_short": "a non-empty string",
 }
+# Errors of a value that is of another kind than a member of a union.
+_OTHER_KINDS = {
+    "model_type", "model_attributes_type", "dict_type", "list_type", "tuple_type", "string_type", "int_type",
+    "literal_error", "bool_type",
+}  # fmt: skip
 
 
 def request_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> UserError:
     """The first error of a body as a sentence: `field is value: must be rule`.
 
-    A value that fits no member of a union has an error for each member. Their rules are joined by "or".
+    A value that fits no member of a union has an error for each member. Their rules are joined by "or", unless the
+    value is of one member's kind: then the error is that inside of the value.
     """
-    details = error.errors(include_url=False)
+    details = _nearest_member(model, error.errors(include_url=False))
     first, located = details[0], [_locate(model, detail["loc"]) for detail in details]
     name, field = located[0]
     path = prefix + name.removeprefix(".") or "the request body"
@@ -50,6 +57,25 @@ def request_error(error: ValidationError, model: type[BaseModel], prefix: str = 
     if first["type"] == "value_error" and len(reason := first["ctx"]["error"].args) > 1:
         value = reason[1]  # a validator may give a shorter value to show than the one that came
     return broken(path, value, rule)
+
+
+def _nearest_member(model: type[BaseModel], details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """The errors, first those of the union member to which the first value comes nearest.
+
+    That is the member with the fewest errors inside of the value, and of several the one whose error comes last.
+    """
+    name, _ = _locate(model, details[0]["loc"])
+    inside: dict[object, list[ErrorDetails]] = {}
+    for detail in details:
+        path, _ = _locate(model, detail["loc"])
+        if path.startswith(name) and path != name:
+            inside.setdefault(detail["loc"][: len(details[0]["loc"])], []).append(detail)
+    if not inside or details[0]["type"] not in _OTHER_KINDS:
+        return details
+    fewest = min(map(len, inside.values()))
+    nearest = [member for member in inside.values() if len(member) == fewest]
+    last = max(_locate(model, member[0]["loc"])[0] for member in nearest)
+    return [member[0] for member in nearest if _locate(model, member[0]["loc"])[0] == last] + details
 
 
 def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
@@ -92,6 +118,8 @@ def _rule(detail: ErrorDetails, field: FieldInfo | None) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "value_error":
         return str(context["error"].args[0])
+    if kind == "string_pattern_mismatch":
+        return f"a string that matches {context['pattern']}"
     if kind == "string_too_long":
         return f"at most {context['max_length']} characters long"
     if kind in ("too_long", "too_short"):
@@ -102,15 +130,17 @@ def _rule(detail: ErrorDetails, field: FieldInfo | None) -> str:
     rule = None if field is None else _declared_rule(field)
     if rule is not None or kind == "missing":
         return rule or "given"
-    return _RULES.get(kind, detail["msg"].removeprefix("Input should be ").replace(" valid ", " "))
+    text = detail["msg"].removeprefix("Input should be ").replace(" valid ", " ")
+    return _RULES.get(kind, _JSON_NAMES.get(text, text))
 
 
 def _declared_rule(field: FieldInfo) -> str | None:
     """The rule of a field that holds one number, text or truth value, from its declaration; None for other fields."""
-    kinds = [kind for kind in _kinds(field.annotation) if kind is not NoneType]
+    kinds = [kind for kind in _members(field.annotation) if kind is not NoneType]
     low = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
     high = next((bound.le for bound in field.metadata if isinstance(bound, Le)), None)
-    if get_origin(field.annotation) in (list, tuple) or len(kinds) != 1:
+    above = next((bound.gt for bound in field.metadata if isinstance(bound, Gt)), None)
+    if len(kinds) != 1:
         return None
     if kinds[0] is bool:
         return "true or false"
@@ -120,9 +150,19 @@ def _declared_rule(field: FieldInfo) -> str | None:
         return (
             f"a whole number from {low} to {high}" if None not in (low, high) else _number("a whole number", low, high)
         )
-    return _number("a finite number", low, high) if kinds[0] is float else None
+    return _number("a finite number", low, high, above) if kinds[0] is float else None
 
 
-def _number(rule: str, low: Any, high: Any) -> str:
-    limits = [f"{sign} {limit:g}" for sign, limit in ((">=", low), ("<=", high)) if limit is not None]
+def _members(annotation: Any) -> list[Any]:
+    """The members of a union, or the annotation itself."""
+    origin = get_origin(annotation)
+    if origin in (Annotated, Union, UnionType):
+        members = get_args(annotation)[:1] if origin is Annotated else get_args(annotation)
+        return [kind for member in members for kind in _members(member)]
+    return [annotation]
+
+
+def _number(rule: str, low: Any, high: Any, above: Any = None) -> str:
+    bounds = ((">", above), (">=", low), ("<=", high))
+    limits = [f"{sign} {limit:g}" for sign, limit in bounds if limit is not None]
     return " ".join([rule, " and ".join(limits)]).strip()

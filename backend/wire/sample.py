@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from tinkerflow.backend.core.errors import UserError, broken, shown
+from tinkerflow.backend.core.errors import ContextExceededError, UserError, broken, shown
 from tinkerflow.backend.spec.commands import (
     Adjustments,
     Candidates,
@@ -107,7 +107,7 @@ def sample_request(
     scored = body.prompt_logprobs or body.topk_prompt_logprobs or body.prompt_alt_tokens_k
     full = bool(scored) or body.target_prompt_logprobs is not None
     most, rule = (max_context, context_rule) if full else (max_context - 1, f"{context_rule} less one")
-    prompt_T, images = _prompt(body.prompt.chunks, vocab_size, most, rule, processor, blank)
+    prompt_T, images = _prompt(body.prompt.chunks, vocab_size, max_context, most, rule, processor, blank)
     params = body.sampling_params
     if params.seed is None:
         raise broken("sampling_params.seed", None, "drawn before the request is stored")
@@ -231,7 +231,13 @@ def _prompt_wishes(body: SampleBody, prompt: int, vocab_size: int) -> PromptWish
 
 
 def _prompt(
-    chunks: Any, vocab_size: int, most: int, rule: str, find_processor: FindProcessor, blank: bool
+    chunks: Any,
+    vocab_size: int,
+    max_context: int,
+    most: int,
+    rule: str,
+    find_processor: FindProcessor,
+    blank: bool,
 ) -> tuple[Int32, tuple[ImagePixels, ...]]:
     """The tokens of a prompt, placeholders where it has images, and the images.
 
@@ -263,11 +269,19 @@ def _prompt(
             raise UserError(f"{name}.type is {shown(kind)}: must be {takes}")
         size += len(parts[-1])
         if images and size > most:  # before the next image is decoded
-            raise UserError(f"prompt has at least {size} tokens: must be 1 to {most}, {rule}")
+            raise _too_long(f"at least {size} tokens", most, rule, max_context)
     prompt_T = np.concatenate(parts) if parts else np.empty(0, np.int32)
-    if not 1 <= len(prompt_T) <= most:
-        raise UserError(f"prompt has {len(prompt_T)} tokens: must be 1 to {most}, {rule}")
+    if len(prompt_T) > most:
+        raise _too_long(f"{len(prompt_T)} tokens", most, rule, max_context)
+    if not len(prompt_T):
+        raise UserError(f"prompt has 0 tokens: must be 1 to {most}, {rule}")
     return prompt_T, tuple(images)
+
+
+def _too_long(size: str, most: int, rule: str, max_context: int) -> ContextExceededError:
+    return ContextExceededError(
+        f"prompt has {size}: must be 1 to {most}, {rule}", context=max_context, size=size, most=most
+    )
 
 
 def _token_array(tokens: Any, name: str, vocab_size: int) -> Int32:
@@ -291,7 +305,12 @@ def _max_tokens(asked: int | None, prompt: int, max_context: int) -> int:
     if asked is not None and asked > most:
         rule = f"what the context of {max_context} tokens has left after a prompt of {prompt}"
         rule = rule if left else "the prompt fills the context and can only be scored"
-        raise UserError(f"sampling_params.max_tokens is {asked}: must be at most {most}, {rule}")
+        raise ContextExceededError(
+            f"sampling_params.max_tokens is {asked}: must be at most {most}, {rule}",
+            context=max_context,
+            size=f"{prompt + asked} tokens with the answer",
+            most=max_context,
+        )
     return most if asked is None else asked
 
 

@@ -1,0 +1,184 @@
+"""What the endpoints for other clients say of a wrong request: the field that is wrong, its value and the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import litellm
+import pytest
+from tests.api.chat.conftest import Speaker
+from tests.api.conftest import BASE, KEY, Running
+
+USER = {"role": "user", "content": "Hi"}
+GOOD: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [USER], "max_tokens": 2},
+    "completions": {"prompt": "Hi", "max_tokens": 2},
+    "responses": {"input": "Hi", "max_output_tokens": 2},
+    "messages": {"messages": [USER], "max_tokens": 2},
+}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def call(**fields: Any) -> list[dict[str, Any]]:
+    return [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}, **fields}]}]
+
+
+def content(value: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": value}]}
+
+
+CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages is None: must be a list"),
+    ({"messages": []}, "messages is []: must be a list of at least 1"),
+    ({"messages": [1]}, "messages[0] is 1: must be a JSON object"),
+    ({"messages": [{}]}, "messages[0].role is missing"),
+    *(
+        ({"messages": [{"role": role, "tool_call_id": "a", **none}]}, "messages[0].content is None: must be a text or")
+        for role in ("system", "developer", "user", "assistant", "tool")
+        for none in ({}, {"content": None})
+    ),
+    *((content([], role), "messages[0].content is []: must be a text or") for role in ("system", "user", "assistant")),
+    (content(5), "messages[0].content is 5: must be a string or a list"),
+    (content(["x"]), "messages[0].content[0] is 'x': must be a JSON object"),
+    (content([{"type": "text"}]), "messages[0].content[0].text is None: must be a text"),
+    (content([{"type": "file"}]), "messages[0].content[0].type is 'file': must be text"),
+    (content("x", "bot"), "messages[0].role is 'bot': must be 'system'"),
+    ({"messages": call(type="custom")}, "messages[1].tool_calls[0].type is 'custom': must be 'function'"),
+    (
+        {"messages": call(function={"name": "f", "arguments": "x"})},
+        "messages[1].tool_calls[0].function.arguments is 'x': must be a JSON object as text",
+    ),
+    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id is None: must be the id"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search': must be 'function'"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function is missing"),
+    (
+        {"tools": [{"function": {"name": "a b"}}]},
+        "tools[0].function.name is 'a b': must be a string that matches",
+    ),
+    ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.function is missing"),
+    ({"tool_choice": {"type": "mcp"}, "tools": [TOOL]}, "tool_choice.type is 'mcp': must be 'function'"),
+    ({"tool_choice": "f"}, "tool_choice is 'f': must be 'none', 'auto' or 'required' or a JSON object"),
+    ({"tool_choice": "required"}, "tool_choice is 'required': must be auto, none, or a call of one of the tools"),
+    ({"response_format": {"type": "xml"}}, "response_format.type is 'xml': must be 'text'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is None: must be given"),
+    ({"stop": 5}, "stop is 5: must be a string or a list"),
+    ({"stop": ["a", 5]}, "stop[1] is 5: must be a string"),
+    ({"stop_token_ids": "x"}, "stop_token_ids is 'x': must be a list"),
+    ({"stop_token_ids": [4, 99999]}, "stop_token_ids[1] is 99999: must be >= 0"),
+    ({"n": 0}, "n is 0: must be a whole number from 1 to 1024"),
+    ({"temperature": "hot"}, "temperature is 'hot': must be a finite number >= 0"),
+    ({"top_logprobs": 3}, "top_logprobs is 3: must be left out without logprobs"),
+    ({"logit_bias": {"a": 1}}, "logit_bias has the key 'a'"),
+    ({"metadata": {"a": 1}}, "metadata['a'] is 1: must be a string"),
+    ({"store": True}, "store is True: must be false"),
+    ({"functions": []}, "functions is not supported by this endpoint"),
+    ({"model": 5}, "model is 5: must be a string"),
+]
+COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt is None: must be a string or a list"),
+    ({"prompt": []}, "prompt is []: must be a text, token ids, or a list of either that is not empty"),
+    ({"prompt": ""}, "prompt has 0 tokens"),
+    ({"prompt": ["x", ""]}, "prompt[1] has 0 tokens"),
+    ({"prompt": [[]]}, "prompt[0] has 0 tokens"),
+    ({"prompt": [True]}, "prompt[0] is True: must be a whole number or a string or a list"),
+    ({"prompt": ["a", 1]}, "prompt[1] is 1: must be"),
+    ({"prompt": [1, "a"]}, "prompt[1] is 'a': must be"),
+    ({"prompt": [99999]}, "prompt[0] is 99999: must be >= 0"),
+    ({"prompt": [[1], [2, 99999]]}, "prompt[1][1] is 99999: must be >= 0"),
+    ({"prompt": ["x"] * 1025}, "prompt has 1025 prompts: must have at most 1024"),
+    ({"n": 2, "prompt": ["x"] * 1024}, "n is 2: must be at most 1 for 1024 prompts"),
+    ({"best_of": 2}, "best_of is not supported by this endpoint"),
+    ({"max_tokens": 0}, "max_tokens is 0: must be at least 1 without echo"),
+]
+RESPONSES: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input is None: must be a string or a list"),
+    ({"input": ["x"]}, "input[0] is 'x': must be a JSON object"),
+    ({"input": [{}]}, "input[0].role is None"),
+    *(({"input": [{"role": role}]}, "input[0].content is None") for role in ("system", "user", "assistant")),
+    ({"input": [{"role": "user", "content": []}]}, "input[0].content is []: must be a text or a list of at least one"),
+    ({"input": [{"type": "strange"}]}, "input[0].type is 'strange'"),
+    ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output is None"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search': must be 'function'"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.name is missing"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is None: must be given"),
+    ({"temperature": -1}, "temperature is -1"),
+    ({"truncation": "auto"}, "truncation is 'auto': must be 'disabled'"),
+    ({"previous_response_id": "x"}, "previous_response_id is not supported"),
+]
+MESSAGES: list[tuple[dict[str, Any], str]] = [
+    *(({"messages": [{"role": role}]}, "messages[0].content is missing") for role in ("user", "assistant")),
+    *((content(none), "messages[0].content is") for none in (None, [])),
+    (content("x", "system"), "messages[0].role is 'system': must be 'user' or 'assistant'"),
+    (content([{"type": "tool_result"}]), "messages[0].content[0].tool_use_id is None"),
+    ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type is 'web_search_20250305': must be"),
+    ({"stop_sequences": "x"}, "stop_sequences is 'x': must be a list"),
+    ({"stop_sequences": [5]}, "stop_sequences[0] is 5: must be a string"),
+    ({"top_p": 0}, "top_p is 0: must be a finite number > 0 and <= 1"),
+    ({"mcp_servers": [1]}, "mcp_servers is not supported"),
+    ({"max_tokens": None}, "max_tokens is None: must be a whole number >= 1"),
+]
+TABLE = [
+    (path, change, message)
+    for path, rows in zip(GOOD, (CHAT, COMPLETIONS, RESPONSES, MESSAGES), strict=True)
+    for change, message in rows
+]
+Post = Callable[..., Any]
+
+
+def test_a_refusal_names_the_field_that_is_wrong(post: Post, speaker: Speaker) -> None:
+    """One server for all rows; `param` is the field's name at the top of the request."""
+    wrong = []
+    for path, change, message in TABLE:
+        answer = post(path, {"model": BASE, **GOOD[path], **change})
+        error = answer.json()["error"] if answer.status_code == 400 else {"message": answer.text}
+        field = next(iter(change))
+        if not error["message"].startswith(message) or error.get("param", field) != field:
+            wrong.append((path, change, error))
+    assert not wrong
+
+
+def test_an_answer_without_content_that_calls_tools_is_a_message(post: Post, speaker: Speaker) -> None:
+    results = [{"role": "tool", "tool_call_id": "a", "content": "3"}]
+    for other in ({"tool_calls": [{"id": "a", "function": {"name": "f"}}]}, {"reasoning_content": "hm"}):
+        speaker.says("ok")
+        messages = [USER, {"role": "assistant", "content": None, **other}, *(results if "tool_calls" in other else ())]
+        assert post("chat/completions", {"model": BASE, "messages": messages}).status_code == 200
+
+
+LONG = {
+    "chat/completions": ({"messages": [{"role": "user", "content": "x " * 6000}]}, "messages have 12"),
+    "completions": ({"prompt": [5] * 5000}, "prompt has 5000 tokens"),
+    "responses": ({"input": "x " * 6000}, "input has 12"),
+    "messages": ({"messages": [{"role": "user", "content": "x " * 6000}]}, "prompt is too long: 12"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", LONG)
+def test_a_context_that_is_exceeded_has_a_code(path: str, stream: bool, post: Post, speaker: Speaker) -> None:
+    body, message = LONG[path]
+    for more in ({}, {"max_tokens" if path != "responses" else "max_output_tokens": 5}):
+        answer = post(path, {"model": BASE, **GOOD[path], **body, **more, "stream": stream})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["message"].startswith(message), error
+        assert error["type"] == "invalid_request_error"
+        assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
+
+
+def test_an_answer_that_the_context_cannot_hold_has_the_code_too(post: Post, speaker: Speaker) -> None:
+    names = {"chat/completions": "max_tokens", "completions": "max_tokens", "responses": "max_output_tokens"}
+    for path, name in names.items():
+        error = post(path, {"model": BASE, **GOOD[path], name: 5000}).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+    long = {"prompt": "x" * 16 * 4096 + "x"}
+    assert post("completions", {"model": BASE, **long}).json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_litellm_knows_that_the_context_is_exceeded(provider: str, server: Running, speaker: Speaker) -> None:
+    base = f"{server.url}/v1" if provider == "openai" else server.url
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(
+            f"{provider}/{BASE}", [{"role": "user", "content": "x " * 6000}], api_base=base, api_key=KEY, max_tokens=2
+        )
