@@ -84,6 +84,12 @@ class Connection(HttpToolsProtocol):
         return self._in_headers or self._in_body
 
     @property
+    def unclaimed(self) -> bool:
+        """Whether no key was accepted on the connection, and the server works on none of its requests."""
+        answered = self.cycle is None or self.cycle.response_complete
+        return not self.accepted and (self._in_headers or answered)
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is under way: the last request was answered."""
         return not self.unfinished and (self.cycle is None or self.cycle.response_complete)
@@ -129,7 +135,7 @@ def close_excess(connections: Iterable[Connection]) -> None:
     """Close the connections of strangers that an address has beyond STRANGERS, the oldest first."""
     strangers: dict[str, list[Connection]] = defaultdict(list)
     for connection in connections:
-        if not connection.accepted and (connection.unfinished or connection.idle):
+        if connection.unclaimed:
             strangers[connection.address].append(connection)
     for address, theirs in strangers.items():
         if excess := sorted(theirs, key=lambda one: one.born)[:-STRANGERS]:

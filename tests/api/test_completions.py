@@ -177,10 +177,12 @@ def test_a_text_that_no_context_holds_is_not_tokenised(
     path: str, given: dict[str, Any], field: str, server: Running, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr(Tokenizer, "encode", lambda _, text, *, special: read.append(text) or [2])
+    monkeypatch.setattr(Tokenizer, "encode", lambda _, text: read.append(text) or [2])
     refused = post(server, path, {"model": BASE, **given})
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == (
+    error = refused.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(
         f"{field} has 1025 characters: must have at most 1024, 16 for each token of the context"
     )
     assert read in ([], ["a"])

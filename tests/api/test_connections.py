@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from tests.api.conftest import KEY, Running
 
 from tinkerflow.api import connections
 from tinkerflow.api.connections import address_group
+from tinkerflow.api.identity import Authenticator
 
 HEAD = f"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEY}\r\n"
 Connect = Callable[..., socket.socket]
@@ -93,6 +96,24 @@ def test_the_oldest_connections_of_an_address_without_a_key_give_way(
         connection.sendall(b"Content-Length: 19\r\n\r\n" + b'{"sdk_version":"0"}')
         assert b"200 OK" in connection.recv(2**16)
     assert server.session()
+
+
+def test_connections_whose_key_is_being_checked_do_not_give_way(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 60)
+    checked, identity = threading.Event(), Authenticator.identity
+
+    async def slow_identity(*args: Any) -> Any:
+        await asyncio.to_thread(checked.wait)
+        return await identity(*args)
+
+    monkeypatch.setattr(Authenticator, "identity", slow_identity)
+    working = [connect(HEAD + "Content-Length: 19\r\n\r\n" + '{"sdk_version":"0"}') for _ in range(20)]
+    excess = [connect(HEAD) for _ in range(6)]
+    assert end_of(excess[0]) == b"", "the bound was applied"
+    checked.set()
+    assert all(b"200 OK" in connection.recv(2**16) for connection in working)
 
 
 def test_a_client_that_does_not_read_its_answer_is_cut_off(
