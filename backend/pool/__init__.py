@@ -1,8 +1,8 @@
 """The long-lived group of JAX processes, and the one object through which the engine commands it.
 
-A group fails as a whole: when one of its processes dies, hangs or differs from the others, all processes are ended,
-every outstanding command fails by name, and a new generation starts. Importing this room does not load JAX; only the
-workers do.
+A group is one failure unit. When one of its processes dies, hangs or differs from the others, the pool kills all of
+them, fails every outstanding command with a named error, and starts a new generation. Only the worker processes load
+JAX; importing this package does not.
 
 A command's path: `Pool.submit` (pool.py) -> its place in the queue (scheduler.py) -> the group's outbox (group.py) ->
 frames (protocol/frames.py) -> the worker's main thread (worker.py) -> its executor, and back.

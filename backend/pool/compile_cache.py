@@ -1,13 +1,13 @@
-"""JAX's persistent compilation cache, kept whole for every rank of a group.
+"""JAX's persistent compilation cache, complete for every rank of a group.
 
-A group that starts again must find every program that it has compiled, on all ranks: ranks that compile a program help
-each other to choose kernels, and wait for each other. JAX itself writes entries from process 0 only. So every rank has
-a folder of its own. Where all ranks have the same key for the same program, rank 0 compiles for all (JAX's option
-`jax_share_binary_between_hosts`), and the other ranks copy its entries when the group starts. Elsewhere (on CPUs, where
+When a group starts again, all ranks must find every program that they have compiled. Ranks that compile a program
+choose kernels together and wait for each other. JAX itself writes entries only from process 0, so every rank has its
+own folder. If all ranks have the same key for the same program, rank 0 compiles for all (JAX's option
+`jax_share_binary_between_hosts`), and the other ranks copy its entries when the group starts. Otherwise (on CPUs, where
 a key depends on the rank) each rank compiles for itself and writes its own entries.
 
-JAX writes entries in place and never replaces them, so an entry that a kill has cut short would cost a compilation at
-every start. Such entries are deleted when a process starts.
+JAX writes entries in place and never replaces them. A process that is killed while it writes leaves a truncated entry,
+which would cost a compilation at every start. So a starting process deletes truncated entries.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import zstandard
 
 log = logging.getLogger(__name__)
 _ENTRY = "-cache"  # the end of the name of each file that JAX writes
-_CHECKED = "checked"  # a file that is as new as the last check
+_CHECKED = "checked"  # a file with the time of the last check
 
 
 def folder_of(cache: str, model_path: str, processes: int, rank: int) -> Path:
-    """Where a process keeps its entries: in `cache` itself, or for a rank of several in a folder of its own.
+    """The folder for a process's entries: `cache` itself, or its subfolder for this rank of several.
 
-    Groups of several processes share no folder unless their models have the same name and configuration.
+    Groups of several processes share folders only if their models have the same name and configuration.
     """
     if processes == 1:
         return Path(cache)
@@ -37,20 +37,20 @@ def folder_of(cache: str, model_path: str, processes: int, rank: int) -> Path:
 
 
 def delete_cut_entries(folder: Path) -> None:
-    """Delete the entries that a kill has cut short, among those that were written since the last call."""
+    """Delete truncated entries among those that were written since the last call."""
     folder.mkdir(parents=True, exist_ok=True)
     checked = folder / _CHECKED
     last = checked.stat().st_mtime_ns if checked.exists() else 0
     checked.touch()
     for entry in sorted(folder.glob(f"*{_ENTRY}")):
         if entry.stat().st_mtime_ns >= last and _is_cut(entry.read_bytes()):
-            log.warning("deleting %s of the compilation cache: it was cut short", entry)
+            log.warning("deleting the truncated entry %s of the compilation cache", entry)
             entry.unlink(missing_ok=True)
 
 
 def _is_cut(entry: bytes) -> bool:
     if len(entry) >= len(zstandard.FRAME_HEADER) and not entry.startswith(zstandard.FRAME_HEADER):
-        return False  # another compression, which cannot be checked here
+        return False  # compressed by another algorithm, which this module cannot check
     try:
         zstandard.ZstdDecompressor().decompress(entry)
     except zstandard.ZstdError:
@@ -61,10 +61,10 @@ def _is_cut(entry: bytes) -> bool:
 def has_common_keys(folder: Path, compile_probe: Callable[[], None], gather: Callable[[str], Sequence[str]]) -> bool:
     """Whether all ranks have the same key for the same program. Every rank must call it.
 
-    folder: the rank's own, where JAX writes entries at the moment. compile_probe: compiles a program called `probe`,
-    which no other program is called. gather: gives the text of this rank, and returns the texts of all ranks.
+    folder: the folder of this rank, where JAX writes its entries. compile_probe: compiles a program with the unique
+    name `probe`. gather: sends the text of this rank to all ranks, and returns the texts of all ranks.
     """
-    for entry in folder.glob(f"*probe-*{_ENTRY}"):  # of an earlier version, maybe
+    for entry in folder.glob(f"*probe-*{_ENTRY}"):  # left by an earlier start
         entry.unlink()
     compile_probe()
     return len(set(gather(" ".join(entry.name for entry in folder.glob(f"*probe-*{_ENTRY}"))))) == 1
@@ -77,10 +77,10 @@ def copy_entries_of_rank_0(
     publish: Callable[[str, bytes], None],
     receive: Callable[[str], bytes],
 ) -> None:
-    """Give every rank the entries of rank 0, and no others. Every rank must call it before it compiles anything.
+    """Copy the entries of rank 0 to every rank, and delete all other entries. Every rank calls it before it compiles.
 
-    gather: gives the text of this rank, and returns the texts of all ranks, in order. publish, receive: send bytes from
-    rank 0 to all others, by name.
+    gather: see `has_common_keys`; the texts are in the order of the ranks. publish: called on rank 0 with the name and
+    the content of an entry. receive: returns the content that rank 0 published under a name.
     """
     lists = [set(text.split()) for text in gather(" ".join(entry.name for entry in folder.glob(f"*{_ENTRY}")))]
     for name in sorted(lists[0] - set[str].intersection(*lists)):

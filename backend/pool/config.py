@@ -20,16 +20,16 @@ class PoolConfig:
     """The configuration of a pool. Times are in seconds.
 
     group: the configuration that every process gets.
-    processes: of a group.
-    command_deadline: for a command that brings no deadline of its own.
-    start_deadline: for the start of a group, and for a command that waits for a group.
-    groups: how many groups the driver starts, which may share devices.
+    processes: how many processes a group has.
+    command_deadline: the deadline of a command that is submitted without one.
+    start_deadline: the deadline of a group's start, and of a command that waits for a group.
+    groups: how many groups the driver starts. They may share devices.
     executor: "module:attribute" of the class that each worker runs (tinkerflow.backend.pool.worker.CommandExecutor).
-    heartbeat_timeout: a process without a sign of life for so long counts as stopped.
+    heartbeat_timeout: a process counts as stopped after so long without a sign of life.
     chunks_per_microbatch: steps of the sampler for each micro-batch of training, while both wait.
-    stack_seconds: for a process that has missed a deadline to write its stacks to its log.
-    exit_seconds: for a process that has closed its connection to end, so that its exit status is known.
-    agreement_seconds: for all ranks to report that the devices have no memory left, once one rank has.
+    stack_seconds: the time that a process has to log its stacks after it missed a deadline.
+    exit_seconds: the time that a process has to end after it closed its connection, so that its exit status is known.
+    agreement_seconds: after one rank ran out of device memory, all other ranks must report the same within this time.
     probation: how many commands are sent one at a time after an unexplained death. A second death then identifies its
     command.
     """
@@ -48,7 +48,7 @@ class PoolConfig:
     probation: int = 2**14
 
     def start_message(self, coordinator: str, slots: Sequence[WorkerSlot]) -> Start:
-        """The first message to every process. slots: those of the ranks, in order."""
+        """The first message to every process. slots: the slots of all ranks, in order."""
         hosts = [slot.host for slot in slots]
         numbers = tuple(hosts.index(host) for host in hosts)
         fitting = [math.ceil(slot.capacity / hosts.count(slot.host)) for slot in slots if slot.capacity]
@@ -58,8 +58,8 @@ class PoolConfig:
     def digest(self) -> str:
         """A text that is the same for pools whose processes can serve each other's drivers.
 
-        It follows from the start message, our code and the files of the base model, which takes up to a second to read.
-        OSError when one of the files cannot be read.
+        The digest covers the start message, our code and the files of the base model. Reading the files takes up to a
+        second. OSError when one of the files cannot be read.
         """
         model = Path(self.group.model_path)
         digest = hashlib.sha256(b"".join(codec.encode(self.start_message(coordinator="", slots=()))))

@@ -1,4 +1,4 @@
-"""Events for one consumer, whose producer can wait until they are handled."""
+"""A queue of events for one consumer. The producer can wait until the consumer has handled them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class HandledEvents(Generic[T]):
     """A queue of events. An event is handled when the consumer has come back for the next one."""
 
     def __init__(self) -> None:
-        """No event happened yet, and nobody consumes them."""
+        """The queue is empty and has no consumer."""
         self._queue: asyncio.Queue[T | None] = asyncio.Queue()
         self.is_consumed = False
 
@@ -22,7 +22,7 @@ class HandledEvents(Generic[T]):
         self._queue.put_nowait(event)
 
     def close(self) -> None:
-        """End the iteration after the events that were put."""
+        """End the iteration after the events in the queue."""
         self._queue.put_nowait(None)
 
     async def handled(self) -> None:
@@ -31,7 +31,7 @@ class HandledEvents(Generic[T]):
             await self._queue.join()
 
     async def consume(self) -> AsyncIterator[T]:
-        """Every event, until `close`."""
+        """Yield every event until `close`."""
         self.is_consumed = True
         try:
             while (event := await self._queue.get()) is not None:

@@ -19,19 +19,19 @@ from tinkerflow.backend.spec.commands import GroupInfo
 
 log = logging.getLogger(__name__)
 
-NOTICE_SECONDS = 20.0  # from the notice that a group's machine goes until the group is ended; clouds give 25 or 30
-FIRST_STARTS = 3  # attempts before `start` gives up: a port may be taken between probing and binding it
+NOTICE_SECONDS = 20.0  # from a termination notice until the group is ended; clouds give 25 or 30 s
+FIRST_STARTS = 3  # attempts before `start` gives up; a free port may be taken before JAX binds it
 
 
 class PoolState(enum.Enum):
-    """What a pool does."""
+    """The states of a pool."""
 
     RESTING = "resting"  # no group runs, and none is wanted
-    PAUSING = "pausing"  # before the next start
+    PAUSING = "pausing"  # the next start is delayed
     STARTING = "starting"
-    WAITING = "waiting"  # for hosts with capacity for the processes
+    WAITING = "waiting"  # no hosts have capacity for the processes
     SERVING = "serving"
-    DRAINING = "draining"  # the group serves, and is released when what it executes is done
+    DRAINING = "draining"  # the group executes its last work, and is then released
     STOPPED = "stopped"
 
 
@@ -49,7 +49,7 @@ _NEXT = {
 
 @dataclass(frozen=True)
 class GroupLost:
-    """A generation ended, and everything on its devices with it; `cause` names the rank and what happened to it."""
+    """A generation ended, and everything on its devices is lost. cause: names the rank and its fault."""
 
     generation: int
     cause: str
@@ -58,8 +58,10 @@ class GroupLost:
 class Generations:
     """The groups of one pool.
 
-    info: the description of the newest generation that was ready. last_error: that ended or prevented the last one.
-    start_failure: why the last start on demand failed; "" = it did not. losses, notices: see Pool.
+    info: the description of the newest generation that was ready.
+    last_error: the error that ended the last generation or prevented its start.
+    start_failure: why the last start on demand failed; "" = no failure.
+    losses, notices: see Pool.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Generations:
         *,
         on_demand: bool,
     ) -> None:
-        """Nothing starts before `start`. on_ready: called before a group serves. The others: see Pool.start."""
+        """Nothing starts before `start`. on_ready: called before a group serves. Other arguments: see Pool.start."""
         self.info: GroupInfo | None = None
         self.last_error: TinkerflowError | None = None
         self.start_failure = ""
@@ -88,8 +90,8 @@ class Generations:
         self._wanted = asyncio.Event()
         self._changed = asyncio.Event()
         self._group: Group | None = None
-        self._number = 0  # of the last generation
-        self._probation = 0  # commands that the next generation gets one at a time
+        self._number = 0  # the number of the last generation
+        self._probation = 0  # how many commands the next generation gets one at a time
         self._restarts = Restarts()
         self._keeper: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
@@ -97,7 +99,7 @@ class Generations:
     # ------------------------------------------------------------------ for the pool
     @property
     def state(self) -> PoolState:
-        """What the pool does."""
+        """The state of the pool."""
         return self._state
 
     @property
@@ -117,7 +119,7 @@ class Generations:
         return self._group if serves and self._group is not None and self._group.is_ready else None
 
     async def wait_for_serving(self) -> Group:
-        """Wait for a group that serves. GroupFailedError when the pool is stopped."""
+        """Wait until a group serves, and return it. GroupFailedError when the pool is stopped."""
         while (group := self.serving) is None:
             if self._state is PoolState.STOPPED:
                 raise GroupFailedError("the worker pool was stopped")
@@ -126,9 +128,9 @@ class Generations:
         return group
 
     async def start(self) -> None:
-        """Start the first generation, unless groups run on demand, and replace it when it ends.
+        """Start the first generation, unless groups run on demand. Replace each generation that ends.
 
-        Raises UserError when the executor refuses the configuration, GroupFailedError when no group came up in
+        Raises UserError when the executor refuses the configuration, GroupFailedError when no group was ready after
         FIRST_STARTS attempts.
         """
         if not self._on_demand:
@@ -142,22 +144,22 @@ class Generations:
         self._keeper = asyncio.create_task(self._keep(), name="pool")
 
     def begin(self) -> None:
-        """Have a group started, and others when that fails."""
+        """Start a group, and replace it whenever it fails."""
         self._wanted.set()
 
     def drain(self) -> None:
-        """Begin nothing new on the group that serves."""
+        """Start no new work on the serving group."""
         if self._state is PoolState.SERVING:
             self._enter(PoolState.DRAINING)
 
     def release(self, cause: str) -> None:
-        """End the group that serves after a notice, and start none until `begin`."""
+        """End the serving group after a termination notice, and start none until `begin`."""
         self.drain()
         self._wanted.clear()
         self._give_notice(cause)
 
     async def stop(self) -> None:
-        """End the group, and return when no process is left."""
+        """End the group, and wait until no process is left."""
         self._enter(PoolState.STOPPED)
         for task in (self._keeper, self._leaving):
             if task is not None:
@@ -199,13 +201,13 @@ class Generations:
     async def _try_launch(self) -> bool:
         try:
             return await self._launch()
-        except Exception as error:  # for example the base model's files cannot be read: they may come back
+        except Exception as error:  # for example an unreadable file of the base model, which may become readable
             log.exception("worker group %d cannot be started", self._number)
             self.last_error = GroupFailedError(f"worker group {self._number} cannot be started: {error!r}")
             return False
 
     async def _launch(self) -> bool:
-        """Start the next generation; whether it was ready."""
+        """Start the next generation. Returns whether it became ready."""
         self._number += 1
         self._enter(PoolState.STARTING)
         plan = await asyncio.to_thread(self._config.digest)
@@ -220,7 +222,7 @@ class Generations:
             self.last_error = error
             log.error("worker group %d did not start: %s", generation, error)
             return False
-        self._group = group  # from here on `stop` ends it
+        self._group = group  # `stop` ends the group from here on
         self._on_ready(info)
         await self.losses.handled()
         if group.is_ready:
@@ -230,7 +232,7 @@ class Generations:
         return True
 
     async def _wait_for_capacity(self) -> None:
-        """Return when the site has capacity for all processes; until the next await nobody else takes it."""
+        """Wait until the site has capacity for all processes. The caller must reserve it before its next await."""
         site, processes, waited = self._site, self._config.processes, False
         while (missing := site.missing(processes)) or waited:
             waited = bool(missing)
@@ -248,14 +250,14 @@ class Generations:
         if state is not self._state:
             self._enter(state)
 
-    # ------------------------------------------------------------------ the end that was announced
+    # ------------------------------------------------------------------ an announced end
     def _give_notice(self, cause: str) -> None:
         if self._leaving is None or self._leaving.done():
             self._leaving = asyncio.create_task(self._leave(cause), name="leaving")
 
     async def _leave(self, cause: str) -> None:
-        """End the group when the consumer of the notices has saved what is on its devices."""
-        log.warning("%s; its models are saved first", cause)
+        """End the group after the consumer of the notices has saved its models."""
+        log.warning("%s; saving its models first", cause)
         group = self._group
         if group is None:
             return

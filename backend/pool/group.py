@@ -1,8 +1,8 @@
 """One generation: N worker processes that live and die together.
 
-The first thing that goes wrong anywhere ends the group: a process ends, is silent, differs from the others or sends
-garbage, or a command misses its deadline. All processes are killed, and everything outstanding fails with an error that
-names the rank and the cause.
+The first fault ends the group: a process ends, is silent, differs from the others or sends garbage, or a command misses
+its deadline. Then all processes are killed, and everything outstanding fails with an error that names the rank and the
+cause.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _NEXT = {
 
 
 class Group:
-    """One generation. `launch` starts it; `ended` resolves to the cause when its last process is gone."""
+    """One generation. `launch` starts it. `ended` resolves to the cause when the last process is gone."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class Group:
     ) -> None:
         """Nothing starts before `launch`.
 
-        config: of all generations.
+        config: the configuration of all generations.
         site: where the processes are started.
         on_progress: called with lines for people, from rank 0.
         generation: the number of this group, from 1.
-        probation: so many commands are sent one at a time. Without probation the next command may be begun while one is
-        computed, and it is unknown which of the two ends the group.
+        probation: how many commands are sent one at a time. Otherwise two commands may be in progress when the group
+        ends, and it is unknown which of them caused the end.
         on_notice: called with the reason why the group should end soon, when one of its processes gets SIGTERM.
         """
         loop = asyncio.get_running_loop()
         self.generation = generation
         self.ended: asyncio.Future[TinkerflowError] = loop.create_future()
-        self.crashed = False  # it ended by itself; known once it ends
+        self.crashed = False  # whether the group ended by itself; valid once it has ended
         self._phase = Phase.STARTING
         self._config = config
         self._on_progress = on_progress
@@ -101,18 +101,18 @@ class Group:
         self._commands = OutstandingCommands(config, generation, probation, self._send, self._fail, self._dump_stacks)
         self._transfers = OutstandingTransfers(config.processes)
         self._failure: TinkerflowError | None = None
-        self._accused: int | None = None  # the rank that is named as the cause
-        self._confessed = False  # the accused rank has reported that it ends, and so of which command
+        self._accused: int | None = None  # the rank that caused the end
+        self._confessed = False  # whether the accused rank reported its end, which identifies its command
 
     # ------------------------------------------------------------------ for the pool
     @property
     def is_ready(self) -> bool:
-        """Whether it takes commands."""
+        """Whether the group takes commands."""
         return self._phase is Phase.READY
 
     @property
     def probation_of_next(self) -> int:
-        """The probation of the next generation: a new one after an unexplained death, else the rest of this one's."""
+        """The probation of the next generation: a full one after an unexplained death, else the rest of this one."""
         return self._config.probation if self.crashed and not self._confessed else self._commands.probation
 
     @property
@@ -122,15 +122,15 @@ class Group:
 
     @property
     def bytes_sent(self) -> int:
-        """How many bytes were sent to the processes, in all."""
+        """How many bytes were sent to all processes together."""
         return sum(member.link.sent for member in self._members if member.link is not None)
 
     async def launch(self, slots: Sequence[WorkerSlot], plan: str) -> GroupInfo:
-        """Start a process in each slot and wait until their executors are ready: the description of the group.
+        """Start a process in each slot, wait until the executors are ready, and return the group's description.
 
-        plan: PoolConfig.digest. The slots are released when all processes have ended.
-        Raises the error of the executor's constructor if that is a UserError, else GroupFailedError or DeadlineError.
-        No process is left when it raises or is cancelled.
+        slots: released when all processes have ended. plan: PoolConfig.digest.
+        Raises UserError when the constructor of the executor raises it. Raises GroupFailedError or DeadlineError for
+        any other failure. No process is left when this raises or is cancelled.
         """
         self._slots = slots
         generation, seconds = self.generation, self._config.start_deadline
@@ -154,19 +154,19 @@ class Group:
             raise
 
     def submit(self, command: Command, deadline: float, parent: str | None = None) -> asyncio.Future[Reply]:
-        """Send `command` to every rank; the future gives rank 0's reply or the error (see Pool.submit).
+        """Send `command` to every rank. The future gives rank 0's reply or the error (see Pool.submit).
 
-        parent: the context of the span that it belongs to.
+        deadline: seconds. parent: the context of the command's span.
         """
         if self._failure is not None:
             raise self._failure
         if self._commands.probation and isinstance(command, SampleStep):
-            command = command.copy_with(wait=True)  # or the next command is blamed for work that it leaves behind
+            command = command.copy_with(wait=True)  # unfinished work would put the blame on the next command
         body = codec.encode(command if parent is None else Traced(parent, command))
         return self._commands.submit(type(command).__name__, body, deadline)
 
     def transfer(self, job: FetchState | WriteState) -> asyncio.Future[Mapping[str, Digest]]:
-        """Have every rank read or write its part of a state, beside the commands: the files that were written."""
+        """Have every rank read or write its part of a state while commands run. The future gives the written files."""
         if self._failure is not None:
             raise self._failure
         number, future = self._transfers.begin()
@@ -174,7 +174,7 @@ class Group:
         return future
 
     def end(self, error: TinkerflowError, *, crashed: bool = False) -> None:
-        """Kill every process and fail everything outstanding with `error`. crashed: the group ended by itself."""
+        """Kill all processes and fail everything outstanding. crashed: whether the group ended by itself."""
         if self._failure is not None:
             return
         self._enter(Phase.ENDING)
@@ -224,10 +224,10 @@ class Group:
             case Transferred():
                 self._transfers.answer(member.rank, message)
             case TerminationNotice():
-                cause = f"rank {member.rank} was told to end by SIGTERM"
+                cause = f"rank {member.rank} received SIGTERM"
                 if self._phase is Phase.READY:
                     self._on_notice(f"worker group {self.generation} ended: {cause}")
-                else:  # there is nothing to save
+                else:  # a group that is not ready has no state to save
                     self._fail(cause, crashed=False)
             case Fatal():
                 self._note_confession(member.rank, message.failed)
@@ -261,11 +261,11 @@ class Group:
             self._fail(f"rank {rank} ended itself: {failed.message}")
 
     async def _note_lost(self, member: Member, how: str) -> None:
-        # The neighbours of a dead rank fail within milliseconds, too: the first rank that was noticed is named.
+        # The other ranks fail milliseconds after a rank that died, so only the first loss counts.
         if self._accused is not None:
             return
         self._accused = member.rank
-        crashed = False  # as far as is known
+        crashed = False  # unless the exit status shows otherwise
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.exit_seconds):
                 ending = await member.process.ended()

@@ -32,9 +32,9 @@ def join_jax(
 ) -> None:
     """Set JAX up for this process: its share of the host's devices, the compilation cache, and the group.
 
-    start, rank: what the driver has said, and which process this is. progress: gets lines for people.
+    start: the driver's first message. rank: of this process. progress: gets lines for people.
     environment: (name of the platform, the variables that are set, groups that share a device) -> variables to set.
-    UserError when the platform that the settings ask for is not here, or its devices cannot be shared.
+    UserError when the configured platform is missing, or its devices cannot be shared.
     """
     import jax
 
@@ -42,8 +42,8 @@ def join_jax(
     expected = devices.expected(config.platform, os.environ)
     if expected == "tpu" and start.groups > 1:
         raise UserError(
-            f"{start.groups} base models are on one host of TPUs, where a process takes all chips: serve one base "
-            "model, or each on hosts of its own"
+            f"{start.groups} base models are on one TPU host, where one process uses all chips: serve one base model, "
+            "or give each its own hosts"
         )
     os.environ.update(environment(expected, os.environ, start.groups))
     update: Callable[[str, object], None] = jax.config.update
@@ -70,7 +70,7 @@ def join_jax(
             cluster_detection_method="deactivate",
             coordinator_bind_address=start.coordinator,  # the default binds every interface
             initialization_timeout=60,
-            # longer than the driver waits: it names who was silent, and JAX only aborts, as if that process had crashed
+            # Longer than the driver waits. The driver names the silent rank; JAX only aborts, which looks like a crash.
             heartbeat_timeout_seconds=max(30, math.ceil(2 * start.silence)),
             shutdown_timeout_seconds=10,
         )
@@ -84,10 +84,10 @@ def join_jax(
 
 
 def _keep_programs_of_all(cache: Path, rank: int, processes: int) -> None:
-    """Have every rank of a group of several find its programs in its `cache` at the next start.
+    """Let every rank of a group of several find its programs in its `cache` at the next start.
 
-    Rank 0 compiles for all ranks if they have the same keys: on NVIDIA GPUs kernels are chosen by measuring, so that
-    ranks that compile alone may compute other bits. On CPUs compilation depends on nothing but the program.
+    Rank 0 compiles for all ranks if they have the same keys. XLA chooses kernels for NVIDIA GPUs by measuring, so ranks
+    that compile alone may compute different bits. On CPUs the result of compilation depends only on the program.
     """
     import jax
     from jax._src import distributed
@@ -95,7 +95,7 @@ def _keep_programs_of_all(cache: Path, rank: int, processes: int) -> None:
 
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # their folders would be part of an entry's key
     client = distributed.global_state.client
-    assert client is not None  # jax.distributed.initialize made it
+    assert client is not None  # jax.distributed.initialize created the client
     over_all = NamedSharding(Mesh(jax.devices(), ("all",)), PartitionSpec("all"))
 
     def compile_probe() -> None:
@@ -109,7 +109,7 @@ def _keep_programs_of_all(cache: Path, rank: int, processes: int) -> None:
         wait = _GATHER_SECONDS * 1000
         return [client.blocking_key_value_get(f"tinkerflow/{name}/{other}", wait) for other in range(processes)]
 
-    distributed.global_state.process_id = 0  # JAX has only process 0 write; nothing else reads it from here on
+    distributed.global_state.process_id = 0  # JAX writes entries only in process 0, and reads the id for nothing else
     if has_common_keys(cache, compile_probe, partial(gather, "probe")):
         distributed.global_state.process_id = rank
         copy_entries_of_rank_0(
@@ -126,23 +126,25 @@ def _keep_programs_of_all(cache: Path, rank: int, processes: int) -> None:
 
 
 def share_of_host(start: Start, rank: int) -> list[int] | None:
-    """The ordinals of this process's GPUs, where several processes of the group share its host; None: all it sees."""
+    """The ordinals of this process's GPUs if processes of the group share its host; None = all visible GPUs."""
     sharing = [other for other, host in enumerate(start.hosts) if host == start.hosts[rank]]
     found = devices.expected(start.config.platform, os.environ)
     if len(sharing) < 2 or found == "cpu":
         return None
     if found == "tpu":
-        raise UserError(f"{len(sharing)} processes of the group are on one host of TPUs: let it run one, of all chips")
+        raise UserError(
+            f"{len(sharing)} processes of the group are on one TPU host: run one process there, which uses all chips"
+        )
     if not (gpus := devices.gpu_count(os.environ)):
         return None
     return devices.share(sharing.index(rank), len(sharing), gpus)
 
 
 def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None]) -> None:
-    """UserError unless the platform that the settings ask for is the one of JAX's devices; CPUs in its place are told.
+    """Open the devices. Raise UserError unless they have the configured platform and are new enough.
 
-    Also for a GPU that is too old: XLA compiles Triton's kernels for none before Ampere (jax-ml/jax, issue 26799), and
-    Triton knows float8 from Ada on. It opens the devices.
+    XLA compiles Triton's kernels only for Ampere and newer (jax-ml/jax, issue 26799), and Triton supports float8 only
+    on Ada and newer. `progress` gets a warning if CPUs serve although the host has an accelerator.
     """
     extra = {"cuda": "; install the extra `gpu`", "tpu": "; install the extra `tpu`"}.get(config.platform, "")
     try:
@@ -162,19 +164,18 @@ def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None
         major = capability.partition(".")[0]
         if major.isdigit() and int(major) < _LEAST_CAPABILITY:
             raise UserError(
-                f"{device.device_kind} has compute capability {capability}; it must be "
-                f"{_LEAST_CAPABILITY}.0 (Ampere) or higher, for attention's kernels; TINKERFLOW_PLATFORM=cpu computes "
-                "on CPUs"
+                f"{device.device_kind} has compute capability {capability}, and the attention kernels need "
+                f"{_LEAST_CAPABILITY}.0 (Ampere) or higher; set TINKERFLOW_PLATFORM=cpu to compute on CPUs"
             )
         if config.kv_cache == "float8" and re.fullmatch(r"8\.[0-8]", capability):
             raise UserError(
-                f"kv_cache is 'float8', and {device.device_kind} has compute capability {capability}; it must be 8.9 "
-                "(Ada) or higher, which computes with such numbers"
+                f"kv_cache is 'float8', which needs compute capability 8.9 (Ada) or higher, and "
+                f"{device.device_kind} has {capability}"
             )
     if found == "cpu" and config.platform == "auto" and not jax.config.jax_platforms and (unused := devices.seen()):
         text = (
-            f"WARNING: this host has {unused}, but JAX sees only CPUs, which will serve. Install the extra "
-            "`gpu` or `tpu`; TINKERFLOW_PLATFORM=cpu says that CPUs are meant"
+            f"WARNING: this host has {unused}, but JAX finds only CPUs, so CPUs will serve. Install the extra "
+            "`gpu` or `tpu`, or set TINKERFLOW_PLATFORM=cpu to use CPUs without this warning"
         )
         log.warning(text)
         progress(text)

@@ -17,12 +17,12 @@ from tinkerflow.backend.supervise import Ending, HeartbeatMonitor
 
 log = logging.getLogger(__name__)
 
-_LAST_FRAMES_SECONDS = 1.0  # from the end of a process until the frames that it sent before have been read
+_LAST_FRAMES_SECONDS = 1.0  # the longest wait for the last frames of a process that has ended
 _KEEP_ALIVE = codec.encode(KeepAlive())
 
 
 class Member:
-    """One rank. ready, rejoined: the messages of these kinds that it has sent."""
+    """One rank. ready, rejoined: the message of this kind that the rank sent, or None."""
 
     def __init__(self, rank: int, process: WorkerProcess) -> None:
         """The process has not connected yet."""
@@ -32,14 +32,14 @@ class Member:
         self.ready: Ready | None = None
         self.rejoined: Rejoined | None = None
         self._outbox: asyncio.Queue[tuple[int, Sequence[Buffer]]] = asyncio.Queue()
-        self._drained = asyncio.Event()  # all that it sent has been read
+        self._drained = asyncio.Event()  # all bytes that the process sent have been read
 
     def send(self, index: int, body: Sequence[Buffer]) -> None:
-        """Send a frame after the earlier ones. index: of a command, 0 = none."""
+        """Queue a frame behind the earlier frames. index: the number of a command; 0 = no command."""
         self._outbox.put_nowait((index, body))
 
     async def write(self, link: LoopLink) -> None:
-        """Write the frames that are sent until the connection breaks."""
+        """Write the queued frames until the connection breaks."""
         try:
             while True:
                 await link.write(*await self._outbox.get())
@@ -47,9 +47,9 @@ class Member:
             log.info("the connection to rank %d broke (%s)", self.rank, error)
 
     async def read(self, link: LoopLink, take: Callable[[int, PoolMessage], None]) -> None:
-        """Give each received message to `take` with its frame's index, until the connection is closed.
+        """Call `take` with the index and the message of each received frame, until the connection is closed.
 
-        ValueError for bytes that are no message, and as `take` raises it for a message that is not due.
+        ValueError when the bytes are not a message, or when `take` refuses the message.
         """
         try:
             while True:
@@ -59,16 +59,16 @@ class Member:
             self._drained.set()
 
     async def silence(self, link: LoopLink, timeout: float) -> float:
-        """Send keep-alives until signs of life stay away for `timeout` seconds: for how many seconds they did."""
+        """Send keep-alives until the rank is silent for `timeout` seconds. Returns the seconds of silence."""
 
         async def keep_alive() -> None:
             self.send(0, _KEEP_ALIVE)
 
-        # The bytes of a large frame, which delay keep-alives, are signs of life, too.
+        # A large frame delays keep-alives, so its bytes count as signs of life, too.
         return await HeartbeatMonitor(timeout, lambda: link.signs, keep_alive, lambda: self.ready is None).silence()
 
     async def end(self) -> Ending:
-        """Wait until the process has ended. If it crashed, its last frames have been read: they may tell the reason."""
+        """Wait until the process has ended. After a crash, also read its last frames, which may contain the reason."""
         ending = await self.process.ended()
         if ending.crashed and self.link is not None:
             with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
-"""The commands of one group that not every rank has answered: their order, their deadlines, and whom to blame.
+"""The commands of one group that not every rank has answered: their order, their deadlines, and the suspect.
 
-A command goes to every rank, and is answered when all ranks have answered it alike; the reply is that of rank 0. This
-module knows nothing of processes and sockets: it is given functions that send to all ranks and that end the group.
+A command goes to every rank. It is answered when all ranks have answered alike, with the reply of rank 0. This module
+handles no processes and no sockets: its callers pass functions that send to all ranks and that end the group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REPLIES = Reply.__args__
 
 @dataclass(eq=False)
 class _Command:
-    """A command that not every rank has answered. body: None once it is sent."""
+    """A command that not every rank has answered. body: the encoded command; None once it is sent."""
 
     index: int
     name: str
@@ -49,7 +49,7 @@ class _Command:
 
 
 class OutstandingCommands:
-    """Commands from when they are submitted until every rank has answered them, in order."""
+    """The submitted commands that not every rank has answered, in order."""
 
     def __init__(
         self,
@@ -62,9 +62,12 @@ class OutstandingCommands:
     ) -> None:
         """No command is outstanding yet.
 
-        generation: of the group, for messages. probation: so many commands are sent one at a time. send: sends a frame
-        to every rank. fail: ends the group, with a cause. dump_stacks: has ranks write the stacks of their threads to
-        their logs.
+        config: of the pool.
+        generation: the number of the group, for messages.
+        probation: how many commands are sent one at a time.
+        send: sends a frame to every rank.
+        fail: ends the group with a cause.
+        dump_stacks: has ranks log the stacks of their threads.
         """
         self._config = config
         self._generation = generation
@@ -81,7 +84,11 @@ class OutstandingCommands:
         return len(self._commands)
 
     def submit(self, name: str, body: Sequence[Buffer], deadline: float) -> asyncio.Future[Reply]:
-        """Send an encoded command to every rank when it is due: its reply. deadline: seconds, once it is the oldest."""
+        """Send an encoded command to every rank when it is due. The future gives the reply.
+
+        name: of the command, for messages. body: the encoded command. deadline: seconds, counted from when it is the
+        oldest command.
+        """
         self._last_index += 1
         command = _Command(self._last_index, name, body, deadline, self._loop.create_future())
         self._commands.append(command)
@@ -91,7 +98,7 @@ class OutstandingCommands:
         return command.future
 
     def answer(self, rank: int, index: int, message: PoolMessage) -> None:
-        """Note a rank's answer to the command with this index. ValueError when that answer is not due."""
+        """Note a rank's answer to the command `index`. ValueError when the group does not expect this answer."""
         command = next((each for each in self._commands if rank not in each.answers), None)
         expected = (*_REPLIES, Failed) if rank == 0 else (Ack,)
         if command is None or command.index != index or not isinstance(message, expected):
@@ -111,9 +118,11 @@ class OutstandingCommands:
     def fail_all(self, error: TinkerflowError, *, crashed: bool, confessed: int | None) -> None:
         """Fail every command with `error`, because the group has ended.
 
-        The command that was being executed gets a SuspectError instead: the oldest that is not answered. A command that
-        missed its deadline gets its DeadlineError. crashed: the group ended by itself. confessed: the rank that has
-        reported its end, and so which command it was executing; None = no rank has.
+        The oldest command without an answer was being executed, so it gets a SuspectError instead. A command that
+        missed its deadline gets its DeadlineError.
+
+        crashed: whether the group ended by itself. confessed: the rank that reported its end while it executed its
+        oldest unanswered command; None = no rank did.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -139,7 +148,7 @@ class OutstandingCommands:
             command.body = None
 
     def _settle(self, command: _Command) -> bool:
-        """Resolve a command that all ranks have answered; False when they differ."""
+        """Resolve a command that all ranks have answered. Returns False when the answers differ."""
         first = command.answers[0]
         failed = first if isinstance(first, Failed) else None
         for rank in range(1, self._config.processes):
@@ -155,11 +164,11 @@ class OutstandingCommands:
         return True
 
     def _require_agreement(self, command: _Command, rank: int) -> None:
-        """Fail the group if other ranks may wait in a collective for a rank that had no memory left."""
+        """Fail the group if other ranks may wait in a collective for a rank that ran out of memory."""
         if command not in self._commands:
             return
         silent = self._silent(command)
-        if command is not self._commands[0]:  # the others are busy with an earlier command
+        if command is not self._commands[0]:  # other ranks are busy with an earlier command
             self._loop.call_later(self._config.agreement_seconds, self._require_agreement, command, rank)
         elif silent:
             text = f"rank {rank} had no memory left for {command.name} ({OUT_OF_MEMORY}), and rank {silent} goes on"
@@ -178,7 +187,7 @@ class OutstandingCommands:
 
     def _give_up(self, command: _Command) -> None:
         if command not in self._commands:
-            return  # its answer had arrived already: this process was late
+            return  # the answer has arrived meanwhile
         silent = self._silent(command)
         command.overdue = DeadlineError(
             f"{command.name} did not answer in {command.deadline:g} s: "
@@ -191,7 +200,7 @@ class OutstandingCommands:
 
 
 class OutstandingTransfers:
-    """States that the ranks of one group read or write beside its commands, each rank its part."""
+    """The states that the ranks of one group read or write while commands run. Each rank handles its part."""
 
     def __init__(self, ranks: int) -> None:
         """No transfer is outstanding yet."""
@@ -200,20 +209,20 @@ class OutstandingTransfers:
         self._transfers: dict[int, tuple[dict[int, Transferred], asyncio.Future[Mapping[str, Digest]]]] = {}
 
     def begin(self) -> tuple[int, asyncio.Future[Mapping[str, Digest]]]:
-        """A new transfer: its number, and the files that it will have written."""
+        """Register a new transfer. Returns its number, and a future of the written files."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._transfers[number] = {}, future
         return number, future
 
     def answer(self, rank: int, message: Transferred) -> None:
-        """Note that a rank has done its part, or could not."""
+        """Note that a rank has completed its part or failed to."""
         answers, future = self._transfers.get(message.number, ({}, None))
         answers[rank] = message
         if future is None or len(answers) < self._ranks:
             return
         del self._transfers[message.number]
         errors = [to_error(answer.failed) for _, answer in sorted(answers.items()) if answer.failed is not None]
-        if errors:  # an unreachable store says nothing about the state, so that error comes first
+        if errors:  # StoreAwayError comes first, because other errors may follow from it
             set_failure(future, next((error for error in errors if isinstance(error, StoreAwayError)), errors[0]))
         elif not future.done():
             future.set_result({file: digest for answer in answers.values() for file, digest in answer.files.items()})
@@ -226,10 +235,10 @@ class OutstandingTransfers:
 
 
 def set_failure(future: asyncio.Future[Any], error: TinkerflowError) -> None:
-    """Fail a future that is not done with a copy of `error`: an exception raised twice mixes its tracebacks."""
+    """Fail a future that is not done with a copy of `error`, because raising one exception twice mixes tracebacks."""
     if not future.done():
         if isinstance(error, SuspectError):
             future.set_exception(SuspectError(error.message, crashed=error.crashed))
         else:
             future.set_exception(type(error)(error.message))
-        future.exception()  # marks it as retrieved: nobody need be waiting for it any more
+        future.exception()  # marks the exception as retrieved, because the caller may be gone

@@ -20,7 +20,7 @@ from tinkerflow.backend.spec.commands import Command, FetchState, GroupInfo, Rep
 
 log = logging.getLogger(__name__)
 
-DETOUR_SECONDS = 600.0  # that states go through the engine after a process could not reach the store
+DETOUR_SECONDS = 600.0  # states go through the engine for so long after a process could not reach the store
 
 
 class _NotSentError(GroupFailedError):
@@ -28,7 +28,7 @@ class _NotSentError(GroupFailedError):
 
 
 def _without_errors(report: Callable[[str], None]) -> Callable[[str], None]:
-    """`report`, except that its failure (a closed terminal) is logged and does not end the group."""
+    """A version of `report` that logs its own failure, such as a closed terminal, and does not end the group."""
 
     def reported(text: str) -> None:
         try:
@@ -40,7 +40,7 @@ def _without_errors(report: Callable[[str], None]) -> Callable[[str], None]:
 
 
 async def _ignore(text: str) -> None:
-    """Ignore what a generation waits for."""
+    """Ignore the message."""
 
 
 class Pool:
@@ -79,13 +79,14 @@ class Pool:
     ) -> Pool:
         """A pool whose first generation is ready to serve.
 
-        config: of all generations.
+        config: the configuration of every generation.
         site: where processes are started: `ThisMachine`, or the `Hosts` that joined. The start of each generation waits
         until the site has capacity.
         on_progress: called in this event loop with lines for people about the start-up or a long command.
-        on_waiting: called with what a generation waits for before its processes can be started, and when it has it.
+        on_waiting: called with the reason why a generation cannot be started yet, and again when it is started.
         on_demand: no group runs before `begin`, and none after `release` or a start that failed, until `begin` again.
-        On ThisMachine, call it in a thread that lives as long as the pool: the kernel ends the workers with the thread.
+        With ThisMachine, call this in a thread that lives as long as the pool. The kernel kills the workers when the
+        thread ends.
         Raises UserError when the executor refuses the configuration, GroupFailedError when no group came up in three
         attempts.
         """
@@ -95,41 +96,41 @@ class Pool:
 
     # ------------------------------------------------------------------ its state
     def begin(self) -> None:
-        """Have a group started, and others when that fails."""
+        """Start a group, and replace it whenever it fails."""
         self._generations.begin()
 
     def drain(self) -> None:
-        """Note that the group that serves is released soon: callers begin nothing new on it."""
+        """Announce that the serving group will be released soon. Callers then start no new work on it."""
         self._generations.drain()
 
     def release(self, cause: str) -> None:
-        """End the group that serves, as after a notice, and start none until `begin`. It takes nothing new."""
+        """End the serving group after a termination notice, and start none until `begin`."""
         self._generations.release(cause)
 
     @property
     def draining(self) -> bool:
-        """Whether nothing new is to be begun, because the group is released soon."""
+        """Whether callers must start no new work, because the group will be released soon."""
         return self._generations.state is PoolState.DRAINING
 
     @property
     def ending(self) -> bool:
-        """Whether the group that serves is to be released, or is being released."""
+        """Whether the serving group will be released or is being released."""
         return self.draining or not self._generations.is_wanted
 
     @property
     def resting(self) -> bool:
-        """Whether no group runs or is being started, and none will be before `begin`."""
+        """Whether no group runs or starts, and none will before `begin`."""
         state = self._generations.state
         return not self._generations.is_wanted and state in (PoolState.RESTING, PoolState.PAUSING)
 
     @property
     def pausing(self) -> bool:
-        """Whether the last group ended or could not be started, and the next start is later."""
+        """Whether the pool pauses before the next start, because the last group ended or did not start."""
         return self._generations.state is PoolState.PAUSING
 
     @property
     def lacks_room(self) -> bool:
-        """Whether a group is to be started, and no host has capacity for it."""
+        """Whether a group waits to be started until hosts have capacity for it."""
         return self._generations.state is PoolState.WAITING
 
     @property
@@ -158,7 +159,7 @@ class Pool:
     def reaches_store(self) -> bool:
         """Whether the processes of the newest generation read and write states themselves (`transfer`).
 
-        False for DETOUR_SECONDS after one of them could not: until then, states go through the engine.
+        False for DETOUR_SECONDS after one of them failed to. Meanwhile, states go through the engine.
         """
         return self.info.reaches_store and asyncio.get_running_loop().time() >= self._detour_until
 
@@ -175,27 +176,29 @@ class Pool:
         return group.pids if group else ()
 
     async def serving(self) -> int:
-        """Wait until a generation serves: its number. GroupFailedError when the pool is stopped."""
+        """Wait until a generation serves, and return its number. GroupFailedError when the pool is stopped."""
         return (await self._generations.wait_for_serving()).generation
 
     # ------------------------------------------------------------------ commands
     async def submit(
         self, command: Command, deadline: float | None = None, *, owner: str = "", generation: int | None = None
     ) -> Reply:
-        """Execute `command` after all commands of its adapter that were submitted before it: rank 0's reply.
+        """Execute `command` after all earlier commands of its adapter, and return rank 0's reply.
 
-        The scheduler decides when the command is sent. A Forward of many micro-batches is sent as one part for each.
+        The scheduler decides when the command is sent. A Forward of many micro-batches is sent in parts of one
+        micro-batch. Cancelling the caller leaves the command running.
 
         command: do not change its arrays before it is answered.
-        deadline: seconds from when the commands before it were answered; None = the pool's command_deadline.
+        deadline: seconds, counted from the answers to all commands before it; None = the pool's command_deadline.
         owner: the project that a command about an adapter belongs to. Projects share the devices equally.
         generation: the only group that may execute the command, because the command is about the content of that group.
-        None: the group that serves now, or the next one, for which the command waits start_deadline seconds at most.
+        None: the group that serves now. Without a group, the command waits for the next one, up to start_deadline
+        seconds.
+
         Raises the executor's error when it is for the client (UserError, NotFoundError, ConflictError, StateLostError,
-        StoreError), and ServerError for any other exception in the executor; DeadlineError when this command missed its
-        deadline; SuspectError when the group ended while executing it, and any other GroupFailedError when the group
-        ended before; TypeError or ValueError, with nothing sent, when the command cannot be encoded. Cancelling the
-        caller leaves the command running.
+        StoreError), and ServerError for any other exception of the executor. DeadlineError: this command missed its
+        deadline. SuspectError: the group ended while executing it. GroupFailedError: the group ended before. TypeError
+        or ValueError: the command cannot be encoded, and nothing was sent.
         """
         seconds = self._config.command_deadline if deadline is None else deadline
         if generation is not None:
@@ -205,11 +208,13 @@ class Pool:
                 return await self._execute(command, seconds, owner, await self._next_to_serve())
 
     async def transfer(self, job: FetchState | WriteState, *, generation: int | None = None) -> Mapping[str, Digest]:
-        """Have every process read or write its part of a state in the store, beside its commands: the files written.
+        """Have every process read or write its part of a state in the store while it executes commands.
 
-        Only when `reaches_store`. generation: the only group that may do it; None: the group that serves now.
-        Raises the error of a process, StoreAwayError when they take longer than a command may, and GroupFailedError
-        when the group ends or no longer serves.
+        Call it only when `reaches_store`. Returns the digests of the written files by name.
+
+        generation: the only group that may do the transfer; None: the group that serves now.
+        Raises the error of a process, StoreAwayError when the transfer takes longer than a command may, and
+        GroupFailedError when the group ends or no longer serves.
         """
         group = self._generations.serving
         if group is None or generation not in (None, group.generation):
@@ -225,7 +230,7 @@ class Pool:
             raise StoreAwayError(f"{type(job).__name__} took longer than {seconds:g} s") from None
 
     async def _execute(self, command: Command, seconds: float, owner: str, generation: int) -> Reply:
-        parent = tracing.current.get()  # the scheduler sends from elsewhere
+        parent = tracing.current.get()  # read here, because the scheduler sends from another task
         parts = in_parts(command, self._scheduler.microbatch, self.info.fsdp, self.info.attention_tokens)
         if len(parts) == 1:
             send_all = partial(self._send, generation, command, seconds, parent)
@@ -235,14 +240,14 @@ class Pool:
         def send(part: Command) -> asyncio.Future[Reply]:
             for earlier in sent:
                 if earlier.done():
-                    earlier.result()  # nothing follows a part that has failed
+                    earlier.result()  # raises when an earlier part has failed
             sent.append(self._send(generation, part, seconds, parent))
             return sent[-1]
 
         waiting = [self._scheduler.submit(part, partial(send, part), owner) for part in parts]
         replies = await asyncio.gather(*waiting, return_exceptions=True)
         failed = [reply for reply in replies if isinstance(reply, BaseException)]
-        if failed:  # the group may have ended while it executed a later part than the first that has failed
+        if failed:  # the group may have ended during a later part; the first error that is no group failure wins
             raise min(
                 failed, key=lambda error: isinstance(error, GroupFailedError) and not isinstance(error, SuspectError)
             )
@@ -267,22 +272,22 @@ class Pool:
 
     # ------------------------------------------------------------------ events, and the end
     def losses(self) -> AsyncIterator[GroupLost]:
-        """Every generation that ends, as soon as it does; for one consumer. Ends when the pool is stopped.
+        """Yield each generation as soon as it ends, to one consumer, until the pool is stopped.
 
         The next generation takes commands only after the consumer has come back for the next item. So state that the
-        loop's body marks as lost cannot belong to the new generation. Begin before the first command that matters.
+        loop's body marks as lost cannot belong to the new generation. Start iterating before the first command.
         """
         return self._generations.losses.consume()
 
     def notices(self) -> AsyncIterator[str]:
-        """Why the serving group is about to end, as when its machine is taken away; for one consumer.
+        """Yield the reason whenever the serving group is about to end, such as a preempted machine. For one consumer.
 
-        The group is ended when the consumer has come back for the next notice, or after NOTICE_SECONDS.
+        The group ends when the consumer has come back for the next notice, or after NOTICE_SECONDS.
         """
         return self._generations.notices.consume()
 
     async def stop(self) -> None:
-        """End all workers, fail everything outstanding with GroupFailedError, and return when no process is left."""
+        """End all workers, fail all outstanding commands with GroupFailedError, and wait until no process is left."""
         await self._generations.stop()
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The start of a group: its processes are spawned, connect to the driver, and report that they are ready."""
+"""The start of a group: spawn its processes, accept their connections, and wait until they are ready."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tinkerflow.backend.spec.commands import GroupInfo
 
 log = logging.getLogger(__name__)
 
-_JOIN_SECONDS = 60.0  # that a rank may take to connect, and to finish what an earlier driver has sent to it
+_JOIN_SECONDS = 60.0  # the time that a rank has to connect, and to finish the commands of an earlier driver
 
 
 class Rendezvous:
-    """Makes the members of one group, and waits until all of them are ready.
+    """Creates the members of one group, and waits until all of them are ready.
 
-    members: one for each rank whose process is spawned, in order.
+    members: the spawned ranks, in order.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Rendezvous:
         """Nothing is spawned yet.
 
         config: of all generations. site: where the processes are started. generation: of the group. run: runs a task
-        until the group has ended. fail: ends the group, with a cause; crashed=False: it was ended from outside.
+        until the group has ended. fail: ends the group with a cause; crashed=False: an outside event ended it.
         """
         self.members: list[Member] = []
         self._config = config
@@ -67,11 +67,11 @@ class Rendezvous:
         on_spawn: Callable[[Member], None],
         on_connection: Callable[[Member, LoopLink], None],
     ) -> GroupInfo:
-        """Spawn a process in each slot and wait until all are ready: the description of the group.
+        """Spawn a process in each slot, wait until all are ready, and return the description of the group.
 
         plan: PoolConfig.digest. on_spawn: called for each rank when all are spawned. on_connection: called for each
-        rank when it has connected. Raises the error that ends the group meanwhile (`give_up`), and whatever prevents
-        the start of a process.
+        rank when it has connected. Raises the error of `give_up` if the group ends meanwhile, and any error of a
+        process's start.
         """
         salt = secrets.token_bytes(32)
         with socket.create_server((self._site.address, 0)) as listener:
@@ -98,7 +98,7 @@ class Rendezvous:
         set_failure(self._info, error)
 
     def note_ready(self, member: Member, message: Ready) -> bool:
-        """Note that a rank is ready; whether all are, and the group was not given up."""
+        """Note that a rank is ready. Returns whether all ranks are ready and the group was not given up."""
         member.ready = message
         ready = [each.ready for each in self.members if each.ready is not None]
         complete = len(ready) == self._config.processes and not self._info.done()
@@ -108,9 +108,9 @@ class Rendezvous:
         return complete
 
     def note_rejoined(self, member: Member, message: Rejoined) -> None:
-        """Note how many commands a rank has from an earlier driver.
+        """Note how many commands a rank has received from earlier drivers.
 
-        Ranks with different numbers would wait for each other in collectives, so their group ends.
+        If the numbers differ, the ranks would wait for each other in collectives, so the group ends.
         """
         member.rejoined = message
         counts = [each.rejoined.commands for each in self.members if each.rejoined is not None]
@@ -135,7 +135,7 @@ class Rendezvous:
         start: Sequence[codec.Buffer],
         on_connection: Callable[[Member, LoopLink], None],
     ) -> None:
-        while any(member.link is None for member in self.members):  # a silent stranger delays no rank
+        while any(member.link is None for member in self.members):  # a task for each, so a stranger delays no rank
             self._run(self._admit(await next_connection(listener), secret, start, on_connection))
 
     async def _admit(

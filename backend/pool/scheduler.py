@@ -1,9 +1,10 @@
-"""Which command the serving group gets next.
+"""The order in which commands are sent to the serving group.
 
-A worker group executes commands in the order in which they are sent, and nothing can overtake a command that was sent.
-So commands wait here, and the group has hardly more than the command that it executes. `TrainingQueue` shares training
-between projects and, inside a project, between its adapters. `CommandScheduler` alternates between training and the
-steps of the sampler. A large `Forward` is sent in parts of one micro-batch (`in_parts`), so nobody waits for all of it.
+A worker group executes commands in the order in which they are sent, and no command can overtake another one there.
+Therefore commands wait here, and the group has little more than the command that it executes. `TrainingQueue` shares
+training between projects and, inside a project, between its adapters. `CommandScheduler` alternates between training
+and the steps of the sampler. A large `Forward` is sent in parts of one micro-batch (`in_parts`), so other commands need
+not wait for all of it.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from tinkerflow.backend.spec.traced_work import STEP_OPERATIONS, loss_steps
 
 _SMALL_SIZE = 1 / 16  # of a micro-batch: the size of commands that compute for no tokens
 _ENOUGH = 1 - 1e-9
-_TURN = 1.0  # micro-batches that one adapter may send before the next project has its turn
+_TURN = 1.0  # micro-batches that an adapter sends in its turn
 
 
 def in_parts(
     command: Command, microbatch_tokens: int, fsdp: int, attention_tokens: int = ATTENTION_TOKENS
 ) -> Sequence[Command]:
-    """The commands that are sent for `command`, one for each micro-batch and for each step of a custom loss.
+    """Split a command into one command for each micro-batch and for each step of a custom loss.
 
-    The reply to the last one is its reply.
+    The reply to the last part is the reply to `command`.
 
-    microbatch_tokens, attention_tokens: those of GroupInfo. fsdp: the size of the mesh axis that rows are split over.
+    microbatch_tokens, attention_tokens: see GroupInfo. fsdp: the size of the mesh axis that splits the rows.
     """
     if not isinstance(command, Forward) or not command.examples:
         return (command,)
@@ -59,12 +60,12 @@ def in_parts(
 class QueuedCommand:
     """A command that waits until it is sent.
 
-    owner: the project that it belongs to.
+    owner: the project of the command.
     adapter: the adapter whose commands keep their order; "" = none.
     size: in micro-batches.
-    samples: whether it is a step of the sampler.
-    send: sends it; called once.
-    reply: resolved with the group's reply. A caller that gives up cancels it, and the command is sent nevertheless.
+    samples: whether the command is a step of the sampler.
+    send: sends the command; called once.
+    reply: resolved with the group's reply. The command is sent even if its caller gives up and cancels the reply.
     """
 
     owner: str
@@ -76,18 +77,18 @@ class QueuedCommand:
 
 
 class TrainingQueue:
-    """Training commands of all projects. Projects get equal shares, whatever the number of their adapters.
+    """The training commands of all projects. Each project gets an equal share, regardless of its number of adapters.
 
     Two levels of start-time fair queueing: the projects that have commands, and the adapters of each project. The
-    adapter that is chosen sends up to one micro-batch, so the small commands of an optimizer step stay together.
+    selected adapter sends up to one micro-batch, so the small commands of an optimizer step stay together.
     """
 
     def __init__(self) -> None:
         """An empty queue."""
-        self._owners: FairQueue[None] = FairQueue()  # one ticket for each project that waits for its turn
-        self._adapters: dict[str, FairQueue[None]] = {}  # by project: one ticket for each adapter that waits
-        self._commands: dict[str, deque[QueuedCommand]] = {}  # by adapter; an adapter without commands is not listed
-        self._turn: tuple[str, str] | None = None  # the project and the adapter that send now; neither has a ticket
+        self._owners: FairQueue[None] = FairQueue()  # a ticket for each project that waits for its turn
+        self._adapters: dict[str, FairQueue[None]] = {}  # for each project, a ticket for each adapter that waits
+        self._commands: dict[str, deque[QueuedCommand]] = {}  # the commands of each adapter that has any
+        self._turn: tuple[str, str] | None = None  # the project and the adapter that send now, without tickets
         self._spent = 0.0  # micro-batches sent in this turn
 
     def __len__(self) -> int:
@@ -95,7 +96,7 @@ class TrainingQueue:
         return len(self._commands)
 
     def push(self, queued: QueuedCommand) -> None:
-        """Add a command behind the earlier commands of its adapter, which pays from the share of their project."""
+        """Add a command behind the earlier commands of its adapter."""
         if commands := self._commands.get(queued.adapter):
             commands.append(queued)
             return
@@ -103,7 +104,7 @@ class TrainingQueue:
         self._await_turn(queued.owner, queued.adapter)
 
     def peek(self) -> QueuedCommand | None:
-        """The command that is sent next; None in an empty queue."""
+        """The next command; None in an empty queue."""
         if self._turn is not None:
             return self._commands[self._turn[1]][0]
         if (project := self._owners.peek()) is None:
@@ -113,7 +114,7 @@ class TrainingQueue:
         return self._commands[adapter.owner][0]
 
     def pop(self) -> QueuedCommand:
-        """Remove the command that is sent next, and charge its size."""
+        """Remove and return the next command, and charge its size."""
         owner, adapter = self._turn or self._begin_turn()
         commands = self._commands[adapter]
         queued = commands.popleft()
@@ -126,7 +127,7 @@ class TrainingQueue:
         return queued
 
     def charge(self, owner: str, adapter: str, micro_batches: float) -> None:
-        """Take work that was done for an adapter from its project's share, and from its own share of that."""
+        """Charge work of an adapter to its project, and to the adapter within its project."""
         self._owners.charge(owner, micro_batches)
         if owner in self._adapters:
             self._adapters[owner].charge(adapter, micro_batches)
@@ -155,15 +156,16 @@ class TrainingQueue:
 
 @dataclass
 class CommandScheduler:
-    """Sends each command when it is due: training and sampling take turns.
+    """Sends each command when it is due. Training and sampling take turns.
 
-    The group has training commands for one micro-batch at most (and one command more while nobody samples, so that the
-    devices never wait), and one step of the sampler. When both sides want more, each micro-batch is followed by
-    `chunks` steps of the sampler: with 1, training waits for one chunk, and sampling for one micro-batch.
+    The group has training commands for at most one micro-batch, and one step of the sampler. Without sampling it has
+    one more training command, so that the devices never wait. When both training and sampling wait, each micro-batch is
+    followed by `chunks` steps of the sampler. With 1, training waits for one chunk, and sampling for one micro-batch.
 
-    chunks: steps of the sampler for each micro-batch. microbatch: its tokens. microbatch_work: the floating-point
-    operations of each device for it. step_seconds: the longest time that the engine needs between two steps of the
-    sampler, unless it is held up.
+    chunks: steps of the sampler for each micro-batch.
+    microbatch: tokens of a micro-batch.
+    microbatch_work: floating-point operations of each device for a micro-batch.
+    step_seconds: the longest time that the engine usually needs between two steps of the sampler.
     """
 
     chunks: float
@@ -173,23 +175,23 @@ class CommandScheduler:
     _waiting: TrainingQueue = field(default_factory=TrainingQueue)
     _steps: deque[QueuedCommand] = field(default_factory=deque)
     _training: int = 0  # training commands that the group has
-    _ahead: float = 0.0  # their size
+    _ahead: float = 0.0  # the size of these training commands
     _stepping: int = 0  # steps of the sampler that the group has
     _expected: asyncio.TimerHandle | None = None  # runs while another step of the sampler is expected
     _owed: float = 0.0  # steps that the sampler may make before training goes on
 
     def serve(self, info: GroupInfo) -> None:
-        """Schedule for the group that `info` describes."""
+        """Schedule commands for the group that `info` describes."""
         self.microbatch = info.microbatch_tokens
-        # A token costs 2 operations for each parameter forwards and 4 backwards; the devices of the group share them.
+        # A token costs 2 operations for each parameter in the forward pass, and 4 in the backward pass.
         self.microbatch_work = 6.0 * info.parameters * info.microbatch_tokens / len(info.devices)
 
     def submit(
         self, command: Command, send: Callable[[], asyncio.Future[Reply]], owner: str = ""
     ) -> asyncio.Future[Reply]:
-        """Call `send` when the command is due: the reply. Commands that neither train nor sample do not wait.
+        """Call `send` when the command is due. The future gives the reply.
 
-        owner: the project whose share of training the command takes.
+        A command that neither trains nor samples does not wait. owner: the project that pays for the command.
         """
         reply = asyncio.get_running_loop().create_future()
         samples = isinstance(command, SampleStep)
@@ -206,7 +208,7 @@ class CommandScheduler:
 
     def _size(self, command: Command) -> float:
         match command:
-            case NextMicroBatch(of_loss=True):  # a small model's micro-batch takes less time than a step of a loss
+            case NextMicroBatch(of_loss=True):  # takes longer than a micro-batch of a small model
                 return max(1.0, STEP_OPERATIONS / self.microbatch_work)
             case Forward(by_micro_batch=True) | NextMicroBatch():
                 return 1.0
@@ -232,7 +234,7 @@ class CommandScheduler:
                 return
 
     def _may_sample(self) -> bool:
-        return self._owed >= _ENOUGH or not (self._training or self._waiting)  # or no adapter trains
+        return self._owed >= _ENOUGH or not (self._training or self._waiting)
 
     def _may_train(self, size: float) -> bool:
         sampling = bool(self._steps or self._stepping or self._expected)
@@ -259,8 +261,8 @@ class CommandScheduler:
             self._training -= 1
             self._ahead = self._ahead - queued.size if self._training else 0.0
             if not (self._training or self._waiting):
-                self._waiting = TrainingQueue()  # an idle group ends all debts
-        if not queued.reply.done():  # otherwise its caller has given up
+                self._waiting = TrainingQueue()  # clears all debts when the group is idle
+        if not queued.reply.done():  # the caller may have given up
             if error is not None:
                 queued.reply.set_exception(error)
             elif reply is not None:
@@ -270,7 +272,7 @@ class CommandScheduler:
         self._send_due()
 
     def _expect(self, seconds: float | None) -> None:
-        """Expect another step of the sampler within `seconds`; None: expect none."""
+        """Expect another step of the sampler within `seconds`; None = expect none."""
         if self._expected is not None:
             self._expected.cancel()
         loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
-"""Spans of what a worker executes: one for each command that belongs to a traced request, and one for each sample.
+"""The spans of a worker: a span for each command of a traced request, and a span for each sample.
 
-A sample's span begins when it joins the decode batch and ends when it leaves it, whatever else the steps between do.
+A sample's span begins when the sample joins the decode batch, and ends when the sample leaves it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class CommandSpans:
     """The spans of one worker."""
 
     def __init__(self) -> None:
-        """None was begun."""
+        """No span is open."""
         self._samples: dict[str, Span] = {}
 
     def around(self, execute: Execute, parent: str | None) -> Execute:
-        """`execute`, in a span. parent: of the command's request; None: there is none."""
+        """Wrap `execute` in a span. parent: the context of the request's span; None = no span."""
 
         def traced(command: Command) -> Reply | DeferredReply:
             span = self._begin(command, parent)
@@ -59,7 +59,7 @@ class CommandSpans:
 
 
 def _noted(span: Span | None, work: Callable[[], T]) -> T:
-    """What `work` returns; an error ends the span, and is noted in it."""
+    """Call `work` and return its result. An error is recorded in the span, and ends it."""
     try:
         return work()
     except BaseException as error:

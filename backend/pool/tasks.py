@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 
 
 class TaskSet:
-    """Tasks that are cancelled together. `on_error` is called with the exception of a task that fails."""
+    """Tasks that are cancelled together. on_error: called with the exception of each task that fails."""
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         """No task runs yet."""
@@ -16,7 +16,7 @@ class TaskSet:
         self._closed = False
 
     def run(self, work: Coroutine[None, None, None]) -> None:
-        """Run a task; nothing happens after `close`."""
+        """Run a task. After `close`, do nothing."""
         if self._closed:
             work.close()
             return
@@ -25,7 +25,7 @@ class TaskSet:
         task.add_done_callback(self._note_end)
 
     def close(self) -> None:
-        """Start no further tasks. Those that run go on."""
+        """Start no further tasks. Running tasks continue."""
         self._closed = True
 
     async def cancel(self) -> None:

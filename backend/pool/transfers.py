@@ -1,6 +1,6 @@
-"""The worker's side of states that do not go through the driver: read from the store, and written to it, in threads.
+"""The worker's side of transfers: threads read and write states in the store, so states bypass the driver.
 
-Commands go on meanwhile. What was read waits on the host for the command that imports it.
+Commands run meanwhile. A fetched state stays in host memory until a command imports it.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_THREADS = 2  # states at once
+_THREADS = 2  # concurrent transfers
 
 
 @runtime_checkable
 class StateHolder(Protocol):
-    """An executor that reads and writes its part of a state. Other executors are sent whole states."""
+    """An executor that reads and writes its part of a state. Other executors get complete states from the driver."""
 
     def take_kept(self, write: WriteState) -> Mapping[str, Float32]:
-        """What an ExportAdapter has kept for `write`, by name."""
+        """Remove and return the tensors, by name, that an ExportAdapter command kept for `write`."""
 
     def needed_tensors(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-        """The names of those stored tensors (their shapes by name) that this process needs."""
+        """The names of the stored tensors that this process needs. shapes: of all stored tensors, by name."""
 
     def keep_fetched(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
-        """Keep what was read until a command asks for it."""
+        """Keep the fetched tensors until a command imports them."""
 
 
 class Transfers:
     """Answers the driver's transfers, each in a thread."""
 
     def __init__(self, executor: object, config: GroupConfig, rank: int, patience: float = 60.0) -> None:
-        """Look whether this process reaches the store that the driver's config names.
+        """Check whether this process reaches the store of the group.
 
-        executor: reads and writes states if it is a StateHolder. config: of the group. rank: of this process. patience:
-        seconds that the store may take to answer; a store that hangs must not prevent the start of a group.
+        executor: reads and writes states if it is a StateHolder. config: of the group. rank: of this process.
+        patience: seconds that the store may take to answer. A store that hangs must not prevent the start of a group.
         """
         self._rank = rank
         self._holder = executor if isinstance(executor, StateHolder) else None
@@ -56,7 +56,7 @@ class Transfers:
         return self._blobs is not None
 
     def start(self, transfer: Transfer, answer: Callable[[Transferred], None]) -> None:
-        """Begin a transfer; `answer` is called once, in another thread."""
+        """Start a transfer. `answer` is called once, in another thread."""
         self._threads.submit(self._run, transfer, answer)
 
     def _run(self, transfer: Transfer, answer: Callable[[Transferred], None]) -> None:
@@ -80,7 +80,7 @@ class Transfers:
         return {}
 
     def _reached(self, config: GroupConfig, patience: float) -> Blobs | None:
-        """The store that `config` names, if this process reaches it soon. Only then the store's modules are loaded."""
+        """The store that `config` names; None if this process does not reach it within `patience` seconds."""
         from tinkerflow.backend.store import parts
         from tinkerflow.backend.store.blobs import open_blobs
 
@@ -88,13 +88,13 @@ class Transfers:
             blobs = open_blobs(config.store_url)
             return blobs if parts.reaches(blobs, config.store_mark) else None
 
-        why = "it is another store there, or none"
+        why = "this is another store, or there is none"
         try:
             if (blobs := self._threads.submit(look).result(patience)) is not None:
                 return blobs
         except TimeoutError:
-            why = f"it did not answer in {patience:g} s"
-        except Exception as error:  # noqa: BLE001  whatever a store's client raises: the driver sends states instead
+            why = f"no answer in {patience:g} s"
+        except Exception as error:  # noqa: BLE001  for any error of the store's client, the driver sends the states
             why = repr(error)
         log.info("store %s cannot be used from here: %s; states come from the driver", config.store_url, why)
         return None

@@ -3,15 +3,16 @@
 Only the driver or a host's agent starts it. It has three threads:
 
 - The main thread executes commands in the order in which they come.
-- A reader thread keeps the socket drained and answers the driver's beats, also while the main thread is busy.
-- A third thread (ReplyCollector) waits for the devices where an executor has only begun a command.
+- A reader thread drains the socket and answers the driver's heartbeats, even while the main thread is busy.
+- A third thread (ReplyCollector) waits for the devices when an executor has only started a command.
 
-The process ends with the process that started it, by the kernel's parent-death signal. A worker that the driver started
+The kernel's parent-death signal ends the process with the process that started it. A worker that the driver started
 also ends when its connection ends. A worker that a host's agent started (host/agent.py) may be taken over by the next
-driver, with the base model in its memory. All commands that the earlier driver sent are executed first, on every rank:
-a rank alone would wait in a collective. An exception outside a command ends the process immediately: a Python exception
-that nobody catches would wait in jax.distributed's shutdown barrier for the other processes, and they would wait in a
-collective for this process.
+driver, with the base model in its memory. Every rank first executes all commands of the earlier driver, because a
+single rank would wait in a collective.
+
+An exception outside a command ends the process immediately. An uncaught Python exception would wait for the other
+processes in jax.distributed's shutdown barrier, while they wait for this process in a collective.
 """
 
 from __future__ import annotations
@@ -59,20 +60,21 @@ from tinkerflow.backend.supervise.processes import die_with_parent, give_back_me
 
 log = logging.getLogger("tinkerflow.backend.pool.worker")
 
-_KEPT_SECONDS = 300.0  # freed memory: pages wanted again are dear, and a heap from which nothing is cut grows
+_KEPT_SECONDS = 300.0  # between two returns of freed memory; new pages are expensive, and an untrimmed heap grows
 
 
 class CommandExecutor(Protocol):
-    """What a worker runs. Every rank gets the same calls in the same order. Our own errors reach the client.
+    """Executes the commands of a worker. Every rank gets the same calls in the same order.
 
-    For a class with `uses_jax = False`, JAX is not set up.
+    Errors of backend/core/errors.py reach the client. The worker sets JAX up unless the class has `uses_jax = False`.
     """
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         """Load the base model.
 
-        config: what the driver tells every rank. progress: shows people a line, at any time, about what takes long.
-        processes, rank: how many processes the group has, and which of them this is.
+        config: the configuration that all ranks have.
+        progress: shows a line about long work to people, at any time.
+        processes: how many processes the group has. rank: the number of this process, from 0.
         """
 
     @property
@@ -85,11 +87,11 @@ class CommandExecutor(Protocol):
 
     @property
     def microbatch_tokens(self) -> int:
-        """How many tokens, padding included, it trains on at once."""
+        """How many tokens, including padding, a micro-batch has."""
 
     @property
     def attention_tokens(self) -> int:
-        """Tokens of a row in which attention costs as much as everything else."""
+        """The length of a row, in tokens, at which attention costs as much as everything else."""
 
     @property
     def fsdp(self) -> int:
@@ -101,29 +103,29 @@ class CommandExecutor(Protocol):
 
     @property
     def context_rule(self) -> str:
-        """What that follows from, as an error says it."""
+        """The reason for `context`, as a part of an error message."""
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Bytes of each device that are set aside, by use."""
+        """Reserved bytes of each device, by use."""
 
     @property
     def programs(self) -> str:
-        """In words, what the programs that it computes with follow from, beside the code and the versions of JAX."""
+        """All settings that the compiled programs depend on, as text. Code and versions of JAX are not included."""
 
     def execute(self, command: Command) -> Reply | DeferredReply:
-        """Execute `command`: its reply. Or begin it: a function that waits for the devices and gives the reply.
+        """Execute `command` and return its reply. Or start it, and return a function that waits for the reply.
 
-        That function is called once, from another thread, before the function of any later command and maybe while
-        a later command is executed. DevicesError: the devices have failed, and the process must end.
+        The function is called once, from another thread, before the functions of later commands. It may run while a
+        later command is executed. DevicesError: the devices have failed, and the process must end.
         """
 
     def clear(self) -> None:
-        """Forget everything that commands have made. The base model stays."""
+        """Delete everything that commands have created. The base model stays."""
 
 
 class Inbox:
-    """The commands of one driver after the other, and the way back to the present driver.
+    """Receives the commands of one driver after the other, and sends messages to the current driver.
 
     Messages for a driver that is gone are dropped.
     """
@@ -131,13 +133,13 @@ class Inbox:
     def __init__(self) -> None:
         """No driver is connected yet."""
         self.frames: SimpleQueue[tuple[WorkerLink, Frame]] = SimpleQueue()
-        self.transfers: Transfers | None = None  # there before the driver is told that this process is ready
+        self.transfers: Transfers | None = None  # set before this process sends Ready
         self._link: WorkerLink | None = None
-        self._turn = threading.Lock()  # of the threads that write
+        self._turn = threading.Lock()  # held while a thread writes
         self._reader: threading.Thread | None = None
-        self._received = 0  # commands, of all drivers
-        self._alone = threading.Event()  # no driver is connected
-        self._no_other = threading.Event()  # no other driver will come
+        self._received = 0  # commands of all drivers
+        self._alone = threading.Event()  # set while no driver is connected
+        self._no_other = threading.Event()  # set when no other driver will come
 
     @property
     def alone(self) -> bool:
@@ -145,7 +147,7 @@ class Inbox:
         return self._alone.is_set()
 
     def receive(self, specs: IO[bytes]) -> None:
-        """Serve one driver after the other, each named by a line of `specs`; for a thread of its own."""
+        """Serve one driver after the other. Each line of `specs` is a LaunchSpec. Runs in its own thread."""
         for line in specs:
             try:
                 self.serve(LaunchSpec.from_line(line))
@@ -155,9 +157,9 @@ class Inbox:
         self._end_unless_wanted()
 
     def serve(self, spec: LaunchSpec) -> None:
-        """Leave the present driver, connect to the driver of `spec`, and read its frames in another thread.
+        """Leave the current driver, connect to the driver of `spec`, and read its frames in another thread.
 
-        OSError when that driver cannot be reached, or does not know the secret.
+        OSError when that driver cannot be reached or lacks the secret.
         """
         self._leave()
         who = f"rank {spec.rank} generation {spec.generation}"
@@ -179,7 +181,7 @@ class Inbox:
     def send(self, index: int, body: Sequence[codec.Buffer], to: WorkerLink | None = None) -> None:
         """Send an encoded message as a frame.
 
-        index: of the command that it answers, 0 = none. to: the driver; None: the present driver.
+        index: of the command that the message answers; 0 = no command. to: the driver; None = the current driver.
         """
         with self._turn:
             if self._link is None or to not in (None, self._link):
@@ -187,21 +189,21 @@ class Inbox:
             try:
                 self._link.write(index, body)
             except OSError as error:
-                log.info("the driver does not listen any more (%s)", error)  # the reader notices it, too
+                log.info("the driver does not listen any more (%s)", error)  # the reader thread handles this
 
     def tell(self, text: str) -> None:
         """Send a line of progress."""
         self.send(0, codec.encode(Progress(text)))
 
     def send_last(self, message: PoolMessage) -> None:
-        """Send `message` if the link is free within a second, and nothing after it: the process is about to end."""
+        """Send the last message before the process ends, if no other thread writes for longer than a second."""
         body = codec.encode(message)
         if self._turn.acquire(timeout=1.0) and self._link is not None:
             self._link.write(0, body)
 
     def _leave(self) -> None:
         if self._link is not None and self._reader is not None:
-            self._link.hang_up()  # threads that read from it, or wait to write, stop
+            self._link.hang_up()  # stops the threads that read or write
             self._reader.join()
             with self._turn:
                 self._link.close()
@@ -234,12 +236,12 @@ class Inbox:
 class ReplyCollector:
     """Sends replies in the order of their commands, also while the devices are still computing.
 
-    Where an executor begins a command and does not wait for its devices, a thread here waits. So the next command is
-    begun, and computed, while the results of the last command are copied to the host and sent.
+    When an executor starts a command without waiting for its devices, a thread of this object waits. So the devices
+    compute the next command while the last results are copied to the host and sent.
     """
 
     def __init__(self, send: Callable[[int, Sequence[codec.Buffer], WorkerLink | None], None], rank: int) -> None:
-        """`send` sends an encoded message as a frame to a driver."""
+        """send: sends an encoded message as a frame to a driver. rank: of this process."""
         self._send = send
         self._rank = rank
         self._begun: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -250,11 +252,11 @@ class ReplyCollector:
     def give(
         self, driver: WorkerLink, index: int, command: Command, execute: Callable[[Command], Reply | DeferredReply]
     ) -> None:
-        """Execute `command` and answer it, now or when its devices are done. For one thread.
+        """Execute `command`, and answer it immediately or when the devices are done. Only one thread may call this.
 
-        driver, index: the driver that sent the command, and its frame's index. execute: CommandExecutor.execute.
-        Raises the errors that must end the process, but only after all earlier commands are answered, so that this
-        command is blamed.
+        driver: the driver that sent the command. index: of the command's frame. execute: CommandExecutor.execute.
+        Raises the errors that must end the process. All earlier commands are answered first, so that the driver blames
+        this command.
         """
         name = type(command).__name__
         try:
@@ -298,19 +300,19 @@ class ReplyCollector:
             failed = to_failed(error)
         except Exception as error:
             if OUT_OF_MEMORY in str(error) or isinstance(error, DevicesError):
-                raise  # nobody knows what is left on the devices: a fresh group does
+                raise  # the content of the devices is unknown, so a new group must start
             log.exception("%s failed", name)
             failed = to_failed(error)
         return codec.encode(failed if self._rank == 0 else Ack(failed))
 
 
 def main() -> None:
-    """Read a LaunchSpec, join the group, and execute the commands of one driver after the other; end with the last."""
+    """Read a LaunchSpec, join the group, and execute the commands of one driver after the other until the last ends."""
     spec = LaunchSpec.from_line(sys.stdin.buffer.readline())
     die_with_parent(spec.parent)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver asks for stacks before it kills a hung one
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every platform that is not there
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver requests stacks before it kills a hung process
+    logging.getLogger("jax").setLevel(logging.WARNING)  # lower levels report every platform that is missing
     inbox = Inbox()
     sys.excepthook = lambda _kind, error, _trace: _end(inbox, error)
     threading.excepthook = lambda args: _end(inbox, args.exc_value or args.exc_type())
@@ -318,7 +320,7 @@ def main() -> None:
     threading.Thread(target=inbox.receive, args=(sys.stdin.buffer,), name="specs", daemon=True).start()
     notices, told = os.pipe()
     os.set_blocking(told, False)
-    signal.set_wakeup_fd(told)  # Python calls handlers in the main thread only, which may be computing for long
+    signal.set_wakeup_fd(told)  # Python runs handlers only in the main thread, which may be busy for a long time
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_await_notice, args=(inbox, notices), name="notice", daemon=True).start()
     answers = ReplyCollector(inbox.send, spec.rank)
@@ -334,7 +336,7 @@ def main() -> None:
                 execute = executor.execute if spans is None else spans.around(executor.execute, parent)
                 answers.give(driver, frame.index, command, execute)
                 continue
-            answers.drain()  # what the devices are computing for the earlier driver must not end them for this one
+            answers.drain()  # so that a device failure in an earlier driver's command ends the process before Ready
             assert isinstance(message, Start), "a driver begins with Start"
             executor = _begin(executor, message, spec, inbox.tell)
             inbox.transfers = Transfers(executor, message.config, spec.rank)
@@ -344,23 +346,23 @@ def main() -> None:
 
 
 def _await_notice(inbox: Inbox, notices: int) -> None:
-    """Tell the driver of SIGTERM, so that it saves what is on the devices and ends the group; without one, end.
+    """Notify the driver of SIGTERM, so that it saves the models and ends the group. Without a driver, end the process.
 
     notices: a pipe that has a byte for each signal.
     """
     while os.read(notices, 1):
         if inbox.alone:
             os._exit(0)
-        log.warning("told to end by SIGTERM: the driver is told")
+        log.warning("received SIGTERM; notifying the driver")
         inbox.send(0, codec.encode(TerminationNotice()))
 
 
 def _begin(
     executor: CommandExecutor | None, start: Start, spec: LaunchSpec, progress: Callable[[str], None]
 ) -> CommandExecutor:
-    """The executor as a driver wants it that has sent nothing but `start`."""
+    """An executor without any state but the base model, for a driver that has just sent `start`."""
     if executor is not None:
-        progress("the base model is loaded already: an earlier driver left it")
+        progress("the base model is still loaded from an earlier driver")
         executor.clear()
         return executor
     if spec.compile_cache_dir:
@@ -383,7 +385,7 @@ def _give_back_memory() -> None:
 
 
 def build(start: Start, rank: int, progress: Callable[[str], None]) -> CommandExecutor:
-    """The executor that `start` names, in a process set up for it."""
+    """Set the process up, and create the executor that `start` names."""
     module, _, name = start.executor.partition(":")
     progress(f"importing {module}")
     kind = getattr(importlib.import_module(module), name)
@@ -393,7 +395,7 @@ def build(start: Start, rank: int, progress: Callable[[str], None]) -> CommandEx
 
 
 def _end(inbox: Inbox, error: BaseException) -> None:
-    """Log, tell the driver, and end without any clean-up that could wait for other processes."""
+    """Log the error, report it to the driver, and end without any clean-up that could wait for other processes."""
     log.critical("ending", exc_info=error)
     logging.shutdown()
     sys.stderr.flush()

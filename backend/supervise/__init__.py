@@ -1,7 +1,7 @@
-"""Child processes: start one, notice its end or its silence, stop it (and `retry.Restarts` before the next start).
+"""Child processes: start a process, notice its end or silence, and stop it. `retry.Restarts` delays the next start.
 
-The driver and the agents of hosts use these parts for workers, `up` uses them for the engine and the API, and the
-engine uses them for its Prefect server.
+The driver and the agents of hosts use this package for workers. `up` uses it for the engine and the API, and the engine
+uses it for its Prefect server.
 """
 
 from tinkerflow.backend.supervise.heartbeat import BEATS, HeartbeatMonitor

@@ -1,4 +1,4 @@
-"""Signs of life: noticing that a process, or the other end of a connection, has been silent for too long."""
+"""Detects that a process, or the other end of a connection, has been silent for too long."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-_START_GRACE = 60.0  # seconds that a starting process may be silent for longer: it imports and loads
-BEATS = 6  # after so many beats in a row without a sign of life, the other end is stopped or cut off
+_START_GRACE = 60.0  # additional seconds of silence that a starting process may need for imports
+BEATS = 6  # the other end is lost after so many consecutive beats without a sign of life
 
 
 async def _no_beat() -> None:
@@ -17,16 +17,16 @@ async def _no_beat() -> None:
 
 @dataclass
 class HeartbeatMonitor:
-    """Waits until signs of life stay away for `timeout` seconds.
+    """Waits until there is no sign of life for `timeout` seconds.
 
-    Our own beats are counted, not time, so a stall of this process accuses nobody. The end of a silence of `timeout`
-    seconds is noticed at most one beat, a sixth of `timeout`, later.
+    The monitor counts its own beats instead of time, so a stall of this process blames no other process. It detects the
+    silence at most one beat (a sixth of `timeout`) late.
 
     timeout: seconds of silence.
-    signs: gives the number of signs of life that have come so far, for example of received bytes.
-    beat: is awaited before each pause, to send our own sign of life or to ask for one. The next beat follows when both
+    signs: returns the number of signs of life so far, for example of received bytes.
+    beat: awaited before each pause, to send our own sign of life or to request one. The next beat follows when both
     `beat` and the pause are over.
-    is_starting: while it gives True, the timeout is _START_GRACE seconds longer.
+    is_starting: while it returns True, the timeout is _START_GRACE seconds longer.
     """
 
     timeout: float
@@ -35,7 +35,7 @@ class HeartbeatMonitor:
     is_starting: Callable[[], bool] = lambda: False
 
     async def silence(self) -> float:
-        """Return when the other end is silent: for how many seconds it has been."""
+        """Wait until the other end is silent. Returns the seconds of silence."""
         pause = self.timeout / BEATS
         starting = BEATS + math.ceil(_START_GRACE / pause)
         missed, seen = 0, -1

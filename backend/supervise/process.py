@@ -1,4 +1,4 @@
-"""A child process of this one, from its start to its end."""
+"""A child process, from its start to its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tinkerflow.backend.supervise.heartbeat import HeartbeatMonitor
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended, as in "rank 2 was killed by SIGKILL". crashed: by itself, not by a signal from outside."""
+    """The end of a process. how: such as "was killed by SIGKILL". crashed: False after a SIGKILL from outside."""
 
     how: str
     crashed: bool
@@ -29,7 +29,7 @@ class Ending:
 class ChildProcess:
     """A process that this process started. Use it from any thread and any event loop.
 
-    The child leads a session of its own: Ctrl-C reaches only this process, which stops its children in order.
+    The child leads its own session, so Ctrl-C reaches only this process, which stops its children in order.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class ChildProcess:
         on_line: Callable[[str], None] | None = None,
         sockets: Sequence[int] = (),
     ) -> None:
-        """Start the process. OSError when the machine has no room for it.
+        """Start the process. OSError when the start fails.
 
         command: the program and its arguments.
-        environment: all of the process's environment variables.
-        log: the file to which its output is appended (made where it is missing, for the owner only); None = our stderr.
-        input_lines: whether it gets lines by `write`, until `close_input`; otherwise its standard input is empty.
-        on_line: gets each line of its standard output, in a thread of its own; None: standard output goes to `log`.
+        environment: all environment variables of the process.
+        log: the file to which its output is appended; None = our stderr. A new file is readable only by its owner.
+        input_lines: whether `write` sends it lines until `close_input`. Otherwise its standard input is empty.
+        on_line: called with each line of its standard output, in another thread; None = standard output goes to `log`.
         sockets: numbers of our open sockets that the process inherits under the same numbers.
         """
         with contextlib.ExitStack() as stack:
@@ -60,12 +60,12 @@ class ChildProcess:
                 stdout=output if on_line is None else subprocess.PIPE,
                 stderr=output,
                 start_new_session=True,
-                umask=0o077,  # its files are the service's: no other user may read them
+                umask=0o077,  # only the owner may read its files
                 pass_fds=sockets,
             )
         self.pid = self._process.pid
         self._ended: Future[int] = Future()
-        self._ended.set_running_or_notify_cancel()  # whoever stops waiting for the end does not change it
+        self._ended.set_running_or_notify_cancel()  # so that a cancelled `ended` does not cancel the future
         if on_line is not None:
             threading.Thread(target=self._relay, args=(on_line,), name="output", daemon=True).start()
         threading.Thread(target=self._reap, name=f"process {self.pid}", daemon=True).start()
@@ -76,29 +76,29 @@ class ChildProcess:
         return self._ended.result() if self._ended.done() else None
 
     def write(self, line: bytes) -> None:
-        """Write to its standard input, far less than a pipe holds; nothing happens when it has ended."""
+        """Write a short line to its standard input. Does nothing when the process has ended."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: its end has closed the pipe
+        with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: the pipe is closed
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
     def close_input(self) -> None:
-        """End its standard input."""
+        """Close its standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing happens when it has ended."""
+        """Send a signal. Does nothing when the process has ended."""
         self._process.send_signal(number)
 
     async def ended(self) -> Ending:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
         status = await asyncio.wrap_future(self._ended)
         return Ending(how_it_ended(status), crashed=status != -signal.SIGKILL)
 
     async def stop(self, grace: float) -> bool:
-        """End it by SIGTERM, or by SIGKILL after `grace` seconds; whether SIGTERM was enough. Repeating is fine."""
+        """End the process by SIGTERM, or by SIGKILL after `grace` seconds. Returns whether SIGTERM was enough."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace):
@@ -117,13 +117,13 @@ class ChildProcess:
 
     def _relay(self, on_line: Callable[[str], None]) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as lines:  # to the end of the process
+        with self._process.stdout as lines:  # until the process ends
             for line in lines:
                 on_line(line.decode(errors="replace").rstrip())
 
 
 async def watch(process: ChildProcess, monitor: HeartbeatMonitor) -> float | None:
-    """Wait until `process` ends: None; or until it is silent, as when it was stopped: for how many seconds it was."""
+    """Wait until `process` ends or is silent. Returns None at its end, or else the seconds of silence."""
     ended, silent = asyncio.create_task(process.ended()), asyncio.create_task(monitor.silence())
     try:
         await asyncio.wait((ended, silent), return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +135,7 @@ async def watch(process: ChildProcess, monitor: HeartbeatMonitor) -> float | Non
 
 
 def how_it_ended(status: int) -> str:
-    """`was killed by SIGKILL`, `ended with exit status 1`: for a process's return code."""
+    """A description of a return code: `was killed by SIGKILL`, `ended with exit status 1`."""
     if status >= 0:
         return f"ended with exit status {status}"
     known = {s.value: s.name for s in signal.Signals}

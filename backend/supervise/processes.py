@@ -1,4 +1,4 @@
-"""Helpers for processes: ending with the parent, open files, memory given back and mapped, free ports, ends of logs."""
+"""Helpers for processes: ending with the parent, limits of open files, freed and mapped memory, free ports, logs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _PORTS = range(20_000, 32_768)
 
 
 def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to signal this process when its parent ends (Linux; elsewhere a closed pipe or socket must do).
+    """Let the kernel send a signal to this process when its parent ends. Only Linux has this feature.
 
-    `parent_pid` is who started it: if that process is gone already, this one ends at once.
+    parent_pid: the process that started this process. If it is gone already, this process ends immediately. number: of
+    the signal.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -30,25 +31,25 @@ def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def allow_open_files() -> None:
-    """Let this process and its children have as many open files, sockets too, as the system allows them at most.
+    """Raise the limit of open files, including sockets, of this process and its children to the system's maximum.
 
-    The usual limit is 1,024, and a client of the SDK holds a connection for each future that it waits for.
+    The usual limit is 1,024, and a client of the SDK uses a connection for each future that it waits for.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def give_back_memory() -> None:
-    """Give freed memory back to the system, also where malloc was told to keep it (pool/host/places.py).
+    """Return freed memory to the system, even if malloc is configured to keep it (pool/host/places.py).
 
-    Nothing happens with a C library that has no malloc_trim.
+    Does nothing if the C library has no malloc_trim.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def memory_maps_used() -> float:
-    """Which part of the memory maps that Linux lets a process have this one uses; 0.0 where that is not known."""
+    """The fraction of Linux's limit of memory maps that this process uses; 0.0 where the limit is unknown."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
         with Path("/proc/self/maps").open("rb") as maps:
@@ -58,10 +59,10 @@ def memory_maps_used() -> float:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port of `address` that was free a moment ago. The caller must be ready to try again with another one.
+    """A port of `address` that was free a moment ago. The caller must be ready to try another port.
 
-    It is none of those that the system gives to connections going out (Linux: from 32768), so that who listens there
-    can end and come back. Raises OSError when nothing can listen at `address`.
+    The port is below those that Linux gives to outgoing connections (from 32768), so that a server can end and listen
+    there again. Raises OSError when no process can listen at `address`.
     """
     for port in secrets.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
@@ -76,5 +77,5 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log, for the message about the process that wrote it."""
+    """The last lines of a log, for a message about the process that wrote it."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

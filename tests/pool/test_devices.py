@@ -69,14 +69,14 @@ def test_ranks_of_one_host_take_different_gpus(config: GroupConfig, monkeypatch:
     with pytest.raises(UserError, match="3 processes of the group on this host share 4 GPU"):
         share_of_host(begun(config, 0, 0, 0), 1)
     monkeypatch.setattr(devices, "accelerator", lambda: "tpu")
-    with pytest.raises(UserError, match="2 processes of the group are on one host of TPUs"):
+    with pytest.raises(UserError, match="2 processes of the group are on one TPU host"):
         share_of_host(begun(config, 0, 0), 1)
 
 
 def test_tpus_of_a_host_are_one_groups(config: GroupConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "accelerator", lambda: "tpu")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    with pytest.raises(UserError, match="2 base models are on one host of TPUs, where a process takes all chips"):
+    with pytest.raises(UserError, match="2 base models are on one TPU host, where one process uses all chips"):
         join_jax(begun(config, 0).copy_with(groups=2), 0, print)
 
 

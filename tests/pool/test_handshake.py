@@ -111,7 +111,7 @@ async def test_who_cannot_accept_a_connection_tries_again(caplog: pytest.LogCapt
 async def test_a_worker_with_another_secret_is_refused(listener: socket.socket) -> None:
     driver, worker = await meet(listener, theirs=b"another")
     assert isinstance(worker, PermissionError)  # the driver's proof tells it already
-    assert "does not know the secret of generation 3" in str(worker)
+    assert "lacks the secret of generation 3" in str(worker)
     assert isinstance(driver, (PermissionError, EOFError))
 
 
@@ -134,7 +134,7 @@ async def test_a_stranger_that_repeats_our_own_proof_is_refused(listener: socket
 
     reflected = asyncio.create_task(asyncio.to_thread(mirror, listener.getsockname()[1]))
     sock = await next_connection(listener)
-    with pytest.raises(PermissionError, match="does not know the secret"):
+    with pytest.raises(PermissionError, match="lacks the secret"):
         await accept(sock, SECRET, 3, 1)
     await reflected
 
@@ -151,7 +151,7 @@ def test_a_connection_to_ourselves_is_to_nobody(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     monkeypatch.setattr(socket, "create_connection", to_itself)
-    with pytest.raises(ConnectionRefusedError, match=f"nobody but we ourselves on port {port}"):
+    with pytest.raises(ConnectionRefusedError, match=f"no process listens on port {port}"):
         connect("127.0.0.1", port, SECRET, 0, 0)
     socket.create_server(("127.0.0.1", port)).close()  # the driver that comes back finds its port free
 

@@ -374,7 +374,7 @@ async def test_what_no_driver_wants_is_ended(
     driver, pids = await drive(1)
     await driver.kill()
     await wait_until(lambda: not any(map(alive, pids)))
-    assert "rank 0 had no driver for 0.2 s: it is ended" in caplog.text
+    assert "ending rank 0, which had no driver for 0.2 s" in caplog.text
 
 
 async def test_a_process_that_ends_as_it_is_taken_over_is_replaced(
@@ -474,7 +474,9 @@ async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCapture
 
 async def test_other_software_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkerflow.backend.pool.host.agent.software", lambda: "python 2.7")
-    with pytest.raises(errors.UserError, match=r"host .+ has python 2.7, the driver python 3.+: they must be the same"):
+    with pytest.raises(
+        errors.UserError, match=r"host .+ has python 2.7, the driver has python 3.+; both must be the same"
+    ):
         await bench.join("a")
     assert "none has joined" in bench.hosts.missing(1)
 

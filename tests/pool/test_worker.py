@@ -197,7 +197,7 @@ async def test_a_worker_with_a_wrong_secret_is_refused(tmp_path: Path) -> None:
         with pytest.raises((PermissionError, EOFError)):  # it finds out first, from our proof
             await accept(sock, SECRET, 5, 1)
     assert (await process.ended()).how == "ended with exit status 70"
-    assert "does not know the secret of generation 5" in (tmp_path / "worker-0.log").read_text()
+    assert "lacks the secret of generation 5" in (tmp_path / "worker-0.log").read_text()
 
 
 FAULTS = """

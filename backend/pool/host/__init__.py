@@ -1,1 +1,1 @@
-"""Where worker processes run: on this machine, or on hosts whose agents joined the group."""
+"""The places where worker processes run: this machine, or hosts whose agents joined the group."""

@@ -1,9 +1,11 @@
-"""A host's part in a group: join, start and end processes as the driver asks, and join again when it is lost.
+"""The agent of a host: it joins a group, starts and ends processes for the driver, and joins again after a loss.
 
-When the driver closes the connection, it has most likely ended. Its processes are kept for the next driver, which finds
-the base model in their memory; processes that no driver takes over are ended after HostConfig.keep_seconds. (A driver
-that lives on recognises the processes, and starts new ones.) When the driver is silent, nobody knows what its processes
-are in the middle of: they are killed before this host offers its room again. No process outlives the agent.
+When the driver closes the connection, it has most likely ended. The agent keeps its processes for the next driver,
+which finds the base model in their memory. Processes that no driver takes over are ended after HostConfig.keep_seconds.
+(A driver that did not end recognizes its processes, and starts new ones.)
+
+When the driver is silent, the state of its processes is unknown. The agent kills them before it offers the host's
+capacity again. No process outlives the agent.
 """
 
 from __future__ import annotations
@@ -44,22 +46,22 @@ from tinkerflow.backend.supervise.processes import free_port
 log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
-_END_SECONDS = 10.0  # that a killed process may take to end; we go on without it
+_END_SECONDS = 10.0  # the longest wait for the end of a killed process
 
 
 @dataclass(frozen=True)
 class HostConfig:
-    """Where a host's agent joins, and what it offers.
+    """The group that a host's agent joins, and the capacity that it offers.
 
     driver, port: the address of the group's driver.
-    secret: the group's.
-    processes: how many worker processes the host runs.
-    log_dir: where workers append worker-<rank>.log; None = to our stderr.
-    compile_cache_dir: of this host's processes, in place of the folder that the driver names; "" = the driver's.
-    longest_pause: seconds between two attempts to join; a link that is mended is found so soon.
-    keep_seconds: how long processes wait for the next driver; meanwhile they hold memory of the devices.
-    platform: the setting. leave_seconds: how long processes may go on when the agent is to end: their driver saves what
-    they hold.
+    secret: the secret of the group.
+    processes: how many worker processes the host can run.
+    log_dir: the folder of worker-<rank>.log, to which workers append; None = they write to our stderr.
+    compile_cache_dir: the folder for compiled programs on this host; "" = the folder that the driver names.
+    longest_pause: the longest pause in seconds between two attempts to join.
+    keep_seconds: how long processes wait for the next driver. Meanwhile they occupy memory of the devices.
+    platform: the setting.
+    leave_seconds: how long processes may run after the agent was told to end, so that their driver can save models.
     """
 
     driver: str
@@ -75,11 +77,11 @@ class HostConfig:
 
 
 async def serve_group(config: HostConfig, say: Callable[[str], None]) -> None:
-    """Offer this host's room to the group at config.driver, for ever.
+    """Offer this host's capacity to the group at config.driver until cancelled.
 
-    Cancelled, it tells the driver that its processes are to end, and ends them when the driver has saved their state.
+    When cancelled, notify the driver, wait until it has saved the state of its processes, and end them.
 
-    `say` gets lines for people. UserError when the driver has another secret or other software.
+    say: gets lines for people. UserError when the driver has another secret or other software.
     """
     where = f"{config.driver}:{config.port}"
     processes = HostProcesses(config)
@@ -106,10 +108,10 @@ async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: 
             raise UserError(f"the group at {where} has another secret: {error}") from error
         except (OSError, EOFError) as error:
             if reached:
-                say(f"the group at {where} cannot be reached ({error}); trying again until it can")
+                say(f"the group at {where} cannot be reached ({error}); trying again")
             reached = steady = False
         else:
-            say(f"joined the group at {where} from {link.address} with room for {config.processes} process(es)")
+            say(f"joined the group at {where} from {link.address} with capacity for {config.processes} process(es)")
             if doubt := await asyncio.to_thread(doubt_about_name, link.address):
                 say(doubt)
             talk = Conversation(link, silence)
@@ -125,7 +127,7 @@ async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: 
 
 
 def doubt_about_name(address: str) -> str:
-    """What would keep other hosts from the processes of this one, which they know by `address`; "" = nothing."""
+    """A warning if other hosts, which use `address`, will probably not reach this host's processes; else ""."""
     name = socket.gethostname()
     try:
         found = socket.gethostbyname(name)
@@ -134,13 +136,13 @@ def doubt_about_name(address: str) -> str:
     if address.startswith("127.") or not found.startswith(("127.", "nothing")):
         return ""
     return (
-        f"the name of this host, {name}, resolves to {found} here: JAX's collectives on CPUs will not be reached from "
-        f"other hosts; have /etc/hosts say {address}"
+        f"the name of this host, {name}, resolves to {found} here, so other hosts cannot reach JAX's collectives on "
+        f"CPUs: map {name} to {address} in /etc/hosts"
     )
 
 
 async def _join(config: HostConfig, agent: str, processes: HostProcesses) -> tuple[LoopLink, float]:
-    """Connect and be welcomed: the connection, and the seconds after which a silent end is lost."""
+    """Connect, and make an offer. Returns the connection, and the seconds after which a silent peer is lost."""
     pod = await asyncio.to_thread(place_in_pod)
     link = await _connect(config)
     try:
@@ -158,7 +160,7 @@ async def _join(config: HostConfig, agent: str, processes: HostProcesses) -> tup
     link.close()
     if isinstance(answer, Refusal):
         raise UserError(answer.why)
-    raise ConnectionError(f"{type(answer).__name__} in answer to our offer")
+    raise ConnectionError(f"the driver answered our offer with {type(answer).__name__}")
 
 
 async def _connect(config: HostConfig) -> LoopLink:
@@ -175,9 +177,10 @@ async def _connect(config: HostConfig) -> LoopLink:
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker that runs here.
+    """A worker that runs on this host.
 
-    salt, plan: of its generation. number: its driver's, for it; None: it has no driver. doomed: we have killed it.
+    salt, plan: of its generation. number: the driver's number for it; None = it has no driver. doomed: whether this
+    agent has killed it.
     """
 
     child: LocalWorker
@@ -189,11 +192,11 @@ class _Worker:
 
 
 class HostProcesses:
-    """The processes that run here, with and without a driver."""
+    """The processes that run on this host, with and without a driver."""
 
     def __init__(self, config: HostConfig) -> None:
         """No process runs yet."""
-        self._talk: Conversation | None = None  # with the driver that is there, which knows us by the address
+        self._talk: Conversation | None = None  # with the current driver
         self._address = ""
         self._config = config
         self._watches: dict[_Worker, asyncio.Task[None]] = {}
@@ -208,7 +211,10 @@ class HostProcesses:
         )
 
     async def serve(self, talk: Conversation, address: str) -> str:
-        """Do as the driver at the other end of `talk` says until it is lost: why it was. address: of this host."""
+        """Obey the driver at the other end of `talk` until it is lost. Returns the reason of the loss.
+
+        address: of this host, in the driver's network.
+        """
         self._talk, self._address = talk, address
         try:
             return await talk.run(self._obey)
@@ -228,19 +234,19 @@ class HostProcesses:
             case TakeOver():
                 self._tell(self._take_over(message))
             case Signal():
-                for worker in self._watches:  # none of this number: it has ended already
+                for worker in self._watches:  # without a match, the process has ended
                     if worker.number == message.process:
                         worker.child.signal(message.number)
             case _:
-                raise ValueError(f"{type(message).__name__}, which is not for us")
+                raise ValueError(f"unexpected {type(message).__name__}")
 
     def _tell(self, message: PoolMessage) -> None:
         if self._talk is not None:
             self._talk.tell(message)
 
     async def _spawn(self, asked: Spawn) -> LocalWorker:
-        """Start a process. First the processes without a driver that have its plan are ended, or all processes without
-        a driver when there is no room otherwise. OSError when the start fails.
+        """Start a process. First end the processes without a driver that have the same plan, or all processes without
+        a driver if capacity is missing otherwise. OSError when the start fails.
         """
         if self._leaving:
             raise OSError("the host is about to end")
@@ -256,7 +262,7 @@ class HostProcesses:
         return child
 
     def _take_over(self, asked: TakeOver) -> Spawned | Ended:
-        """Let a process without a driver serve the present driver, unless it has ended."""
+        """Let a process without a driver serve the current driver, unless it has ended."""
         for worker in self._without_driver():
             if worker.child.pid == asked.pid:
                 worker.salt, worker.number = asked.salt, asked.process
@@ -265,7 +271,7 @@ class HostProcesses:
         return Ended(asked.process, "has ended", crashed=False)
 
     def leave(self) -> bool:
-        """Keep the processes of a driver that has ended for the next driver, for a while; whether there are any."""
+        """Keep the processes of a driver that has ended for keep_seconds. Returns whether there are any."""
         for worker in self._watches:
             worker.number = None
         if self._expiry is not None:
@@ -274,7 +280,7 @@ class HostProcesses:
         return bool(self._watches)
 
     async def give_notice(self) -> None:
-        """Let the driver know that its processes are to end, and wait until it has ended them, for a while."""
+        """Notify the driver that its processes must end, and wait up to leave_seconds until it has ended them."""
         self._leaving = True
         serving = [(worker, watch) for worker, watch in self._watches.items() if worker.number is not None]
         for worker, _ in serving:
@@ -304,7 +310,7 @@ class HostProcesses:
 
     def _expire(self) -> None:
         for worker in self._without_driver():
-            log.warning("rank %d had no driver for %g s: it is ended", worker.rank, self._config.keep_seconds)
+            log.warning("ending rank %d, which had no driver for %g s", worker.rank, self._config.keep_seconds)
             self._kill(worker)
 
     async def _end(self, processes: Iterable[_Worker]) -> None:

@@ -1,4 +1,4 @@
-"""The accelerators of this host, found without JAX: who opens a device with JAX takes it from the workers."""
+"""Finds the accelerators of this host without JAX. A process that opens a device with JAX takes it from the workers."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from tinkerflow.backend.core.errors import UserError
 log = logging.getLogger(__name__)
 
 Name = Literal["cpu", "cuda", "tpu"]
-NAMES: dict[str, Name] = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}  # by what JAX calls them
-_GOOGLE = "0x1ae0"  # the maker of TPUs, and of other devices
+NAMES: dict[str, Name] = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}  # by JAX's name
+_GOOGLE = "0x1ae0"  # the PCI vendor id of TPUs and of other Google devices
 _TPUS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}  # v2 to v7, as jax.hardware_utils has it
 _METADATA = "http://{host}/computeMetadata/v1/instance/attributes/agent-worker-number"  # of a virtual machine of GCE
 _METADATA_SECONDS = 5.0
 
 
 def accelerator(root: Path = Path("/")) -> Name:
-    """The kind of devices that this host has, whether or not JAX can use them; `cpu`: no other kind."""
+    """The kind of devices that this host has, even if JAX cannot use them. "cpu": the host has no accelerator."""
     if nvidia_devices(root):
         return "cuda"
     return "tpu" if tpu_chips(root) else "cpu"
 
 
 def expected(asked: str, environ: Mapping[str, str]) -> Name:
-    """The kind of devices that JAX will open: what the settings ask for, else JAX_PLATFORMS, else the host's best."""
+    """The kind of devices that JAX will open: the setting `asked`, else JAX_PLATFORMS, else the host's best."""
     first = environ.get("JAX_PLATFORMS", "").partition(",")[0] if asked == "auto" else asked
     return NAMES.get(first) or accelerator()
 
 
 def seen(root: Path = Path("/")) -> str:
-    """The signs of an accelerator, for people: "an NVIDIA device (/dev/nvidia0)"; "" without any."""
+    """The accelerator of this host, for people, such as "an NVIDIA device (/dev/nvidia0)"; "" = none."""
     if found := nvidia_devices(root):
         return f"an NVIDIA device ({found[0]})"
     return f"{chips} TPU chip(s)" if (chips := tpu_chips(root)) else ""
 
 
 def nvidia_devices(root: Path = Path("/")) -> list[str]:
-    """The device files of NVIDIA GPUs; where there are none but the driver's program is, the path of that."""
+    """The device files of NVIDIA GPUs. Without device files, the path of nvidia-smi if the program exists."""
     files = sorted((f for f in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)), key=_natural)
     if not files and root == Path("/") and (program := shutil.which("nvidia-smi")):
         return [program]
@@ -52,7 +52,7 @@ def nvidia_devices(root: Path = Path("/")) -> list[str]:
 
 
 def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """How many NVIDIA GPUs a process with these environment variables sees; 0: nobody knows."""
+    """How many NVIDIA GPUs a process with these environment variables sees; 0 = unknown."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([one for one in visible.split(",") if one.strip() and not one.startswith("-")])
@@ -69,9 +69,9 @@ def tpu_chips(root: Path = Path("/")) -> int:
 
 
 def place_in_pod(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[int, ...]:
-    """(slice, worker) of a host of TPUs, which its rank must follow; () on every other host.
+    """(slice, worker) of a TPU host, which determines the order of ranks; () on any other host.
 
-    From the variables that GKE sets, or else from the metadata server of the virtual machine.
+    The values come from the variables that GKE sets, or else from the metadata server of the virtual machine.
     """
     if not tpu_chips(root):
         return ()
@@ -80,9 +80,9 @@ def place_in_pod(environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 
 
 def share(mine: int, processes: int, gpus: int) -> list[int]:
-    """The GPUs of process `mine` of the `processes` of a group that share `gpus`, by their ordinals.
+    """The ordinals of the GPUs of process `mine`, where `processes` processes share `gpus` GPUs.
 
-    UserError when they cannot be shared equally.
+    UserError when the GPUs cannot be shared equally.
     """
     if gpus % processes:
         raise UserError(

@@ -1,9 +1,9 @@
-"""The hosts that joined a group, as its driver sees them: each is an agent's connection (agent.py).
+"""The driver's view of the hosts that joined its group. Each host is the connection of an agent (agent.py).
 
-A host that is lost takes its processes with it: for the driver they have ended. Until the host's agent notices the
-loss, the processes may go on, but nobody hears them, because their connections are closed. An agent keeps the processes
-of a driver that ended, and offers them together with its free room. The next driver takes over a group whose processes
-all live and have its plan.
+When a host is lost, the driver considers its processes as ended. They may run until the agent notices the loss, but
+their connections are closed, so they have no effect. When a driver ends, the agents keep its processes, and offer them
+to the next driver together with their free capacity. The next driver takes over a group if all of its processes live
+and have its plan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HostProcess:
     """A worker on a host that joined."""
 
     def __init__(self, host: Host, started: Spawned, ending: asyncio.Future[Ending]) -> None:
-        """`ending` is resolved when the host says that the process has ended, or when the host is lost."""
+        """ending: resolved when the host reports the end of the process, or when the host is lost."""
         self.pid = started.pid
         self.coordinator = started.coordinator
         self._host = host
@@ -51,19 +51,19 @@ class HostProcess:
         self._ending = ending
 
     def signal(self, number: int) -> None:
-        """Ask its host to send it a signal."""
+        """Have the host send a signal to the process."""
         self._host.talk.tell(Signal(self._number, number))
 
     async def ended(self) -> Ending:
-        """Wait until its host says that the process has ended, or until the host is lost."""
+        """Wait until the host reports the end of the process, or until the host is lost."""
         return await asyncio.shield(self._ending)
 
 
 class HostSlot:
-    """Room for one process on a host, or a process that an earlier driver left there."""
+    """Capacity for one process on a host, or a process that an earlier driver left there."""
 
     def __init__(self, host: Host, held: OrphanedWorker | None = None) -> None:
-        """Reserve room on `host`. held: the process to take over; None: a new process will be started."""
+        """Reserve capacity on `host`. held: the process to take over; None = start a new process."""
         self.host, self.capacity = host.offer.agent, host.offer.processes
         self._host = host
         self._held = held
@@ -71,11 +71,11 @@ class HostSlot:
         host.taken += 1
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
-        """Start the process there, or take it over. OSError when that fails or the host is lost meanwhile."""
+        """Start the process or take it over. OSError when this fails or the host is lost meanwhile."""
         return await self._host.spawn(launch, rank, self._held)
 
     def release(self) -> None:
-        """Give the room back to the host."""
+        """Return the capacity to the host."""
         if not self._released:
             self._released = True
             self._host.taken -= 1
@@ -97,11 +97,11 @@ class Host:
 
     @property
     def free(self) -> int:
-        """How many more processes it can run."""
+        """How many more processes the host can run."""
         return max(0, self.offer.processes - self.taken)
 
     async def spawn(self, launch: Launch, rank: int, held: OrphanedWorker | None = None) -> WorkerProcess:
-        """Start a process, or take over the process `held`. OSError when that fails, or the host is lost meanwhile."""
+        """Start a process, or take over the process `held`. OSError when this fails or the host is lost meanwhile."""
         if self.talk.over is not None:
             raise OSError(f"host {self.offer.host} is lost: {self.talk.over}")
         number, loop = next(self.site.numbers), asyncio.get_running_loop()
@@ -109,7 +109,7 @@ class Host:
         ending = self._endings[number] = loop.create_future()
         self.site.launched.add(launch.salt)
         if held is None:
-            self.held = [held for held in self.held if held.plan != launch.plan]  # the agent ends these first
+            self.held = [held for held in self.held if held.plan != launch.plan]  # the agent first ends the others
             self.talk.tell(Spawn(number, launch.generation, rank, launch.port, launch.salt, launch.plan))
         else:
             self.talk.tell(TakeOver(number, held.pid, launch.generation, launch.port, launch.salt))
@@ -122,7 +122,7 @@ class Host:
             del self._starting[number]
 
     async def serve(self) -> str:
-        """Exchange messages until the host is lost: why it is lost."""
+        """Exchange messages until the host is lost. Returns the reason of the loss."""
         try:
             return await self.talk.run(self._take)
         finally:
@@ -137,7 +137,7 @@ class Host:
         match message:
             case Spawned() if (starting := self._starting.get(message.process)) is not None and not starting.done():
                 starting.set_result(message)
-            case Spawned():  # its start was given up, and it was told to end
+            case Spawned():  # the start was cancelled, and the process has been killed
                 log.info("a process of host %s came too late", self.offer.host)
             case Ended() if message.process in self._endings:
                 ending = Ending(f"{message.how} (on host {self.offer.host})", message.crashed)
@@ -146,18 +146,18 @@ class Host:
                     starting.set_exception(OSError(f"a process {ending.how}"))
                 self._endings.pop(message.process).set_result(ending)
             case _:
-                raise ValueError(f"{type(message).__name__}, for which nobody asked")
+                raise ValueError(f"unexpected {type(message).__name__}")
 
 
 class Hosts:
-    """A site of all hosts that joined at one address. Made by `listen`; use it from the event loop of that call."""
+    """All hosts that joined at one address, as a Site. Created by `listen`. Use it in the event loop of that call."""
 
     def __init__(self, listener: socket.socket, secret: bytes, silence: float) -> None:
         """Use `listen`."""
         self.address = str(listener.getsockname()[0])
         self.port = int(listener.getsockname()[1])
-        self.launched: set[bytes] = set()  # salts of this driver's own generations: their processes are not taken over
-        self.numbers = itertools.count(1)  # of processes
+        self.launched: set[bytes] = set()  # salts of this driver's generations, whose processes are not taken over
+        self.numbers = itertools.count(1)  # the numbers of new processes
         self._listener = listener
         self._secret = secret
         self._silence = silence
@@ -168,16 +168,17 @@ class Hosts:
 
     @classmethod
     async def listen(cls, address: str, port: int, secret: bytes, silence: float) -> Self:
-        """Have hosts join at address:port (0 = a free one).
+        """Let hosts join at address:port (0 = a free port).
 
-        secret: what agents must know. silence: seconds until a silent host is lost. OSError when the address is taken.
+        secret: the secret of the group. silence: seconds after which a silent host is lost. OSError when the address is
+        in use.
         """
         listener = socket.create_server((address, port))
         listener.setblocking(False)
         return cls(listener, secret, silence)
 
     async def close(self) -> None:
-        """Take no more hosts, and leave those that joined; what still runs there is the next driver's."""
+        """Accept no more hosts, and disconnect all hosts. The next driver may take over their processes."""
         self._door.cancel()
         tasks = {self._door, *self._connections}
         for host in self._hosts:
@@ -194,7 +195,7 @@ class Hosts:
         return generation_secret(self._secret, salt)
 
     def missing(self, processes: int) -> str:
-        """What is missing for so many processes."""
+        """Why so many processes cannot be started now; "" when they can be started."""
         free = sum(host.free for host in self._hosts)
         if free < processes:
             joined = ", ".join(f"{host.offer.host}: {host.free}" for host in self._in_order()) or "none has joined"
@@ -208,14 +209,15 @@ class Hosts:
         return ""
 
     async def changed(self) -> None:
-        """Wait until a host joins or is lost, or room is released."""
+        """Wait until a host joins or is lost, or capacity is released."""
         self._change.clear()
         await self._change.wait()
 
     def reserve(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
-        """A group that an earlier driver left, or room for one, host by host.
+        """The processes of a group that an earlier driver left, or else free slots, host by host.
 
-        Hosts of TPUs in the order of their pod, which JAX numbers its processes by; others in the order of their names.
+        TPU hosts are in the order of their pod, because JAX numbers processes by it. Other hosts are in the order of
+        their names.
         """
         if held := self._held_group(processes, plan):
             return held
@@ -235,7 +237,7 @@ class Hosts:
 
     # ------------------------------------------------------------------ for its hosts
     def notify(self) -> None:
-        """Wake `changed`: a host joined or is lost, or room is released."""
+        """Wake `changed`, because a host joined or is lost, or capacity is released."""
         self._change.set()
 
     def _in_order(self) -> list[Host]:
@@ -263,25 +265,25 @@ class Hosts:
         host = Host(self, offer, Conversation(link, self._silence))
         host.talk.tell(Welcome(self._silence))
         self._hosts.append(host)
-        log.info("host %s joined from %s with room for %d process(es)", offer.host, offer.address, offer.processes)
+        log.info("host %s joined from %s with capacity for %d process(es)", offer.host, offer.address, offer.processes)
         self.notify()
         try:
             why = await host.serve()
             log.warning("host %s is lost: %s", offer.host, why)
         except Exception:
-            log.exception("host %s is lost by a fault of the driver", offer.host)
+            log.exception("host %s is lost through a fault of the driver", offer.host)
         finally:
             self._hosts.remove(host)
             self.notify()
 
     async def _hear_offer(self, link: LoopLink) -> Offer | None:
-        """The offer of whoever connected; None, and it is told why, when it cannot join."""
+        """Receive the client's offer. A host with other software gets a Refusal, and the result is None."""
         try:
             offer = codec.decode((await link.read()).body)
             if not isinstance(offer, Offer):
                 raise ValueError(f"{type(offer).__name__} instead of an offer")
             if offer.software != software():
-                why = f"host {offer.host} has {offer.software}, the driver {software()}: they must be the same"
+                why = f"host {offer.host} has {offer.software}, the driver has {software()}; both must be the same"
                 log.warning("refused: %s", why)
                 await link.write(0, codec.encode(Refusal(why)))
                 link.close()
@@ -293,5 +295,5 @@ class Hosts:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """What names are sorted by, with numbers as numbers: host-2 before host-10."""
+    """A sort key for names with numbers, so that host-2 comes before host-10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

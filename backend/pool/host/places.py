@@ -1,4 +1,4 @@
-"""Where the processes of a group are started: on this machine, or (hosts.py) on the hosts that joined."""
+"""The places where the processes of a group are started: this machine, or (hosts.py) the hosts that joined."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tinkerflow.backend.supervise.processes import free_port
 
 _PACKAGES = Path(tinkerflow.__file__).parents[1]
 _MALLOC = {  # C libraries without tunables ignore them
-    "hugetlb": 1,  # asks for huge pages by madvise
-    "arena_max": 1,  # all memory from one heap,
-    "mmap_max": 0,  # however large the piece,
-    "trim_threshold": 2**60,  # and none of it given back unless asked (worker.py)
+    "hugetlb": 1,  # request huge pages by madvise
+    "arena_max": 1,  # use one heap
+    "mmap_max": 0,  # use the heap for large blocks, too
+    "trim_threshold": 2**60,  # keep freed memory until malloc_trim is called (worker.py)
 }
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the processes of one generation have in common.
+    """The common parameters of the processes of one generation.
 
-    port: the driver's. salt: the generation's secret is made of it. plan: PoolConfig.digest.
+    port: where the driver listens. salt: the generation's secret is derived from it. plan: PoolConfig.digest.
     """
 
     generation: int
@@ -40,40 +40,41 @@ class Launch:
 
 
 class WorkerProcess(Protocol):
-    """A worker on any machine. coordinator: "address:port" for jax.distributed, free on its host at the start."""
+    """A worker on any machine. coordinator: "address:port" for jax.distributed, which was free on the worker's host."""
 
     pid: int
     coordinator: str
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing happens to one that has ended."""
+        """Send a signal. Does nothing when the process has ended."""
 
     async def ended(self) -> Ending:
-        """Wait until it has ended, or cannot be reached any more. May be called any number of times."""
+        """Wait until the process has ended or cannot be reached any more. May be called any number of times."""
         ...
 
 
 class WorkerSlot(Protocol):
-    """Reserved room for one process, until it is released.
+    """Reserved capacity for one process.
 
-    host: processes with the same one share its devices. capacity: for so many processes, 0 = any number.
+    host: identifies the host. Processes with the same host share its devices. capacity: how many processes the host can
+    run; 0 = any number.
     """
 
     host: str
     capacity: int
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
-        """Start the process there. OSError when that fails."""
+        """Start the process in this slot. OSError when this fails."""
         ...
 
     def release(self) -> None:
-        """Give the room back: its process has ended, or was never started."""
+        """Return the capacity. Call it when the process has ended or was never started."""
 
 
 class Site(Protocol):
-    """Where a pool starts its processes."""
+    """The place where a pool starts its processes. address: where the driver listens for them."""
 
-    address: str  # that the driver listens on for them
+    address: str
 
     def secret(self, salt: bytes) -> bytes:
         """The secret of a generation with this salt."""
@@ -84,12 +85,13 @@ class Site(Protocol):
         ...
 
     async def changed(self) -> None:
-        """Wait until the answer of `missing` may have changed."""
+        """Wait until the result of `missing` may have changed."""
 
     def reserve(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
         """Slots for `processes`, in the order of their ranks. Call it only while `missing` is "".
 
-        plan: a digest. When an earlier driver has left a whole group with the same plan, its processes are taken over.
+        plan: PoolConfig.digest. If an earlier driver left a complete group with the same plan, its processes are taken
+        over.
         """
         ...
 
@@ -106,11 +108,11 @@ class LocalWorker:
         keep: bool = False,
         platform: str = "auto",
     ) -> None:
-        """Start a worker process, which connects to the driver of `spec`. OSError when that fails.
+        """Start a worker process, which connects to the driver of `spec`. OSError when this fails.
 
         coordinator: "address:port" that was free a moment ago, for jax.distributed.
-        log_dir: where it appends worker-<rank>.log; None = to our stderr.
-        keep: whether it outlives its driver, to be given another one. platform: the setting.
+        log_dir: the folder of worker-<rank>.log, to which the worker appends; None = it writes to our stderr.
+        keep: whether the process outlives its driver and waits for another one. platform: the setting.
         """
         command = (sys.executable, "-m", "tinkerflow.backend.pool.worker")
         log = None if log_dir is None else log_dir / f"worker-{spec.rank}.log"
@@ -124,39 +126,39 @@ class LocalWorker:
             self.serve_no_other()
 
     def serve(self, spec: LaunchSpec) -> None:
-        """Have it leave the driver that it serves, and connect to the driver of `spec`."""
+        """Have the process leave its driver and connect to the driver of `spec`."""
         self._process.write(spec.to_line())
 
     def serve_no_other(self) -> None:
-        """Let it end with the driver that it serves."""
+        """Let the process end with its current driver."""
         self._process.close_input()
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing happens when it has ended."""
+        """Send a signal. Does nothing when the process has ended."""
         self._process.signal(number)
 
     async def ended(self) -> Ending:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
         return await self._process.ended()
 
 
 class ThisMachine:
-    """Any number of processes, as children of this process, which they do not outlive."""
+    """A site for any number of processes on this machine. They are children of this process, and end with it."""
 
     address = "127.0.0.1"
     host = "this machine"
     capacity = 0
 
     def __init__(self, log_dir: Path | None, platform: str = "auto") -> None:
-        """log_dir: where workers append worker-<rank>.log; None = to our stderr. platform: the setting."""
+        """log_dir: the folder of worker-<rank>.log; None = workers write to our stderr. platform: the setting."""
         self._log_dir, self._platform = log_dir, platform
 
     def secret(self, salt: bytes) -> bytes:
-        """The salt itself: nobody else sees it."""
+        """The salt itself, which stays on this machine."""
         return salt
 
     def missing(self, processes: int) -> str:
-        """There is always room."""
+        """Nothing is ever missing."""
         return ""
 
     async def changed(self) -> None:
@@ -167,7 +169,7 @@ class ThisMachine:
         return [self] * processes
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
-        """Start a child."""
+        """Start a child process."""
         spec = LaunchSpec(
             host=self.address,
             port=launch.port,
@@ -180,21 +182,23 @@ class ThisMachine:
         return LocalWorker(spec, f"{self.address}:{free_port()}", log_dir=self._log_dir, platform=self._platform)
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because no capacity is reserved."""
 
 
 def generation_secret(group_secret: bytes, salt: bytes) -> bytes:
-    """The secret of one generation: hosts derive it from the group's secret, so it never crosses the network."""
+    """The secret of one generation. Hosts derive it from the group's secret, so it never crosses the network."""
     return hmac.new(group_secret, b"generation|" + salt, hashlib.sha256).digest()
 
 
 def worker_environment(environ: Mapping[str, str], platform: str = "auto") -> dict[str, str]:
-    """Our environment as a worker gets it: our packages are found, and on CPUs memory is in huge pages, and kept.
+    """The environment variables of a worker. It finds our packages, and on CPUs malloc keeps memory in huge pages.
 
-    platform: the setting. On other devices malloc stays as it is: the host's memory is only passed through there.
-    XLA's CPU client takes the memory of each execution anew. Small pages cost a sixth of a training step's CPU time,
-    and pages that went back to the system and are wanted again a twelfth (tests/benchmarks/RESULTS.md). So a worker
-    gives back by itself, every few minutes. Tunables that are set already are kept, and win.
+    XLA's CPU client allocates the memory of each execution again. Small pages cost a sixth of a training step's CPU
+    time, and returning pages to the system costs a twelfth (tests/benchmarks/RESULTS.md). So malloc keeps freed memory,
+    and the worker returns it every few minutes. On GPUs and TPUs malloc is unchanged, because host memory is only a
+    buffer there.
+
+    environ: our environment; its own malloc tunables win. platform: the setting.
     """
     path = os.pathsep.join(filter(None, (str(_PACKAGES), environ.get("PYTHONPATH"))))
     if expected(platform, environ) != "cpu":

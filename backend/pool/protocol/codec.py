@@ -2,8 +2,8 @@
 
     body = u32 length of the header | header | padding | array 0 | padding | array 1 | ...
 
-In the header an array is its dtype, shape, and offset in the rest of the body. Arrays are neither copied when a message
-is encoded nor when it is decoded: `decode` returns read-only views of the bytes that it is given.
+The header stores the dtype, shape and offset of each array. Arrays are copied neither when a message is encoded nor
+when it is decoded: `decode` returns read-only views of its input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tinkerflow.backend.spec.pool_message import PoolMessage
 Buffer = bytes | memoryview
 AnyMessage = Command | Reply | WorkerMessage | HostMessage
 
-_ALIGNMENT = 64  # XLA on CPU can use arrays in place when they are aligned to this
+_ALIGNMENT = 64  # XLA on CPU can use arrays in place when they are aligned to 64 bytes
 _SMALL = 65536  # bytes below which copying a buffer is cheaper than another system call
 _LENGTH = struct.Struct("!I")
 _DTYPE_KINDS = "biuf"  # bool, int, unsigned, float
@@ -34,7 +34,7 @@ _UNDECODABLE = (struct.error, msgspec.MsgspecError, ValueError, RecursionError, 
 
 
 def fingerprint() -> str:
-    """A short text that differs where the messages do: processes can work together when they have the same."""
+    """A short digest of all message types. Processes can work together only if their fingerprints are equal."""
     classes = {kind.__name__: kind.__annotations__ for kind in _classes(AnyMessage)}
     return hashlib.sha256(repr(sorted(classes.items())).encode()).hexdigest()[:12]
 
@@ -52,8 +52,8 @@ def _classes(hint: Any) -> Iterator[type]:
 def encode(message: PoolMessage) -> list[Buffer]:
     """The body of a frame for `message`, as buffers to be sent one after the other.
 
-    Large arrays are not copied: do not change them until the buffers are sent. Raises TypeError for a field that is not
-    plain data, ValueError for integers beyond 64 bits and for text that is not Unicode.
+    Large arrays are not copied, so do not change them until the buffers are sent. Raises TypeError for a field that is
+    not plain data. ValueError for integers beyond 64 bits and for text that is not Unicode.
     """
     arrays, end = list[memoryview](), 0
 
@@ -89,18 +89,18 @@ def encode(message: PoolMessage) -> list[Buffer]:
 
 
 def decode(body: bytes | bytearray | memoryview) -> PoolMessage:
-    """The message that `body` holds. Raises ValueError for bytes that `encode` cannot have made."""
+    """The message that `body` encodes. Raises ValueError when the bytes are not an encoded message."""
     view = memoryview(body).toreadonly()
     try:
         (length,) = _LENGTH.unpack_from(view)
         start = _LENGTH.size + length
         return _decoder.decode(view[_LENGTH.size : start], view[start + _padding(start) :])
     except _UNDECODABLE as error:
-        raise ValueError(f"{len(view)} bytes are no message of ours: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{len(view)} bytes are not a message: {type(error).__name__}: {error}") from error
 
 
 class _Decoder(threading.local):
-    """Decodes headers. Each thread has its own, because arrays are read from the message that is decoded."""
+    """Decodes headers. Each thread has its own decoder, because the decoder stores the body of the current message."""
 
     def __init__(self) -> None:
         self._header = msgspec.msgpack.Decoder(AnyMessage, dec_hook=self._array)

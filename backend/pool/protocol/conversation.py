@@ -13,14 +13,14 @@ from tinkerflow.backend.supervise import HeartbeatMonitor
 
 
 class Conversation:
-    """One connection: messages and beats both ways.
+    """One connection that carries messages and heartbeats in both directions.
 
-    The conversation ends when the connection ends, when the other end is silent, or by `end`.
+    The conversation ends with the connection, when the other end is silent, or by `end`.
     """
 
     def __init__(self, link: LoopLink, silence: float) -> None:
-        """`run` closes `link` at its end. silence: seconds until a silent other end is lost."""
-        self.closed = False  # by the other end, as when its process ends
+        """link: `run` closes it at the end. silence: seconds after which a silent other end is lost."""
+        self.closed = False  # the other end closed the connection, as when its process ends
         self._link = link
         self._monitor = HeartbeatMonitor(silence, lambda: link.signs, self._beat)
         self._outbox: asyncio.Queue[PoolMessage] = asyncio.Queue()
@@ -32,18 +32,19 @@ class Conversation:
         return self._over.result() if self._over.done() else None
 
     def tell(self, message: PoolMessage) -> None:
-        """Send a message after the others; it is lost when the conversation ends."""
+        """Queue a message behind the earlier messages. Messages are lost when the conversation ends."""
         self._outbox.put_nowait(message)
 
     def end(self, why: str) -> None:
-        """End the conversation. `run` returns the reason `why`, unless there was another reason before."""
+        """End the conversation. `run` returns `why` unless the conversation has ended for another reason."""
         if not self._over.done():
             self._over.set_result(why)
 
     async def run(self, take: Callable[[PoolMessage], Awaitable[None]]) -> str:
-        """Give each received message to `take`, in order, until the conversation ends: why it ended.
+        """Call `take` with each received message, in order, until the conversation ends. Returns why it ended.
 
-        ValueError of `take`: the other end should not have sent the message. Other errors of `take` are raised.
+        take: raises ValueError for a message that the other end should not have sent, which ends the conversation.
+        Raises any other error of `take`.
         """
         works = [asyncio.create_task(work) for work in (self._send(), self._receive(take), self._hear())]
         try:
@@ -58,7 +59,7 @@ class Conversation:
                 task.cancel()
             try:
                 await asyncio.gather(*works, return_exceptions=True)
-            finally:  # also when we are cancelled meanwhile
+            finally:  # also when this task is cancelled meanwhile
                 self._link.close()
 
     async def _send(self) -> str:
@@ -81,7 +82,7 @@ class Conversation:
         except OSError as error:
             return f"its connection broke ({error})"
         except ValueError as error:
-            return f"it sent what it should not: {error}"
+            return f"it sent a wrong message: {error}"
 
     async def _beat(self) -> None:
         self.tell(KeepAlive())

@@ -2,8 +2,8 @@
 
     frame = magic | u32 generation | u64 index | u64 length | body
 
-The body is a message as codec.py encodes it. A frame of another generation, or a frame without the magic, is an error:
-only a mistake can have sent it. handshake.py makes the connections.
+The body is a message that codec.py has encoded. A frame of another generation or without the magic is an error, because
+only a faulty program sends such frames. handshake.py makes the connections.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tinkerflow.backend.pool.protocol.codec import Buffer
 
 MAGIC = b"TkF1"
 _HEADER = struct.Struct("!4sIQQ")
-_PIECE = 1 << 20  # bytes that are sent at once
-_LARGEST = 1 << 36  # bytes of one body: the state of a large adapter is a few gigabytes
+_PIECE = 1 << 20  # bytes of one call to send
+_LARGEST = 1 << 36  # bytes of one body; the state of a large adapter is a few gigabytes
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Frame:
 
 
 def header(generation: int, index: int, body: Sequence[Buffer]) -> bytes:
-    """The bytes that go before `body`."""
+    """The header of a frame with this body."""
     return _HEADER.pack(MAGIC, generation, index, sum(map(len, body)))
 
 
@@ -50,17 +50,17 @@ class WorkerLink:
     """The worker's connection to the driver. One thread may read while another writes."""
 
     def __init__(self, sock: socket.socket, generation: int) -> None:
-        """`sock` is connected and authenticated."""
+        """sock: a connected, authenticated socket."""
         self._sock = sock
         self._generation = generation
 
     def read(self) -> Frame:
-        """The next frame. Raises EOFError when the driver is gone, ValueError for garbage."""
+        """Receive the next frame. Raises EOFError when the driver is gone, ValueError for garbage."""
         index, length = _parse(receive_now(self._sock, _HEADER.size), self._generation)
         return Frame(index, memoryview(receive_now(self._sock, length)))
 
     def write(self, index: int, body: Sequence[Buffer]) -> None:
-        """Send one frame. Callers take turns (a lock)."""
+        """Send one frame. Callers hold a lock."""
         first = header(self._generation, index, body)
         if len(body) == 1:
             self._sock.sendall(first + body[0])  # one packet, one wake-up of the driver
@@ -70,12 +70,12 @@ class WorkerLink:
             self._sock.sendall(part)
 
     def hang_up(self) -> None:
-        """End the connection under whoever reads or writes: they get EOFError or OSError."""
-        with contextlib.suppress(OSError):  # it has ended already
+        """End the connection. Threads that read or write get EOFError or OSError."""
+        with contextlib.suppress(OSError):  # the connection has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def to_loop(self) -> LoopLink:
-        """The same connection for use in an event loop; this object must not be used any more."""
+        """Convert the connection for use in an event loop. Do not use this object any more."""
         self._sock.setblocking(False)
         return LoopLink(self._sock, self._generation, 0)
 
@@ -85,7 +85,7 @@ class WorkerLink:
 
 
 def receive_now(sock: socket.socket, size: int) -> bytearray:
-    """The next `size` bytes of a blocking socket. EOFError when the other end has closed it."""
+    """Receive `size` bytes from a blocking socket. EOFError when the other end has closed it."""
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -98,12 +98,12 @@ def receive_now(sock: socket.socket, size: int) -> bytearray:
 
 # ------------------------------------------------------------------ the driver's end, and an agent's: asyncio
 class LoopLink:
-    """The driver's connection to one worker or agent, or the agent's. One task may read while another writes."""
+    """The driver's connection to a worker or agent, or an agent's to the driver. One task may read, another write."""
 
     def __init__(self, sock: socket.socket, generation: int, rank: int) -> None:
-        """`sock` is connected, authenticated and does not block."""
+        """sock: a connected, authenticated socket that does not block."""
         self.rank = rank
-        self.signs = 0  # of life: how often bytes were received, or another MiB was sent (see HeartbeatMonitor)
+        self.signs = 0  # signs of life: how often bytes were received, or another MiB was sent (HeartbeatMonitor)
         self.sent = 0  # bytes
         self._sock = sock
         self._generation = generation
@@ -114,7 +114,7 @@ class LoopLink:
         return str(self._sock.getsockname()[0])
 
     async def read(self) -> Frame:
-        """The next frame. Raises EOFError when the other end is gone, ValueError for garbage."""
+        """Receive the next frame. Raises EOFError when the other end is gone, ValueError for garbage."""
         index, length = _parse(await receive(self._sock, _HEADER.size, self._count), self._generation)
         return Frame(index, memoryview(await receive(self._sock, length, self._count)))
 
@@ -142,12 +142,12 @@ class LoopLink:
         self.signs += 1
 
     def close(self) -> None:
-        """Close the socket; call it when no task reads or writes any more."""
+        """Close the socket. No task may read or write any more."""
         self._sock.close()
 
 
 async def receive(sock: socket.socket, size: int, on_bytes: Callable[[], None] = lambda: None) -> bytearray:
-    """The next `size` bytes of a socket that does not block. EOFError when the other end has closed it."""
+    """Receive `size` bytes from a socket that does not block. EOFError when the other end has closed it."""
     loop = asyncio.get_running_loop()
     data = bytearray(size)
     view = memoryview(data)

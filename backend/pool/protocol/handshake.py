@@ -1,9 +1,9 @@
-"""Connecting a worker or a host's agent to the driver: both ends prove that they know a secret.
+"""Connecting a worker or a host's agent to the driver. Both ends prove that they have the same secret.
 
-The secret is the generation's, or (as generation 0) the group's. A worker reads it from its standard input; it never
-crosses the socket (HMAC-SHA256 over fresh nonces of both sides, with the role in it, so that neither side's proof
-serves as the other's). Frames themselves are neither encrypted nor signed: between hosts they need a network that
-nobody else can read or write.
+A worker has the secret of its generation, and reads it from its standard input. An agent has the secret of the group,
+and connects as generation 0. The secret never crosses the socket: each side sends an HMAC-SHA256 over fresh nonces of
+both sides. The HMAC includes the role of its sender, so an attacker cannot send a proof back. Frames are neither
+encrypted nor signed, so the network between hosts must be private.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from tinkerflow.backend.pool.protocol.frames import MAGIC, LoopLink, WorkerLink,
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS = 10.0  # that who connects may take to prove that it knows the secret
+HANDSHAKE_SECONDS = 10.0  # the longest time that a handshake may take
 _HELLO = struct.Struct("!4sII32s")  # magic, generation, rank, nonce
 _PROOF = 32
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A driver that a worker is to serve: a line of its standard input, for everybody could read its arguments.
+    """The driver that a worker shall serve. The worker reads it from standard input, because arguments are public.
 
-    secret: the generation's, as hex. parent: id of the process that started the worker, and that it does not outlive.
-    compile_cache_dir: the host's folder, in place of the folder that the driver names; "" = the driver's.
+    host, port: where the driver listens. secret: the secret of the generation, as hex. generation, rank: of the worker.
+    parent: id of the process that started the worker. The worker ends with it.
+    compile_cache_dir: the folder for compiled programs on this host; "" = the folder that the driver names.
     """
 
     host: str
@@ -45,34 +46,35 @@ class LaunchSpec:
     compile_cache_dir: str
 
     def to_line(self) -> bytes:
-        """The line that holds it."""
+        """Encode it as one line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> Self:
-        """The inverse of `to_line`."""
+        """Decode a line of `to_line`."""
         return cls(**json.loads(line))
 
 
 def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """`hello` names generation, rank and the worker's nonce; `nonce` is the driver's."""
+    """The proof of `role`. hello: has the generation, the rank and the worker's nonce. nonce: the driver's."""
     return hmac.new(secret, role + b"|" + hello + b"|" + nonce, hashlib.sha256).digest()
 
 
 def connect(host: str, port: int, secret: bytes, generation: int, rank: int, timeout: float = 30.0) -> WorkerLink:
     """Connect to the driver that listens on `host`:`port`.
 
-    secret, generation: the generation's, or with generation 0 the group's secret. rank: of this worker, 0 for an agent.
+    secret: the secret of the generation, or of the group if `generation` is 0.
+    rank: the rank of this worker; 0 for an agent.
     timeout: seconds for the connection, and for each message of the handshake.
-    Raises PermissionError when the driver does not know the secret, and OSError for all else. ConnectionRefusedError:
-    nobody listens, or the driver hung up because it is ending or refuses this rank or generation.
+    Raises PermissionError when the driver has another secret. ConnectionRefusedError: no process listens, or the driver
+    hung up because it ends or refuses this rank or generation. OSError: any other failure.
     """
     sock = socket.create_connection((host, port), timeout=timeout)
     try:
-        if sock.getsockname() == sock.getpeername():  # TCP's simultaneous open: our own port was the one asked for
-            # Closed without waiting, or the driver that comes back could not listen at its port for a minute.
+        if sock.getsockname() == sock.getpeername():  # TCP's simultaneous open: the socket connected to itself
+            # Reset the connection. Otherwise the next driver could not listen at its port for a minute.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            raise ConnectionRefusedError(f"nobody but we ourselves on port {port}")
+            raise ConnectionRefusedError(f"no process listens on port {port}")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = _HELLO.pack(MAGIC, generation, rank, os.urandom(32))
         sock.sendall(hello)
@@ -82,7 +84,9 @@ def connect(host: str, port: int, secret: bytes, generation: int, rank: int, tim
             raise ConnectionRefusedError(f"the driver refused rank {rank} of generation {generation}") from error
         nonce, proof = answer[:32], answer[32:]
         if not hmac.compare_digest(proof, _proof(secret, b"driver", hello, nonce)):
-            raise PermissionError(f"who listens on port {port} does not know the secret of generation {generation}")
+            raise PermissionError(
+                f"the process that listens on port {port} lacks the secret of generation {generation}"
+            )
         sock.sendall(_proof(secret, b"worker", hello, nonce))
     except BaseException:
         sock.close()
@@ -94,8 +98,8 @@ def connect(host: str, port: int, secret: bytes, generation: int, rank: int, tim
 async def next_connection(listener: socket.socket, retry_seconds: float = 1.0) -> socket.socket:
     """Wait for a connection on `listener` (which does not block) and accept it.
 
-    `loop.sock_accept` accepts in a callback: cancelled in the same turn of the loop, it loses the accepted socket.
-    Here nothing lies between accepting and returning.
+    `loop.sock_accept` accepts in a callback. If it is cancelled in the same iteration of the loop, the accepted socket
+    is lost. This function returns immediately after it accepts.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -108,14 +112,14 @@ async def next_connection(listener: socket.socket, retry_seconds: float = 1.0) -
         try:
             return listener.accept()[0]
         except (BlockingIOError, ConnectionAbortedError):
-            continue  # it went away again
-        except OSError as error:  # too many open files, say, and not for ever
-            log.warning("a connection cannot be accepted, and is tried again: %s", error)
+            continue  # the client has closed the connection
+        except OSError as error:  # for example too many open files, which other connections free
+            log.warning("cannot accept a connection; trying again: %s", error)
             await asyncio.sleep(retry_seconds)
 
 
 async def accept(sock: socket.socket, secret: bytes, generation: int, ranks: int) -> LoopLink:
-    """Authenticate who connected. Raises PermissionError (and closes) when it does not know the secret."""
+    """Authenticate a connected client. Closes `sock` and raises PermissionError when the client lacks the secret."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     loop = asyncio.get_running_loop()
@@ -123,12 +127,15 @@ async def accept(sock: socket.socket, secret: bytes, generation: int, ranks: int
         hello = bytes(await receive(sock, _HELLO.size))
         magic, claimed, rank, _ = _HELLO.unpack(hello)
         if magic != MAGIC or claimed != generation or rank >= ranks:
-            raise PermissionError(f"no worker of generation {generation}: it said {magic!r}, {claimed}, rank {rank}")
+            raise PermissionError(
+                f"not a worker of generation {generation}: its first bytes are {magic!r}, generation {claimed}, "
+                f"rank {rank}"
+            )
         nonce = os.urandom(32)
         await loop.sock_sendall(sock, nonce + _proof(secret, b"driver", hello, nonce))
         proof = bytes(await receive(sock, _PROOF))
         if not hmac.compare_digest(proof, _proof(secret, b"worker", hello, nonce)):
-            raise PermissionError(f"who says to be rank {rank} does not know the secret of generation {generation}")
+            raise PermissionError(f"the client for rank {rank} lacks the secret of generation {generation}")
     except BaseException:
         sock.close()
         raise

@@ -1,7 +1,7 @@
 """The messages of the pool: between driver and worker, besides commands and replies, and between driver and host agent.
 
-`process` in the messages of agents is a number that the driver gives to a process when it asks for the process; a
-number is never used again.
+In the messages of agents, `process` is a number that the driver assigns when it requests a process. The driver never
+uses a number twice.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from tinkerflow.backend.spec.checkpoint import Digest
 from tinkerflow.backend.spec.commands import Command, FetchState, GroupConfig, WriteState
 from tinkerflow.backend.spec.pool_message import PoolMessage
 
-# The errors that an executor may raise by name: it cannot pretend that its group failed. Only classes of
-# backend/core/errors.py: classes that other rooms derive take more than a message, and no executor raises them.
+# The errors that keep their class on the way from an executor to the driver. GroupFailedError is missing: an executor
+# cannot pretend that its group failed. Classes outside backend/core/errors.py are missing, too: their constructors take
+# more than a message, and no executor raises them.
 _ERRORS: dict[str, type[errors.TinkerflowError]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -26,35 +27,37 @@ _LONGEST_MESSAGE = 10_000
 
 
 class Start(PoolMessage, frozen=True):
-    """Driver to worker, first: how to set up. `coordinator` is "host:port" for jax.distributed, "" with one process.
+    """Driver to worker, first: how to set up.
 
-    silence: seconds after which the driver takes a silent process for stopped. hosts: for each rank the number of its
-    host; ranks with the same number share that host's devices. groups: how many groups share a device, this one
-    included.
+    coordinator: "host:port" for jax.distributed; "" with one process.
+    executor: "package.module:attribute" of the class that executes commands.
+    silence: seconds after which the driver considers a silent process as stopped.
+    hosts: the number of each rank's host. Ranks with the same number share that host's devices.
+    groups: how many groups share a device, including this group.
     """
 
     config: GroupConfig
     processes: int
     coordinator: str
-    executor: str  # "package.module:attribute"
+    executor: str
     silence: float
     hosts: tuple[int, ...]
     groups: int = 1
 
 
 class Rejoined(PoolMessage, frozen=True):
-    """Worker to driver, first, when it has served another driver: how many commands it has received in its life.
+    """Worker to driver, first, from a worker that has served another driver: how many commands it ever received.
 
-    A driver sends commands only to a group that is ready, so ranks with the same commands have the same number.
+    A driver sends commands only to a group that is ready. So the counts are equal if the ranks got the same commands.
     """
 
     commands: int
 
 
 class Ready(PoolMessage, frozen=True):
-    """Worker to driver, once: the executor is made. Its fields are those of GroupInfo.
+    """Worker to driver, once: the executor is ready. GroupInfo explains the fields.
 
-    reaches_store: it can take part in a Transfer. programs: a digest.
+    reaches_store: the worker can take part in a Transfer. programs: a digest.
     """
 
     devices: tuple[str, ...]
@@ -70,38 +73,38 @@ class Ready(PoolMessage, frozen=True):
 
 
 class Progress(PoolMessage, frozen=True):
-    """Worker to driver, at any time: a line for people about what takes long."""
+    """Worker to driver, at any time: a line for people about long work."""
 
     text: str
 
 
 class KeepAlive(PoolMessage, frozen=True):
-    """Driver to worker (or to a host's agent) and back: the process is alive, whatever its main thread does."""
+    """Driver to worker (or to a host's agent) and back: the process is alive, even while its main thread is busy."""
 
 
 class Failed(PoolMessage, frozen=True):
-    """A command's outcome in place of a Reply: the name of an error in backend/core/errors.py, and its message."""
+    """The outcome of a command that failed: the name of an error in backend/core/errors.py, and its message."""
 
     error: str
     message: str
 
 
 class Traced(PoolMessage, frozen=True):
-    """Driver to worker: a command that belongs to a traced request. parent: the context of its span; None: no span."""
+    """Driver to worker: a command of a traced request. parent: the context of the request's span; None = no span."""
 
     parent: str | None
     command: Command
 
 
 class Transfer(PoolMessage, frozen=True):
-    """Driver to worker, at any time: read or write a state beside the commands. number: of this transfer."""
+    """Driver to worker, at any time: read or write a state while commands run. number: identifies this transfer."""
 
     number: int
     job: FetchState | WriteState
 
 
 class Transferred(PoolMessage, frozen=True):
-    """Worker to driver: a Transfer is done. files: what was written, by file name."""
+    """Worker to driver: a Transfer is done. files: the digests of the written files, by file name."""
 
     number: int
     files: Mapping[str, Digest]
@@ -109,13 +112,13 @@ class Transferred(PoolMessage, frozen=True):
 
 
 class Ack(PoolMessage, frozen=True):
-    """What ranks above 0 send in place of a reply: whether the command failed there, and how."""
+    """The answer of ranks above 0 to a command: whether the command failed there, and how."""
 
     failed: Failed | None
 
 
 class TerminationNotice(PoolMessage, frozen=True):
-    """Worker to driver: the process was told to end by SIGTERM, as before its machine is taken away."""
+    """Worker to driver: the process received SIGTERM, as before its machine is preempted."""
 
 
 class Fatal(PoolMessage, frozen=True):
@@ -126,7 +129,7 @@ class Fatal(PoolMessage, frozen=True):
 
 @dataclass(frozen=True)
 class OrphanedWorker:
-    """A process that an earlier driver left, with the salt and the plan that it was told last."""
+    """A process that an earlier driver left. salt, plan: see Spawn; the last values that the process got."""
 
     pid: int
     rank: int
@@ -135,11 +138,13 @@ class OrphanedWorker:
 
 
 class Offer(PoolMessage, frozen=True):
-    """Agent to driver, first: how many processes the host runs.
+    """Agent to driver, first: how many processes the host can run.
 
-    agent: an id, the same for all connections of one agent. address: the host's, as seen from the driver's network.
-    software: what must be the same on all hosts. held: processes that an earlier driver left there. pod: (slice,
-    worker) of a host of TPUs, () of others.
+    agent: an id that is the same in all connections of one agent.
+    address: the host's address in the driver's network.
+    software: the versions that must be the same on all hosts.
+    held: processes that an earlier driver left there.
+    pod: (slice, worker) of a TPU host; () of any other host.
     """
 
     agent: str
@@ -152,7 +157,7 @@ class Offer(PoolMessage, frozen=True):
 
 
 class Welcome(PoolMessage, frozen=True):
-    """Driver to agent, in answer to an Offer. silence: seconds after which a silent end is lost to the other."""
+    """Driver to agent, in answer to an Offer. silence: seconds after which each end considers a silent peer as lost."""
 
     silence: float
 
@@ -164,9 +169,10 @@ class Refusal(PoolMessage, frozen=True):
 
 
 class Spawn(PoolMessage, frozen=True):
-    """Driver to agent: start a process of a group, once the held processes with the same plan have ended.
+    """Driver to agent: end the held processes with the same plan, then start a process of a group.
 
-    The process's secret is made of the group's secret and `salt` (places.py). plan: a digest of the pool's settings.
+    salt: the process's secret is derived from the group's secret and this salt (places.py). plan: a digest of the
+    pool's settings.
     """
 
     process: int
@@ -178,7 +184,7 @@ class Spawn(PoolMessage, frozen=True):
 
 
 class TakeOver(PoolMessage, frozen=True):
-    """Driver to agent: let a held process serve this driver; it keeps its rank and plan."""
+    """Driver to agent: let a held process serve this driver. The process keeps its rank and plan."""
 
     process: int
     pid: int
@@ -195,9 +201,9 @@ class Signal(PoolMessage, frozen=True):
 
 
 class Spawned(PoolMessage, frozen=True):
-    """Agent to driver: a process runs, or was taken over.
+    """Agent to driver: a process was started or taken over.
 
-    coordinator: "address:port" for jax.distributed, free on that host when the process began.
+    coordinator: "address:port" for jax.distributed. The port was free on that host when the process started.
     """
 
     process: int
@@ -206,7 +212,7 @@ class Spawned(PoolMessage, frozen=True):
 
 
 class Ended(PoolMessage, frozen=True):
-    """Agent to driver: a process has ended, or could not be started. See supervise.Ending."""
+    """Agent to driver: a process has ended or could not be started. how, crashed: see supervise.Ending."""
 
     process: int
     how: str
@@ -231,7 +237,7 @@ HostMessage = Offer | Welcome | Refusal | Spawn | TakeOver | Signal | Spawned | 
 
 
 def to_failed(error: BaseException) -> Failed:
-    """How an exception of the executor travels: errors of our tree as they are, all others as a ServerError."""
+    """The message for an exception of the executor. Errors of our tree keep their class; others become ServerError."""
     name = type(error).__name__
     if isinstance(error, errors.TinkerflowError) and name in _ERRORS:
         return Failed(name, error.message[:_LONGEST_MESSAGE])
@@ -239,14 +245,15 @@ def to_failed(error: BaseException) -> Failed:
 
 
 def to_error(failed: Failed) -> errors.TinkerflowError:
-    """The exception that `failed` stands for; an unknown name becomes a ServerError."""
+    """The exception for `failed`. An unknown name becomes a ServerError."""
     return _ERRORS.get(failed.error, errors.ServerError)(failed.message)
 
 
 def same_outcome(one: Failed | None, other: Failed | None) -> bool:
-    """Whether two ranks agree about a command.
+    """Whether two ranks agree on the outcome of a command.
 
-    Server errors need not agree in their text (it may name ports, addresses or a rank); errors for the user must.
+    Errors for the user must agree in their text. Server errors need not, because their text may contain ports,
+    addresses or a rank.
     """
     if one is None or other is None:
         return one is other

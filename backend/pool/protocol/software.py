@@ -13,31 +13,31 @@ from pathlib import Path
 from tinkerflow import backend
 from tinkerflow.backend.pool.protocol.codec import fingerprint
 
-WHOLE_BYTES = 32 * 2**20  # the largest file that is read whole
+WHOLE_BYTES = 32 * 2**20  # the largest file that is read completely
 _BLOCK, _BLOCKS = 4096, 256
 
 
 @cache
 def software() -> str:
-    """For people, and for comparison: "python 3.11, jaxlib 0.10.2, messages 1a2b3c4d5e6f"."""
+    """The versions, for comparison and for people: "python 3.11, jaxlib 0.10.2, messages 1a2b3c4d5e6f"."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return f"python {python}, jaxlib {version('jaxlib')}, messages {fingerprint()}"
 
 
 @cache
 def code_version() -> str:
-    """The version of our own code and of JAX, as they were when this process first asked."""
+    """The version of our own code and of JAX, read once in the life of the process."""
     root = Path(backend.__file__).parent
     return f"jax {version('jax')}, {software()}, {contents_version(root, root.rglob('*.py'))}"
 
 
 def contents_version(folder: Path, files: Iterable[Path]) -> str:
-    """A digest of the files' names in `folder` and of what they hold: the same on every host that has the same files.
+    """A digest of the names and the content of files in `folder`. It is equal on every host that has the same files.
 
-    Of a file over WHOLE_BYTES, its size and _BLOCKS blocks that are spread over it are read: the weights of another
-    model differ in some of them. OSError when a file cannot be read.
+    The digest of a file over WHOLE_BYTES covers its size and _BLOCKS blocks that are spread over the file. The weights
+    of another model differ in some of these blocks. OSError when a file cannot be read.
     """
-    with ThreadPoolExecutor(16) as readers:  # a file system of a network answers each read late
+    with ThreadPoolExecutor(16) as readers:  # reads from a network file system have a high latency
         named = sorted((str(file.relative_to(folder)), file) for file in files if not file.is_dir())
         digests = readers.map(_content_digest, [file for _, file in named])
         lines = [f"{name} {digest}\n" for (name, _), digest in zip(named, digests, strict=True)]
