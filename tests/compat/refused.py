@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 REFUSED: dict[str, str] = {
-    "types.ImageChunk": "where the model takes text; works [where it sees](operations.md#images)",
-    "types.ImageAssetPointerChunk": "where the model takes text; works [where it sees](operations.md#uploaded-images)",
+    "types.ImageChunk": "where the model takes text; works [where it sees](base-models.md#images)",
+    "types.ImageAssetPointerChunk": "where the model takes text; works [where it sees](base-models.md#uploaded-images)",
     "types.DmelChunk": "no model that is served takes audio",
 }
 

@@ -43,7 +43,7 @@ def test_an_unknown_launcher_is_named_with_those_that_exist() -> None:
 
 
 def test_every_launcher_is_documented() -> None:
-    text = (DOCS / "operations.md").read_text()
+    text = (DOCS / "many-hosts.md").read_text()
     assert [name for name in LAUNCHERS if f"\n| `{name}` |" not in text] == []
     assert [
         name for name in LAUNCHERS if name not in Settings.model_json_schema()["properties"]["launcher"]["description"]

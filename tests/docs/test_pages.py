@@ -90,7 +90,7 @@ def _plain(path: str) -> str:
 
 def test_messages_to_troubleshoot_are_those_of_the_code() -> None:
     texts = _texts()
-    section = PAGES["docs/operations.md"].partition("## Troubleshooting")[2].partition("\n## ")[0]
+    section = PAGES["docs/troubleshooting.md"]
     messages = re.findall(r"^\| `([^`]+)` \|", section, re.M)
     assert len(messages) > 20
     for message in messages:
@@ -138,7 +138,7 @@ def test_the_readme_names_every_model_family() -> None:
 
 def test_every_launcher_is_on_its_page_and_in_the_text_of_its_setting() -> None:
     for name in LAUNCHERS:
-        assert f"| `{name}` |" in PAGES["docs/operations.md"]
+        assert f"| `{name}` |" in PAGES["docs/many-hosts.md"]
         assert re.search(rf"\b{name}\b", str(Settings.model_fields["launcher"].description)), name
 
 
@@ -157,7 +157,7 @@ def test_what_prefect_does_is_said_in_one_way() -> None:
     said = re.compile(
         r"Prefect(\]\([^)]*\))? observes: operations\s+start immediately and are mirrored as flow and task\s+runs"
     )
-    for page in ("README.md", "docs/architecture.md", "docs/operations.md", "CONTRIBUTING.md"):
+    for page in ("README.md", "docs/architecture.md", "docs/single-host.md", "CONTRIBUTING.md"):
         assert said.search(PAGES[page]), page
 
 
