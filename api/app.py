@@ -39,14 +39,14 @@ def create_app(
     *,
     clock: Clock | None = None,
 ) -> FastAPI:
-    """The app that speaks the tinker protocol, and those of OpenAI and Anthropic, and serves the console.
+    """The app that serves the tinker protocol, those of OpenAI and Anthropic, and the console.
 
-    Every endpoint needs a key, except healthz, the front page, the OpenAPI document, and what a signed link opens.
-    For pages of the console a visitor signs in with one.
+    Every endpoint needs a key, except healthz, the front page, the OpenAPI document, and signed links.
+    Visitors of the console sign in with a key.
 
     settings: of the service. journal, store: open. subscriptions: must be running. clock: default the machine's.
     """
-    # The document says what each endpoint takes. FastAPI's page that shows it would load scripts from elsewhere.
+    # The OpenAPI document describes each endpoint. FastAPI's page for it would load scripts from another site.
     app = FastAPI(title="tinkerflow", version=__version__, docs_url=None, redoc_url=None)
     clock, metrics = clock or SystemClock(), Metrics()
     urgent = ThreadPoolExecutor(2, "urgent")

@@ -1,7 +1,7 @@
 """Request bodies: read within bounds of size, memory and time, and decompressed.
 
-The first SMALL bytes of a body are read at once. A longer body first takes all of its bytes from a `BodyMemory`, which
-projects share fairly. Meanwhile uvicorn reads no more than 64 KiB of it, so bodies that wait cost nothing.
+The first SMALL bytes of a body are read immediately. A longer body first takes all of its bytes from a `BodyMemory`,
+which projects share fairly. Meanwhile uvicorn reads no more than 64 KiB of it, so bodies that wait cost nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BODY = "tinkerflow.body"  # in a request's scope: its `Body`
 SMALL = 2**16  # bytes of a body that takes nothing from a BodyMemory
 MEDIUM = 2**23  # bytes of a body that does not wait for larger ones
 WAIT_SECONDS = 10.0  # for memory; then the client is asked to send the request again
-_PATIENCE_SECONDS = 2.0  # for which bodies wait before slower ones give way
+_PATIENCE_SECONDS = 2.0  # bodies wait this long before slower ones give way
 _SLOW_RATE = 2**20  # bytes per second of a body that does not give way
 _MAX_WINDOW = 2**27  # bytes of history that a zstd frame may ask for
 _COUNTED = 2**20  # bytes of JSON whose values are counted in one step
@@ -44,7 +44,7 @@ class Share:
     deadline: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
 
     def delay(self, now: float) -> float:
-        """Seconds by which the body is later than one that arrives at _SLOW_RATE."""
+        """The delay in seconds, compared with a body that arrives at _SLOW_RATE."""
         return now - self.since - self.arrived / _SLOW_RATE
 
 
@@ -133,7 +133,7 @@ class Memories:
 
     @classmethod
     def for_bodies_of(cls, most: int) -> Memories:
-        """Memory for bodies of at most `most` bytes, two of which fit."""
+        """Memory for two bodies of `most` bytes, the largest size."""
         return cls(BodyMemory(16 * MEDIUM), BodyMemory(2 * most), BodyMemory(16 * MEDIUM))
 
     def fitting(self, size: int) -> BodyMemory:
@@ -163,7 +163,8 @@ class Body:
         """The body, decompressed. It is not read any further than where it breaks a rule.
 
         decompress: makes the content of a large zstd frame.
-        BodyTooLargeError: more than `most` bytes. UserError: it does not match its headers. TooManyError: no memory.
+        BodyTooLargeError: more than `most` bytes. UserError: the body does not match its headers.
+        TooManyError: no memory.
         """
         headers = self._request.headers
         encoding = headers.get("content-encoding", "identity").lower()
@@ -229,7 +230,7 @@ def content_size(frame: bytes) -> int:
     except zstandard.ZstdError as error:
         raise _broken_frame(error) from error
     if size == zstandard.CONTENTSIZE_UNKNOWN:
-        raise UserError("the request body is a zstd frame that does not declare its content size: it must")
+        raise UserError("the request body is a zstd frame without a content size: the frame must declare it")
     return int(size)
 
 

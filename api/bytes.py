@@ -1,7 +1,7 @@
 """Large answers, sent piece by piece: whole or a Range, of one file or of a tar made on the way.
 
-Nothing is ever held whole. starlette's FileResponse is no help: it needs a local path, and a store may be remote; its
-files are read in blocks that are compared with their checksums.
+A file is never in memory as a whole. starlette's FileResponse needs a local path, but a store may be remote. Files of a
+store are read in blocks, which are compared with their checksums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAR_BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True)
 class ByteSource:
-    """`size` bytes. read(start, length) returns at most `length` of them, beginning at `start`; it may block."""
+    """`size` bytes. read(start, length) returns at most `length` of them from `start` on, and may block."""
 
     size: int
     read: Callable[[int, int], bytes]

@@ -1,4 +1,4 @@
-"""One request of a client, from its headers to what its handler works with: the services, the sender, the body.
+"""One request of a client, as its handler receives it: the services, the sender, the body.
 
 A handler names a `Call` in its signature (`call: Authorised`) and then awaits `call.body()` or `call.parsed(Model)`.
 The X-API-Key header, or Authorization: Bearer, identifies the sender (identity.py). Long polls wait in `Holds`.
@@ -45,7 +45,7 @@ class Router(APIRouter):
     """
 
     def __init__(self, *, busy: int = 0, at: str = API) -> None:
-        """Without endpoints yet. at: what their paths begin with."""
+        """Without endpoints yet. at: the prefix of their paths."""
         super().__init__()
         self.busy = busy
         self.at = at
@@ -54,8 +54,8 @@ class Router(APIRouter):
 class Holds:
     """The long polls that are held open now.
 
-    A poll is held until its result is there, its time is over, or the server stops. `release` ends all of them at
-    once, so that a stopping server need not wait for them.
+    A poll is held until its result is there, its time is over, or the server stops. `release` ends all of them, so
+    that a stopping server need not wait for them.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class Holds:
 
 @dataclass(frozen=True)
 class Services:
-    """What the handlers work with, made once for an app.
+    """The parts of the service that handlers use, made once for an app.
 
     urgent: threads for key checks and heartbeats. They must not queue behind the journal calls of thousands of polls
     that arrive together, which use the event loop's default threads. slow: threads for tokenising, compiling and
     bodies of medium size. heavy: threads for large bodies. memories: of bodies.
-    limits: what one project may have at a time. samplers: of the endpoints that know no sessions. tokenizers: of the
-    base models. imports: a thread for uploaded adapters, one of which is in memory at a time.
+    limits: of one project. samplers: of the endpoints without sessions. tokenizers: of the base models. imports: a
+    thread for uploaded adapters, so that only one is in memory at a time.
     """
 
     settings: Settings
@@ -118,7 +118,7 @@ class Services:
 
 @dataclass(frozen=True)
 class Call:
-    """One authorised request: whose rows it may touch, and what the handler works with."""
+    """One authorised request: its sender, and the services that the handler uses."""
 
     request: Request
     identity: Identity
@@ -131,7 +131,7 @@ class Call:
 
     @property
     def key_id(self) -> str:
-        """The key's id; "" on a loopback server for which no key was ever made."""
+        """The key's id; "" on a loopback server that has never had a key."""
         return self.identity.key_id
 
     @property
@@ -153,15 +153,15 @@ class Call:
         return None if scope == "accessible" and self.admin else self.owner
 
     async def slowly(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` returns, which may take seconds: in one of the threads that projects share."""
+        """The result of `work`, which may take seconds, from one of the threads that projects share."""
         return await self.services.slow.run(self.owner, work, *args, **kwargs)
 
     async def body(self, most: int = CONTROL_BYTES) -> bytes:
         """The whole body, decompressed. It keeps its memory until `release_body`, or the end of the request.
 
         most: bytes that a body of this endpoint may have.
-        BodyTooLargeError: it has more, or more than the setting max_body_bytes. UserError: it does not match its
-        headers. TooManyError: too many large bodies are being read.
+        BodyTooLargeError: the body has more, or more than the setting max_body_bytes. UserError: the body does not
+        match its headers. TooManyError: too many large bodies are being read.
         """
         services, setting = self.services, self.services.settings.max_body_bytes
         rule = "max_body_bytes" if setting <= most else f"the most for {self.request.scope['path']}"
@@ -189,7 +189,7 @@ class Call:
         return await threads.run(self.owner, work, *args, **kwargs)
 
     async def parsed(self, model: type[M], most: int = CONTROL_BYTES) -> M:
-        """The JSON body as `model`; UserError names the field and the rule. most: as of `body`."""
+        """The JSON body as `model`; UserError names the field and the rule. most: bytes that it may have."""
         body = await self.body(most)
         if len(body) <= SMALL:
             return model.from_json(body)

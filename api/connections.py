@@ -1,9 +1,9 @@
-"""HTTP connections: what a client may cost before a key of its own has been accepted, and how slow it may be.
+"""HTTP connections, with bounds on slow clients and on clients without an accepted key.
 
 `Connection` is uvicorn's protocol with clocks. A client must send the headers of a request within HEADER_SECONDS, and
 its body at BODY_RATE on average. Only the seconds in which the server waits for the client count. A client that does
-not read its answer is cut off after WRITE_SECONDS. A connection on which no key was accepted is a stranger's: it may
-not be idle for long, and an address may have STRANGERS such connections; beyond them, the oldest ones are closed.
+not read its answer is cut off after WRITE_SECONDS. A connection without an accepted key belongs to a stranger and may
+not be idle for long. An address may have STRANGERS such connections. If it has more, the oldest ones are closed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 HEADER_SECONDS = 10
 HEADER_BYTES = 2**16
-BODY_SECONDS = 30  # for a body of any size, beside its bytes at BODY_RATE
+BODY_SECONDS = 30  # for a body of any size, in addition to its bytes at BODY_RATE
 BODY_RATE = 2**13  # bytes per second
 WRITE_SECONDS = 120
 STRANGERS = 256
@@ -44,7 +44,7 @@ class Connection(HttpToolsProtocol):
         self._in_body = False
         self._size = 0  # bytes of these headers, or of this body
         self._waited = 0.0  # seconds spent waiting for the client's bytes
-        self._unsent = 0.0  # seconds for which the client has not read the answer
+        self._unsent = 0.0  # seconds since the client last read the answer
 
     # ------------------------------------------------------------ what uvicorn and the parser call
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -158,7 +158,7 @@ def address_group(host: str) -> str:
 
 
 def peer_of(request: Request) -> str:
-    """The address that a request's connection comes from, whatever its headers claim."""
+    """The address of a request's connection. Headers that claim another address are ignored."""
     connection = request.scope.get(_KEY)
     if isinstance(connection, Connection):
         return connection.address

@@ -1,4 +1,4 @@
-"""The outermost layer of the app: it counts and times requests, and gives back the memory of their bodies."""
+"""The outermost layer of the app, which counts and times requests and frees the memory of their bodies."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The error tree as HTTP answers, in the form of each wire.
 
 Bodies are JSON with a Content-Length, because the SDK takes an empty 400 for a proxy's answer. Errors of the user are
-never 408, 409, 425, 429 or 5xx, most of which the SDK retries for minutes; 429 is for those that may pass a moment
-later. OpenAI's and Anthropic's clients want forms of their own (`FORMS`).
+never 408, 409, 425 or 5xx, because the SDK retries most of these for minutes. Requests that may succeed a moment later
+get 429. OpenAI's and Anthropic's clients expect forms of their own (`FORMS`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
     (TooManyError, 429),
     (UserError, 400),
 )
-# How our messages begin. Nothing is tried twice: a field's name may be a million characters of a client's.
+# How our messages begin. The pattern does not backtrack, because a client's field name may have a million characters.
 _FIELD = re.compile(r"([a-z_]++)[\w.\[\]']*+(?: '[^']*+')?(?:: | (?:is|has|have|must|does)\b)")
 
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, errors of the user have the client's names of fields. names: these, by ours, as of `renamed`."""
+    """Inside, errors of the user have the client's names of fields. names: the client's name for each of ours."""
     try:
         yield
     except UserError as error:
@@ -123,7 +123,7 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(path: str, status: int, message: str, error: Exception | None = None) -> dict[str, Any]:
-    """The body of an error, in the form of this path. error: what was raised, where a form has more to say of it."""
+    """The body of an error, in the form of this path. error: the exception, because some forms show more of it."""
     forms = (form(status, message, error) for start, form in FORMS if path.startswith(start))
     return next(forms, {"detail": message})
 
@@ -135,7 +135,7 @@ def error_response(
     headers: Mapping[str, str] | None = None,
     error: Exception | None = None,
 ) -> JSONResponse:
-    """An error as the answer to a request for this path. error: as of `error_body`."""
+    """An error as the answer to a request for this path. error: the exception."""
     return JSONResponse(error_body(path, status, message, error), status, headers)
 
 

@@ -71,7 +71,7 @@ class HostGuard:
         return is_loopback(host) or host in self._allowed or (not is_open and _is_address(host))
 
     def _redirect(self, scope: Scope) -> bytes:
-        """The location to which the router redirects, without a host: with a slash at its end, or without one."""
+        """The location of the router's redirect, without a host. A slash is added to the end of the path or removed."""
         path = str(scope["raw_path"].decode("ascii"))
         path = path.rstrip("/") if path.endswith("/") else path + "/"
         query = scope["query_string"].decode("latin-1")

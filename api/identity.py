@@ -30,7 +30,7 @@ from tinkerflow.backend.settings import Settings
 
 T = TypeVar("T")
 
-REMEMBERED_SECONDS = 5.0  # for which a key is not looked up again, and a revoked key still works
+REMEMBERED_SECONDS = 5.0  # a key is looked up again after this time, so a revoked key may work this long
 _NO_KEYS_SECONDS = 1.0
 _MOST_REMEMBERED = 10_000
 _GUESSES = 30  # unknown keys of one address before its next ones are answered 429
@@ -69,7 +69,7 @@ STRANGER = Identity("", key_id="", admin=False)  # a visitor who signs in
 
 
 class UnknownKeyError(Exception):
-    """The key or token is not valid. guess: whether nobody can have been given it. headers: of the answer."""
+    """The key or token is not valid. guess: whether it was never a valid key. headers: of the answer."""
 
     def __init__(self, reason: str, *, guess: bool = False, headers: dict[str, str] | None = None) -> None:
         """reason: for the sender."""
@@ -79,7 +79,7 @@ class UnknownKeyError(Exception):
 
 
 class Guesses:
-    """How many unknown keys each address has shown lately: a bucket of _GUESSES that fills again over time."""
+    """Counts unknown keys by address: each has a bucket of _GUESSES that fills again over time."""
 
     def __init__(self, clock: Clock) -> None:
         """No address has shown any."""
@@ -127,7 +127,7 @@ class Authenticator:
     async def identity(self, shown: str | None, address: str = "") -> Identity:
         """The identity behind a key or token that came from `address`.
 
-        HTTPException 401: it is not valid. HTTPException 429: it is not valid, and the address has shown too many.
+        HTTPException 401: the key or token is not valid. HTTPException 429: the address has sent too many such keys.
         """
         if not shown or not shown.startswith((KEY_PREFIX, TOKEN_PREFIX)):
             raise HTTPException(
@@ -234,9 +234,9 @@ class Authenticator:
         return answer
 
     async def is_open(self) -> bool:
-        """Whether the server needs no key: it is bound to loopback, and no key was ever made.
+        """Whether the server needs no key, because it is bound to loopback and has never had a key.
 
-        The journal is asked once a second, and never again once there is a key.
+        The journal is queried once a second until there is a key.
         """
         if self._open and (now := self._clock.monotonic()) >= self._no_keys_until:
             self._open = not await self._ask("", self._threads, self._journal.keys.has_any)

@@ -32,7 +32,7 @@ def link(call: Call, path: str) -> tuple[str, datetime]:
 
 
 def base_url(request: Request) -> str:
-    """What our URLs begin with: the setting public_url, or else the URL by which the caller reached us."""
+    """The beginning of our URLs: the setting public_url, or else the URL that the caller used."""
     services: Services = request.app.state.services
     return services.settings.public_url.rstrip("/") or str(request.base_url).rstrip("/")
 

@@ -1,8 +1,8 @@
-"""Every metric of `/metrics`, declared once: its name, what it counts, its labels. prometheus_client does the rest.
+"""Every metric of `/metrics`, declared once with its name, meaning and labels.
 
-An app has a registry of its own, so that one process can hold several apps. What the app counts itself are plain
-numbers (`Answered`), because a Counter and a Histogram of the library cost a request 4 us: they lock, and this is one
-event loop. What the journal knows is read when the page is asked for.
+An app has a registry of its own, so that one process can hold several apps. The app counts requests in plain numbers
+(`Answered`), because a locked Counter and Histogram of prometheus_client cost a request 4 us. Metrics about the journal
+are read when the page is requested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WAITING = {
 _OLDEST = "Seconds since the oldest request without an answer was submitted, by kind: samples, training. 0: none waits."
 _TOKENS = "Tokens of training, of prompts (computed, and found in the cache), and of samples."
 _UNSAVED = "Seconds since the last recovery snapshot of the model whose changes have waited longest for one."
-_GENERATION = "Number of the worker group that serves: one more than the groups before it that ended."
+_GENERATION = "Number of the current worker group, which is one more than the number of earlier groups."
 _MEMORY = "Bytes of each device that are set aside, by use."
 # Fields of CompileStatus, counted since the worker group's start.
 _PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {
@@ -38,7 +38,7 @@ _PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], 
     "needed": (CounterMetricFamily, "Programs compiled for a waiting request before the warm-up had ended."),
     "late": (CounterMetricFamily, "Programs compiled for a waiting request after the warm-up had ended."),
 }
-_PAGES = "Pages of the KV cache: those that sequences use, and free ones."
+_PAGES = "Pages of the KV cache, used and free."
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Known:
-    """What the journal knows, for one page of metrics.
+    """Metrics from the journal, for one page.
 
     bases: the base models that are served. waiting: how many `samples` and `models` wait. observed: the numbers of the
     service at the time `now`. parts: the last heartbeats.
@@ -120,7 +120,7 @@ def _of_journal(known: Known) -> Iterable[Metric]:
     unsaved = [(name, (known.now - since).total_seconds()) for name, since in observed.unsaved_since.items()]
     yield _gauge("tinkerflow_unsaved_seconds", _UNSAVED, "base_model", unsaved)
     beats = [(part.name, (known.now - part.beat_at).total_seconds()) for part in known.parts]
-    yield _gauge("tinkerflow_beat_age_seconds", "Seconds since a part last said that it works.", "part", beats)
+    yield _gauge("tinkerflow_beat_age_seconds", "Seconds since the last heartbeat of a part.", "part", beats)
 
 
 def _gauge(name: str, meaning: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:

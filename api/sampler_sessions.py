@@ -1,7 +1,7 @@
-"""The samplers behind the endpoints that know no sessions: one session of each key, with a sampler for each model.
+"""The samplers of the endpoints without sessions. Each key has one session, with a sampler for each model.
 
-A session lives as long as it is used: every request and every long wait sends its heartbeat. One that nobody used for
-a while expires as those of other clients do, and the next request begins another.
+Every request and every long wait sends the session's heartbeat. An unused session expires like those of other clients,
+and the next request begins another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import CheckpointView, Journal, NewSampler, NewSession, SessionState
 
 NAME = "OpenAI and Anthropic endpoints"  # of these sessions, as people see them
-_MOST_SAMPLERS = 256  # of one session: then another begins, so that checkpoints nobody asks for any more are let go
+_MOST_SAMPLERS = 256  # of one session. Then another begins, so that unused checkpoints are released
 
 
 @dataclass
@@ -28,7 +28,7 @@ class _Sampler:
 
 @dataclass
 class _Session:
-    """A session that was active at `beat_at`. samplers: by what they sample."""
+    """A session that was active at `beat_at`. samplers: by base model and checkpoint."""
 
     id: str
     beat_at: float
@@ -36,7 +36,7 @@ class _Session:
 
 
 class EndpointSamplers:
-    """The sessions and samplers of one API process. Sequence ids are counted here: no other process uses them."""
+    """The sessions and samplers of one API process. Only this process counts their sequence ids."""
 
     def __init__(self, journal: Journal, clock: Clock, session_timeout: float) -> None:
         """session_timeout: seconds without a heartbeat after which the engine ends a session."""

@@ -15,7 +15,7 @@ Wire = WireModel
 
 
 class Strict(WireModel, extra="forbid"):
-    """Base of bodies that contain known fields only: an unknown one, which would change nothing, is refused by name."""
+    """Base of bodies that contain known fields only. An error names an unknown field, which would change nothing."""
 
 
 # ------------------------------------------------------------------ shapes that several endpoints share

@@ -150,7 +150,7 @@ def base_model_card(journal: Journal, base_model: str | None) -> ModelCard:
 async def prompt_body(call: Call) -> bytes:
     """The body of a request with a prompt, which is no larger than the served models can use.
 
-    BodyTooLargeError: it has more bytes, or more values, than a prompt of the longest context can have.
+    BodyTooLargeError: the body has more bytes or values than a prompt of the longest context can have.
     """
     declared = call.request.headers.get("content-length", "")
     zipped = "content-encoding" in call.request.headers
@@ -189,7 +189,7 @@ def _may_take_images(card: ModelCard) -> bool:
 def uploaded_files(call: Call, locations: Sequence[str]) -> Mapping[str, bytes]:
     """The project's files at these locations; other locations are left out.
 
-    UserError: they are too many, or the request would be larger with them than one may be.
+    UserError: there are too many files, or they would make the request too large.
     """
     ids = {
         location: location.removeprefix(LOCATIONS)

@@ -12,7 +12,7 @@ from tinkerflow.backend.catalog.control_tokens import ControlTokens
 from tinkerflow.backend.catalog.model_card import TOKENIZER, ModelCard
 from tinkerflow.backend.core.errors import ServerError
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode part of a character to
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
 _MOST_HELD_BACK = 16  # tokens, as parts of one character: bytes that are no text must not stop a stream
 _WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how it writes a byte that is no character
@@ -41,7 +41,7 @@ class Tokenizer:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def token_text(self, token: int) -> str:
-        """The text of a single token, special ones included; what is no whole character is a replacement character."""
+        """The text of a single token, special ones included. An incomplete character is a replacement character."""
         return self.decode([token], special=True)
 
     def token_bytes(self, token: int) -> bytes:
@@ -98,14 +98,14 @@ class Tokenizers:
 
 
 class Detokenizer:
-    """Tokens to text as they come: it never splits a character, and ends before a stop string.
+    """Decodes tokens to text as they arrive. It never splits a character, and ends before a stop string.
 
-    The text of new tokens is what decoding adds to the text of the tokens before them. Text that may be the beginning
-    of a stop string is held back until more tokens show whether it is.
+    The text of new tokens is the difference that they make to the decoded text. Text that may begin a stop string is
+    held back until more tokens arrive.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, special: bool = False) -> None:
-        """stop: strings of which the first ends the text and is not part of it. special: show special tokens."""
+        """stop: strings that end the text and are not part of it. special: show special tokens."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._special = special
@@ -123,7 +123,7 @@ class Detokenizer:
             self._fresh.append(token)
             self._settle(_MOST_HELD_BACK)
             if any(string in self._held for string in self._stop):
-                break  # as in the engine: the token that completes a stop string is the last, however tokens come
+                break  # as in the engine, the token that completes a stop string is the last
         return self._release(last=False)
 
     def finish(self) -> str:

@@ -63,13 +63,13 @@ def read_token(token: str, secret: bytes, now: datetime) -> Claims:
     signature = token.rpartition(".")[2]
     try:
         # PyJWT would compare the times with the machine's clock instead of `now`.
-        said = jwt.decode(token, secret, [_ALGORITHM], options={"verify_exp": False, "verify_iat": False})
+        claims = jwt.decode(token, secret, [_ALGORITHM], options={"verify_exp": False, "verify_iat": False})
         # base64 has several texts for the same bytes, and only one of them was signed by us
         if base64url_encode(base64url_decode(signature)).decode() != signature:
             raise jwt.InvalidSignatureError
     except jwt.InvalidTokenError as e:
         raise BadTokenError("the token is not one of ours: its signature does not fit") from e
-    expires = datetime.fromtimestamp(said["exp"], now.tzinfo)
+    expires = datetime.fromtimestamp(claims["exp"], now.tzinfo)
     if expires <= now:
         raise BadTokenError("the token has expired; exchange the key for a new one", expired=True)
-    return Claims(said["key_id"], said["org_id"], said["email"], expires, said.get("sign_in", ""))
+    return Claims(claims["key_id"], claims["org_id"], claims["email"], expires, claims.get("sign_in", ""))

@@ -1,8 +1,9 @@
 """A session's timeline in the Chrome trace format, which https://ui.perfetto.dev and chrome://tracing open.
 
-A process for each model and sampler, and one for each base model's worker group. In the former, every request is a
-slice from its submission to its answer, with `queued` (until its first command was sent, or it joined the decode batch)
-and `executing` inside; in the latter, only the executing parts. Slices that overlap are on different threads.
+Each model, each sampler and each worker group is a process. In models and samplers, every request is a slice from its
+submission to its answer. The slice contains `queued`, which ends when the first command is sent or the request joins
+the decode batch, and `executing`. Worker groups have only the executing parts. Overlapping slices are on different
+threads.
 """
 
 from __future__ import annotations

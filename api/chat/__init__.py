@@ -1,6 +1,6 @@
 """Conversations: a client's messages become a prompt, and sampled text becomes an answer.
 
-What the wire forms of OpenAI and Anthropic share, and nothing of the two forms themselves. The way of a request:
-`conversation.py` holds its messages and tools, `template.py` renders them by the model's own chat template, and
-`answer.py` reads what is sampled through the parser of the model's family (`parsers/`, one file each).
+`conversation.py` holds the messages and tools of a request. `template.py` renders them by the model's chat template.
+`answer.py` reads the sampled text with the parser of the model's family (`parsers/`, one file each). `openai.py`,
+`responses.py` and `anthropic.py` write answers in their wire forms.
 """

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from tinkerflow.api.call import Call
 from tinkerflow.api.chat.conversation import Prompt
-from tinkerflow.api.chat.events import Event, Said
+from tinkerflow.api.chat.events import Event, FullAnswer
 from tinkerflow.api.endpoints.generation import Generation, SamplePiece, generate, until_gone
 from tinkerflow.api.endpoints.sse import EventStream
 from tinkerflow.api.endpoints.targets import Target
@@ -80,7 +80,7 @@ async def respond(
 ) -> Response:
     """The answer over HTTP, whole or as a stream. A client that goes away before its end gives the generation up.
 
-    call: whose answer it is. generation: what the answer reads. answer: in the form of the wire. stream: as events.
+    call: whose answer it is. generation: the sample. answer: in the form of the wire. stream: as events.
     error_name: the type of an event with an error.
     """
     try:
@@ -102,14 +102,14 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
 
 
 class AnswerReader:
-    """Reads one sample as its tokens come. said: what it amounts to so far."""
+    """Reads one sample as its tokens come. answer: the answer so far."""
 
     def __init__(
         self, target: Target, prompt: Prompt, stops: Sequence[str], *, special: bool = False, one_call: bool = False
     ) -> None:
         """Read a sample that follows `prompt`.
 
-        target: what is sampled. stops: stop strings, which end the answer and are no part of it. special: show all
+        target: the sampled model. stops: strings that end the answer and are not part of it. special: show all
         special tokens. one_call: the answer ends after its first call.
         """
         tokenizer = target.tokenizer
@@ -120,7 +120,7 @@ class AnswerReader:
         self._text = Detokenizer(tokenizer, stops, special=True)
         self._parser = prompt.parser()
         self._one_call = one_call
-        self.said = Said()
+        self.answer = FullAnswer()
         self._reason: str | None = None
         self._tokens = 0  # that were sampled
 
@@ -134,9 +134,9 @@ class AnswerReader:
             events += [*self._parser.feed(self._text.finish()), *self._parser.end()]
         taken: list[Event] = []
         for event in events:
-            if self._one_call and self.said.calls:
+            if self._one_call and self.answer.calls:
                 break
-            self.said.add(event)
+            self.answer.add(event)
             taken.append(event)
         return taken
 
@@ -151,13 +151,13 @@ class AnswerReader:
 
         It would be more where an answer ends inside a character, which the text shows as another one.
         """
-        if not self.said.reasoning:
+        if not self.answer.reasoning:
             return 0
-        return min(self._tokens, len(self._tokenizer.encode(self.said.reasoning, special=False)))
+        return min(self._tokens, len(self._tokenizer.encode(self.answer.reasoning, special=False)))
 
     @property
     def finish(self) -> Finish:
         """Why a finished answer ended."""
-        if self.said.calls:
+        if self.answer.calls:
             return "calls"
         return "length" if self._reason == "length" else "stop"

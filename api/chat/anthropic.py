@@ -28,25 +28,25 @@ class MessageAnswer:
     """The answer to one request, whole or in events."""
 
     def __init__(self, generation: Generation, prompt: Prompt, reader: AnswerReader) -> None:
-        """generation: one sample of `prompt`. reader: reads it."""
+        """generation: a sample that follows `prompt`. reader: reads it."""
         self._generation = generation
         self._prompt = prompt
         self._reader = reader
         self._open: str | None = None  # the type of the block that deltas go to
         self._index = -1  # of the newest block
-        self._calls = iter(reader.said.calls)  # those that were not sent
+        self._calls = iter(reader.answer.calls)  # calls that were not sent
 
     def whole(self, result: SampleResult) -> Json:
         """The answer when the sample is done."""
         for piece in collected(result):
             self._reader.feed(piece)
-        said = self._reader.said
+        answer = self._reader.answer
         content: list[Json] = []
-        if said.reasoning:
-            content.append({"type": "thinking", "thinking": said.reasoning, "signature": self._generation.id})
-        if said.content or not said.calls:
-            content.append({"type": "text", "text": said.content})
-        content += [_tool_use(call.name) | {"input": call.values} for call in said.calls]
+        if answer.reasoning:
+            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": self._generation.id})
+        if answer.content or not answer.calls:
+            content.append({"type": "text", "text": answer.content})
+        content += [_tool_use(call.name) | {"input": call.values} for call in answer.calls]
         return {**self._message(content), **self._ending(), "usage": self._usage(result)}
 
     async def events(self) -> AsyncIterator[bytes]:

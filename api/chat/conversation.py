@@ -1,4 +1,4 @@
-"""A conversation that is to be answered: what OpenAI's and Anthropic's requests have in common, and its prompt."""
+"""A conversation in the form that OpenAI's and Anthropic's requests share, and its prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tinkerflow.api.chat.parsers import PARSERS, Parser, ParserSpec, parser_for
 from tinkerflow.api.chat.reader import Tools
 from tinkerflow.api.chat.template import ChatTemplate, load_template
-from tinkerflow.api.endpoints.images import Placed, in_words, pictures_of, placed, processor_for, shown
+from tinkerflow.api.endpoints.images import PromptImage, as_texts, pictures_of, place_images, processor_for, shown
 from tinkerflow.api.endpoints.targets import Target
 from tinkerflow.backend.catalog.control_tokens import ControlTokens
 from tinkerflow.backend.core.errors import UserError
@@ -42,7 +42,7 @@ class Tool:
 @dataclass(frozen=True)
 class Chat:
     """messages: in OpenAI's form, with contents as texts and arguments as objects; or contents as parts, each a text or
-    with a `picture`. tools: those that may be called.
+    with a `picture`. tools: the ones that the model may call.
 
     must_call: the answer is a call of one of these. schema: the answer is JSON of this schema. schema_field: where the
     request has it. options: variables of the chat template. prefill: how the answer begins.
@@ -61,12 +61,12 @@ class Chat:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and how what follows it is read.
+    """A prompt, and how the answer to it is read.
 
-    spec: the parser. tools: those that may be called. thinks: reasoning is kept apart. opened: the prompt without
+    spec: the parser. tools: callable ones. thinks: reasoning is separate from content. opened: the prompt without
     `begun` ends inside of reasoning. begun: the end of the prompt that the parser reads, because it is the beginning of
     the answer. schema: the sampled text is JSON of this schema, which the request has in schema_field. ends: tokens
-    that end the answer beside the base model's own. messages: the conversation, in words. images: among the tokens.
+    that end the answer, in addition to the base model's. messages: the conversation as text. images: of the prompt.
     """
 
     tokens: list[int]
@@ -79,7 +79,7 @@ class Prompt:
     schema_field: str
     ends: tuple[int, ...]
     messages: Sequence[Mapping[str, Any]]
-    images: tuple[Placed, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
     def parser(self) -> Parser:
         """A parser for one answer, up to where sampling begins."""
@@ -110,19 +110,19 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
     opened = thinks and spec.think is not None and text.rstrip().endswith(spec.think[0])
     begun, schema = "", conversation.schema
     if opened and spec.think is not None and (conversation.must_call or schema is not None or conversation.prefill):
-        begun = f"\n{spec.think[1]}\n\n"  # what must follow is no reasoning
+        begun = f"\n{spec.think[1]}\n\n"  # no reasoning may follow
     if conversation.must_call:
         schema = _call_schema(conversation.must_call)
         begun += spec.opening
         spec = spec if spec.opening else PARSERS[_JSON]
     ends = {end for token in _TURN_ENDS if token in source and (end := tokenizer.id_of(token)) is not None}
-    images: tuple[Placed, ...] = ()
+    images: tuple[PromptImage, ...] = ()
     prefill = conversation.prefill
     if not conversation.special_tokens:
         prefill = control.hide(prefill, assistant=True)
     tokens = await target.encode(text + begun + prefill, "messages", control)
     if processor is not None:
-        tokens, images = await target.call.slowly(placed, target, processor, tokens, pictures)
+        tokens, images = await target.call.slowly(place_images, target, processor, tokens, pictures)
     return Prompt(
         tokens=tokens,
         spec=spec,
@@ -133,7 +133,7 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
         schema=schema,
         schema_field="tools" if conversation.must_call else conversation.schema_field,
         ends=tuple(sorted(ends - {*target.card.eos_token_ids})),
-        messages=in_words(conversation.messages),
+        messages=as_texts(conversation.messages),
         images=images,
     )
 

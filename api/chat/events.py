@@ -66,7 +66,7 @@ class ToolCall:
 
 
 @dataclass
-class Said:
+class FullAnswer:
     """A whole answer."""
 
     reasoning: str = ""

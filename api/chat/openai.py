@@ -21,10 +21,10 @@ _LOWEST = -9999.0  # JSON has no infinity; OpenAI's own value
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What an answer shows beside its text.
+class AnswerOptions:
+    """Parts of an answer that a request may ask for.
 
-    logprobs: of each token, with the most likely ones. token_ids: those of prompt and answer. usage: at the end of a
+    logprobs: of each token, with the most likely ones. token_ids: of prompt and answer. usage: at the end of a
     stream. created: seconds since 1970. named_by_id: tokens are `token_id:<n>`.
     """
 
@@ -39,16 +39,16 @@ class ChatAnswer:
     """The answer to one request, whole or in chunks."""
 
     def __init__(
-        self, generation: Generation, prompt: Prompt, wanted: Wanted, reader: Callable[[], AnswerReader]
+        self, generation: Generation, prompt: Prompt, options: AnswerOptions, reader: Callable[[], AnswerReader]
     ) -> None:
         """generation: its samples, of `prompt`. reader: makes a reader for one of them."""
         self._generation = generation
         self._prompt = prompt
-        self._wanted = wanted
+        self._options = options
         self._reader = reader
         self._tokenizer: Tokenizer = generation.target.tokenizer
         self._reasoned = 0  # tokens of reasoning in the samples that are done
-        self._frame = {"id": generation.id, "created": wanted.created, "model": generation.target.name}
+        self._frame = {"id": generation.id, "created": options.created, "model": generation.target.name}
 
     def whole(self, result: SampleResult) -> Json:
         """The answer when all samples are done."""
@@ -58,7 +58,7 @@ class ChatAnswer:
             "object": "chat.completion",
             "choices": choices,
             "usage": self._usage(result),
-            **({"prompt_token_ids": self._prompt.tokens} if self._wanted.token_ids else {}),
+            **({"prompt_token_ids": self._prompt.tokens} if self._options.token_ids else {}),
         }
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -70,14 +70,14 @@ class ChatAnswer:
                 deltas = readers.setdefault(piece.index, _Deltas(self._reader()))
                 for choice in self._chunk(deltas, piece, first=first):
                     chunk = {**self._frame, "object": "chat.completion.chunk", "choices": [choice]}
-                    if self._wanted.token_ids and len(readers) == 1 and first:
+                    if self._options.token_ids and len(readers) == 1 and first:
                         chunk["prompt_token_ids"] = self._prompt.tokens
                         first = False
-                    yield sse({**chunk, "usage": None} if self._wanted.usage else chunk)
-            if self._wanted.usage:
+                    yield sse({**chunk, "usage": None} if self._options.usage else chunk)
+            if self._options.usage:
                 self._reasoned = sum(deltas.reader.reasoning_tokens for deltas in readers.values())
-                said = self._usage(await generation.result())
-                yield sse({**self._frame, "object": "chat.completion.chunk", "choices": [], "usage": said})
+                usage = self._usage(await generation.result())
+                yield sse({**self._frame, "object": "chat.completion.chunk", "choices": [], "usage": usage})
             yield sse(b"[DONE]")
 
     def _usage(self, result: SampleResult) -> Json:
@@ -88,14 +88,18 @@ class ChatAnswer:
         reader = self._reader()
         reader.feed(piece)
         self._reasoned += reader.reasoning_tokens
-        said = reader.said
-        message: Json = {"role": "assistant", "content": said.content or (None if said.calls else ""), "refusal": None}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        if said.calls:
+        answer = reader.answer
+        message: Json = {
+            "role": "assistant",
+            "content": answer.content or (None if answer.calls else ""),
+            "refusal": None,
+        }
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
             message["tool_calls"] = [
                 {"id": call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in said.calls
+                for call in answer.calls
             ]
         return {
             "index": piece.index,
@@ -106,7 +110,7 @@ class ChatAnswer:
         }
 
     def _chunk(self, deltas: _Deltas, piece: SamplePiece, *, first: bool) -> list[Json]:
-        """The parts of a choice for new tokens; what is known of the tokens is in the first of them."""
+        """The parts of a choice for new tokens. The first part has their ids and logprobs."""
         parts = deltas.of(deltas.reader.feed(piece))
         if first:
             parts = [{"role": "assistant", "content": ""}, *parts]
@@ -124,9 +128,9 @@ class ChatAnswer:
         return choices
 
     def _tokens(self, piece: SamplePiece) -> Json:
-        """Logprobs and ids of the tokens, as far as they are wanted."""
+        """Logprobs and ids of the tokens, as far as the options ask for them."""
         shown: Json = {"logprobs": None}
-        if self._wanted.logprobs:
+        if self._options.logprobs:
             tops = piece.top or [[]] * len(piece.tokens)
             shown["logprobs"] = {
                 "content": [
@@ -135,12 +139,12 @@ class ChatAnswer:
                 ],
                 "refusal": None,
             }
-        if self._wanted.token_ids:
+        if self._options.token_ids:
             shown["token_ids"] = piece.tokens
         return shown
 
     def _token(self, token: int, logprob: float) -> Json:
-        text = f"token_id:{token}" if self._wanted.named_by_id else self._tokenizer.token_text(token)
+        text = f"token_id:{token}" if self._options.named_by_id else self._tokenizer.token_text(token)
         return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(self._tokenizer.token_bytes(token))}
 
 

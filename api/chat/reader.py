@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, and what parsers read from it.
+"""Parsing of text that arrives in pieces.
 
-Parsers are generators. They yield events as soon as the text that is there decides them, and None where they need more
-text. So a parser reads like one of whole texts, and any split of a text into pieces gives the same answer.
+Parsers are generators. They yield events as soon as the available text determines them, and None when they need more
+text. A parser reads like a parser of complete texts, and any split of a text into pieces gives the same answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tinkerflow.api.chat.events import ArgumentsDelta, CallBegins, CallBreaks, C
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Event | None, None, T]  # events, and None for "more text is needed"; then a result
-Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters of each tool, by name
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # by tool, the JSON schema of its parameters
 
 # A call up to where its arguments begin, as models usually write it.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -30,14 +30,14 @@ class ObjectScan:
     """Finds where a JSON object ends in text that arrives in pieces."""
 
     def __init__(self, open_brackets: str = "") -> None:
-        """open_brackets: those that were opened before the text begins, "" = the object is yet to begin."""
+        """open_brackets: brackets that are open when the text begins; "" when the object has not begun."""
         self._brackets = list(open_brackets)
         self._begun = bool(open_brackets)
         self._in_string = self._escaped = False
         self.done = self.broken = False
 
     def take(self, text: str) -> int:
-        """How many characters of `text` belong to the object: all, or fewer when it is `done` or `broken` there."""
+        """The number of characters of `text` in the object: all, unless the object is `done` or `broken`."""
         at = 0
         while at < len(text) and not self.done and not self.broken:
             at = self._in(text, at) if self._in_string else self._out(text, at)
@@ -74,7 +74,7 @@ class ObjectScan:
 
 
 class Reader:
-    """The text that has arrived and was not read yet. White space after a mark is dropped."""
+    """The text that has arrived and is unread. White space after a mark is dropped."""
 
     def __init__(self) -> None:
         """Nothing has arrived."""
@@ -83,9 +83,9 @@ class Reader:
         self._trim = False
 
     def until(self, marks: Sequence[str], event: Callable[[str], Event] = ContentDelta) -> Steps[str | None]:
-        """Pass on text up to the first of the marks, which is read and returned; None at the end of the text.
+        """Yield text up to the first of the marks, and return the mark; None at the end of the text.
 
-        White space before a mark is dropped. event: makes an event of a stretch of text.
+        White space before a mark is dropped. event: makes an event from a piece of text.
         """
         first = _first_of(marks)
         while True:
@@ -106,9 +106,9 @@ class Reader:
             yield None
 
     def upto(self, marks: Sequence[str], taken: list[str]) -> Steps[tuple[str, str | None]]:
-        """Read up to the first of the marks: the text before it, and the mark, None at the end of the text.
+        """Read up to the first of the marks; the text before the mark, and the mark, which is None at the end.
 
-        taken: what is read is added here.
+        taken: the text that was read is added to this list.
         """
         first, looked, longest = _first_of(marks), 0, max(map(len, marks))
         while (found := first.search(self.text, looked)) is None and not self.ended:
@@ -120,13 +120,13 @@ class Reader:
         return text[:end], found[0] if found else None
 
     def trim(self) -> None:
-        """Drop white space at the beginning of what follows."""
+        """Drop white space at the beginning of the unread text."""
         self._trim = True
 
     def skip(self, wanted: str, taken: list[str] | None = None) -> Steps[bool]:
         """Read `wanted` and white space before it; whether it was there. Otherwise nothing is read.
 
-        taken: what is read is added here.
+        taken: the text that was read is added to this list.
         """
         while True:
             text = self.text.lstrip()
@@ -148,7 +148,7 @@ class Reader:
     def call(self, opening: str) -> Steps[bool]:
         """Read a call that is one JSON object with `name` and `arguments` or `parameters`; whether it is one.
 
-        opening: what was read before it, which belongs to the content if this is no call.
+        opening: the text that was read before the call. It is content if there is no call.
         """
         scan, at = ObjectScan(), 0
         while (head := _HEAD.match(self.text)) is None:
@@ -164,7 +164,7 @@ class Reader:
         whole = whole and (yield from self._object(ObjectScan("{"), rest))
         text = begins + "".join(arguments + rest)
         found = _call_of(text) if whole else None
-        # Two values for one key: what was passed on must be what counts.
+        # With two values for one key, the last one counts, and the arguments that were yielded must be the same.
         if found is None or found != (head[1], _object_of("".join(arguments))):
             yield self._content(CallBreaks(opening + text))
             return False
@@ -172,9 +172,9 @@ class Reader:
         return True
 
     def calls(self, opening: str) -> Steps[None]:
-        """Read calls, each one JSON object as of `call`, up to the end of the list that they are in.
+        """Read calls in the form that `call` reads, up to the end of their list.
 
-        opening: what was read before the first one.
+        opening: the text that was read before the first call.
         """
         while (yield from self.call(opening)):
             opening = ","
@@ -183,9 +183,9 @@ class Reader:
                 return
 
     def arguments(self, name: str, taken: list[str]) -> Steps[bool]:
-        """Read the arguments of a call whose name was read already: one JSON object; whether it is one.
+        """Read one JSON object, the arguments of the call `name`; whether the text is one.
 
-        taken: what was read of the call, which belongs to the content if this is none.
+        taken: the text of the call before its arguments. It is content if this is no call.
         """
         yield CallBegins(name)
         arguments: list[str] = []
@@ -197,7 +197,7 @@ class Reader:
         return True
 
     def refuse(self, taken: list[str], *, begun: bool = False) -> Steps[None]:
-        """What was taken for a call is content. begun: the call's beginning was passed on."""
+        """Yield a text that looked like a call as content. begun: an event for the call's beginning was yielded."""
         text = "".join(taken)
         yield self._content(CallBreaks(text) if begun else ContentDelta(text))
 
@@ -206,7 +206,7 @@ class Reader:
         return event
 
     def _whole_call(self, opening: str, length: int) -> Steps[bool]:
-        """A call that is written in another order, so that it is known only when all of it is there."""
+        """Read a call with its keys in another order. It is recognised only when it is complete."""
         text, self.text = self.text[:length], self.text[length:]
         found = _call_of(text, marked=bool(opening))
         if found is None:
@@ -217,7 +217,7 @@ class Reader:
         return True
 
     def _object(self, scan: ObjectScan, taken: list[str], *, shown: bool = False) -> Steps[bool]:
-        """Read an object to its end, or to where it breaks; whether it is whole. shown: pass it on as arguments."""
+        """Read an object to its end or first error; whether it is complete. shown: yield it as arguments."""
         while True:
             if not taken and shown:
                 self.text = self.text.lstrip()
@@ -233,7 +233,7 @@ class Reader:
 
 
 def name_in(text: str) -> str:
-    """The name of a tool that a model wrote: one word, with white space around it; "" if the text is no name."""
+    """The tool's name in a model's text: one word with white space around it; "" if the text is no name."""
     words = text.split()
     return words[0] if len(words) == 1 else ""
 
@@ -247,7 +247,7 @@ def as_json(value: object) -> str:
 def typed(text: str, schema: object) -> object:
     """The value that a model wrote as plain text for a parameter of this JSON schema.
 
-    JSON where its type is one that the schema allows, else the text itself. A schema that names no type allows all.
+    The text's JSON value if the schema allows its type, else the text. A schema without a type allows all types.
     """
     types = types_of(schema)
     if types == {"string"}:
@@ -272,7 +272,7 @@ _NAMES: Mapping[type, frozenset[str]] = {
 
 
 def types_of(schema: object) -> set[str]:
-    """The types that a schema names: its own, or those of its alternatives."""
+    """The types in a schema and in its alternatives."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -288,7 +288,7 @@ def _first_of(marks: Sequence[str]) -> re.Pattern[str]:
 
 
 def _held(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end may belong to a mark that is still to come, with the white space before it."""
+    """The number of characters at the end that may begin a mark, including white space before it."""
     if not marks:
         return 0
     for size in range(min(max(map(len, marks)) - 1, len(text)), 0, -1):
@@ -298,7 +298,7 @@ def _held(text: str, marks: Sequence[str]) -> int:
 
 
 def _value_of(text: str) -> Any:
-    """The value of a JSON text. ValueError: it is none, or has a number that only Python takes for JSON."""
+    """The value of a JSON text. ValueError: the text is not JSON, or has a number that only Python accepts."""
     value = json.loads(text)
     json.dumps(value, allow_nan=False)
     return value
@@ -313,9 +313,9 @@ def _object_of(text: str) -> dict[str, Any] | None:
 
 
 def _call_of(text: str, *, marked: bool = True) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of a call, None if the text is none. Arguments may be JSON inside a string.
+    """Name and arguments of a call; None if the text is not a call. Arguments may be JSON inside a string.
 
-    marked: a mark of the family says that it is a call; then it may be without arguments.
+    marked: a mark of the family precedes the text, so the call needs no arguments.
     """
     values = _object_of(text)
     name = values.get("name") if values else None

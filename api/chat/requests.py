@@ -80,9 +80,8 @@ class AnswerFields(SamplingFields):
 
     top_logprobs: needs logprobs. chat_template_kwargs: variables of the model's chat template. reasoning_effort:
     another such variable; `none` and `minimal` also set enable_thinking to false. allow_special_tokens: `<|im_end|>` in
-    a message is that token, and not text. service_tier: `flex` waits behind requests of people, as samples of programs
-    do. metadata, store, safety_identifier, prompt_cache_key and modalities
-    are accepted where they ask for what is done anyway.
+    a message is that token, and not text. service_tier: `flex` waits behind interactive requests. metadata, store,
+    safety_identifier, prompt_cache_key and modalities are accepted only with values that change nothing.
     """
 
     model: str
@@ -108,9 +107,9 @@ class AnswerFields(SamplingFields):
 async def begun(
     call: Call, body: AnswerFields, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Generation, Prompt, Callable[[], AnswerReader]]:
-    """The samples that a request asks for, their prompt, and what makes a reader for one of them.
+    """The samples of a request, their prompt, and a function that makes a reader for one sample.
 
-    messages: as of `Chat`.
+    messages: see `Chat`.
     """
     if body.top_logprobs and not body.logprobs:
         raise broken("top_logprobs", body.top_logprobs, "left out without logprobs")
@@ -193,7 +192,7 @@ def content_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) ->
 
 
 def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A message's content of parts from `part_of`: one text, or the parts when some are images."""
+    """A message's content from the parts of `part_of`. Parts are joined into a text unless some are images."""
     return parts if any("picture" in part for part in parts) else "\n".join(part["text"] for part in parts)
 
 

@@ -30,7 +30,7 @@ class ResponseAnswer:
     def __init__(
         self, generation: Generation, prompt: Prompt, reader: AnswerReader, created: int, echoed: Mapping[str, Any]
     ) -> None:
-        """generation: one sample of `prompt`. reader: reads it. created: seconds since 1970.
+        """generation: a sample that follows `prompt`. reader: reads it. created: seconds since 1970.
 
         echoed: the fields of the request that a response repeats.
         """
@@ -46,7 +46,7 @@ class ResponseAnswer:
             **echoed,
         }
         self._items: list[Json] = []
-        self._calls = iter(reader.said.calls)  # those that are no items yet
+        self._calls = iter(reader.answer.calls)  # calls that are no items yet
         self._open = False  # whether deltas go to the last item
         self._number = -1  # of the newest event
 
@@ -92,7 +92,7 @@ class ResponseAnswer:
 
     # -------------------------------------------------------------- items and their events
     def _parts(self, event: Event) -> list[bytes]:
-        """Take in one event: the events of the wire. A call is told when it is whole: no item can be taken back."""
+        """The wire's events for one event. A call is sent when it is complete, because no item can be withdrawn."""
         match event:
             case ReasoningDelta(text):
                 return self._text("reasoning", text)

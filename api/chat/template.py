@@ -48,7 +48,7 @@ class ChatTemplate:
         for name in options:
             if name in OWN:
                 raise broken(
-                    f"chat_template_kwargs[{name!r}]", options[name], "left out, the request's other fields say it"
+                    f"chat_template_kwargs[{name!r}]", options[name], "left out, other fields of the request set it"
                 )
         variables = {**self.specials, **options, "messages": messages, "tools": tools or None}
         try:
@@ -64,7 +64,7 @@ class ChatTemplate:
 def load_template(folder: Path, model: str) -> ChatTemplate | None:
     """The chat template in a model's folder, None when it has none; ServerError when its files cannot be read.
 
-    Newer folders have it in `chat_template.jinja`, others in `tokenizer_config.json`: one, or several by name.
+    Newer folders have it in `chat_template.jinja`. Others have one or several named ones in `tokenizer_config.json`.
     """
     config = _read(folder / "tokenizer_config.json")
     specials = {name: token for name in _SPECIALS if (token := _text_of(config.get(name))) is not None}

@@ -17,7 +17,7 @@ _BOX = (56, 10, WIDTH - 12, HEIGHT - 40)
 def chart(title: str, lines: Sequence[Line], *, across: str = "step") -> Markup:
     """A figure with one chart: its title, axes, lines, and the values for the script.
 
-    across: what x counts, which is written below it.
+    across: the label of the x axis.
     """
     drawn = plot(lines, _BOX, number)
     if drawn is None:
@@ -27,8 +27,8 @@ def chart(title: str, lines: Sequence[Line], *, across: str = "step") -> Markup:
     shapes, x, y = drawn
     values = [{"name": line.name, "points": line.known} for line in lines]
     data = {"x": x, "y": y, "box": _BOX, "across": across, "lines": values}
-    said = ", ".join(f"{line.name} ends at {number(line.known[-1][1])}" for line in lines if line.known)
-    label = escape(f"{title} by {across}: {said}")
+    ends = ", ".join(f"{line.name} ends at {number(line.known[-1][1])}" for line in lines if line.known)
+    label = escape(f"{title} by {across}: {ends}")
     middle = (_BOX[0] + _BOX[2]) // 2
     below = f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(across)}</text>'
     size = f"0 0 {WIDTH} {HEIGHT}"

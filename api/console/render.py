@@ -16,7 +16,7 @@ from tinkerflow import __version__
 from tinkerflow.backend.core.clock import SystemClock
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
-NONE = "\N{EN DASH}"  # what stands for a value that there is not
+NONE = "\N{EN DASH}"  # shown where a value is missing
 STATIC = {"console.css": "text/css", "console.js": "text/javascript"}
 
 

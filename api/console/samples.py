@@ -24,7 +24,7 @@ _READ, _READ_IN_LIST = 2**24, 2**20  # bytes of a sample whose texts are shown, 
 class ShownSample:
     """A sample with its texts. answers: text, number of tokens, why it ended. note: why a text is missing.
 
-    prompt: with [image] where it has an image. images: these as data URLs, when the sample is shown alone.
+    prompt: with [image] where it has an image. images: as data URLs, only when the sample is shown alone.
     """
 
     sample: SampleView

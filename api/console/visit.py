@@ -1,9 +1,9 @@
-"""One visit of a person's browser: who looks, what the visit may change, and the page that comes back.
+"""One visit of a person's browser: the visitor, protection of forms, and the page that is sent back.
 
-A person signs in with a key. The cookie holds a token that stands for it (api/tokens.py), so it ends with the key; a
-script cannot read the cookie, and no other site's request carries it. On a server that needs no key, visits from this
-machine need no signing in. A form that changes something must come from a page of ours: it repeats a mark that only
-our pages show, and the browser must not say that another site sent it.
+A person signs in with a key. The cookie holds a token for the key (api/tokens.py), so revoking the key ends the visit.
+Scripts cannot read the cookie, and requests of other sites do not carry it. On a server that needs no key, visits from
+this machine need no signing in. A form that changes something must come from our own pages. It repeats a mark that only
+our pages contain, and the browser's headers must not name another site as its origin.
 """
 
 from __future__ import annotations
@@ -145,13 +145,13 @@ async def record(services: Services, event: AuditedEvent, identity: Identity, ow
 
 
 def mark_of(services: Services, identity: Identity) -> str:
-    """What a form must repeat: it is the same for all pages of one sign-in, and nobody else can make it."""
+    """The mark that a form must repeat. It is the same for all pages of one sign-in. Other sites cannot compute it."""
     whose = f"console\n{identity.key_id}\n{identity.expires}"
     return hmac.new(services.link_secret, whose.encode(), hashlib.sha256).hexdigest()
 
 
 def base_of(services: Services) -> str:
-    """The prefix of our paths, where a proxy serves us below one (public_url says so)."""
+    """The path of public_url, which is a prefix of all paths when a proxy serves us below one."""
     return urlsplit(services.settings.public_url).path.rstrip("/")
 
 

@@ -1,12 +1,12 @@
-"""Generating: what the OpenAI- and Anthropic-compatible endpoints and the playground build on.
+"""Generation for the OpenAI- and Anthropic-compatible endpoints and for the playground.
 
-    target = await resolve(call, "champion/helpdesk")                        # models.py
+    target = await resolve(call, "champion/helpdesk")                        # targets.py
     generation = await generate(call, target, tokens, {"max_tokens": 100}, stream=True)
     async for piece in generation: ...                                       # or: await generation.result()
 
-A generation is a sample like the SDK's: it goes through the journal, so keys, projects, limits, fair share, usage and
-audit hold. Whoever stops listening cancels it: when the iteration or `result` is cancelled or closed, the request is
-given up, and its places in the decode batch are free within a chunk.
+A generation goes through the journal like a sample of the SDK, so keys, projects, limits, fair share, usage and audit
+apply. When the iteration or `result` is cancelled or closed, the request is cancelled too, and its places in the decode
+batch are free within a chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tinkerflow.api.call import Call
-from tinkerflow.api.endpoints.images import Placed, chunks_of, fields_of
+from tinkerflow.api.endpoints.images import PromptImage, chunks_of, fields_of
 from tinkerflow.api.endpoints.sse import left
 from tinkerflow.api.endpoints.targets import Target
 from tinkerflow.api.errors import naming, renamed
@@ -40,8 +40,8 @@ T = TypeVar("T")
 StopReason = Literal["stop", "length"]
 Top = list[list[tuple[int, float]]]
 _SEED_BITS = 63
-_NAMES = {"sampling_params.": ""}  # clients of these endpoints know no sampling_params: the fields are theirs
-_giving_up: set[asyncio.Task[None]] = set()  # tasks that nobody else holds
+_NAMES = {"sampling_params.": ""}  # requests of these endpoints have the same fields at their top level
+_giving_up: set[asyncio.Task[None]] = set()  # keeps references to running tasks
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Generation:
     ) -> None:
         """Use `generate`.
 
-        call, target, prompt_tokens: what was asked. request_id, session_id: where it went. listener: hears new tokens;
-        None when they are not streamed. names: the client's, of fields in errors.
+        call, target, prompt_tokens: of the request. request_id, session_id: in the journal. listener: receives new
+        tokens; None when they are not streamed. names: for errors, the client's names of our fields.
         """
         self.id = request_id
         self.target = target
@@ -90,24 +90,24 @@ class Generation:
         self._beat_at = call.services.clock.monotonic()
 
     async def __aenter__(self) -> Self:
-        """Inside, the request is wanted; when the block is left before its end, it is given up."""
+        """Cancel the request when the block ends, unless the request has an answer."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Give the request up, if it has no answer yet."""
+        """Cancel the request if it has no answer yet."""
         self.cancel()
 
     @property
     def headers(self) -> dict[str, str]:
-        """The request's id by the names that OpenAI's and Anthropic's clients read it by."""
+        """The request's id in the headers that OpenAI's and Anthropic's clients read."""
         return {"x-request-id": self.id, "request-id": self.id}
 
     def sequence_id(self, index: int) -> str:
-        """The id of one of its samples: what the SDK calls the sequence's id, and what feedback can be about."""
+        """The id of one of its samples, as in `sequence_id` of the SDK. Feedback refers to it."""
         return f"{self.id}-{index}"
 
     async def begin(self) -> None:
-        """Wait until the first tokens are there. Errors as of `result`: after that, few requests fail."""
+        """Wait for the first tokens. Raises the errors of `result`. Later, few requests fail."""
         if self._listener is None:
             await self.result()
             return
@@ -123,7 +123,7 @@ class Generation:
             await self.result()
 
     async def result(self) -> SampleResult:
-        """All samples, when all are done. UserError or ServerError: what the request failed with."""
+        """All samples, when all are done. UserError or ServerError: the request failed."""
         if self._result is None:
             try:
                 self._result = await self._wait()
@@ -133,7 +133,7 @@ class Generation:
         return self._result
 
     async def __aiter__(self) -> AsyncIterator[SamplePiece]:
-        """The samples piece by piece, those of different samples mixed. Errors as of `result`."""
+        """The pieces of all samples in the order in which they arrive. Raises the errors of `result`."""
         known: Counter[int] = Counter()
         ended: set[int] = set()
         try:
@@ -150,7 +150,7 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """Give the request up, if it has no answer yet. It stops within one chunk; nobody waits for that."""
+        """Cancel the request if it has no answer yet, without waiting. Sampling stops within one chunk."""
         if self._result is None:
             task = asyncio.create_task(self._cancel(), name=f"cancel {self.id}")
             _giving_up.add(task)
@@ -166,7 +166,7 @@ class Generation:
         return _read(found, self._names)
 
     async def _streamed(self) -> AsyncIterator[SamplePiece]:
-        """The pieces that come before the result; it has the rest."""
+        """The pieces that arrive before the result."""
         listener = self._listener
         if listener is None:
             return
@@ -206,19 +206,18 @@ async def generate(
     prompt_logprobs: bool = False,
     top_prompt_logprobs: int = 0,
     messages: Sequence[Mapping[str, Any]] = (),
-    images: Sequence[Placed] = (),
+    images: Sequence[PromptImage] = (),
     priority: Priority = "interactive",
 ) -> Generation:
     """Submit a sample, and return while it waits for its turn.
 
-    call: whose it is. target: what is sampled. prompt_tokens: at least one. params: sampling_params of the tinker
-    protocol (wire/requests.py), as max_tokens, temperature, seed, stop; stop_token_ids end a sample beside the strings
-    of `stop`. num_samples: how many samples. stream: iterating gives tokens as they are decoded, else when all are
-    done. top_logprobs: how many of the most likely tokens to list for each sampled token. prompt_logprobs,
-    top_prompt_logprobs: the same of the prompt, in the result. messages: the conversation behind the prompt, which is
-    kept with the request for those who rate the answer. images: among the tokens, which have their placeholders.
-    priority: interactive samples go before the project's samples of programs that wait.
-    UserError: names the field, its value and the rule. TooManyError: the project has as many waiting as it may.
+    call: the client's. target: the model to sample. prompt_tokens: at least one. params: sampling_params of the tinker
+    protocol (wire/requests.py), such as max_tokens, temperature, seed, stop and stop_token_ids. num_samples: the number
+    of samples. stream: iteration yields tokens as they are decoded, else when all are done. top_logprobs: the number of
+    most likely tokens to list for each sampled token. prompt_logprobs, top_prompt_logprobs: the same for the prompt, in
+    the result. messages: the conversation of the prompt, which is stored for people who rate the answer. images: those
+    whose placeholders are among the tokens. priority: interactive samples go before the project's batch samples.
+    UserError: names the field, its value and the rule. TooManyError: too many requests of the project are waiting.
     """
     values: dict[str, Any] = {
         "prompt": {"chunks": chunks_of(prompt_tokens, images)},
@@ -248,7 +247,7 @@ async def generate(
 
 
 async def together(made: Sequence[Generation]) -> list[SampleResult]:
-    """The results of all. The error of the first that fails is raised; the others go on until they are given up."""
+    """The results of all. Raises the error of the first that fails; the others go on until they are cancelled."""
     return list(await asyncio.gather(*(one.result() for one in made)))
 
 
@@ -278,7 +277,7 @@ def collected(result: SampleResult) -> list[SamplePiece]:
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """What `work` comes to, unless the client goes away first: then it is cancelled, and ClientDisconnect raised.
+    """The result of `work`. If the client disconnects first, `work` is cancelled and ClientDisconnect raised.
 
     The request's body must have been read.
     """
@@ -294,7 +293,7 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 def _check(target: Target, values: dict[str, Any]) -> None:
-    """Refuse wrong content now, with the same words as the engine: here nobody would hang for it."""
+    """Raise the engine's errors for wrong content before the request is stored."""
     card = target.card
     sample_request(
         SampleBody.from_values(values),
@@ -322,7 +321,7 @@ def _piece(new: NewTokens) -> SamplePiece:
 
 
 def _rest(index: int, sequence: SampledSequence, known: int) -> SamplePiece:
-    """What a finished sample has beyond its first `known` tokens."""
+    """The part of a finished sample after its first `known` tokens."""
     return SamplePiece(
         index,
         sequence.tokens_T[known:].tolist(),

@@ -67,7 +67,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PromptImage:
     """An image in a prompt. start, tokens: its placeholders. chunk: as the tinker protocol has it, of `picture`."""
 
     start: int
@@ -87,8 +87,8 @@ def shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return _with_contents(messages, lambda parts: [{"type": "image"} if "picture" in part else part for part in parts])
 
 
-def in_words(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with contents as texts, for those who read the conversation later."""
+def as_texts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with contents as texts, for people who read the conversation later."""
     return _with_contents(
         messages, lambda parts: "\n".join("[image]" if "picture" in part else part["text"] for part in parts)
     )
@@ -97,7 +97,7 @@ def in_words(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _with_contents(
     messages: Sequence[Mapping[str, Any]], made_of: Callable[[Sequence[Mapping[str, Any]]], object]
 ) -> list[Mapping[str, Any]]:
-    """The messages; where a content has parts, with what is made of these."""
+    """The messages. Contents that are lists of parts are replaced by the results of `made_of`."""
     return [
         {**one, "content": made_of(one["content"])} if isinstance(one.get("content"), list) else one for one in messages
     ]
@@ -110,13 +110,13 @@ def processor_for(target: Target, picture: Picture) -> ImageProcessor:
     return processor
 
 
-def placed(
+def place_images(
     target: Target, processor: ImageProcessor, tokens: Sequence[int], pictures: Sequence[Picture]
-) -> tuple[list[int], tuple[Placed, ...]]:
+) -> tuple[list[int], tuple[PromptImage, ...]]:
     """The tokens of a prompt with room for its images, and the images. Takes long for many: not on the event loop.
 
-    target: what is sampled. processor: of its model. tokens: of the prompt, one placeholder for each of `pictures`.
-    UserError names an image that is wrong, or the first of those that no context holds.
+    target: the sampled model. processor: of its images. tokens: of the prompt, one placeholder for each of `pictures`.
+    UserError names an image that is wrong, or the first image at which the prompt exceeds the context.
     """
     sign = target.tokenizer.token_text(processor.token)
     if (count := list(tokens).count(processor.token)) != len(pictures):
@@ -125,8 +125,8 @@ def placed(
             "and the chat template must write it once for an image"
         )
     made: list[int] = []
-    images: list[Placed] = []
-    most = target.longest_text  # as of texts: a file of 100 bytes may say it has any size
+    images: list[PromptImage] = []
+    most = target.longest_text  # the bound of texts, because a file of 100 bytes may claim any size
     for token in tokens:
         if token != processor.token:
             made.append(token)
@@ -136,7 +136,7 @@ def placed(
         with naming({f"{picture.field}.data": picture.file_field}):
             pixels_HWC = pixels_of(chunk, picture.field, processor, blank=True)
         size = ImagePixels(len(made), pixels_HWC).tokens(processor.side)
-        images.append(Placed(len(made), size, {**chunk, "expected_tokens": size}, picture))
+        images.append(PromptImage(len(made), size, {**chunk, "expected_tokens": size}, picture))
         made += [processor.token] * size
         if len(made) > most:
             message = f"messages have {len(made)} tokens up to {picture.field}: must have at most {most}"
@@ -145,7 +145,7 @@ def placed(
     return made, tuple(images)
 
 
-def chunks_of(tokens: Sequence[int], images: Sequence[Placed]) -> list[Mapping[str, Any]]:
+def chunks_of(tokens: Sequence[int], images: Sequence[PromptImage]) -> list[Mapping[str, Any]]:
     """The chunks of a prompt: its text between its images."""
     chunks: list[Mapping[str, Any]] = []
     done = 0
@@ -155,7 +155,7 @@ def chunks_of(tokens: Sequence[int], images: Sequence[Placed]) -> list[Mapping[s
     return [*chunks, {"type": "encoded_text", "tokens": list(tokens[done:])}]
 
 
-def fields_of(images: Sequence[Placed]) -> dict[str, str]:
+def fields_of(images: Sequence[PromptImage]) -> dict[str, str]:
     """Where the request has the images, by the fields that they have in the chunks of `chunks_of`."""
     names: dict[str, str] = {}
     for number, image in enumerate(images):

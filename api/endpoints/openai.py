@@ -14,7 +14,7 @@ from tinkerflow.backend.spec.commands import SampleResult
 
 MAX_TOP = 20  # most likely tokens listed at a position: OpenAI's own bound for chats
 MOST_CHOICES = 1024  # of one request, over all its prompts
-# Handed on as they came: backend/wire says what they may hold, and the error names the field.
+# These are passed on unchecked. backend/wire checks them, and its errors name the field.
 _HANDED_ON = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias",
@@ -28,7 +28,7 @@ class StreamOptions(Strict):
 
 
 class SamplingFields(Strict):
-    """The fields that say how tokens are chosen: OpenAI's, and those that vLLM adds to them.
+    """Sampling parameters of OpenAI, and those that vLLM adds.
 
     ignore_eos: the tokens that end a text do not end a sample. return_token_ids: also the ids of prompt and answer.
     return_tokens_as_token_ids: in logprobs, tokens are `token_id:<n>`, because several may have one text. user: is

@@ -1,4 +1,4 @@
-"""Server-sent events: an answer in parts, which ends with whoever listens to it."""
+"""Server-sent events: an answer in parts, which ends when the client disconnects."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def event(data: Mapping[str, Any] | bytes, name: str = "") -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come. When the client goes away, their iterator is closed at once.
+    """Sends events as they come. When the client disconnects, their iterator is closed immediately.
 
-    An error after the beginning is an event too, in the form of the wire: the status has been sent. What can fail
-    should be awaited before (`Generation.begin`), so that it is an answer of its own.
+    The status is sent before the first event, so a later error is an event too, in the form of the wire. Work that can
+    fail should be awaited before (`Generation.begin`), so that its error becomes a response.
     """
 
     def __init__(

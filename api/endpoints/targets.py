@@ -1,6 +1,6 @@
-"""What `model` means in the OpenAI- and Anthropic-compatible endpoints.
+"""Names of models in the OpenAI- and Anthropic-compatible endpoints.
 
-<base model>                          as it is served
+<base model>                          without an adapter
 tinker://<run>/sampler_weights/<name> a checkpoint; `weights` can be sampled too
 <training run id>                     its newest weights for samplers
 champion/<name>                       the newest champion that a pipeline promoted under this name
@@ -26,16 +26,16 @@ from tinkerflow.backend.store.blobs import Blobs, open_blobs
 
 CHAMPION = "champion/"
 _open = cache(open_blobs)  # one for each URL
-_LONGEST_TOKENS = 16  # characters, on average over a whole context; those of texts have about four
-_SHORT = 2000  # characters that are tokenised at once on the event loop: under a millisecond
+_LONGEST_TOKENS = 16  # characters, on average over a whole context; tokens of texts have about four
+_SHORT = 2000  # characters that are tokenised on the event loop, which takes under a millisecond
 _LISTED = 1000  # of the project's newest checkpoints, those for samplers are listed
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is sampled. name: as it was asked for. checkpoint: None for the base model itself.
+    """A model to sample. name: as in the request. checkpoint: None for the base model itself.
 
-    tokenizer: of the base model. call: whose threads tokenise long texts.
+    tokenizer: of the base model. call: its threads tokenise long texts.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Target:
     async def encode(self, text: str, field: str, control: ControlTokens | None = None) -> list[int]:
         """The tokens of a text. UserError names the field of a text that no context holds.
 
-        control: encodes a rendered conversation; None: the text is a prompt of its own, as of `Tokenizer.encode`.
+        control: encodes a rendered conversation; None: the text is a plain prompt, which `Tokenizer.encode` encodes.
         Without a limit, tokenising the largest body would take minutes and tens of gigabytes.
         """
         encode = self.tokenizer.encode if control is None else control.encode
@@ -73,9 +73,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Listed:
-    """A model that can be named: its project's checkpoints, and what all may use. root: what it stands for.
+    """A model in a list: a base model, a champion or a checkpoint of the project.
 
-    context: the most tokens of a prompt with its answer.
+    root: the base model or checkpoint behind the name. context: the most tokens of a prompt with its answer.
     """
 
     name: str
@@ -87,13 +87,13 @@ class Listed:
 
 
 async def resolve(call: Call, model: str) -> Target:
-    """What `model` stands for. NotFoundError: nothing that the caller may use. UserError: it cannot be sampled."""
+    """The model of this name. NotFoundError: the caller may use none. UserError: the model cannot be sampled."""
     card, checkpoint = await asyncio.to_thread(_find, call, model)
     return Target(model, card, checkpoint, await call.services.tokenizers.load(card), call)
 
 
 async def find(call: Call, model: str) -> Listed:
-    """The model of that name as a list shows it; errors as of `resolve`."""
+    """The model of that name as a list shows it. Raises the errors of `resolve`."""
     card, checkpoint = await asyncio.to_thread(_find, call, model)
     if checkpoint is not None:
         return _of_checkpoint(model, checkpoint, card.max_context)
@@ -161,7 +161,7 @@ def _newest_of_run(call: Call, run_id: str) -> str:
         newest = call.journal.models.run(run_id, call.owner).last_sampler_checkpoint
     except NotFoundError as error:
         rule = "a base model that is served here, a tinker:// path, a training run's id, or champion/NAME"
-        raise NotFoundError(f"model {run_id!r} does not exist: it must be {rule}") from error
+        raise NotFoundError(f"model {run_id!r} does not exist: must be {rule}") from error
     if newest is None:
         raise NotFoundError(f"model {run_id!r} has no weights for samplers yet: save_weights_for_sampler makes them")
     return newest.path

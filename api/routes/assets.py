@@ -23,7 +23,7 @@ _BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")  # of PNG and JPEG files
 
 
 class AssetStored(Wire):
-    """An uploaded image, and what requests call it."""
+    """An uploaded image, with its location for requests."""
 
     asset_id: str
     location: str

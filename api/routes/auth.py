@@ -63,6 +63,6 @@ async def own_key(call: Authorised) -> OwnKey:
 async def revoke_own_key(call: Authorised) -> None:
     """Revoke the caller's own key, which every key may do. Its tokens end with it."""
     if not call.key_id:
-        raise UserError("there is no key to revoke: this server listens on loopback, and none was ever made for it")
+        raise UserError("there is no key to revoke: the server listens on loopback and has never had a key")
     await asyncio.to_thread(call.journal.keys.revoke, call.key_id, actor=call.key_id)
     call.services.auth.forget(call.key_id)

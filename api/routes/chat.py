@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Call, Router
 from tinkerflow.api.chat.answer import respond
-from tinkerflow.api.chat.openai import ChatAnswer, Wanted
+from tinkerflow.api.chat.openai import AnswerOptions, ChatAnswer
 from tinkerflow.api.chat.requests import AnswerFields, begun, called_tool, content_of, text_of, thought
 from tinkerflow.api.endpoints.generation import Generation
 from tinkerflow.api.errors import naming
@@ -76,7 +76,7 @@ async def chat_completions(call: Authorised) -> Response:
 async def _begin(call: Call) -> tuple[Generation, ChatAnswer, bool]:
     """The samples, their answer, and whether it is streamed. The body is not in memory any more when they are there."""
     body = await parsed_prompt(call, ChatCompletion)
-    wanted = Wanted(
+    options = AnswerOptions(
         created=int(call.services.clock.now().timestamp()),
         logprobs=body.logprobs,
         token_ids=body.return_token_ids,
@@ -86,7 +86,7 @@ async def _begin(call: Call) -> tuple[Generation, ChatAnswer, bool]:
     names = {"max_tokens": "max_completion_tokens"} if body.max_completion_tokens else {}
     with naming(names):
         generation, prompt, reader = await begun(call, body, _messages(body.messages))
-    return generation, ChatAnswer(generation, prompt, wanted, reader), body.stream
+    return generation, ChatAnswer(generation, prompt, options, reader), body.stream
 
 
 def _check_content(message: ChatMessage, field: str) -> None:

@@ -44,8 +44,8 @@ _MOST_PROMPTED = 2**20  # characters and token ids of a request's prompts togeth
 class CompletionBody(SamplingFields):
     """A request. prompt: a text, the ids of tokens, or a list of either. max_tokens 0: only with echo.
 
-    logprobs: those of the tokens, with so many of the most likely tokens at each. echo: the prompt comes before the
-    answer, and its logprobs too.
+    logprobs: how many of the most likely tokens to list at each token, with their logprobs. echo: the answer includes
+    the prompt and its logprobs.
     """
 
     model: str
@@ -79,7 +79,7 @@ async def completions(call: Authorised) -> Response:
 
 
 def _names(prompt: str | list[Any], number: int) -> dict[str, str]:
-    """How the request calls its prompt of this number, by the names in errors."""
+    """The request's name of this prompt, for each name in errors."""
     one = isinstance(prompt, str) or isinstance(prompt[0], int)
     name = "prompt" if one else f"prompt[{number}]"
     return {"prompt.chunks[0].tokens": name, "prompt has": f"{name} has"}
@@ -161,10 +161,10 @@ class _Answer:
             yield event(b"[DONE]")
 
     def _usage(self, results: Sequence[SampleResult]) -> dict[str, Any]:
-        said = usage([one.prompt_tokens for one in self._made], results)
+        usage_of_all = usage([one.prompt_tokens for one in self._made], results)
         if self._body.max_tokens == 0:
-            said |= {"completion_tokens": 0, "total_tokens": said["prompt_tokens"]}
-        return said
+            usage_of_all |= {"completion_tokens": 0, "total_tokens": usage_of_all["prompt_tokens"]}
+        return usage_of_all
 
     def _detokenizer(self) -> Detokenizer:
         return Detokenizer(self._tokenizer, self._body.stops, special=not self._body.skip_special_tokens)
@@ -184,7 +184,7 @@ class _Answer:
         return choice
 
     def _delta(self, number: int, piece: SamplePiece, text: Detokenizer, *, first: bool) -> Choice:
-        """A part of a choice. first: it is the choice's first."""
+        """A part of a choice. first: whether the choice begins with it."""
         body, made, offset = self._body, self._made[number], text.characters
         new = text.feed(piece.tokens) + (text.finish() if piece.stop_reason else "")
         choice: Choice = {
@@ -205,7 +205,7 @@ class _Answer:
         return choice
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], top: Top | None, offset: int) -> Choice:
-        """OpenAI's form of the logprobs of these tokens, of which the first begins at character `offset`."""
+        """The logprobs of these tokens in OpenAI's form. offset: the character at which the first token begins."""
         names, offsets = [], []
         for token in tokens:
             names.append(self._named(token))

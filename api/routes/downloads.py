@@ -1,4 +1,4 @@
-"""Downloading the files of a checkpoint: links for callers who may read it, and what the links open."""
+"""Downloads of a checkpoint's files: routes that make signed links, and the routes behind these links."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ async def archive_link(run_id: str, kind: CheckpointKind, name: str, call: Autho
 
 
 async def _linked_to(run_id: str, kind: CheckpointKind, name: str, attempt: str, services: Linked) -> Saved:
-    """The commit that a link was made for; NotFoundError when it was deleted, has expired or was saved anew."""
+    """The commit of a link; NotFoundError when it was deleted, replaced by a new save, or has expired."""
 
     def read() -> Saved:
         path = CheckpointPath(run_id, kind, name)
         services.journal.checkpoints.get(str(path), None)
         saved = committed(services.store, path)
         if saved.attempt != attempt:
-            raise NotFoundError(f"checkpoint {path} was saved anew; ask for a new link")
+            raise NotFoundError(f"checkpoint {path} was replaced by a new save: request a new link")
         return saved
 
     return await asyncio.to_thread(read)

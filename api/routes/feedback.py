@@ -47,7 +47,7 @@ class FeedbackKept(Wire):
 
 
 class FeedbackShown(Wire):
-    """Feedback, and what it is about. prompt: the messages, or the text. answer: the sample's text."""
+    """Feedback with the answer that it rates. prompt: the messages, or the text. answer: the sample's text."""
 
     id: int
     at: datetime
@@ -109,7 +109,7 @@ def _sample(call: Call, request_id: str) -> WholeSample:
     with naming({"request": "id"}):
         view = call.journal.samples.whole(request_id, call.owner)
     if view.error is not None or not view.result:
-        raise UserError(f"id {request_id!r} has no answer that could be rated: it failed, waits, or was dropped")
+        raise UserError(f"id {request_id!r} has no answer to rate: the request failed, is waiting, or was dropped")
     return view
 
 

@@ -59,8 +59,8 @@ async def retrieve_future(call: Authorised) -> Response:
     Without a result: `try_again`, with a reason during recovery. After a failure: `error` and `category`. Else the
     result, as protobuf for forward, forward_backward and sample, as JSON for other operations. A result can be read
     again, because downloads break off and polls of one id overlap. When a result is larger than the setting
-    `metadata_only_over` and the poll allows it, the answer is only the size (`complete_metadata`): the SDK makes room
-    for that many bytes, and polls again without allowing it.
+    `metadata_only_over` and the poll allows it, the answer is only the size (`complete_metadata`). The SDK then
+    reserves that many bytes and polls again.
     """
     body, services = await call.parsed(RetrieveFuture), call.services
     refused = reason_of(body.request_id)
@@ -146,7 +146,7 @@ def spread(hold: float, name: str) -> float:
 
 
 def _not_yet(request_id: str, reason: str | None) -> Response:
-    """reason: what the request waits for beside its turn, None for nothing; the SDK logs it as `paused_capacity`."""
+    """reason: why the queue does not move, if it does not. The SDK logs it as `paused_capacity`."""
     if reason is None:
         return json_response({"type": "try_again", "request_id": request_id, "queue_state": "active"})
     waiting = {"queue_state": "paused_capacity", "queue_state_reason": reason}

@@ -204,7 +204,7 @@ def _options(thinking: Thinking | None, output: OutputConfig | None) -> dict[str
 def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> list[dict[str, Any]]:
     """The messages of a chat template that this one is: results of tools are messages of their own.
 
-    called: the names of the tools that were called, by the ids of the calls; those of this message are added.
+    called: the names of called tools by the ids of the calls. Calls of this message are added.
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
@@ -253,5 +253,5 @@ def _result(block: Mapping[str, Any], field: str, called: Mapping[str, str]) -> 
         raise broken(f"{field}.content", content, "a text or blocks")
     if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
         raise broken(f"{field}.content", content, "a list of blocks")
-    said = text_of(content, f"{field}.content")
-    return {"role": "tool", "tool_call_id": wanted, "name": called.get(wanted, ""), "content": said}
+    text = text_of(content, f"{field}.content")
+    return {"role": "tool", "tool_call_id": wanted, "name": called.get(wanted, ""), "content": text}

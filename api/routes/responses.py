@@ -76,8 +76,8 @@ class Reasoning(Strict):
 class ResponsesBody(Strict):
     """A request. input: a text, or items of the types message, function_call, function_call_output and reasoning.
 
-    Nothing is stored for later requests, so `previous_response_id` is unknown. service_tier, allow_special_tokens: as
-    of chat completions. store, metadata, user, safety_identifier, prompt_cache_key and truncation are accepted, and
+    Responses are not stored, so `previous_response_id` is unknown. service_tier, allow_special_tokens: see
+    `AnswerFields`. store, metadata, user, safety_identifier, prompt_cache_key and truncation are accepted, and
     change nothing; so is `include` of encrypted reasoning, because reasoning is shown as it is.
     """
 
@@ -164,37 +164,37 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _of_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The items as messages: reasoning and calls belong to the assistant's message beside them."""
+    """The items as messages. Reasoning and calls become parts of the adjacent message of the assistant."""
     messages: list[dict[str, Any]] = []
     called: dict[str, str] = {}  # the names of the tools that were called, by the ids of the calls
-    said: dict[str, Any] | None = None  # the assistant's message that is being put together
+    answer: dict[str, Any] | None = None  # the assistant's message under construction
     for i, item in enumerate(items):
         field, kind, role = f"input[{i}]", item.get("type", "message"), item.get("role")
         if kind in ("reasoning", "function_call") or role == "assistant":
-            begins = said is not None and (
-                (kind == "message" and "content" in said) or (kind == "reasoning" and len(said) > 1)
+            begins = answer is not None and (
+                (kind == "message" and "content" in answer) or (kind == "reasoning" and len(answer) > 1)
             )
-            if said is None or begins:
-                said = {"role": "assistant"}
-                messages.append(said)
+            if answer is None or begins:
+                answer = {"role": "assistant"}
+                messages.append(answer)
         else:
-            said = None
+            answer = None
         match kind:
-            case "message" if said is not None:
-                said["content"] = _content(item.get("content"), f"{field}.content")
+            case "message" if answer is not None:
+                answer["content"] = _content(item.get("content"), f"{field}.content")
             case "message":
                 if role not in ("system", "developer", "user"):
                     raise broken(f"{field}.role", role, "system, developer, user or assistant")
                 content = _content(item.get("content"), f"{field}.content", images=role == "user")
                 messages.append({"role": "system" if role == "developer" else role, "content": content})
-            case "reasoning" if said is not None:
+            case "reasoning" if answer is not None:
                 part = "content" if item.get("content") else "summary"
-                said |= thought(str(_content(item.get(part) or "", f"{field}.{part}")))
-            case "function_call" if said is not None:
+                answer |= thought(str(_content(item.get(part) or "", f"{field}.{part}")))
+            case "function_call" if answer is not None:
                 call_id, name, arguments = (string_in(item, key, field) for key in ("call_id", "name", "arguments"))
                 called[call_id] = name
                 call = called_tool(call_id, name, arguments, f"{field}.arguments")
-                said.setdefault("tool_calls", []).append(call)
+                answer.setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 call_id = string_in(item, "call_id", field)
                 content = _content(item.get("output"), f"{field}.output")

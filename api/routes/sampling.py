@@ -45,7 +45,7 @@ class JoinSamplingSession(Wire):
 
 
 class SamplingSessionJoined(Wire):
-    """client_counter: the number of this copy of the client, from which its sequence ids are counted."""
+    """client_counter: the number of this copy of the client. Its sequence ids are counted from there."""
 
     type: Literal["join_sampling_session"] = "join_sampling_session"
     client_counter: int

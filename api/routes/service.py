@@ -1,4 +1,4 @@
-"""Start-up, telemetry and what the server can do."""
+"""Health, telemetry, metrics and the server's capabilities."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def telemetry(call: Authorised) -> TelemetryAccepted:
 
 @router.get("/metrics")
 async def metrics(call: Authorised) -> Response:
-    """What was answered, what waits, and what the worker groups have compiled. It tells nothing about any project."""
+    """Answered and waiting requests, and the worker groups' programs. No metric belongs to a project."""
 
     def read() -> bytes:
         journal = call.journal

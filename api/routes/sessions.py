@@ -1,4 +1,4 @@
-"""Sessions: the presence of a client, to which its models and samplers belong."""
+"""Sessions of clients. Models and samplers belong to a session, which lives while the client sends heartbeats."""
 
 from __future__ import annotations
 

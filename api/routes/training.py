@@ -61,7 +61,7 @@ class GetInfo(Wire):
 
 
 class ModelData(Wire):
-    """What a model is made of; tokenizer_id is what AutoTokenizer loads on the client."""
+    """The parts of a model. tokenizer_id: the argument of AutoTokenizer on the client."""
 
     arch: str
     model_name: str
@@ -97,7 +97,7 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
     header, limits = forward_backward_header(body), call.services.limits
     if not header.model_id or "\0" in header.model_id or header.seq_id < 1:
         raise UserError(
-            f"model_id is {header.model_id!r}, seq_id {header.seq_id}: both must be given, model_id without NUL "
+            f"model_id is {header.model_id!r}, seq_id {header.seq_id}: must both be given, model_id without NUL "
             "characters, seq_id from 1"
         )
     filled, error = checked(partial(with_files_to_train, find=partial(uploaded_files, call)), body)

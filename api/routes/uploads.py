@@ -62,7 +62,7 @@ async def external_weights_upload_start(call: Authorised) -> UploadStarted:
 
 @router.post("/external_weights_upload_finish", openapi_extra=takes(FinishUpload))
 async def external_weights_upload_finish(call: Authorised) -> UploadFinished:
-    """Make a checkpoint of what was uploaded. A repeat returns the same path. Refused files can be replaced."""
+    """Make a checkpoint of the uploaded files. A repeat returns the same path. Refused files can be replaced."""
     body = FinishUpload.from_values(parse(await call.body()))
     return UploadFinished(tinker_path=await call.services.imports.run(call.owner, _finish, call, body.upload_id))
 
@@ -72,7 +72,7 @@ async def upload_file(upload_id: str, file: str, services: Linked, request: Requ
     """Take one file."""
     upload = await asyncio.to_thread(services.journal.uploads.get, upload_id, None)
     if upload.path is not None:
-        raise ConflictError(f"upload {upload_id!r} is finished: it has become {upload.path}")
+        raise ConflictError(f"upload {upload_id!r} is finished as {upload.path}: must be a new upload")
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
         raise UserError(f"Content-Encoding is {encoding!r}: must be absent, files are taken as they are")
     name = f"{file}@{new_id('put')}"

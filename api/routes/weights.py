@@ -56,7 +56,7 @@ async def save_weights(call: Authorised) -> Response:
 
 @router.post("/save_weights_for_sampler", openapi_extra=takes(OnModel, SaveForSampler))
 async def save_weights_for_sampler(call: Authorised) -> Response:
-    """Accept a save for sampling. A save with a name is kept; one without opens a sampling session."""
+    """Accept a save for sampling. A save with a name is kept. A save without a name opens a sampling session."""
     return await submit_for_model(call, Kind.SAVE_FOR_SAMPLER, SaveForSampler.from_values, not_content=_RENUMBERED)
 
 

@@ -55,7 +55,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _INT64 = np.dtype("<i8")
 _TOKEN = np.dtype("<i4")
 
-Inputs = dict[str, npt.NDArray[Any]]  # of one datum, by name, as they came
+Inputs = dict[str, npt.NDArray[Any]]  # the inputs of one datum, unchanged
 M = TypeVar("M", pb.ForwardBackwardHeader, pb.ForwardBackwardRequest)
 
 
@@ -74,7 +74,7 @@ def forward_backward_header(body: bytes) -> ForwardHeader:
 
 
 def training_tokens(body: bytes) -> int:
-    """How many tokens a ForwardBackwardRequest has; 0 for what is none (it will be told so)."""
+    """The number of tokens of a ForwardBackwardRequest; 0 for other bodies, which are refused later."""
     try:
         request = _parsed(pb.ForwardBackwardRequest(), body)
     except UserError:
@@ -83,11 +83,11 @@ def training_tokens(body: bytes) -> int:
 
 
 def _counted_tokens(chunk: pb.Chunk) -> int:
-    """About how many tokens a chunk has. Files are not opened for that: an image has what the client says, or most."""
+    """An estimate of a chunk's tokens. Files stay closed, so an image counts as its declared size or the largest."""
     if chunk.WhichOneof("chunk") != "image":
         return len(chunk.encoded_text.tokens) // _TOKEN.itemsize
-    said = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else MAX_IMAGE_TOKENS
-    return min(max(said, 0), MAX_IMAGE_TOKENS)
+    declared = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else MAX_IMAGE_TOKENS
+    return min(max(declared, 0), MAX_IMAGE_TOKENS)
 
 
 def with_files_to_train(body: bytes, find: FindFiles) -> bytes:
@@ -98,7 +98,7 @@ def with_files_to_train(body: bytes, find: FindFiles) -> bytes:
     try:
         request = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:
-        return body  # it is told so when it is executed
+        return body  # its execution fails with an error
     named = [
         (f"data[{i}].model_input.chunks[{j}].data", chunk.image)
         for i, datum in enumerate(request.data)
@@ -126,10 +126,10 @@ def _parsed(message: M, body: bytes) -> M:
 
 @dataclass(frozen=True)
 class ForwardRead:
-    """A ForwardBackwardRequest read so far that it says what else is needed to decode it.
+    """A ForwardBackwardRequest that is read in part, with the ids of everything that decoding it needs.
 
-    loss_id: of the traced loss, when the loss is `custom`. sequence_ids: the sequences whose recorded stability
-    information the loss needs. image_tokens: about how many tokens its images have; None = it has none.
+    loss_id: of the traced loss, when the loss is `custom`. sequence_ids: of sequences whose recorded stability
+    information the loss needs. image_tokens: an estimate of the tokens of its images; None without images.
     """
 
     request: pb.ForwardBackwardRequest
@@ -171,12 +171,12 @@ def decode_forward(
 ) -> Forward:
     """The command for a request; adapter_id is its model_id, config is complete (defaults filled in).
 
-    read: the request. context_rule: what max_context follows from. custom: the traced loss that it names. recorded:
-    what was recorded of its sequence_ids. processor: of images; None when the model takes text.
-    UserError names the field, its value and the rule: unknown loss, config key or input; missing input; sequence
-    empty or longer than `max_context`; lengths that differ; token ids outside [0, vocab_size); floats that are not
-    finite; images that the model does not take; spans that do not fit what was sampled; a traced loss that is too much
-    work for an example or for all.
+    read: the request. context_rule: the reason for max_context, for errors. custom: the request's traced loss.
+    recorded: the records of its sequence_ids. processor: of images; None when the model takes text.
+    UserError names the field, its value and the rule. Errors are: an unknown loss, config key or input; a missing
+    input; a sequence that is empty or longer than `max_context`; lengths that differ; token ids outside
+    [0, vocab_size). Also: floats that are not finite; images that the model does not take; spans that do not match the
+    sampled sequence; a traced loss with too much work.
     """
     request, loss = read.request, read.loss
     examples_read = []
@@ -279,9 +279,9 @@ def _model_input(
 ) -> tuple[Int32, tuple[ImagePixels, ...]]:
     """The tokens of an input, placeholders where it has images, and the images.
 
-    chunks: of the input. name: how errors call it. max_context: tokens at most. context_rule: what that follows from.
-    processor: of images; None when the model takes text. UserError names a chunk that the model does not take, what is
-    wrong with an image, and a length that is.
+    chunks: of the input. name: how errors call it. max_context: tokens at most. context_rule: the reason for it.
+    processor: of images; None when the model takes text. UserError: a chunk that the model does not take, a wrong
+    image, or a wrong length.
     """
     parts: list[bytes] = []
     images: list[ImagePixels] = []
@@ -454,7 +454,7 @@ def _read_config(spec: LossSpec, request: pb.ForwardBackwardRequest) -> tuple[di
 
 # ------------------------------------------------------------------ tensors: dense and CSR, 1-D and 2-D, without a loop
 def _shape_of(tensor: pb.Tensor, name: str) -> tuple[int, ...]:
-    """The declared shape, [T] or [T, K]; an empty one means 1-D. Nothing is allocated, so it can be checked first."""
+    """The declared shape, [T] or [T, K]; an empty shape means 1-D. Nothing is allocated before this check."""
     shape = tuple(tensor.shape)
     if not shape:
         if tensor.WhichOneof("encoding") == "sparse_csr":

@@ -1,7 +1,7 @@
 """Images in requests: their pixels, and files that were uploaded before.
 
-Requests may name images by the location of an uploaded file. They are stored with the bytes in place of locations, so
-what happens to a file later changes none that was accepted.
+Requests may name images by the location of an uploaded file. An accepted request is stored with the file's bytes, so
+later changes of the file do not affect it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_REQUEST_PIXEL_BYTES
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
-LOCATIONS = "tinker://assets/"  # what a location begins with
+LOCATIONS = "tinker://assets/"  # the prefix of a location
 LOCATION_RULE = "the location of an image that this project uploaded (POST /api/v1/assets)"
-FindFiles = Callable[[Sequence[str]], Mapping[str, bytes]]  # files by location; what is none is left out
+FindFiles = Callable[[Sequence[str]], Mapping[str, bytes]]  # files by location; unknown locations are left out
 
 
-def check_room(pixel_bytes: int, what: str, up_to: str) -> None:
-    """UserError when the images of a request take too many bytes. what: the field of all. up_to: the last one."""
+def check_room(pixel_bytes: int, field: str, up_to: str) -> None:
+    """UserError when the images of a request take too many bytes. field: of all images. up_to: of the last one."""
     if pixel_bytes > MAX_REQUEST_PIXEL_BYTES:
         raise UserError(
-            f"{what} has images of more than {MAX_REQUEST_PIXEL_BYTES} bytes of pixels up to {up_to}, as the model "
+            f"{field} has images of more than {MAX_REQUEST_PIXEL_BYTES} bytes of pixels up to {up_to}, as the model "
             f"takes them: must be at most {MAX_REQUEST_PIXEL_BYTES}"
         )
 
@@ -36,7 +36,7 @@ def pixels(image: pb.ImageChunk, name: str, processor: ImageProcessor) -> npt.ND
     """The pixels of an image in protobuf, as `ImageProcessor.read` gives them; UserError names what is wrong."""
     if image.HasField("override_dimensions"):
         asked = f"{image.override_dimensions.width} x {image.override_dimensions.height}"
-        raise broken(f"{name}.override_dimensions", asked, "absent: the model's processor says what size images have")
+        raise broken(f"{name}.override_dimensions", asked, "absent: the model's processor sets the size of images")
     expected = image.expected_tokens if image.HasField("expected_tokens") else None
     return processor.read(image.data, image.format, name, expected)
 
@@ -45,7 +45,7 @@ def pixels_of(chunk: Mapping[str, Any], name: str, processor: ImageProcessor, *,
     """The pixels of an image in JSON, as `ImageProcessor.read` gives them; UserError names what is wrong.
 
     chunk: its data in base64, its format, and maybe expected_tokens. name: how errors call it. processor: of the model.
-    blank: as of `read`.
+    blank: see `ImageProcessor.read`.
     """
     data, expected = chunk.get("data"), chunk.get("expected_tokens")
     kind: Any = chunk.get("format")

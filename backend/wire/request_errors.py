@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from tinkerflow.backend.core.errors import UserError, broken
 
-# How pydantic names the member of a union that it tried. Such a part of a path is not a field's name.
+# Names that pydantic gives to members of a union. Such a part of a path is not a field's name.
 _UNION_MEMBER = re.compile(r"(str|int|float|bool|dict|list|tuple|bytes|none|any|is-instance)|.*\[.*\]|[A-Z]\w*")
 _JSON_NAMES = {"True": "true", "False": "false"}
 _RULES = {
@@ -60,7 +60,7 @@ def request_error(error: ValidationError, model: type[BaseModel], prefix: str = 
 
 
 def _nearest_member(model: type[BaseModel], details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """The errors, first those of the union member to which the first value comes nearest.
+    """The errors. Those of the union member that is nearest to the first value come first.
 
     That is the member with the fewest errors inside of the value, and of several the one whose error comes last.
     """

@@ -29,7 +29,7 @@ MAX_SAMPLES = 1024  # sequences of one request
 MAX_LISTED = 128  # tokens of one list at a position: top-k, given tokens, alternatives
 MAX_SAMPLE_SEQ = 2**63 - 1  # copies of a sampling client count from their number times a billion
 DEFAULT_RANK = 32  # the SDK's own default
-_ACCESS = "weights_access_hash"  # stored by `hash_token` in place of the client's weights_access_token
+_ACCESS = "weights_access_hash"  # `hash_token` stores it instead of the client's weights_access_token
 
 
 def whole_number(low: int, high: int) -> Any:
@@ -124,7 +124,7 @@ OptimizerConfig = Annotated[Optimizer, BeforeValidator(_optimizer, json_schema_i
 
 
 class CreateModel(WireModel):
-    """create_model: a model with a fresh adapter, or one of which all parameters are trained."""
+    """create_model: a model with a fresh adapter, or a model whose parameters are all trained."""
 
     optimizer: OptimizerConfig = Field(default=DEFAULT_OPTIMIZER, alias="optimizer_config")
     lora: TrainedConfig = Field(default=TrainedConfig(), alias="lora_config")
@@ -133,7 +133,7 @@ class CreateModel(WireModel):
 
 
 class _Load(WireModel):
-    """A checkpoint to load. optimizer: restore its optimizer state too, whatever optimizer that is.
+    """A checkpoint to load. optimizer: restore its optimizer state too, for any kind of optimizer.
 
     access: the hash of the token that opens the checkpoint, if a token came.
     """
@@ -228,7 +228,7 @@ class SaveForSampler(WireModel):
             both = "both absent" if self.name is None else "both given"
             raise UserError(f"path and sampling_session_seq_id are {both}: exactly one must be given")
         if self.name is not None and self.inflight:
-            raise broken("kind", "inflight", "'snapshot' when path is given: what a name holds does not change")
+            raise broken("kind", "inflight", "'snapshot' when path is given: the weights of a name do not change")
         return self
 
 
@@ -288,7 +288,7 @@ class ConstraintBody(WireModel):
 class SamplingParams(WireModel):
     """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: all that the context holds.
 
-    stop_token_ids: tokens that end a sequence beside those of `stop`.
+    stop_token_ids: tokens that end a sequence, in addition to those of `stop`.
     From min_p on, fields are beyond the SDK's: their names, bounds and formulas are those of OpenAI's API and vLLM.
     logit_bias and constraint are read by `wire/sample.py`, which knows the model.
     """
@@ -392,8 +392,8 @@ def hash_token(payload: bytes, access_hash: Callable[[str], str]) -> bytes:
 
 
 # ------------------------------------------------------------------ answers
-# JSON never holds a null (a success with an `error` key, even null, is a failure to the SDK) nor a number that is not
-# finite (the SDK cannot parse one): such keys are left out.
+# Keys with null are left out, because the SDK takes a success with an `error` key, even null, for a failure. Keys with
+# numbers that are not finite are left out, because the SDK cannot parse them.
 def encode_optim_step(result: OptimResult) -> bytes:
     """The metrics of an optimizer step: the gradient's norm before clipping, and the steps made so far."""
     metrics = {"grad_norm": result.grad_norm, "optimizer_step": float(result.step)}

@@ -98,11 +98,11 @@ def sample_request(
     """The command for a sample request; UserError names the field, its value and the rule.
 
     body, request_id, owner: of the request. vocab_size, max_context: of the model, in tokens. eos: the tokens that end
-    a text; they stop a sequence where `stop` is absent, and nothing does where it is an empty list. context_rule: what
-    max_context follows from. processor: asked for the model's image processor when there is an image; None = the model
-    takes text. blank: images are measured and not decoded, as in `ImageProcessor.read`. An absent max_tokens means all
-    that the context has left. A prompt that fills the context can be scored, and one token is sampled after it. The
-    seed is brought to 0 <= seed < 2**64. The command samples the base model, until its sender names a snapshot.
+    a text. They stop a sequence when `stop` is absent, but not when `stop` is an empty list. context_rule: the reason
+    for max_context, for errors. processor: finds the model's image processor, None if the model takes only text. blank:
+    images are measured, not decoded, see `ImageProcessor.read`. An absent max_tokens means the rest of the context. A
+    prompt that fills the context can be scored, and one token is sampled after it. The seed is brought to
+    0 <= seed < 2**64. The command samples the base model, until its sender names a snapshot.
     """
     scored = body.prompt_logprobs or body.topk_prompt_logprobs or body.prompt_alt_tokens_k
     full = bool(scored) or body.target_prompt_logprobs is not None
@@ -170,7 +170,7 @@ def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> 
 
 
 def decode_sample(request_id: str, answer: bytes) -> SampleResult:
-    """The inverse of `encode_sample` for what has an order of its own: sequences, prompt logprobs, lists of tokens."""
+    """The inverse of `encode_sample` for sequences, prompt logprobs and lists of tokens."""
     response = pb.SampleResponse.FromString(answer)
     return SampleResult(
         request_id,
@@ -241,7 +241,7 @@ def _prompt(
 ) -> tuple[Int32, tuple[ImagePixels, ...]]:
     """The tokens of a prompt, placeholders where it has images, and the images.
 
-    most: tokens of a prompt. rule: what that follows from. Other arguments: see `sample_request`.
+    most: tokens of a prompt. rule: the reason for it. Other arguments: see `sample_request`.
     """
     if not isinstance(chunks, list):
         raise broken("prompt.chunks", chunks, "a list of chunks")
@@ -303,7 +303,7 @@ def _max_tokens(asked: int | None, prompt: int, max_context: int) -> int:
     left = max_context - prompt
     most = max(left, 1)  # the token after a full context never enters the model
     if asked is not None and asked > most:
-        rule = f"what the context of {max_context} tokens has left after a prompt of {prompt}"
+        rule = f"the rest of the context of {max_context} tokens after a prompt of {prompt}"
         rule = rule if left else "the prompt fills the context and can only be scored"
         raise ContextExceededError(
             f"sampling_params.max_tokens is {asked}: must be at most {most}, {rule}",
@@ -374,7 +374,7 @@ def _constraint(given: ConstraintBody, eos: Sequence[int]) -> Constraint:
             raise broken(name, value, "a JSON schema, an object")
         try:
             text = orjson.dumps(value).decode()
-        except orjson.JSONEncodeError as error:  # a TypeError: it is nested too deeply
+        except orjson.JSONEncodeError as error:  # a TypeError, because the schema is nested too deeply
             raise UserError(f"{name} is no json_schema that can be obeyed: {error}") from error
     else:
         kind = "regex" if given.type == "regex" else "grammar"

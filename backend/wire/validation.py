@@ -128,7 +128,7 @@ class WireModel(BaseModel):
     def from_json(cls, body: bytes) -> Self:
         """The model of a JSON body as it came; UserError names the field, its value and the rule."""
         if rb"\u0000" in body and _NUL.search(body) is not None:
-            raise UserError("the request body contains a NUL character (\\u0000): it cannot be stored")
+            raise UserError("the request body contains a NUL character (\\u0000): must have none")
         try:
             return cls.model_validate_json(body)
         except ValidationError as e:

@@ -280,7 +280,7 @@ def test_a_link_ends_with_its_checkpoint(people: Any) -> None:
     assert ann.server.http.get(url).status_code == 404
     assert model.save_weights_external("out").result().path == path
     anew = ann.server.http.get(url)
-    assert anew.status_code == 404 and "saved anew" in anew.json()["detail"]
+    assert anew.status_code == 404 and "replaced by a new save" in anew.json()["detail"]
 
 
 def test_encrypted_exports_are_downloaded_and_decrypted(people: Any) -> None:

@@ -46,7 +46,7 @@ def test_02_no_chunk_is_refused(server: Any, engine: Any) -> None:
     model = server.model()
     assert "model 'nobody:train:0' does not exist" in failure(server, post_chunk(server, chunk("nobody:train:0", 1)))
     assert "not a ForwardBackwardRequest" in failure(server, post_chunk(server, b"\xff\xff\xff"))
-    assert "seq_id 0: both must be given" in failure(server, post_chunk(server, chunk(model, 0)))
+    assert "seq_id 0: must both be given" in failure(server, post_chunk(server, chunk(model, 0)))
     assert "model_id is ''" in failure(server, post_chunk(server, b""))
     assert "Content-Encoding is 'br'" in failure(server, post_chunk(server, b"", **{"Content-Encoding": "br"}))
     assert "one whole zstd frame" in failure(server, post_chunk(server, b"abc", **{"Content-Encoding": "zstd"}))

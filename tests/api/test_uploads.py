@@ -85,7 +85,7 @@ def test_an_upload_becomes_a_checkpoint_that_can_be_trained_on(
     load = {"session_id": server.session(), "model_seq_id": 0, "path": path}
     assert server.post("load_weights", load).status_code == 200
     late = httpx.put(upload["urls"][ADAPTER], content=b"x")
-    assert late.status_code == 422 and "is finished: it has become" in late.text
+    assert late.status_code == 422 and "is finished as" in late.text
 
 
 def test_files_that_are_refused_can_be_replaced(server: Running) -> None:

@@ -188,7 +188,7 @@ WRONG = [
     (body({"max_tokens": 0}), "sampling_params.max_tokens is 0: must be a whole number from 1"),
     (
         body({"max_tokens": 62}),
-        "sampling_params.max_tokens is 62: must be at most 61, what the context of 64 tokens has",
+        "sampling_params.max_tokens is 62: must be at most 61, the rest of the context of 64 tokens",
     ),
     (body({"stop": ["a", 1]}), "sampling_params.stop is ['a', 1]: must be non-empty strings only, or token ids only"),
     (body({"stop": [""]}), "sampling_params.stop is ['']: must be non-empty strings"),

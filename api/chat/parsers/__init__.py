@@ -1,7 +1,7 @@
-"""How families of models write reasoning and calls of tools, one file each: a new file here is all that a family needs.
+"""How families of models write reasoning and calls of tools, one file each. A new family needs only a file here.
 
-A parser is a generator over a `Reader` (`api/chat/reader.py`). Which one reads a model's answers says the model's chat
-template: the parser whose `signs` are all in the template, and of several the one with the most signs.
+A parser is a generator over a `Reader` (`api/chat/reader.py`). The model's chat template selects the parser: all of the
+parser's `signs` must be in the template. Of several such parsers, the one with the most signs is used.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class ParserSpec:
     """How one family writes its answers.
 
     name: the file's. signs: texts that the family's chat templates contain. marks: the special tokens that `parse`
-    looks for; all other special tokens are no part of an answer's text. think: what encloses reasoning at the start of
-    an answer, where the template knows it; None: `parse` finds it itself. parse: reads an answer after its reasoning,
-    up to where only content is left; None: the family calls no tools. opening: what precedes a call that is one JSON
-    object with `name` and `arguments`, where the family writes calls so. calls: how calls begin; a model that calls a
-    tool while it reasons has ended its reasoning, as Qwen3 does without a word. prepared: messages and tools as the
-    family's chat templates take them, where that is not OpenAI's form.
+    looks for; an answer's text contains no other special tokens. think: the marks around reasoning at the start of an
+    answer; None: `parse` handles reasoning. parse: reads an answer after its reasoning, until only content is left;
+    None: the family calls no tools. opening: the mark before a call that is one JSON object with `name` and
+    `arguments`, if the family writes calls in this form. calls: beginnings of calls. A call inside of reasoning ends
+    the reasoning, because Qwen3 writes no end mark before it. prepared: converts messages from OpenAI's form to the
+    form of the family's chat templates.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Parser:
     def __init__(self, spec: ParserSpec, tools: Tools, *, thinks: bool, opened: bool) -> None:
         """Read an answer of the family `spec`.
 
-        tools: those that may be called; without any, what looks like a call is content. thinks: the model reasons
+        tools: callable ones; without tools, text that looks like a call is content. thinks: the model reasons
         before it answers. opened: the prompt ends inside of reasoning.
         """
         self._reader = Reader()

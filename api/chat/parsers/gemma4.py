@@ -1,6 +1,6 @@
 """Gemma 4: `<|tool_call>call:NAME{key:value,…}<tool_call|>`, and reasoning in a channel of thought.
 
-Keys are bare, strings stand between `<|"|>`, other values are those of JSON.
+Keys have no quotes, strings stand between `<|"|>`, and other values are JSON.
 """
 
 import json
@@ -47,7 +47,7 @@ def _call(reader: Reader) -> Steps[None]:
 
 
 def _arguments(body: str) -> str | None:
-    """The JSON of what the model wrote; None if it is no object."""
+    """The model's text as JSON; None if it is not an object."""
     parts, at = [], 0
     while at < len(body):
         found = _TOKEN.match(body, at)

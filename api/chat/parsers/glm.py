@@ -1,6 +1,6 @@
 """GLM-4.5 and later: `<tool_call>NAME`, then `<arg_key>` and `<arg_value>` for each argument, `</tool_call>`.
 
-Values are plain text. The tool's schema says which of them are numbers, lists or objects.
+Values are plain text. The tool's schema determines which of them are numbers, lists or objects.
 """
 
 from tinkerflow.api.chat.events import ArgumentsDelta, CallBegins, CallEnds

@@ -1,6 +1,6 @@
 """MiniMax-M2: `<minimax:tool_call>` with `<invoke name="NAME">` and a `<parameter name="KEY">` for each argument.
 
-Values are plain text. The tool's schema says which of them are numbers, lists or objects.
+Values are plain text. The tool's schema determines which of them are numbers, lists or objects.
 """
 
 from tinkerflow.api.chat.parsers import ParserSpec

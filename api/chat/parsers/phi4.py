@@ -1,6 +1,6 @@
 """Phi-4-mini: `<|tool_call|>` or `functools`, then a JSON list of calls, `<|/tool_call|>`.
 
-Its chat template knows tools as a text of the system message, and no calls: they are written into the messages.
+The chat template takes tools as a text of the system message, and has no calls. `prepared` writes both as text.
 """
 
 import json

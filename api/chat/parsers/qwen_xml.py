@@ -1,6 +1,6 @@
 """Qwen3-Coder and Qwen3.5: `<tool_call>` with `<function=NAME>` and a `<parameter=KEY>` for each argument.
 
-Values are plain text. The tool's schema says which of them are numbers, lists or objects.
+Values are plain text. The tool's schema determines which of them are numbers, lists or objects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Tags:
         return cls(f'<{invoke} name="', f"</{invoke}>", f'<{parameter} name="', f"</{parameter}>", quoted=True)
 
     def name_of(self, head: str) -> str:
-        """The name in what stands before the `>` of a tag, "" if there is none."""
+        """The name in the head of a tag, which ends before `>`; "" if there is none."""
         name, quote, _ = head.partition('"') if self.quoted else (head, True, "")
         return name.strip() if quote and "<" not in name else ""
 
@@ -49,7 +49,7 @@ class Tags:
 def calls_between(*blocks: tuple[str, str], tags: Tags = Tags()) -> Callable[[Reader, Tools], Steps[None]]:
     """A parser of content with calls in it.
 
-    blocks: what encloses calls. Some models leave out its beginning, or the end of an argument. tags: of calls.
+    blocks: the marks around calls. Some models leave out the first mark, or the end of an argument. tags: of calls.
     """
     ends = dict(blocks)
 

@@ -1,4 +1,4 @@
-"""The pages of the console: one module for each subject, with a `router`. The folder is scanned."""
+"""The pages of the console. Each module has a `router`, and the folder is scanned for modules."""
 
 from __future__ import annotations
 

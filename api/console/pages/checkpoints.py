@@ -1,4 +1,4 @@
-"""`/checkpoints`: what was saved; one checkpoint with its lineage, and what can be done with it."""
+"""`/checkpoints`: the saved checkpoints, and one checkpoint with its lineage and forms that change it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def checkpoints_page(visit: Visiting, offset: PageOffset = 0) -> Response:
 
 @router.get(_ONE)
 async def checkpoint_page(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
-    """One checkpoint: one's own, or a published one."""
+    """A checkpoint of the visitor's project, or a published checkpoint."""
 
     def read() -> dict[str, object]:
         saved = _get(visit, run_id, kind, name)

@@ -17,7 +17,7 @@ from tinkerflow.backend.journal import KeyView, UsageKind, actor_of_key
 
 _DAYS = 30
 _LONGEST = 128
-NAMES = {  # what pages call the kinds of usage
+NAMES = {  # kinds of usage, as pages show them
     UsageKind.TRAINING: "trained",
     UsageKind.PREFILL: "prompt",
     UsageKind.CACHED_PREFILL: "prompt, cached",

@@ -1,4 +1,4 @@
-"""`/`: what this server is, what was done lately, and what to do next. Signing in and out, and the static files."""
+"""`/`: facts about the server, recent work and next steps. Also signing in and out, and the static files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ router = page_router()
 
 @router.get("/")
 async def front_page(request: Request) -> Response:
-    """The overview, or what signs a visitor in; the server's facts as JSON for who asks for application/json alone."""
+    """The overview, or the form for signing in. A client that accepts only application/json gets facts as JSON."""
     services: Services = request.app.state.services
     is_open = await services.auth.is_open()
     facts: dict[str, str | int] = {

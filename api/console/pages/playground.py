@@ -23,7 +23,7 @@ from tinkerflow.api.endpoints.targets import Target, list_models, resolve
 from tinkerflow.api.text import Detokenizer, Tokenizer
 from tinkerflow.backend.core.errors import UserError
 
-TOP = 5  # of the most likely tokens, shown beside each
+TOP = 5  # most likely tokens, shown for each token
 _MOST_MODELS = 200
 _ROLES = ("system", "user", "assistant")
 router = page_router()
@@ -40,9 +40,9 @@ async def playground_page(visit: Visiting, model: str = "", other: str = "", che
 
 @router.post("/playground/answer")
 async def answer(visit: Visiting) -> Response:
-    """One answer to the form's `messages` (JSON) in the mode `chat`, or what follows its `prompt` in the mode `text`.
+    """One answer to the form's `messages` (JSON) in the mode `chat`, or a continuation of its `prompt` in `text`.
 
-    The fields model, max_tokens and temperature say what is sampled, and how.
+    The form also has the fields model, max_tokens and temperature.
     """
     fields = visit.fields
     params = {"max_tokens": _number(fields, "max_tokens", int), "temperature": _number(fields, "temperature", float)}
@@ -58,7 +58,7 @@ async def answer(visit: Visiting) -> Response:
 
 
 async def _prompt(target: Target, fields: Any) -> tuple[list[int], tuple[int, ...]]:
-    """The prompt's tokens, and those that end the answer beside the base model's own."""
+    """The prompt's tokens, and further tokens that end the answer, in addition to the base model's."""
     mode = fields.get("mode", "")
     if mode == "text":
         return await target.encode(fields.get("prompt", ""), "prompt"), ()

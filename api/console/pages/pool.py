@@ -1,4 +1,4 @@
-"""`/pool`: whether the parts of the service live, what the worker groups are and have compiled, who waits for them."""
+"""`/pool`: heartbeats of the service's parts, the worker groups and their compiled programs, and waiting requests."""
 
 from __future__ import annotations
 

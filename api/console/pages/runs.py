@@ -57,24 +57,24 @@ async def run_page(run_id: str, visit: Visiting) -> Response:
 
 @router.get("/compare")
 async def compare_page(visit: Visiting, run: Runs = []) -> Response:  # noqa: B006  a query's default
-    """Runs side by side: what they were made with, and their curves in the same charts."""
+    """Runs side by side: their settings, and their curves in the same charts."""
     return visit.page("compare.html", most=LINES, **await _curves(visit, list(dict.fromkeys(run))))
 
 
 @router.get("/curves")
 async def curves_part(visit: Visiting, run: Runs, seen: str = "") -> Response:
-    """The curves of runs, as a part of a page that shows them already; 204 when it has `seen` what there is."""
+    """The curves of runs, as a part of a page that shows them already; 204 when nothing changed since `seen`."""
     if seen and seen == await asyncio.to_thread(_state, visit, run):
         return Response(status_code=204)
     return visit.page("curves.html", **await _curves(visit, run))
 
 
 async def _curves(visit: Visit, runs: Sequence[str]) -> dict[str, object]:
-    """What curves.html shows of runs."""
+    """The values of curves.html."""
 
     def read() -> tuple[str, list[ModelView], list[Curve]]:
         journal = visit.journal
-        state = _state(visit, runs)  # first: what comes meanwhile is then seen as new
+        state = _state(visit, runs)  # read first, so that later changes count as new
         models = [journal.models.get(run, visit.owner) for run in runs]
         return state, models, [journal.curves.of_run(run, visit.owner) for run in runs]
 

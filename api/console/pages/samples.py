@@ -1,4 +1,4 @@
-"""`/samples`: what was sampled lately, how much by hour, and one sample with its texts."""
+"""`/samples`: recent samples, their number by hour, and one sample with its texts."""
 
 from __future__ import annotations
 

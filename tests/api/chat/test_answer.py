@@ -21,5 +21,5 @@ def test_reasoning_that_ends_inside_a_character_has_no_more_tokens_than_were_sam
     first, *rest = tokenizer.encode("🐻", special=False)
     assert rest
     reader.feed(SamplePiece(0, [first], [-1.0], stop_reason="length"))
-    assert reader.said.reasoning == "\ufffd"
+    assert reader.answer.reasoning == "\ufffd"
     assert len(tokenizer.encode("\ufffd", special=False)) > 1 == reader.reasoning_tokens

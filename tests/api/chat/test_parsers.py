@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkerflow.api.chat.events import ArgumentsDelta, CallBreaks, ContentDelta, Event, Said
+from tinkerflow.api.chat.events import ArgumentsDelta, CallBreaks, ContentDelta, Event, FullAnswer
 from tinkerflow.api.chat.parsers import PARSERS, Parser, parser_for
 from tinkerflow.api.chat.reader import typed
 
@@ -359,22 +359,22 @@ CASES = [
 ]
 
 
-def read(case: Case, pieces: list[str]) -> tuple[Said, list[Event]]:
+def read(case: Case, pieces: list[str]) -> tuple[FullAnswer, list[Event]]:
     parser = Parser(PARSERS[case.family], TOOLS, thinks=True, opened=case.opened)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.end()
     return said_by(events), events
 
 
-def said_by(events: list[Event]) -> Said:
+def said_by(events: list[Event]) -> FullAnswer:
     """What these events amount to; each call in them must have ended or broken."""
-    said = Said()
+    said = FullAnswer()
     for event in events:
         said.add(event)
     assert said._open is None
     return said
 
 
-def facts(said: Said) -> tuple[str, str, tuple[tuple[str, dict[str, object]], ...]]:
+def facts(said: FullAnswer) -> tuple[str, str, tuple[tuple[str, dict[str, object]], ...]]:
     return said.content, said.reasoning, tuple((call.name, call.values) for call in said.calls)
 
 

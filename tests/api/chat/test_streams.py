@@ -32,7 +32,7 @@ class Decoder:
     def __init__(self, journal: Journal, folder: Path) -> None:
         self.journal = journal
         self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.said: list[int] = []
+        self.sampled: list[int] = []
 
     def until(self, what: Callable[[], Any]) -> Any:
         """What is found, within a minute."""
@@ -50,13 +50,13 @@ class Decoder:
     def says(self, request: Pending, text: str) -> None:
         """Tell more tokens."""
         tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-        new = NewTokens(request.id, 0, len(self.said), tokens, -np.ones(len(tokens), np.float32))
-        self.said += tokens.tolist()
+        new = NewTokens(request.id, 0, len(self.sampled), tokens, -np.ones(len(tokens), np.float32))
+        self.sampled += tokens.tolist()
         self.journal.streams.write([StreamedTokens(stream_name(str(request.sampler_id), request.seq_id), new)])
 
     def ends(self, request: Pending) -> None:
         """Answer with all tokens."""
-        one = SampledSequence(np.array(self.said, np.int32), -np.ones(len(self.said), np.float32), "stop")
+        one = SampledSequence(np.array(self.sampled, np.int32), -np.ones(len(self.sampled), np.float32), "stop")
         self.journal.results.finish([request.done(encode_sample(SampleResult(request.id, (one,))), "proto")])
 
     def fails(self, request: Pending) -> None:
