@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tinkerflow.backend.catalog.model_source import TEXT_FILES
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.families import family_of, load_config, projections
+from tinkerflow.backend.compute.models.families import family_of, load_config, parse_config, projections
 from tinkerflow.backend.compute.models.family import Family
 from tinkerflow.backend.compute.models.peft_names import pair_names
 from tinkerflow.backend.compute.weights.files import (
@@ -202,7 +202,7 @@ def _write_config(path: Path, merger: _Merger, *, widened: bool) -> None:
     values = dict(read_object(path, path.name))
     if widened:
         values.pop("quantization_config", None)
-    if merger.unties:
+    if merger.unties or (parse_config(values, name=path.name).tied and not merger.cfg.tied):
         values["tie_word_embeddings"] = False
         if isinstance(values.get("text_config"), dict):
             values["text_config"] = {**values["text_config"], "tie_word_embeddings": False}

@@ -12,8 +12,9 @@ from typing import Self
 from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import family_of, load_config, projections
+from tinkerflow.backend.compute.models.family import open_unpacked
 from tinkerflow.backend.compute.models.vision_config import open_processor
-from tinkerflow.backend.compute.weights.files import open_tensors, read_object
+from tinkerflow.backend.compute.weights.files import read_object
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import hub_name
 from tinkerflow.backend.spec.commands import GroupInfo
@@ -136,7 +137,7 @@ def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
 
 def _count_parameters(name: str, folder: Path, config: ModelConfig) -> int:
     family = family_of(config)
-    tensors = family.unpack(config, open_tensors(folder, name))
+    tensors = open_unpacked(family, config, folder, name)
     shapes = {tensor: stored.shape for tensor, stored in tensors.items() if not tensor.startswith(family.skipped)}
     if config.tied:
         unembed = projections(config)["unembed"]

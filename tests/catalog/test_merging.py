@@ -86,6 +86,15 @@ def test_an_unembedding_that_was_trained_is_tied_no_more(tmp_path: Path) -> None
     assert not load_config(tmp_path / "out").tied
 
 
+def test_a_head_of_its_own_stays_beside_a_config_that_ties(tmp_path: Path) -> None:
+    cfg, base = of_base()
+    folder, spec = written(tmp_path / "base", base, tie_word_embeddings=True), LoraSpec(4, train_unembed=False)
+    merging.merge(folder, AdapterState(spec, 0, tensors(cfg, spec)), tmp_path / "out")
+    assert np.array_equal(load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"], base["lm_head.weight"])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False and not load_config(tmp_path / "out").tied
+
+
 def test_shards_have_an_index_that_transformers_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, base = of_base()
     monkeypatch.setattr(merging, "SHARD_BYTES", 6000)

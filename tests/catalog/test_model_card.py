@@ -124,8 +124,9 @@ def test_a_tied_head_is_counted_once(make: Make) -> None:
 
 def test_sharded_weights_are_counted(make: Make) -> None:
     folder = make()
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
     save_file({"x": np.zeros(5, np.float32)}, folder / "b.safetensors")
-    index = {"weight_map": {"lm_head.weight": "model.safetensors", "x": "b.safetensors"}}
+    index = {"weight_map": {"lm_head.weight": "a.safetensors", "x": "b.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert ModelCard.load(str(folder)).parameters == 85
 
@@ -140,7 +141,7 @@ def test_sharded_weights_are_counted(make: Make) -> None:
         ({}, {"tokenizer.json": None}, "has no tokenizer.json"),
         ({"eos_token_id": 10}, {}, r"eos_token_id 10 in config.json; must be ids in 0\.\.9"),
         ({}, {"generation_config.json": '{"eos_token_id": "x"}'}, "eos_token_id 'x' in generation_config.json"),
-        ({}, {"model.safetensors.index.json": "{}"}, "no object 'weight_map'"),
+        ({}, {"model.safetensors": None, "model.safetensors.index.json": "{}"}, "no object 'weight_map'"),
     ],
 )
 def test_what_is_wrong_is_named(make: Make, config: dict[str, Any], files: dict[str, str | None], message: str) -> None:

@@ -4,6 +4,7 @@
 """
 
 __all__ = [
+    "checkpoints",
     "config",
     "families",
     "family",

@@ -8,7 +8,7 @@ from typing import Any
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.models.layers import DecoderLayer, RMSNorm
-from tinkerflow.backend.compute.models.rope import FULL, SLIDING
+from tinkerflow.backend.compute.models.rope import FULL, LINEAR, SLIDING
 
 
 def layer_count(fields: ConfigFields) -> int:
@@ -24,6 +24,7 @@ def decoder(
     fields: of `config.json`. norm: of the last layer's result. tied: whether the embedding is the unembedding, where
     the file does not have the field. more: other fields of ModelConfig. UserError names a field that is missing.
     """
+    _check_types(fields, layers)
     return ModelConfig(
         architecture=fields["model_type"],
         vocab=fields.size("vocab_size"),
@@ -31,9 +32,17 @@ def decoder(
         decoder_layers=tuple(layers),
         norm=norm,
         max_positions=fields.size("max_position_embeddings"),
-        tied=bool(fields.get("tie_word_embeddings", tied)),
+        tied=fields.flag("tie_word_embeddings", tied),
         **more,
     )
+
+
+def _check_types(fields: ConfigFields, layers: Sequence[DecoderLayer]) -> None:
+    """UserError when the file's `layer_types` are not those of the layers."""
+    types = fields.get("layer_types")
+    computed = [LINEAR if not layer.attends else SLIDING if layer.window else FULL for layer in layers]
+    if types is not None and types != computed:
+        raise fields.error(f"layer_types {types!r} is not supported; it must be {computed}")
 
 
 def windows(fields: ConfigFields, usual: Sequence[str]) -> list[int | None]:
@@ -42,23 +51,30 @@ def windows(fields: ConfigFields, usual: Sequence[str]) -> list[int | None]:
     usual: FULL or SLIDING for each layer, where the file has no `layer_types`. UserError names a type that is not
     computed, or a wrong number of them.
     """
-    types = fields.get("layer_types") or usual
-    if len(types) != len(usual) or not set(types) <= {SLIDING, FULL}:
-        raise fields.error(f"layer_types {list(types)}; must be {len(usual)} of {SLIDING!r} and {FULL!r}")
+    types = fields.items("layer_types") or usual
+    if len(types) != len(usual) or any(kind not in (SLIDING, FULL) for kind in types):
+        raise fields.error(f"layer_types {list(types)!r}; must be {len(usual)} of {SLIDING!r} and {FULL!r}")
     return [fields.size("sliding_window") if kind == SLIDING else None for kind in types]
 
 
-def text_fields(fields: ConfigFields, defaults: Mapping[str, Any] = {}) -> ConfigFields:
-    """The fields of the text model among those of a model that also takes images. defaults: where its file has none.
+def text_fields(fields: ConfigFields, *types: str, defaults: Mapping[str, Any] = {}) -> ConfigFields:
+    """The fields of the text model among those of a model that also takes images.
 
-    The outer object's own field decides whether the embeddings are tied, as in transformers.
+    types: its supported values of `model_type`. defaults: where its file has none. The outer object's own field decides
+    whether the embeddings are tied, as in transformers.
     """
-    text = fields.inner("text_config").values
+    inner = fields.inner("text_config")
+    if inner.get("model_type", types[0]) not in types:
+        raise fields.error(
+            f"model_type {inner['model_type']!r} in text_config is not supported; it must be {' or '.join(types)}"
+        )
+    text = inner.values
     tied = {} if fields.get("tie_word_embeddings") is None else {"tie_word_embeddings": fields["tie_word_embeddings"]}
     return ConfigFields(fields.name, {**defaults, **text, **tied, "model_type": fields["model_type"]})
 
 
 def rotary_share(fields: ConfigFields, usual: float) -> ConfigFields:
     """The fields with the share of a head that is rotated. usual: where the file has none."""
-    share = fields.rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or usual
-    return fields.with_values(partial_rotary_factor=share)
+    if fields.rope.get("partial_rotary_factor") is not None or fields.get("partial_rotary_factor") is not None:
+        return fields
+    return fields.with_values(partial_rotary_factor=usual)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.fields import ConfigFields
-from tinkerflow.backend.compute.weights.files import Tensor
+from tinkerflow.backend.compute.weights.files import Tensor, open_tensors
+from tinkerflow.backend.core.errors import UserError
 
 Tensors = Mapping[str, Tensor]  # by Hugging Face's names
+FP8, MXFP4 = "fp8", "mxfp4"  # of `quantization_config.quant_method`
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Family:
     quantized). Given some of them, it returns those made from them, as views if they are arrays in memory.
     plain: the tensors of a folder without quantization, as transformers saves them.
     skipped: prefixes of the names of tensors that are not loaded.
+    quantizations: the supported values of `quantization_config.quant_method`.
     """
 
     model_type: str
@@ -51,3 +55,36 @@ class Family:
     unpack: Callable[[ModelConfig, Tensors], Tensors] = lambda _, tensors: tensors
     plain: Callable[[ModelConfig, Tensors], Tensors] = lambda _, tensors: tensors
     skipped: tuple[str, ...] = ()
+    quantizations: tuple[str, ...] = (FP8,)
+
+
+def open_unpacked(family: Family, cfg: ModelConfig, folder: Path, name: str) -> Tensors:
+    """The tensors of the model in `folder`, unpacked. UserError calls the model `name`."""
+    tensors = open_tensors(folder, name)
+    try:
+        return family.unpack(cfg, tensors)
+    except UserError as error:
+        raise UserError(f"base model {name!r}: {error.message}") from error
+
+
+def renamed(tensors: Tensors, rename: Callable[[str], str]) -> Tensors:
+    """The tensors under other names; UserError when two of them get the same one."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if found.setdefault(rename(name), tensor) is not tensor:
+            raise UserError(f"tensor {name!r} is in the files twice, under another name as well")
+    return found
+
+
+def with_parts(tensors: Tensors, fused: Collection[str], parts: Tensors) -> Tensors:
+    """The tensors with `parts` instead of those that they are made from; UserError when the files have one of both."""
+    rest = {name: tensor for name, tensor in tensors.items() if name not in fused}
+    if both := sorted(rest.keys() & parts.keys()):
+        raise UserError(f"tensor {both[0]!r} is in the files twice: alone, and as a part of {min(fused)!r}")
+    return {**rest, **parts}
+
+
+def check_shape(name: str, tensor: Tensor, *shapes: tuple[int, ...]) -> None:
+    """UserError when a tensor of the files has none of these shapes."""
+    if tensor.shape not in shapes:
+        raise UserError(f"tensor {name!r} has shape {tensor.shape}; config.json asks for shape {shapes[0]}")

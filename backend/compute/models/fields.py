@@ -28,10 +28,35 @@ class ConfigFields:
 
     def size(self, key: str, default: int | None = None) -> int:
         """A field that is a positive integer; `default` when it is absent or null. UserError for anything else."""
-        value = self[key] if default is None else self.get(key) or default
+        value = self.get(key)
+        if value is None:
+            value = self[key] if default is None else default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(f"{key} is {value!r} in config.json; it must be a positive whole number")
         return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A field that is true or false; `default` when it is absent or null. UserError for anything else."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(f"{key} is {value!r} in config.json; it must be true or false")
+        return default if value is None else value
+
+    def number(self, key: str, default: float) -> float:
+        """A field that is a positive number; `default` when it is absent or null. UserError for anything else."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.error(f"{key} is {value!r} in config.json; it must be a positive number")
+        return float(value)
+
+    def items(self, key: str) -> list[Any] | None:
+        """A field that is a list; None when it is absent, null or empty. UserError for anything else."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self.error(f"{key} is {value!r} in config.json; it must be a list")
+        return value or None
 
     def inner(self, key: str) -> ConfigFields:
         """The fields of an object that a field holds; UserError when it is absent or holds something else."""

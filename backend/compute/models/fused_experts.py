@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, Tensors
+from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, Tensors, check_shape, with_parts
 from tinkerflow.backend.compute.weights.files import MadeTensor, Tensor
 
 
@@ -23,26 +23,29 @@ def with_separate_experts(
     cfg: the model. tensors: by name. module: the prefix of the names of experts' tensors, with a {} for the layer.
     """
     assert cfg.mixture is not None
-    separate, width = dict(tensors), cfg.mixture.width
-    parts = {
+    width, count = cfg.mixture.width, cfg.mixture.count
+    sources = {
         "gate": ("gate_up", slice(0, width), (2 * width, cfg.hidden)),
         "up": ("gate_up", slice(width, None), (2 * width, cfg.hidden)),
         "down": ("down", slice(None), (cfg.hidden, width)),
     }
+    fused: set[str] = set()
+    parts: dict[str, Tensor] = {}
     for layer in range(cfg.layers):
         experts = module.format(layer)
-        for name, (source, rows, usual) in parts.items():
-            fused = tensors.get(f"{experts}{source}_proj")
-            if fused is None or len(fused.shape) != 3 or fused.shape[0] != cfg.experts:
-                continue  # the loader reports the experts' matrices as missing
-            separate.pop(f"{experts}{source}_proj", None)
-            inputs_first = fused.shape[1:] != usual and fused.shape[:0:-1] == usual
-            outputs, inputs = usual if inputs_first else fused.shape[1:]
-            shape = (len(range(outputs)[rows]), inputs)
-            for expert in range(cfg.experts):
-                made = partial(_of_expert, fused, expert, rows, inputs_first)
-                separate[f"{experts}{expert}.{name}_proj.weight"] = MadeTensor(shape, fused.dtype, made)
-    return separate
+        for name, (source, rows, usual) in sources.items():
+            key = f"{experts}{source}_proj"
+            if key not in tensors:
+                continue
+            tensor = tensors[key]
+            check_shape(key, tensor, (count, *usual), (count, *usual[::-1]))
+            inputs_first = tensor.shape[1:] != usual
+            shape = (len(range(usual[0])[rows]), usual[1])
+            fused.add(key)
+            for expert in range(count):
+                made = partial(_of_expert, tensor, expert, rows, inputs_first)
+                parts[f"{experts}{expert}.{name}_proj.weight"] = MadeTensor(shape, tensor.dtype, made)
+    return with_parts(tensors, fused, parts)
 
 
 def _of_expert(fused: Tensor, expert: int, rows: slice, inputs_first: bool, dtype: Any) -> npt.NDArray[Any]:

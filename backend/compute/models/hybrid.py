@@ -10,14 +10,13 @@ from dataclasses import replace
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.decoder import decoder, layer_count, rotary_share
-from tinkerflow.backend.compute.models.family import Tensors
+from tinkerflow.backend.compute.models.family import Tensors, renamed
 from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.models.layers import MLP, Attention, DecoderLayer, Experts, GatedDeltaNet, RMSNorm
-from tinkerflow.backend.compute.models.rope import FULL
+from tinkerflow.backend.compute.models.rope import FULL, LINEAR
 from tinkerflow.backend.compute.models.vision_config import read_vision
 
 SKIPPED = ("mtp.",)  # layers that predict several tokens
-_LINEAR = "linear_attention"
 _EVERY = 4  # layers have full attention, where `layer_types` is missing
 _ROTARY = 0.25  # the share of a head that is rotated, where the file has none
 
@@ -44,7 +43,7 @@ def hybrid(fields: ConfigFields, *, fused: bool = False, experts: bool = False) 
     else:
         mlp = MLP.read(fields)
     types = _layer_types(fields, layer_count(fields))
-    return decoder(fields, norm, [DecoderLayer(delta if kind == _LINEAR else attention, mlp, norm) for kind in types])
+    return decoder(fields, norm, [DecoderLayer(delta if kind == LINEAR else attention, mlp, norm) for kind in types])
 
 
 def with_tower(cfg: ModelConfig, fields: ConfigFields) -> ModelConfig:
@@ -56,18 +55,16 @@ def with_tower(cfg: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 def with_tower_named(cfg: ModelConfig, tensors: Tensors) -> Tensors:
     """The tensors with those of the vision tower by their published names: transformers 5.5 writes others."""
-    written = "model.language_model.visual."
-    return {f"model.visual.{name.removeprefix(written)}" if name.startswith(written) else name: tensor
-            for name, tensor in tensors.items()}  # fmt: skip
+    return renamed(tensors, lambda name: name.replace("model.language_model.visual.", "model.visual.", 1))
 
 
 def _layer_types(fields: ConfigFields, layers: int) -> list[str]:
     """The type of every layer."""
     every = fields.size("full_attention_interval", _EVERY)
-    usual = [FULL if number % every == 0 else _LINEAR for number in range(1, layers + 1)]
-    types = fields.get("layer_types") or usual
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= {_LINEAR, FULL}:
-        raise fields.error(f"layer_types {types!r}; must be {layers} of {_LINEAR}, {FULL}")
+    usual = [FULL if number % every == 0 else LINEAR for number in range(1, layers + 1)]
+    types = fields.items("layer_types") or usual
+    if len(types) != layers or any(kind not in (LINEAR, FULL) for kind in types):
+        raise fields.error(f"layer_types {types!r}; must be {layers} of {LINEAR}, {FULL}")
     if len(set(types)) != 2:
         raise fields.error(f"layer_types are all {types[0]!r}; there must be layers of both kinds")
     return types

@@ -14,7 +14,7 @@ from typing import Any
 from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.core.errors import UserError
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # of `layer_types`
 _OUTER_FIELDS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # besides the rope's own
 Frequencies = tuple[float, ...]
 _SUPPORTED = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
@@ -133,14 +133,24 @@ def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> 
     """The rotary embedding of each of `layer_types`, or of all layers under the name "".
 
     fields: of `config.json`. transformers 5 writes rope_parameters, for all layers or by `layer_types`; earlier
-    releases wrote rope_scaling besides rope_theta. head_dim: of a head. theta: where the file has none.
+    releases wrote rope_scaling besides rope_theta. head_dim: of a head. theta: where the file has none. UserError for
+    values that contradict each other.
     """
-    values = fields.rope
+    newer, older = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    for key, values in {"rope_parameters": newer, "rope_scaling": older}.items():
+        if not isinstance(values, dict):
+            raise fields.error(f"{key} is {values!r} in config.json; it must be an object")
+    if newer and older and {**newer, **older} != newer:
+        raise fields.error(f"rope_parameters {newer!r} and rope_scaling {older!r} contradict each other")
+    values = newer or older
     outer = {key: fields[key] for key in _OUTER_FIELDS if fields.get(key) is not None}
 
     def read(values: Mapping[str, Any]) -> Rope:
+        for key, value in outer.items():
+            if values.get(key) not in (None, value):
+                raise fields.error(f"{key} is {value!r} in config.json, but {values[key]!r} among its rope_parameters")
         return read_rope(
-            values,
+            {**values, **outer},
             theta=theta,
             head_dim=head_dim,
             max_positions=fields.size("max_position_embeddings"),
@@ -148,7 +158,7 @@ def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> 
         )
 
     by_type = bool(values) and all(isinstance(each, dict) for each in values.values())
-    return {name: read(each) for name, each in values.items()} if by_type else {"": read({**values, **outer})}
+    return {name: read(each) for name, each in values.items()} if by_type else {"": read(values)}
 
 
 def read_rope(
@@ -161,26 +171,35 @@ def read_rope(
     type without fixed frequencies and for a field that is missing or no number.
     """
 
-    def number(key: str, default: float | None = None) -> float:
+    def number(key: str, default: float | None = None, least: float = 0.0) -> float:
+        """A number above `least`."""
         value = values.get(key)
         if value is None and default is not None:
             return default
         if value is None:
             raise error(f"config.json has no field {key!r}, which rope_type {kind!r} needs")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise error(f"{key} is {value!r} in config.json; it must be a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:
+            raise error(f"{key} is {value!r} in config.json; it must be a number above {least:g}")
         return float(value)
+
+    def share_of(key: str) -> float:
+        """A number that may be 0, which stands for no effect."""
+        return number(key, 0.0) if values.get(key) else 0.0
 
     def factors(key: str, count: int) -> Frequencies:
         value = values.get(key)
-        if not isinstance(value, list) or len(value) != count or not all(isinstance(one, int | float) for one in value):
-            raise error(f"{key} of rope_type {kind!r} must be a list of {count} numbers in config.json")
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(isinstance(one, int | float) and one > 0 for one in value)
+        ):
+            raise error(f"{key} of rope_type {kind!r} must be a list of {count} positive numbers in config.json")
         return tuple(map(float, value))
 
     kind = values.get("rope_type") or values.get("type") or "default"
     share = number("partial_rotary_factor", 1.0)
-    rope = Rope(number("rope_theta", theta), head_dim if kind == "proportional" else int(head_dim * share))
-    original = int(number("original_max_position_embeddings", max_positions))
+    rope = Rope(number("rope_theta", theta, least=1.0), head_dim if kind == "proportional" else int(head_dim * share))
+    original = int(number("original_max_position_embeddings", max_positions, least=1.0))
     if rope.dims < 2 or rope.dims % 2:
         raise error(f"partial_rotary_factor {share} of head_dim {head_dim} is {rope.dims}; it must be even, at least 2")
     match kind:
@@ -189,7 +208,8 @@ def read_rope(
         case "linear":
             return replace(rope, scaling=LinearRope(number("factor")))
         case "llama3":
-            factor, low, high = (number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+            factor, low = number("factor"), number("low_freq_factor")
+            high = number("high_freq_factor", least=low)
             return replace(rope, scaling=Llama3Rope(factor, low, high, original))
         case "proportional":
             return replace(rope, scaling=ProportionalRope(number("factor", 1.0), share))
@@ -201,15 +221,15 @@ def read_rope(
             return replace(rope, scaling=LongRope(short, long, attention, original, max_positions > original))
         case "yarn":
             factor = number("factor", max_positions / original if "factor" in values else None)
-            attention = _yarn_attention(factor, number("mscale", 0.0), number("mscale_all_dim", 0.0))
+            attention = _yarn_attention(factor, share_of("mscale"), share_of("mscale_all_dim"))
             scaling = YarnRope(
                 factor=factor,
                 attention=number("attention_factor", attention),
-                beta_fast=number("beta_fast", 32.0) or 32.0,
-                beta_slow=number("beta_slow", 1.0) or 1.0,
+                beta_fast=number("beta_fast", 32.0),
+                beta_slow=number("beta_slow", 1.0),
                 original_max_positions=original,
                 truncate=bool(values.get("truncate", True)),
-                query_beta=number("llama_4_scaling_beta", 0.0),
+                query_beta=share_of("llama_4_scaling_beta"),
             )
             if scaling.query_beta and rope.dims < head_dim:
                 raise error("llama_4_scaling_beta is not supported with a partial_rotary_factor")

@@ -35,8 +35,8 @@ def routed_layers(fields: ConfigFields, attention: Attention | LatentAttention, 
         per_token=fields.chosen_experts(count),
         groups=fields.size("n_group", 1),
         groups_per_token=fields.size("topk_group", 1),
-        normalized=bool(fields.get("norm_topk_prob", True)),
-        scale=float(fields.get("routed_scaling_factor") or 1.0),
+        normalized=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
     )
     _check_groups(fields, router, count)
     shared = MLP(
@@ -69,8 +69,8 @@ def _mlp_types(fields: ConfigFields, layers: int) -> list[str]:
     """The type of every layer, as in `mlp_layer_types`."""
     first = fields.get("first_k_dense_replace", 1)
     usual = [_DENSE if isinstance(first, int) and number < first else _SPARSE for number in range(layers)]
-    types = fields.get("mlp_layer_types") or usual
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= {_DENSE, _SPARSE}:
+    types = fields.items("mlp_layer_types") or usual
+    if len(types) != layers or any(kind not in (_DENSE, _SPARSE) for kind in types):
         raise fields.error(f"mlp_layer_types {types!r}; must be {layers} of {_DENSE}, {_SPARSE}")
     if _SPARSE not in types:
         raise fields.error(f"first_k_dense_replace {first!r} of {layers} layers; at least one must have experts")

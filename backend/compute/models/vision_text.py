@@ -12,7 +12,7 @@ from typing import Any
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.decoder import text_fields
-from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, Family
+from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, Family, renamed
 from tinkerflow.backend.compute.models.fields import ConfigFields
 
 _TOWER = tuple(
@@ -22,14 +22,17 @@ _TOWER = tuple(
 )
 
 
-def with_unused_tower(text_model: Family, *, model_type: str, title: str, defaults: Mapping[str, Any] = {}) -> Family:
+def with_unused_tower(
+    text_model: Family, *, types: tuple[str, ...], model_type: str, title: str, defaults: Mapping[str, Any] = {}
+) -> Family:
     """The family of models that have a text model of `text_model` and a vision tower, which is not loaded.
 
-    model_type, title: of the new family. defaults: fields of `text_config` that its file may leave out.
+    types: the text model's values of `model_type`. model_type, title: of the new family. defaults: fields of
+    `text_config` that its file may leave out.
     """
 
     def parse(fields: ConfigFields) -> ModelConfig:
-        return text_model.parse(text_fields(fields, defaults))
+        return text_model.parse(text_fields(fields, *types, defaults=defaults))
 
     return replace(
         text_model,
@@ -37,11 +40,11 @@ def with_unused_tower(text_model: Family, *, model_type: str, title: str, defaul
         title=title,
         parse=parse,
         names=LANGUAGE_MODEL,
-        unpack=lambda _, tensors: {_renamed(name): tensor for name, tensor in tensors.items()},
+        unpack=lambda _, tensors: renamed(tensors, _published),
         skipped=_TOWER,
     )
 
 
-def _renamed(name: str) -> str:
+def _published(name: str) -> str:
     name = name.replace("language_model.lm_head.", "lm_head.").replace("language_model.model.", "language_model.")
     return f"model.{name}" if name.startswith("language_model.") else name

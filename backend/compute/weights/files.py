@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,7 @@ import safetensors
 from tinkerflow.backend.compute.weights.fp8 import BLOCK, dequantised, scales_shape
 from tinkerflow.backend.core.errors import UserError
 
+Read = TypeVar("Read")
 WEIGHTS = "model.safetensors"
 _FP8, _SCALES = "F8_E4M3", "_scale_inv"  # of a matrix in blocks; `key` + _SCALES has its scales
 INDEX = "model.safetensors.index.json"
@@ -81,14 +82,33 @@ def open_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for file in _files(folder, name):
-        path = folder / file
-        try:
-            tensors |= _open_file(path)
-        except FileNotFoundError as error:
-            raise _broken(name, f"there is no {path}; weights must be safetensors") from error
-        except (OSError, safetensors.SafetensorError) as error:
-            raise _broken(name, f"{path} is not a safetensors file ({error})") from error
+        stored = _read(folder / file, name, _open_file)
+        if twice := sorted(tensors.keys() & stored.keys()):
+            raise _broken(name, f"tensor {twice[0]!r} is in {file} and in another file")
+        tensors |= stored
     return _without_blocks(tensors, name)
+
+
+def stored_names(folder: Path, name: str) -> Collection[str]:
+    """The names of the tensors of the base model `name`, from its index or its only file; () if it has neither."""
+    if (folder / WEIGHTS).is_file():
+        return _read(folder / WEIGHTS, name, _names)
+    return _weight_map(folder, name) if (folder / INDEX).is_file() else ()
+
+
+def modified(folder: Path) -> tuple[int, ...]:
+    """When the file or the index of the model in `folder` was written last, in nanoseconds."""
+    return tuple(path.stat().st_mtime_ns for path in (folder / WEIGHTS, folder / INDEX) if path.is_file())
+
+
+def _read(path: Path, name: str, read: Callable[[Path], Read]) -> Read:
+    """read(path); UserError names a file that is missing or is no safetensors file."""
+    try:
+        return read(path)
+    except FileNotFoundError as error:
+        raise _broken(name, f"there is no {path}; weights must be safetensors") from error
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _broken(name, f"{path} is not a safetensors file ({error})") from error
 
 
 def _without_blocks(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -133,6 +153,11 @@ def _open_file(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _names(path: Path) -> list[str]:
+    opened: Any = safetensors.safe_open(path, framework="numpy")
+    return list(opened.keys())
+
+
 def _bits(dtype: str) -> int:
     """The size of an element: the first number in safetensors' name, as in "BF16" and "F8_E4M3"; of "BOOL", 8."""
     size = re.search(r"\d+", dtype)
@@ -140,13 +165,18 @@ def _bits(dtype: str) -> int:
 
 
 def _files(folder: Path, name: str) -> list[str]:
-    index = folder / INDEX
-    if not index.is_file():
+    """The files with weights. One file for all goes before an index, as in transformers."""
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return [WEIGHTS]
-    weight_map = read_object(index, name).get("weight_map")
+    return sorted(set(_weight_map(folder, name).values()))
+
+
+def _weight_map(folder: Path, name: str) -> Mapping[str, str]:
+    """The file of each tensor, from the index."""
+    weight_map = read_object(folder / INDEX, name).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise _broken(name, f"{index} has no object 'weight_map'")
-    return sorted(set(weight_map.values()))
+        raise _broken(name, f"{folder / INDEX} has no object 'weight_map'")
+    return weight_map
 
 
 def _broken(name: str, why: str) -> UserError:

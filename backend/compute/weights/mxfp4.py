@@ -14,6 +14,7 @@ import numpy.typing as npt
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
 _BIAS = 127
+BLOCK = 32  # numbers that share a scale
 
 
 def dequantised(blocks: npt.NDArray[Any], scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

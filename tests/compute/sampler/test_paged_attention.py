@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import get_min_heads_per_blk
 from tests.compute.sampler.test_kv_cache import PAGE, scattered
+from tests.compute.shapes import QWEN3_0_6B, config_like
 
 from tinkerflow.backend.compute.kernels import paged_gpu, paged_tpu
 from tinkerflow.backend.compute.mesh import make_mesh
@@ -21,6 +21,7 @@ from tinkerflow.backend.compute.sampler import kv_cache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, cache_sharding, empty_cache
 from tinkerflow.backend.spec.commands import CacheFormat
 
+SMALL = QWEN3_0_6B | {"num_hidden_layers": 2}
 ENDS = {1: [160, 129, 128, 65, 33, 32, 2, 1], 32: [160, 96, 64, 32]}  # by queries of a row: its last position + 1
 
 
@@ -126,20 +127,20 @@ def taken_in_float8(heads: int) -> bool:
     return True
 
 
-def test_keys_and_values_lie_together_where_the_kernel_of_tpus_takes_them(qwen: Any) -> None:
+def test_keys_and_values_lie_together_where_the_kernel_of_tpus_takes_them() -> None:
     mesh = make_mesh(1, 1)
 
     def made(cfg: ModelConfig, kv_cache: CacheFormat = "full") -> KVCache:
         return empty_cache(cfg, mesh, 6, PAGE, "float32", False, 0, kv_cache)
 
-    wide = replace(qwen.cfg, head_dim=128)
+    wide = config_like(SMALL, head_dim=128)
     assert made(wide).v is not None
     with compiling_for(TPU):
         cache = made(wide)
         assert cache.v is None
-        assert cache.k.shape == (wide.layers, 6, PAGE, 2 * wide.kv_heads, 128)
+        assert cache.k.shape == (wide.layers, 6, PAGE, 2 * 8, 128)
         assert cache.k.sharding.is_equivalent_to(cache_sharding(wide, mesh, together=True), 5)
-        assert all(made(replace(qwen.cfg, head_dim=size)).v is not None for size in (64, 256))
+        assert all(made(config_like(SMALL, head_dim=size)).v is not None for size in (64, 256))
         for number in (1, 2, 3, 4, 8, 16, 24, 32):
-            cfg = replace(wide, heads=number, kv_heads=number)
+            cfg = config_like(SMALL, num_attention_heads=number, num_key_value_heads=number)
             assert (made(cfg, "float8").v is None) is taken_in_float8(number)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.family import Family
+from tinkerflow.backend.compute.models.family import FP8, Family
 from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.models.layers.matrices import LayerTensor, Projection
+from tinkerflow.backend.compute.models.tied_head import is_tied
 from tinkerflow.backend.compute.weights.files import read_object
+from tinkerflow.backend.compute.weights.fp8 import BLOCK
 
 Part = TypeVar("Part", Projection, LayerTensor)
 UNEMBED = "unembed"
@@ -81,15 +84,38 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelConfig:
     """A config from the fields of a Hugging Face `config.json`; UserError, if not, calls the model `name`."""
     fields, families = ConfigFields(name, values), registered()
     kind = fields.get("model_type")
-    if kind not in families:
+    if not isinstance(kind, str) or kind not in families:
         raise fields.error(f"model_type {kind!r}; supported: {', '.join(families)}")
-    return families[kind].parse(fields)
+    family = families[kind]
+    _check_quantization(fields, family)
+    return family.parse(fields)
+
+
+def _check_quantization(fields: ConfigFields, family: Family) -> None:
+    """UserError for a way to quantize that is not read here."""
+    inner = fields.get("text_config")
+    for values in (fields.values, inner if isinstance(inner, dict) else {}):
+        if not values.get("quantization_config"):
+            continue
+        own = ConfigFields(fields.name, values).inner("quantization_config")
+        method, block = own.get("quant_method"), own.get("weight_block_size")
+        if method not in family.quantizations:
+            raise fields.error(
+                f"quantization_config.quant_method {method!r} is not supported; it must be one of "
+                f"{', '.join(family.quantizations)}"
+            )
+        if method == FP8 and block not in (None, [BLOCK, BLOCK]):
+            raise fields.error(
+                f"quantization_config.weight_block_size {block!r} is not supported; it must be {[BLOCK, BLOCK]}"
+            )
 
 
 def load_config(folder: str | Path, *, name: str = "") -> ModelConfig:
     """The config of the model in `folder`; UserError when it is missing, unreadable or of a kind that is not served.
 
+    A config that ties the embeddings is untied if the files have another unembedding, as in transformers.
     name: of the model in errors; the folder when it is empty.
     """
-    name = name or str(folder)
-    return parse_config(read_object(Path(folder) / "config.json", name), name=name)
+    name, folder = name or str(folder), Path(folder)
+    cfg = parse_config(read_object(folder / "config.json", name), name=name)
+    return replace(cfg, tied=is_tied(family_of(cfg), cfg, folder, name))

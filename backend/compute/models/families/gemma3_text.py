@@ -23,10 +23,10 @@ def _gemma3(fields: ConfigFields) -> ModelConfig:
         use_bidirectional_attention=False,
     )
     norm = RMSNorm.read(fields, plus_one=True)
-    attention = Attention.read(fields, rope_theta=_GLOBAL_THETA, qk_norm="each head", norm=norm)
+    attention = Attention.read(fields, rope_theta=_GLOBAL_THETA, one_rope=False, qk_norm="each head", norm=norm)
     scale = (attention.head_dim / fields.size("query_pre_attn_scalar", 256)) ** 0.5
     # Releases before transformers 5 wrote the base of the layers with a window beside the other one.
-    rope = Rope(float(fields.get("rope_local_base_freq") or _LOCAL_THETA), attention.head_dim)
+    rope = Rope(fields.number("rope_local_base_freq", _LOCAL_THETA), attention.head_dim)
     rope = read_ropes(fields, attention.head_dim, _LOCAL_THETA).get(SLIDING, rope)
     mlp = MLP.read(fields.without("hidden_act"), activation="gelu")
     every = fields.size("sliding_window_pattern", 6)

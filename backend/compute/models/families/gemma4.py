@@ -10,7 +10,7 @@ from tinkerflow.backend.compute.models.fields import ConfigFields
 
 
 def _gemma4(fields: ConfigFields) -> ModelConfig:
-    return gemma4(text_fields(fields))
+    return gemma4(text_fields(fields, "gemma4_text"))
 
 
 FAMILY = Family(

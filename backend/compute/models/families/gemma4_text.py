@@ -102,8 +102,8 @@ def gemma4(fields: ConfigFields) -> ModelConfig:
     attentions = _attentions(fields, norm)
     hidden, count = attentions[0].hidden, layer_count(fields)
     mlp = MLP.read(fields.without("hidden_act"), activation="gelu")
-    experts = _experts(fields, norm, mlp) if fields.get("enable_moe_block") else None
-    wide = replace(mlp, width=2 * mlp.width, prefix="dense_") if fields.get("use_double_wide_mlp") else mlp
+    experts = _experts(fields, norm, mlp) if fields.flag("enable_moe_block") else None
+    wide = replace(mlp, width=2 * mlp.width, prefix="dense_") if fields.flag("use_double_wide_mlp") else mlp
     width = fields["hidden_size_per_layer_input"]
     if width and fields.get("vocab_size_per_layer_input", fields["vocab_size"]) != fields["vocab_size"]:
         raise fields.error(
@@ -123,14 +123,17 @@ def gemma4(fields: ConfigFields) -> ModelConfig:
         for attention in attentions
     ]
     assert len(layers) == count
-    softcap = float(fields.get("final_logit_softcapping") or 0)
-    return decoder(fields, norm, layers, tied=True, embed_scale=hidden**0.5, softcap=softcap)
+    softcap = fields.number("final_logit_softcapping", 0.0)
+    types = [SLIDING if attention.window else FULL for attention in attentions]  # the last one is FULL
+    return decoder(
+        fields.with_values(layer_types=types), norm, layers, tied=True, embed_scale=hidden**0.5, softcap=softcap
+    )
 
 
 def _attentions(fields: ConfigFields, norm: RMSNorm) -> list[Attention]:
     """The attention of every layer."""
-    local = Attention.read(fields, qk_norm="each head", norm=norm, value_norm=True)
-    same = bool(fields.get("attention_k_eq_v"))
+    local = Attention.read(fields, one_rope=False, qk_norm="each head", norm=norm, value_norm=True)
+    same = fields.flag("attention_k_eq_v")
     kv_heads = fields.size("num_global_key_value_heads", local.kv_heads) if same else local.kv_heads
     head_dim = fields.size("global_head_dim", local.head_dim)
     if local.heads % kv_heads or head_dim % 2:
@@ -153,7 +156,7 @@ def _attentions(fields: ConfigFields, norm: RMSNorm) -> list[Attention]:
     )
     count = layer_count(fields)
     usual = [FULL if (layer + 1) % _EVERY == 0 else SLIDING for layer in range(count)]
-    types = [*(fields.get("layer_types") or usual)[:-1], FULL]  # as in transformers, for any `layer_types`
+    types = [*(fields.items("layer_types") or usual)[:-1], FULL]  # as in transformers, for any `layer_types`
     layers = [
         replace(local, window=window) if window else wide
         for window in windows(fields.with_values(layer_types=types), usual)
@@ -179,7 +182,7 @@ def _experts(fields: ConfigFields, norm: RMSNorm, mlp: MLP) -> MLPBesideExperts:
         expert_scales="router.per_expert_scale",
         module="router.proj",
     )
-    if fields.get("use_double_wide_mlp"):
+    if fields.flag("use_double_wide_mlp"):
         raise fields.error("use_double_wide_mlp true is not supported with enable_moe_block; it must be false")
     width = fields.size("moe_intermediate_size")
     experts = Experts(mlp.hidden, count, width, router, activation="gelu", module="experts.{}.")

@@ -12,9 +12,9 @@ def _glm4_moe(fields: ConfigFields) -> ModelConfig:
     norm = RMSNorm.read(fields, eps=1e-5)
     attention = Attention.read(
         rotary_share(fields, 0.5).without("attention_bias"),
-        qk_norm="each head" if fields.get("use_qk_norm", False) else "none",
+        qk_norm="each head" if fields.flag("use_qk_norm") else "none",
         norm=norm,
-        biases=("q", "k", "v") if fields.get("attention_bias", False) else (),
+        biases=("q", "k", "v") if fields.flag("attention_bias") else (),
     )
     return decoder(fields, norm, routed_layers(fields, attention, norm))
 

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.decoder import decoder, layer_count, windows
-from tinkerflow.backend.compute.models.family import TEXT_MODEL, Family, Tensors
+from tinkerflow.backend.compute.models.family import FP8, MXFP4, TEXT_MODEL, Family, Tensors, check_shape, with_parts
 from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.models.layers import Attention, DecoderLayer, Experts, RMSNorm, SoftmaxRouter
 from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 from tinkerflow.backend.compute.weights.files import MadeTensor, Tensor
-from tinkerflow.backend.compute.weights.mxfp4 import dequantised
+from tinkerflow.backend.compute.weights.mxfp4 import BLOCK, dequantised
 
 # Our matrix, its tensor in the files, and which of that tensor's outputs are its own.
 _PARTS = (
@@ -37,8 +37,8 @@ def _gpt_oss(fields: ConfigFields) -> ModelConfig:
         fields.without("attention_bias"), rope_theta=150_000.0, biases=("q", "k", "v", "o"), sinks=True
     )
     # A softmax over the scores of the chosen experts alone.
-    router = SoftmaxRouter(fields.size("num_experts_per_tok"), normalized=True, bias=True, module="mlp.router")
-    clamp = float(fields.get("swiglu_limit") or 7.0)
+    router = SoftmaxRouter(fields.chosen_experts(count), normalized=True, bias=True, module="mlp.router")
+    clamp = fields.number("swiglu_limit", 7.0)
     experts = Experts(attention.hidden, count, fields.size("intermediate_size"), router, clamp=clamp, biases=True)
     usual = [FULL if layer % 2 else SLIDING for layer in range(layer_count(fields))]
     layers = [DecoderLayer(replace(attention, window=window), experts, norm) for window in windows(fields, usual)]
@@ -48,25 +48,38 @@ def _gpt_oss(fields: ConfigFields) -> ModelConfig:
 def _unpack(cfg: ModelConfig, tensors: Tensors) -> Tensors:
     """The tensors with one matrix and bias for each expert in place of the fused ones, quantised or not."""
     assert cfg.mixture is not None
-    separate = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    width, count = cfg.mixture.width, cfg.mixture.count
+    sizes = {"gate_up_proj": (cfg.hidden, 2 * width), "down_proj": (width, cfg.hidden)}  # inputs, outputs
+    fused: set[str] = set()
+    parts: dict[str, Tensor] = {}
     for layer in range(cfg.layers):
         experts = f"{TEXT_MODEL.layer.format(layer)}mlp.experts."
-        for name, fused, rows in _PARTS:
-            sizes = (cfg.hidden, cfg.mixture.width)
-            outputs, inputs = sizes if name == "down" else sizes[::-1]
-            if bias := tensors.get(f"{experts}{fused}_bias"):
-                made = partial(_of_outputs, bias, rows)
-                separate[f"{experts}{name}_proj.bias"] = MadeTensor((bias.shape[0], outputs), bias.dtype, made)
-            matrices, blocks, scales = (tensors.get(f"{experts}{fused}{end}") for end in ("", "_blocks", "_scales"))
-            for expert in range(cfg.experts):
+        for name, source, rows in _PARTS:
+            (inputs, outputs), key = sizes[source], f"{experts}{source}"
+            shapes = {
+                "": (count, inputs, outputs),
+                "_bias": (count, outputs),
+                "_blocks": (count, outputs, inputs // BLOCK, BLOCK // 2),
+                "_scales": (count, outputs, inputs // BLOCK),
+            }
+            here = {end: tensors[f"{key}{end}"] for end in shapes if f"{key}{end}" in tensors}
+            for end, tensor in here.items():
+                check_shape(f"{key}{end}", tensor, shapes[end])
+            own = len(range(outputs)[rows])
+            if "_bias" in here:
+                made = partial(_of_outputs, here["_bias"], rows)
+                parts[f"{experts}{name}_proj.bias"] = MadeTensor((count, own), here["_bias"].dtype, made)
+                fused.add(f"{key}_bias")
+            packed = {"_blocks", "_scales"} <= here.keys()
+            fused |= {f"{key}_blocks", f"{key}_scales"} if packed else {key} & tensors.keys()
+            for expert in range(count):
                 into = f"{experts}{expert}.{name}_proj.weight"
-                if blocks and scales:
-                    made = partial(_of_blocks, blocks, scales, expert, rows)
-                    separate[into] = MadeTensor((outputs, inputs), "F32", made)
-                elif matrices:
-                    made = partial(_of_expert, matrices, expert, rows)
-                    separate[into] = MadeTensor((outputs, inputs), matrices.dtype, made)
-    return separate
+                if packed:
+                    made = partial(_of_blocks, here["_blocks"], here["_scales"], expert, rows)
+                    parts[into] = MadeTensor((own, inputs), "F32", made)
+                elif "" in here:
+                    parts[into] = MadeTensor((own, inputs), here[""].dtype, partial(_of_expert, here[""], expert, rows))
+    return with_parts(tensors, fused, parts)
 
 
 def _of_outputs(fused: Tensor, rows: slice, dtype: Any) -> npt.NDArray[Any]:
@@ -100,4 +113,11 @@ def _of_all_blocks(blocks: Tensor, scales: Tensor, shape: tuple[int, ...], dtype
     return whole
 
 
-FAMILY = Family(model_type="gpt_oss", title="gpt-oss", parse=_gpt_oss, unpack=_unpack, plain=_plain)
+FAMILY = Family(
+    model_type="gpt_oss",
+    title="gpt-oss",
+    parse=_gpt_oss,
+    unpack=_unpack,
+    plain=_plain,
+    quantizations=(MXFP4, FP8),
+)

@@ -18,9 +18,13 @@ def _minimax_m2(fields: ConfigFields) -> ModelConfig:
         use_qk_norm=True,
         qk_norm_type="per_layer",
         shared_intermediate_size=0,
+        router_jitter_noise=0,
         attn_type_list=[1] * layer_count(fields),
     )
-    share = 1.0 if fields.get("rotary_dim") is None else fields.size("rotary_dim") / fields.size("head_dim", 128)
+    share = 1.0
+    if fields.get("rotary_dim") is not None:
+        share = fields.size("rotary_dim") / fields.size("head_dim", 128)
+        fields.refuse_others(partial_rotary_factor=share)
     norm, count = RMSNorm.read(fields), fields.size("num_local_experts")
     attention = Attention.read(rotary_share(fields, share), rope_theta=5_000_000.0, qk_norm="all heads", norm=norm)
     router = SigmoidRouter(

@@ -3,4 +3,4 @@
 from tinkerflow.backend.compute.models.families.ministral3 import FAMILY as TEXT_MODEL
 from tinkerflow.backend.compute.models.vision_text import with_unused_tower
 
-FAMILY = with_unused_tower(TEXT_MODEL, model_type="mistral3", title="Mistral Small 3")
+FAMILY = with_unused_tower(TEXT_MODEL, types=("mistral", "ministral3"), model_type="mistral3", title="Mistral Small 3")

@@ -8,7 +8,7 @@ from tinkerflow.backend.compute.models.hybrid import SKIPPED, hybrid, with_tower
 
 
 def _qwen3_5(fields: ConfigFields) -> ModelConfig:
-    return with_tower(hybrid(text_fields(fields)), fields)
+    return with_tower(hybrid(text_fields(fields, "qwen3_5_text")), fields)
 
 
 FAMILY = Family(

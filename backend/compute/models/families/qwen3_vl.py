@@ -13,7 +13,7 @@ SECTIONS = (24, 20, 20)  # of M-RoPE, where the file has none
 
 
 def _qwen3_vl(fields: ConfigFields) -> ModelConfig:
-    text = qwen3(text_fields(fields), rope_theta=500_000.0)
+    text = qwen3(text_fields(fields, "qwen3_vl_text"), rope_theta=500_000.0)
     return replace(text, vision=read_vision(fields, SECTIONS))
 
 

@@ -13,7 +13,7 @@ from tinkerflow.backend.compute.models.vision_config import read_vision
 
 
 def _qwen3_vl_moe(fields: ConfigFields) -> ModelConfig:
-    text = qwen3_moe(text_fields(fields), normalized=True, rope_theta=500_000.0)
+    text = qwen3_moe(text_fields(fields, "qwen3_vl_moe_text"), normalized=True, rope_theta=500_000.0)
     return replace(text, vision=read_vision(fields, SECTIONS))
 
 

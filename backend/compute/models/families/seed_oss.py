@@ -9,7 +9,7 @@ from tinkerflow.backend.compute.models.layers import MLP, Attention, DecoderLaye
 
 def _seed_oss(fields: ConfigFields) -> ModelConfig:
     fields.refuse_others(attention_out_bias=False)
-    biases = ("q", "k", "v") if fields.get("attention_bias", True) else ()
+    biases = ("q", "k", "v") if fields.flag("attention_bias", True) else ()
     norm = RMSNorm.read(fields)
     attention = Attention.read(fields.without("attention_bias"), biases=biases)
     return decoder(fields, norm, [DecoderLayer(attention, MLP.read(fields), norm)] * layer_count(fields))

@@ -12,11 +12,11 @@ from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 
 def _smollm3(fields: ConfigFields) -> ModelConfig:
     count, interval = layer_count(fields), fields.size("no_rope_layer_interval", 4)
-    rotary = fields.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
-    if len(rotary) < count:
-        raise fields.error(f"no_rope_layers has {len(rotary)} entries; must be at least {count}")
+    rotary = fields.items("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
+    if len(rotary) < count or any(one not in (0, 1) for one in rotary):
+        raise fields.error(f"no_rope_layers {rotary!r}; must be at least {count} of 0 and 1")
     usual = [FULL if one else SLIDING for one in rotary[:count]]
-    window = windows(fields, usual) if fields.get("use_sliding_window") else [None] * count
+    window = windows(fields, usual) if fields.flag("use_sliding_window") else [None] * count
     norm, mlp = RMSNorm.read(fields), MLP.read(fields)
     attention = Attention.read(fields.without("use_sliding_window"), rope_theta=2_000_000.0)
     layers = [

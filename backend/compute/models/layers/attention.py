@@ -82,15 +82,20 @@ class Attention:
     attends = True  # a class attribute: keys and values are cached
 
     @classmethod
-    def read(cls, fields: ConfigFields, *, rope_theta: float = 10_000.0, **variant: Any) -> Attention:
+    def read(
+        cls, fields: ConfigFields, *, rope_theta: float = 10_000.0, one_rope: bool = True, **variant: Any
+    ) -> Attention:
         """The attention that `config.json` describes. UserError names a field that is missing or has another value.
 
-        rope_theta: where the file has none. variant: other fields of this class.
+        rope_theta: where the file has none. one_rope: all layers have the same rotary embedding; otherwise this is that
+        of layers with full attention. variant: other fields of this class.
         """
         fields.refuse_others(attention_bias=False, use_sliding_window=False)
         heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
         kv_heads, head_dim = fields.size("num_key_value_heads", heads), fields.size("head_dim", hidden // heads)
         ropes = read_ropes(fields, head_dim, rope_theta)
+        if one_rope and len(set(ropes.values())) > 1:
+            raise fields.error(f"rope_parameters {fields.rope!r} is not supported; it must be the same for all layers")
         rope = ropes.get("") or ropes.get(FULL) or next(iter(ropes.values()))
         if heads % kv_heads or head_dim % 2:
             raise fields.error(

@@ -76,9 +76,12 @@ class Experts:
         refuse_other_mlps(fields)
         fields.refuse_others(decoder_sparse_step=1, mlp_only_layers=[])
         # transformers 5 writes num_local_experts; earlier releases, and most of the hub, num_experts.
-        key = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
+        key, other = "num_experts", "num_local_experts"
+        if fields.get(key) is None:
+            key, other = other, key
         count = fields.size(key)
-        router = SoftmaxRouter(fields.chosen_experts(count), bool(fields.get("norm_topk_prob", normalized)))
+        fields.refuse_others(**{other: count})
+        router = SoftmaxRouter(fields.chosen_experts(count), fields.flag("norm_topk_prob", normalized))
         return cls(fields.size("hidden_size"), count, fields.size("moe_intermediate_size"), router)
 
     @property

@@ -77,6 +77,7 @@ class LatentAttention:
         assert rope is not None
         if rope.dims != rotary:
             raise fields.error(f"partial_rotary_factor makes {rope.dims} of qk_rope_head_dim {rotary}; must be 1")
+        fields.refuse_others(qk_head_dim=fields.size("qk_nope_head_dim") + rotary)
         scale = 1.0
         if isinstance(rope.scaling, YarnRope):
             scale = yarn_scale(rope.scaling.factor, float(fields.rope.get("mscale_all_dim") or 0.0)) ** 2
@@ -88,7 +89,7 @@ class LatentAttention:
             plain=fields.size("qk_nope_head_dim"),
             rotary=rotary,
             values=fields.size("v_head_dim"),
-            interleaved=bool(fields.get("rope_interleave", True)),
+            interleaved=fields.flag("rope_interleave", True),
             rope=rope,
             norm=RMSNorm(_EPS),
             query_scale=scale,

@@ -24,7 +24,7 @@ class RMSNorm:
     @classmethod
     def read(cls, fields: ConfigFields, eps: float = 1e-6, *, plus_one: bool = False) -> RMSNorm:
         """The norm of a `config.json`. eps: where the file has none."""
-        return cls(float(fields.get("rms_norm_eps", eps)), plus_one)
+        return cls(fields.number("rms_norm_eps", eps), plus_one)
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """x, normalized in float32, in the dtype of x. weight: broadcasts against x."""

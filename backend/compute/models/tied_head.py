@@ -1,0 +1,45 @@
+"""Checkpoints whose config ties the unembedding to the embedding, but whose files have both. No JAX.
+
+transformers does not tie them then. Files with two equal copies stay tied, because their logits are the same.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.family import Family, open_unpacked
+from tinkerflow.backend.compute.weights.files import DTYPES, Tensor, modified, stored_names
+
+HEAD = "lm_head.weight"  # Hugging Face's name, after `Family.unpack`
+_ROWS = 4096  # that are compared at a time
+
+
+def is_tied(family: Family, cfg: ModelConfig, folder: Path, name: str) -> bool:
+    """Whether the embedding is the unembedding of the model in `folder`, too, by its config and its files.
+
+    cfg: of its `config.json`. name: of the model, in errors. UserError for files that cannot be read.
+    """
+    if not cfg.tied or not any(stored.endswith(HEAD) for stored in stored_names(folder, name)):
+        return cfg.tied
+    return _same_head(family, cfg, folder, name, modified(folder))
+
+
+@cache
+def _same_head(family: Family, cfg: ModelConfig, folder: Path, name: str, _: tuple[int, ...]) -> bool:
+    tensors = open_unpacked(family, cfg, folder, name)
+    head, embed = tensors.get(HEAD), tensors.get(family.names.embed)
+    return head is None or embed is None or _equal(head, embed)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype not in DTYPES or other.dtype not in DTYPES:
+        return False  # the loader reports what is wrong with them
+    first, second = (tensor.view(DTYPES[tensor.dtype]) for tensor in (one, other))
+    return all(
+        np.array_equal(first[row : row + _ROWS].astype(np.float32), second[row : row + _ROWS].astype(np.float32))
+        for row in range(0, len(first), _ROWS)
+    )
