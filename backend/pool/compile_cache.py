@@ -12,10 +12,13 @@ which would cost a compilation at every start. So a starting process deletes tru
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import zstandard
 
@@ -37,15 +40,22 @@ def folder_of(cache: str, model_path: str, processes: int, rank: int) -> Path:
 
 
 def delete_cut_entries(folder: Path) -> None:
-    """Delete truncated entries among those that were written since the last call."""
+    """Delete truncated entries among those that were written since the last complete check.
+
+    The time of a check is stored only after all its deletions, so the next call repeats a check that was killed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     checked = folder / _CHECKED
     last = checked.stat().st_mtime_ns if checked.exists() else 0
+    with NamedTemporaryFile(dir=folder, prefix=f"{_CHECKED}-") as clock:  # its time is the file system's
+        began = os.fstat(clock.fileno()).st_mtime_ns
+        for entry in sorted(folder.glob(f"*{_ENTRY}")):
+            with contextlib.suppress(FileNotFoundError):  # another group on this host has deleted the entry
+                if entry.stat().st_mtime_ns >= last and _is_cut(entry.read_bytes()):
+                    log.warning("deleting the truncated entry %s of the compilation cache", entry)
+                    entry.unlink()
     checked.touch()
-    for entry in sorted(folder.glob(f"*{_ENTRY}")):
-        if entry.stat().st_mtime_ns >= last and _is_cut(entry.read_bytes()):
-            log.warning("deleting the truncated entry %s of the compilation cache", entry)
-            entry.unlink(missing_ok=True)
+    os.utime(checked, ns=(began, began))
 
 
 def _is_cut(entry: bytes) -> bool:

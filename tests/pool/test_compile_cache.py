@@ -50,6 +50,28 @@ def test_only_entries_written_since_the_last_check_are_read(tmp_path: Path, monk
     assert read == ["jit_old-cache", "jit_new-cache"]
 
 
+def test_a_check_that_is_killed_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may end between any two deletions, and another group may delete an entry first."""
+    for name in "abc":
+        cut = entry(tmp_path, name)
+        cut.write_bytes(cut.read_bytes()[:9])
+    unlink = Path.unlink
+
+    def killed_at_b(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "jit_b-cache":
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+        raise FileNotFoundError
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "unlink", killed_at_b)
+        delete_cut_entries(tmp_path)
+    assert names(tmp_path) == {"b", "c"}
+    delete_cut_entries(tmp_path)
+    assert names(tmp_path) == set()
+    assert [path.name for path in tmp_path.iterdir()] == ["checked"]
+
+
 def copied(*folders: Path) -> tuple[list[set[str]], set[str]]:
     """What each rank has after it, and what was sent."""
     texts = [" ".join(path.name for path in folder.glob("*-cache")) for folder in folders]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from tinkerflow.backend.pool import HostConfig, Hosts, Pool, PoolConfig, serve_g
 from tinkerflow.backend.pool.host import agent
 from tinkerflow.backend.pool.host.places import LocalWorker
 from tinkerflow.backend.pool.protocol import codec
-from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.frames import LoopLink, header
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
 from tinkerflow.backend.pool.protocol.messages import Offer, Spawned, Welcome
 from tinkerflow.backend.pool.protocol.software import software
@@ -472,6 +474,43 @@ async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCapture
     assert "none has joined" in bench.hosts.missing(1)
 
 
+@pytest.mark.parametrize(
+    ("secret", "raw", "error"),
+    [
+        (b"", b"GET / HTTP/1.1\r\n" + bytes(64), "not a worker of generation 0"),
+        (SECRET, b"GET / HTTP/1.1\r\n" + bytes(64), "garbage instead of a frame"),
+        (
+            SECRET,
+            b"TkF1" + bytes(12) + (2**36).to_bytes(8, "big"),
+            f"a frame of {2**36} bytes; it must have at most {2**20}",
+        ),
+        (SECRET, header(0, 0, [bytes(9)]) + bytes(9), "9 bytes are not a message"),
+    ],
+)
+async def test_a_malformed_frame_costs_one_warning(
+    bench: Bench, caplog: pytest.LogCaptureFixture, secret: bytes, raw: bytes, error: str
+) -> None:
+    """The driver closes the connection, and allocates nothing for the length that a frame claims."""
+
+    def talk() -> bytes:
+        if not secret:
+            with socket.create_connection(("127.0.0.1", bench.hosts.port)) as sock:
+                sock.sendall(raw)
+                return sock.recv(1)
+        link = connect("127.0.0.1", bench.hosts.port, secret, 0, 0)
+        try:
+            link._sock.sendall(raw)
+            return link._sock.recv(1)
+        finally:
+            link.close()
+
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.to_thread(talk) == b""
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == 1
+    assert error in lines[0]
+
+
 async def test_other_software_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkerflow.backend.pool.host.agent.software", lambda: "python 2.7")
     with pytest.raises(
@@ -585,4 +624,4 @@ def test_a_host_whose_name_leads_others_astray_says_so(
     monkeypatch: pytest.MonkeyPatch, address: str, found: str, doubtful: bool
 ) -> None:
     monkeypatch.setattr("socket.gethostbyname", lambda name: found)
-    assert ("have /etc/hosts say 10.0.0.9" in agent.doubt_about_name(address)) == doubtful
+    assert ("map vm to 10.0.0.9 in /etc/hosts" in agent.doubt_about_name(address)) == doubtful

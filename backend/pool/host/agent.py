@@ -26,7 +26,7 @@ from tinkerflow.backend.pool.host.devices import place_in_pod
 from tinkerflow.backend.pool.host.places import LocalWorker, generation_secret
 from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.conversation import Conversation
-from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink
+from tinkerflow.backend.pool.protocol.frames import LARGEST_OF_HOSTS, LoopLink, WorkerLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
 from tinkerflow.backend.pool.protocol.messages import (
     Ended,
@@ -149,7 +149,7 @@ async def _join(config: HostConfig, agent: str, processes: HostProcesses) -> tup
         offer = Offer(agent, socket.gethostname(), link.address, config.processes, software(), processes.held, pod)
         async with asyncio.timeout(_CONNECT_SECONDS):
             await link.write(0, codec.encode(offer))
-            answer = codec.decode((await link.read()).body)
+            answer = codec.decode((await link.read(LARGEST_OF_HOSTS)).body)
     except BaseException as error:
         link.close()
         if isinstance(error, ValueError):

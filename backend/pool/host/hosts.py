@@ -20,7 +20,7 @@ from typing import Self
 from tinkerflow.backend.pool.host.places import Launch, WorkerProcess, WorkerSlot, generation_secret
 from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.conversation import Conversation
-from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.frames import LARGEST_OF_HOSTS, LoopLink
 from tinkerflow.backend.pool.protocol.handshake import HANDSHAKE_SECONDS, accept, next_connection
 from tinkerflow.backend.pool.protocol.messages import (
     Ended,
@@ -279,7 +279,7 @@ class Hosts:
     async def _hear_offer(self, link: LoopLink) -> Offer | None:
         """Receive the client's offer. A host with other software gets a Refusal, and the result is None."""
         try:
-            offer = codec.decode((await link.read()).body)
+            offer = codec.decode((await link.read(LARGEST_OF_HOSTS)).body)
             if not isinstance(offer, Offer):
                 raise ValueError(f"{type(offer).__name__} instead of an offer")
             if offer.software != software():

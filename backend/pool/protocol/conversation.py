@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from tinkerflow.backend.pool.protocol import codec
-from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.frames import LARGEST_OF_HOSTS, LoopLink
 from tinkerflow.backend.pool.protocol.messages import KeepAlive
 from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.supervise import HeartbeatMonitor
@@ -72,7 +72,7 @@ class Conversation:
     async def _receive(self, take: Callable[[PoolMessage], Awaitable[None]]) -> str:
         try:
             while True:
-                frame = await self._link.read()
+                frame = await self._link.read(LARGEST_OF_HOSTS)
                 message = codec.decode(frame.body)
                 if not isinstance(message, KeepAlive):
                     await take(message)

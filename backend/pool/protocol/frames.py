@@ -21,6 +21,7 @@ MAGIC = b"TkF1"
 _HEADER = struct.Struct("!4sIQQ")
 _PIECE = 1 << 20  # bytes of one call to send
 _LARGEST = 1 << 36  # bytes of one body; the state of a large adapter is a few gigabytes
+LARGEST_OF_HOSTS = 1 << 20  # bytes of one body between a driver and an agent
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,12 @@ def header(generation: int, index: int, body: Sequence[Buffer]) -> bytes:
     return _HEADER.pack(MAGIC, generation, index, sum(map(len, body)))
 
 
-def _parse(raw: bytes | bytearray, generation: int) -> tuple[int, int]:
+def _parse(raw: bytes | bytearray, generation: int, largest: int) -> tuple[int, int]:
     magic, theirs, index, length = _HEADER.unpack(raw)
-    if magic != MAGIC or length > _LARGEST:
+    if magic != MAGIC:
         raise ValueError(f"garbage instead of a frame: {bytes(raw[:16])!r}")
+    if length > largest:
+        raise ValueError(f"a frame of {length} bytes; it must have at most {largest}")
     if theirs != generation:
         raise ValueError(f"a frame of generation {theirs} in generation {generation}")
     return index, length
@@ -56,7 +59,7 @@ class WorkerLink:
 
     def read(self) -> Frame:
         """Receive the next frame. Raises EOFError when the driver is gone, ValueError for garbage."""
-        index, length = _parse(receive_now(self._sock, _HEADER.size), self._generation)
+        index, length = _parse(receive_now(self._sock, _HEADER.size), self._generation, _LARGEST)
         return Frame(index, memoryview(receive_now(self._sock, length)))
 
     def write(self, index: int, body: Sequence[Buffer]) -> None:
@@ -113,9 +116,12 @@ class LoopLink:
         """The address of this end."""
         return str(self._sock.getsockname()[0])
 
-    async def read(self) -> Frame:
-        """Receive the next frame. Raises EOFError when the other end is gone, ValueError for garbage."""
-        index, length = _parse(await receive(self._sock, _HEADER.size, self._count), self._generation)
+    async def read(self, largest: int = _LARGEST) -> Frame:
+        """Receive the next frame. Raises EOFError when the other end is gone, ValueError for garbage.
+
+        largest: bytes of the body. Memory is allocated only after the length is checked.
+        """
+        index, length = _parse(await receive(self._sock, _HEADER.size, self._count), self._generation, largest)
         return Frame(index, memoryview(await receive(self._sock, length, self._count)))
 
     async def write(self, index: int, body: Sequence[Buffer]) -> None:
