@@ -206,7 +206,7 @@ def uploaded_files(call: Call, locations: Sequence[str]) -> Mapping[str, bytes]:
     for location, asset_id in ids.items():
         if (asset := assets.get(asset_id)) is not None:
             try:
-                files[location] = call.services.store.pieces(asset.id, asset.piece, 1)
+                files[location] = call.services.store.uploads.read_file(asset.id, asset.piece, 1)
             except NotFoundError:
                 continue  # it was deleted meanwhile
     return files

@@ -111,7 +111,7 @@ def delete_uploads(journal: Journal, store: Store) -> None:
     """Remove the files of uploads that are over. An upload that was committed without its rows is no checkpoint."""
     for upload in journal.uploads.over():
         with _tried_again(f"upload {upload.id} cannot be removed now"):
-            store.remove_pieces(upload.id)
+            store.uploads.remove_upload(upload.id)
             if upload.path is None:
                 store.delete(str(import_path(upload.id)))
             journal.uploads.forget(upload.id)

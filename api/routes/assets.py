@@ -73,14 +73,14 @@ def _keep(call: Call, file: bytes) -> AssetStored:
     asset_id = f"asset-{digest[:32]}"
     if not assets.begin(asset_id, call.owner, len(file), call.services.limits).piece:
         name = new_id("put")
-        store.write_piece(asset_id, name, 0, file)
+        store.uploads.write_piece(asset_id, name, 0, file)
         try:
             first = assets.arrived(asset_id, call.owner, name, call.key_id)
         except NotFoundError:
-            store.remove_pieces(asset_id, name)  # the image was deleted meanwhile
+            store.uploads.remove_attempt(asset_id, name)  # the image was deleted meanwhile
             raise
         if first != name:
-            store.remove_pieces(asset_id, name)
+            store.uploads.remove_attempt(asset_id, name)
     return AssetStored(**_named(asset_id, len(file)))
 
 
@@ -91,6 +91,6 @@ def _named(asset_id: str, size: int) -> dict[str, Any]:
 def _delete(call: Call, asset_id: str) -> None:
     assets, store = call.journal.assets, call.services.store
     assets.withdraw(asset_id, call.owner, call.key_id)
-    store.remove_pieces(asset_id)  # while the row is there, so that no file is forgotten
+    store.uploads.remove_upload(asset_id)  # while the row is there, so that no file is forgotten
     if late := assets.forget(asset_id, call.owner):
-        store.remove_pieces(asset_id, late)
+        store.uploads.remove_attempt(asset_id, late)

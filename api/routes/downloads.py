@@ -99,4 +99,4 @@ async def read_archive(name: str, saved: LinkedTo, services: Linked, request: Re
 
 
 def _segment(store: Store, saved: Saved, file: str) -> ByteSource:
-    return ByteSource(saved.files[file].size, partial(store.part, saved, file))
+    return ByteSource(saved.files[file].size, partial(store.read_range, saved, file))

@@ -79,12 +79,12 @@ async def upload_file(upload_id: str, file: str, services: Linked, request: Requ
     most = _CONFIG_BYTES if file == ADAPTER_CONFIG else upload.max_bytes
     before = await asyncio.to_thread(services.journal.uploads.begin_file, upload_id, file, name)
     if before:
-        await asyncio.to_thread(services.store.remove_pieces, upload_id, before)
+        await asyncio.to_thread(services.store.uploads.remove_attempt, upload_id, before)
     try:
         count = await _take(services, request, upload, file, name, most)
         await asyncio.to_thread(services.journal.uploads.arrived, upload_id, file, name, count)
     except BaseException:
-        await asyncio.shield(asyncio.to_thread(services.store.remove_pieces, upload_id, name))
+        await asyncio.shield(asyncio.to_thread(services.store.uploads.remove_attempt, upload_id, name))
         raise
     return Response()
 
@@ -97,7 +97,7 @@ async def _take(services: Services, request: Request, upload: UploadView, file: 
     def write() -> None:
         if services.journal.uploads.get(upload.id, None).files[file][0] != name:
             raise anew(file)
-        services.store.write_piece(upload.id, name, count, bytes(piece))
+        services.store.uploads.write_piece(upload.id, name, count, bytes(piece))
 
     if int(request.headers.get("content-length", 0)) > most:
         raise _too_large(file, most)
@@ -172,7 +172,7 @@ def _finish(call: Call, upload_id: str) -> str:
         raise
     for other in {saved.path, str(import_path(upload.id))} - {path}:
         store.delete(other)
-    store.remove_pieces(upload.id)
+    store.uploads.remove_upload(upload.id)
     return path
 
 
@@ -180,4 +180,4 @@ def _whole(call: Call, upload: UploadView, file: str) -> bytes:
     name, count = upload.files.get(file, ("", 0))
     if not count:
         raise UserError(f"upload {upload.id!r}: {file} has not arrived: PUT it to its link, then finish the upload")
-    return call.services.store.pieces(upload.id, name, count)
+    return call.services.store.uploads.read_file(upload.id, name, count)

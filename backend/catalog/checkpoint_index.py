@@ -25,7 +25,7 @@ def rebuild(journal: Journal, store: Store) -> Rebuilt:
     continued from them.
     """
     restored, known, damaged = [], 0, []
-    for path in store.paths():
+    for path in store.upkeep.paths():
         if CheckpointPath.parse(path).kind == RECOVERY:
             continue
         try:

@@ -98,7 +98,7 @@ def _from_bucket(url: str, files: Sequence[str]) -> Path:
             missing = {name: stamp for name, stamp in listed.items() if not (folder / name).exists()}
             missing = {name: stamp for name, stamp in missing.items() if _wanted(name, files)}
             _check_room(url, home, sum(stamp.size for stamp in missing.values()))
-            _copy(url, blobs.part, missing, folder)
+            _copy(url, blobs.read_range, missing, folder)
     except OSError as error:
         raise UserError(f"base model {url!r}: cannot be copied to {home} ({error})") from error
     return folder.resolve()

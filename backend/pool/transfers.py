@@ -72,10 +72,10 @@ class Transfers:
         assert self._holder is not None
         assert self._blobs is not None
         if isinstance(job, WriteState):
-            return parts.write(self._blobs, job.folder, self._rank, self._holder.take_kept(job))
+            return parts.write_part(self._blobs, job.folder, self._rank, self._holder.take_kept(job))
         holder = self._holder
         holder.keep_fetched(
-            job, parts.read(self._blobs, job.state, lambda shapes: holder.needed_tensors(job.state, shapes))
+            job, parts.read_tensors(self._blobs, job.state, lambda shapes: holder.needed_tensors(job.state, shapes))
         )
         return {}
 
@@ -86,7 +86,7 @@ class Transfers:
 
         def look() -> Blobs | None:
             blobs = open_blobs(config.store_url)
-            return blobs if parts.reaches(blobs, config.store_mark) else None
+            return blobs if parts.is_store(blobs, config.store_mark) else None
 
         why = "this is another store, or there is none"
         try:

@@ -34,7 +34,7 @@ class Blobs(Protocol):
         """An object's bytes; FileNotFoundError when there is none."""
         ...
 
-    def part(self, key: str, start: int, length: int) -> bytes:
+    def read_range(self, key: str, start: int, length: int) -> bytes:
         """At most `length` bytes of an object from `start` on; FileNotFoundError when there is none."""
         ...
 

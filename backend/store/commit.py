@@ -153,7 +153,7 @@ def paths(blobs: Blobs, run_id: str | None = None, kinds: Collection[str] = KIND
                 yield CheckpointPath(run, kind, name)
 
 
-def raw(blobs: Blobs, path: CheckpointPath) -> bytes | None:
+def read_bytes(blobs: Blobs, path: CheckpointPath) -> bytes | None:
     """The commit object of `path`, None when there is none."""
     try:
         return blobs.read(path.commit)
@@ -161,24 +161,24 @@ def raw(blobs: Blobs, path: CheckpointPath) -> bytes | None:
         return None
 
 
-def find(blobs: Blobs, path: CheckpointPath) -> Saved | None:
+def find_commit(blobs: Blobs, path: CheckpointPath) -> Saved | None:
     """The checkpoint that is committed under `path`, or None.
 
     StoreError when the commit object is damaged, or belongs to another checkpoint.
     """
-    data = raw(blobs, path)
+    data = read_bytes(blobs, path)
     return None if data is None else from_json(data, path)
 
 
-def get(blobs: Blobs, path: CheckpointPath) -> Saved:
-    """The same as `find`, but NotFoundError when there is no commit."""
-    saved = find(blobs, path)
+def get_commit(blobs: Blobs, path: CheckpointPath) -> Saved:
+    """The same as `find_commit`, but NotFoundError when there is no commit."""
+    saved = find_commit(blobs, path)
     if saved is None:
         raise NotFoundError(f"checkpoint {path}: there is none in the store")
     return saved
 
 
-def file_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> bytes:
+def read_file(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> bytes:
     """The bytes of a file; FileNotFoundError when it is missing, StoreError when the bytes are not the saved ones."""
     data, digest = blobs.read(f"{path.attempt(saved.attempt)}/{file}"), saved.files[file]
     if len(data) != digest.size:
@@ -188,17 +188,17 @@ def file_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> byte
     return data
 
 
-def part_of(blobs: Blobs, folder: str, file: str, digest: Digest, start: int, length: int) -> bytes:
+def read_range(blobs: Blobs, folder: str, file: str, digest: Digest, start: int, length: int) -> bytes:
     """At most `length` bytes, from `start` on, of a file in `blobs`. Whole blocks are read and verified.
 
     folder: the key of the file's folder (`CheckpointPath.attempt`). file: its name. digest: what was saved. Errors are
-    as in `file_of`.
+    as in `read_file`.
     """
     first, end = start // BLOCK, min(start + length, digest.size)
     if start >= end:
         return b""
     last = (end - 1) // BLOCK
-    data = blobs.part(f"{folder}/{file}", first * BLOCK, (last + 1 - first) * BLOCK)
+    data = blobs.read_range(f"{folder}/{file}", first * BLOCK, (last + 1 - first) * BLOCK)
     for block in range(first, last + 1):
         begin = (block - first) * BLOCK
         if hashlib.sha256(memoryview(data)[begin : begin + BLOCK]).hexdigest() != digest.blocks[block]:
@@ -207,14 +207,14 @@ def part_of(blobs: Blobs, folder: str, file: str, digest: Digest, start: int, le
     return data[start - first * BLOCK : end - first * BLOCK]
 
 
-def files_of(blobs: Blobs, path: CheckpointPath, wanted: Callable[[str], bool]) -> tuple[Saved, dict[str, bytes]]:
-    """The commit of `path`, and those of its files that are `wanted`, all of the same save; errors as in `file_of`."""
-    saved = get(blobs, path)
+def read_files(blobs: Blobs, path: CheckpointPath, wanted: Callable[[str], bool]) -> tuple[Saved, dict[str, bytes]]:
+    """The commit of `path` and its `wanted` files, all of the same save; errors as in `read_file`."""
+    saved = get_commit(blobs, path)
     while True:
         try:
-            return saved, {file: file_of(blobs, path, saved, file) for file in saved.files if wanted(file)}
+            return saved, {file: read_file(blobs, path, saved, file) for file in saved.files if wanted(file)}
         except FileNotFoundError as error:
             # The checkpoint may have been overwritten or deleted after its commit was read: then read again.
-            before, saved = saved, get(blobs, path)
+            before, saved = saved, get_commit(blobs, path)
             if saved.attempt == before.attempt:
                 raise StoreError(f"checkpoint {path}: a file of attempt {saved.attempt} is missing") from error

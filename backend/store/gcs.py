@@ -74,7 +74,7 @@ class GcsBlobs(ObjectBlobs):
                 return _is(new, self._about(key))
             return True
 
-    def part(self, key: str, start: int, length: int) -> bytes:
+    def read_range(self, key: str, start: int, length: int) -> bytes:
         """A part of an object."""
         with _failures(key):
             try:

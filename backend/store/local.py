@@ -39,7 +39,7 @@ class LocalBlobs:
         """A file's bytes."""
         return (self._root / key).read_bytes()
 
-    def part(self, key: str, start: int, length: int) -> bytes:
+    def read_range(self, key: str, start: int, length: int) -> bytes:
         """A part of a file."""
         with (self._root / key).open("rb") as file:
             file.seek(start)

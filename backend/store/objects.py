@@ -51,7 +51,7 @@ class ObjectBlobs:
         with self._guard(key):
             return bytes(self._fs.cat_file(self._path(key)))
 
-    def part(self, key: str, start: int, length: int) -> bytes:
+    def read_range(self, key: str, start: int, length: int) -> bytes:
         """A part of an object."""
         with self._guard(key):
             return bytes(self._fs.cat_file(self._path(key), start=start, end=start + length))

@@ -42,7 +42,7 @@ class _Stored:
     end: int
 
 
-def reaches(blobs: Blobs, mark: str) -> bool:
+def is_store(blobs: Blobs, mark: str) -> bool:
     """Whether these are the objects of the store with that mark, and may be written. OSError when nothing answers."""
     try:
         if blobs.read(MARK).decode() != mark:
@@ -54,7 +54,7 @@ def reaches(blobs: Blobs, mark: str) -> bool:
     return blobs.remove(probe)
 
 
-def write(blobs: Blobs, folder: str, rank: int, pieces: Mapping[str, Floats]) -> dict[str, Digest]:
+def write_part(blobs: Blobs, folder: str, rank: int, pieces: Mapping[str, Floats]) -> dict[str, Digest]:
     """Write the part of one process: the digest of its file by name; nothing when it holds no piece."""
     if not pieces:
         return {}
@@ -64,7 +64,7 @@ def write(blobs: Blobs, folder: str, rank: int, pieces: Mapping[str, Floats]) ->
     return {file: Digest.of(data)}
 
 
-def read(blobs: Blobs, state: StoredState, wants: Wants) -> dict[str, Floats]:
+def read_tensors(blobs: Blobs, state: StoredState, wants: Wants) -> dict[str, Floats]:
     """The tensors of a state that are wanted, by name; every byte is verified.
 
     wants: given the shapes of all tensors by name, names those to read. NotFoundError: the state was deleted
@@ -74,7 +74,7 @@ def read(blobs: Blobs, state: StoredState, wants: Wants) -> dict[str, Floats]:
 
     def part(file: str, begin: int, end: int) -> bytes:
         with _failures(f"read {file} of checkpoint {CheckpointPath.of_folder(state.folder)}"):
-            return commit.part_of(blobs, state.folder, file, files[file], begin, end - begin)
+            return commit.read_range(blobs, state.folder, file, files[file], begin, end - begin)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="store") as threads:
         found: dict[str, _Stored] = {}

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Self
 
 from tinkerflow.backend.core.clock import Clock, SystemClock
 from tinkerflow.backend.core.encryption import encrypt
-from tinkerflow.backend.core.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
 from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.spec.checkpoint import (
     EXTERNAL_WEIGHTS,
     SAMPLER_WEIGHTS,
-    UPLOADS,
     WEIGHTS,
     CheckpointMeta,
     CheckpointPath,
@@ -26,11 +24,14 @@ from tinkerflow.backend.spec.checkpoint import (
     check_run_id,
 )
 from tinkerflow.backend.spec.commands import AdapterKept, AdapterState, StoredState
-from tinkerflow.backend.store import commit, parts, peft, upkeep
+from tinkerflow.backend.store import commit, parts, peft
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 from tinkerflow.backend.store.commit import MODEL, OPTIMIZER
+from tinkerflow.backend.store.commit_writer import CommitWriter, is_same_request, same_or_conflict
+from tinkerflow.backend.store.failures import store_errors
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, Floats, adapter_config
-from tinkerflow.backend.store.upkeep import Orphan, Snapshot
+from tinkerflow.backend.store.upkeep import StoreUpkeep
+from tinkerflow.backend.store.uploaded_files import UploadedFiles
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,9 @@ class Store:
         """A store over `blobs`; `url` is for messages. Callers use `open`."""
         self.url = url
         self.blobs = blobs
+        self.uploads = UploadedFiles(url, blobs)
+        self.upkeep = StoreUpkeep(url, blobs)
+        self._writer = CommitWriter(url, blobs)
         self._clock = clock
 
     @classmethod
@@ -97,8 +101,8 @@ class Store:
         `request_id` is as in `save`.
         """
         where = CheckpointPath.parse(source)
-        with self._failures(f"copy {where}"):
-            saved, files = commit.files_of(self.blobs, where, lambda file: True)
+        with self._errors(f"copy {where}"):
+            saved, files = commit.read_files(self.blobs, where, lambda file: True)
         meta = replace(
             saved.meta, owner=owner, expires_at=expires_at, request_id=request_id, run_metadata={}, public=False
         )
@@ -113,21 +117,16 @@ class Store:
         make_files: Callable[[], dict[str, bytes]],
         overwrite: bool,
     ) -> Saved:
-        with self._failures(f"save {path}"):
-            before = commit.find(self.blobs, path)
-            if before is not None and (_same_request(before, meta) or not overwrite):
-                return _same_or_conflict(before, meta)
+        with self._errors(f"save {path}"):
+            before = commit.find_commit(self.blobs, path)
+            if before is not None and (is_same_request(before, meta) or not overwrite):
+                return same_or_conflict(before, meta)
             files = make_files()
             digests = {file: Digest.of(data) for file, data in files.items()}
-            saved = self._saved(path, new_id("attempt"), state, meta, digests)
-            try:
-                self._write(path, saved, files)
-                return self._publish(path, saved, overwrite=overwrite)
-            except BaseException:
-                self._discard_unless_committed(path, saved)
-                raise
+            saved = self._new_commit(path, new_id("attempt"), state, meta, digests)
+            return self._writer.save_files(path, saved, files, overwrite=overwrite)
 
-    def _saved(
+    def _new_commit(
         self,
         path: CheckpointPath,
         attempt: str,
@@ -158,8 +157,8 @@ class Store:
         where = CheckpointPath.parse(path)
         if where.kind == EXTERNAL_WEIGHTS:
             raise UserError(f"checkpoint {where}: external weights are for downloads; load what save_state saved")
-        with self._failures(f"load {where}"):
-            saved, files = commit.files_of(self.blobs, where, lambda file: optimizer or file != OPTIMIZER)
+        with self._errors(f"load {where}"):
+            saved, files = commit.read_files(self.blobs, where, lambda file: optimizer or file != OPTIMIZER)
         weights_file = MODEL if saved.spec.full else ADAPTER
         if weights_file not in files:
             pieces = {name: array for file in files for name, array in _decoded(where, file, files).items()}
@@ -171,14 +170,14 @@ class Store:
     def stored(self, path: str, *, optimizer: bool = True) -> tuple[StoredState, Saved]:
         """The same as `load`, for processes that read the state themselves."""
         where = CheckpointPath.parse(path)
-        with self._failures(f"look up {where}"):
-            saved = commit.get(self.blobs, where)
+        with self._errors(f"look up {where}"):
+            saved = commit.get_commit(self.blobs, where)
         files = {file: digest for file, digest in saved.files.items() if optimizer or file != OPTIMIZER}
         return StoredState(saved.spec, saved.step, saved.optimizer, where.attempt(saved.attempt), files), saved
 
     def mark(self) -> str:
         """A text that no other store has: who reads the same text under the same URL reaches the same objects."""
-        with self._failures("read its mark"):
+        with self._errors("read its mark"):
             while True:
                 try:
                     return self.blobs.read(parts.MARK).decode()
@@ -196,65 +195,36 @@ class Store:
         folder: of `new_folder`. kept: the state's shape. meta: see CheckpointMeta. files: digests, by file.
         """
         path = CheckpointPath.of_folder(folder)
-        saved = self._saved(path, folder.rpartition("/")[2], kept, meta, files)
-        with self._failures(f"save {path}"):
-            try:
-                for file, digest in files.items():
-                    self._check_size(path, f"{folder}/{file}", digest.size)
-                return self._publish(path, saved, overwrite=False)
-            except BaseException:
-                self._discard_unless_committed(path, saved)
-                raise
+        saved = self._new_commit(path, folder.rpartition("/")[2], kept, meta, files)
+        with self._errors(f"save {path}"):
+            return self._writer.commit_files(path, saved, overwrite=False)
 
     def discard(self, folder: str) -> None:
         """Remove what was written for a commit that does not come."""
-        self._tidy(folder)
-
-    def write_piece(self, upload_id: str, name: str, number: int, data: bytes) -> None:
-        """Keep a piece of a file that is uploaded. name: of the pieces of one attempt to send it."""
-        with self._failures(f"write a piece of upload {upload_id}"):
-            self.blobs.create(f"{UPLOADS}/{upload_id}/{name}.{number:05d}", data)
-
-    def pieces(self, upload_id: str, name: str, count: int) -> bytes:
-        """The file in so many pieces; NotFoundError when one is gone."""
-        with self._failures(f"read upload {upload_id}"):
-            try:
-                return b"".join(self.blobs.read(f"{UPLOADS}/{upload_id}/{name}.{n:05d}") for n in range(count))
-            except FileNotFoundError as error:
-                raise NotFoundError(
-                    f"upload {upload_id!r}: its files are there no longer; begin another one"
-                ) from error
-
-    def remove_pieces(self, upload_id: str, name: str = "") -> None:
-        """Remove the pieces of one attempt to send a file; without a name, those of the whole upload."""
-        folder = f"{UPLOADS}/{upload_id}"
-        with self._failures(f"remove upload {upload_id}"):
-            if not name:
-                self.blobs.remove_folder(folder)
-            for piece in self.blobs.children(folder) if name else ():
-                if piece.startswith(f"{name}."):
-                    self.blobs.remove(f"{folder}/{piece}")
+        self._writer.remove_leftovers(folder)
 
     def find(self, path: str) -> Saved | None:
         """The commit of `path`, or None; UserError for a malformed path."""
         where = CheckpointPath.parse(path)
-        with self._failures(f"look up {where}"):
-            return commit.find(self.blobs, where)
+        with self._errors(f"look up {where}"):
+            return commit.find_commit(self.blobs, where)
 
     def exists(self, path: str) -> bool:
         """Whether a checkpoint is saved under `path`."""
         return self.find(path) is not None
 
-    def part(self, saved: Saved, file: str, start: int, length: int) -> bytes:
+    def read_range(self, saved: Saved, file: str, start: int, length: int) -> bytes:
         """At most `length` bytes, from `start` on, of a file that the commit `saved` names.
 
         The blocks in which these bytes lie (commit.BLOCK) are read whole and verified. NotFoundError when the
         checkpoint was deleted or overwritten meanwhile; StoreError names the damaged file.
         """
         where = CheckpointPath.parse(saved.path)
-        with self._failures(f"read {file} of {where}"):
+        with self._errors(f"read {file} of {where}"):
             try:
-                return commit.part_of(self.blobs, where.attempt(saved.attempt), file, saved.files[file], start, length)
+                return commit.read_range(
+                    self.blobs, where.attempt(saved.attempt), file, saved.files[file], start, length
+                )
             except FileNotFoundError as error:
                 raise NotFoundError(
                     f"checkpoint {where}: {file} of attempt {saved.attempt} is there no longer"
@@ -263,19 +233,19 @@ class Store:
     def signed_url(self, path: str, attempt: str, file: str, seconds: int) -> str | None:
         """A URL by which anybody can read the file for `seconds`; None when this kind of store has no such URLs."""
         where = CheckpointPath.parse(path)
-        with self._failures(f"sign {file} of {where}"):
+        with self._errors(f"sign {file} of {where}"):
             return self.blobs.signed_url(f"{where.attempt(attempt)}/{file}", seconds)
 
     def amend(self, path: str, attempt: str, *, public: bool, expires_at: datetime | None) -> bool:
         """Change `public` and `expires_at` in the commit of `path`; False when it is gone, or of another attempt."""
         where = CheckpointPath.parse(path)
-        with self._failures(f"amend {where}"):
-            while (data := commit.raw(self.blobs, where)) is not None:
+        with self._errors(f"amend {where}"):
+            while (data := commit.read_bytes(self.blobs, where)) is not None:
                 saved = commit.from_json(data, where)
                 if saved.attempt != attempt:
                     return False
                 now = commit.to_json(replace(saved, meta=replace(saved.meta, public=public, expires_at=expires_at)))
-                if now == data or self._put(where, data, now):
+                if now == data or self._writer.replace_commit(where, data, now):
                     return True
             return False
 
@@ -286,10 +256,10 @@ class Store:
         a crash finishes the work. A damaged commit is removed together with its files.
         """
         where = CheckpointPath.parse(path)
-        with self._failures(f"delete {where}"):
+        with self._errors(f"delete {where}"):
             found, of = False, attempt
             # Only the commit that was read: another process may have replaced or amended it since.
-            while not found and (data := commit.raw(self.blobs, where)) is not None:
+            while not found and (data := commit.read_bytes(self.blobs, where)) is not None:
                 try:
                     saved = commit.from_json(data, where)
                 except StoreError as error:
@@ -310,132 +280,19 @@ class Store:
         """
         if run_id is not None:
             check_run_id(run_id)
-        with self._failures("list checkpoints"):
+        with self._errors("list checkpoints"):
             found = []
             for path in commit.paths(self.blobs, run_id):
                 try:
-                    saved = commit.find(self.blobs, path)
+                    saved = commit.find_commit(self.blobs, path)
                 except StoreError as error:
                     _log.warning("left out of the list: %s", error)
                 else:
                     found += [] if saved is None else [saved]
             return sorted(found, key=lambda saved: (saved.created_at, saved.path))
 
-    def paths(self, run_id: str | None = None) -> list[str]:
-        """The paths under which saves have begun, recovery snapshots included. Not all of them have a commit."""
-        with self._failures("list paths"):
-            return [str(path) for path in commit.paths(self.blobs, run_id, upkeep.ALL_KINDS)]
-
-    def problems(self, path: str) -> list[str]:
-        """Read all bytes of a checkpoint; a sentence for each problem, which names the file."""
-        where = CheckpointPath.parse(path)
-        with self._failures(f"verify {where}"):
-            return upkeep.problems(self.blobs, where)
-
-    def orphans(self, before: datetime) -> list[Orphan]:
-        """Files of interrupted saves, into which nothing was written since `before`; see `upkeep.orphans`."""
-        with self._failures("look for what was left behind"):
-            return list(upkeep.orphans(self.blobs, before))
-
-    def snapshots(self, before: datetime) -> list[Snapshot]:
-        """Recovery snapshots that were committed before `before`. The journal knows which of them are needed."""
-        with self._failures("look for recovery snapshots"):
-            return list(upkeep.snapshots(self.blobs, before))
-
-    def clear_drafts(self, before: datetime) -> int:
-        """Remove unfinished commits whose writers died before `before`; how many."""
-        with self._failures("clear drafts"):
-            paths = commit.paths(self.blobs, kinds=upkeep.ALL_KINDS)
-            return sum(self.blobs.clear_drafts(path.folder, before) for path in paths)
-
-    def remove_orphan(self, orphan: Orphan) -> bool:
-        """Remove an orphan; False when it was committed meanwhile."""
-        with self._failures(f"remove attempt {orphan.attempt} of {orphan.path}"):
-            return upkeep.remove(self.blobs, orphan)
-
-    def _write(self, path: CheckpointPath, saved: Saved, files: dict[str, bytes]) -> None:
-        """Write all files in parallel, then check the size of each."""
-        keys = {file: f"{path.attempt(saved.attempt)}/{file}" for file in files}
-        with ThreadPoolExecutor(len(files), thread_name_prefix="store") as threads:
-            for written in [threads.submit(self.blobs.create, keys[file], data) for file, data in files.items()]:
-                written.result()
-        for file, data in files.items():
-            self._check_size(path, keys[file], len(data))
-
-    def _check_size(self, path: CheckpointPath, key: str, written: int) -> None:
-        size, file = self.blobs.size(key), key.rpartition("/")[2]
-        if size != written:
-            raise StoreError(f"checkpoint {path}: {file} has {size} bytes after writing {written}")
-
-    def _publish(self, path: CheckpointPath, saved: Saved, *, overwrite: bool) -> Saved:
-        """Write the commit. With `overwrite`, replace the commit that is there: the last of several writers wins."""
-        data = commit.to_json(saved)
-        while True:
-            if self._put(path, None, data):
-                return saved
-            there = commit.raw(self.blobs, path)
-            if there is None:
-                continue  # deleted since
-            before = commit.from_json(there, path)
-            if not overwrite or _same_request(before, saved.meta):
-                self._tidy(path.attempt(saved.attempt))
-                return _same_or_conflict(before, saved.meta)
-            if self._put(path, there, data):
-                self._tidy(path.attempt(before.attempt))
-                return saved
-
-    def _put(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
-        """Create a commit (`old` None), or replace one; False when another is there. A truncated commit is undone."""
-        try:
-            if old is not None:
-                done = self.blobs.replace(path.commit, old, new)
-            else:
-                try:
-                    self.blobs.create(path.commit, new)
-                    done = True
-                except FileExistsError:
-                    done = False
-        except OSError:
-            self._undo_cut(path, old, new)
-            raise
-        if done and self._undo_cut(path, old, new):
-            raise OSError(f"{path.commit} arrived cut")
-        return done
-
-    def _undo_cut(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
-        """If only a beginning of `new` has arrived, put back the bytes from before; whether that was necessary."""
-        there = commit.raw(self.blobs, path)
-        if there is None or there == new or not new.startswith(there):
-            return False
-        if old is None:
-            return self.blobs.remove(path.commit, there)
-        return self.blobs.replace(path.commit, there, old)
-
-    def _discard_unless_committed(self, path: CheckpointPath, saved: Saved) -> None:
-        """Remove the files of a failed save, unless the failure came after its commit: then the files are needed."""
-        try:
-            now = commit.find(self.blobs, path)
-        except (OSError, StoreError) as error:
-            _log.warning("attempt %s of %s is left behind: %s", saved.attempt, path, error)
-            return
-        if now is None or now.attempt != saved.attempt:
-            self._tidy(path.attempt(saved.attempt))
-
-    def _tidy(self, prefix: str) -> None:
-        """Remove files that no commit names. A failure is only logged, because such files cost nothing but space."""
-        try:
-            self.blobs.remove_folder(prefix)
-        except OSError as error:
-            _log.warning("store %s: %s is left behind: %s", self.url, prefix, error)
-
-    @contextmanager
-    def _failures(self, doing: str) -> Iterator[None]:
-        """Raise OSErrors as StoreErrors that say what was being done; StoreAwayError unless a file is missing."""
-        try:
-            yield
-        except OSError as error:
-            kind = StoreError if isinstance(error, FileNotFoundError) else StoreAwayError
-            raise kind(f"store {self.url}: cannot {doing} ({error})") from error
+    def _errors(self, action: str) -> AbstractContextManager[None]:
+        return store_errors(self.url, action)
 
 
 def _files(state: AdapterState, meta: CheckpointMeta) -> dict[str, bytes]:
@@ -454,13 +311,3 @@ def _decoded(path: CheckpointPath, file: str, files: Mapping[str, bytes]) -> dic
         return peft.decode(files[file])
     except StoreError as error:
         raise StoreError(f"checkpoint {path}: {file} is {error}") from error
-
-
-def _same_request(saved: Saved, meta: CheckpointMeta) -> bool:
-    return meta.request_id != "" and saved.meta.request_id == meta.request_id
-
-
-def _same_or_conflict(saved: Saved, meta: CheckpointMeta) -> Saved:
-    if _same_request(saved, meta):
-        return saved
-    raise ConflictError(f"checkpoint {saved.path} exists already; choose another name, or save with overwrite")

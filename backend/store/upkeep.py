@@ -1,4 +1,4 @@
-"""Looking after a store: damage in committed checkpoints, and files that interrupted saves left behind."""
+"""Maintenance of a store: it finds damage in committed checkpoints, and files that interrupted saves left behind."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from tinkerflow.backend.core.errors import StoreError
-from tinkerflow.backend.spec.checkpoint import KINDS, RECOVERY, CheckpointPath
+from tinkerflow.backend.spec.checkpoint import KINDS, RECOVERY, CheckpointPath, Saved
 from tinkerflow.backend.store import commit
 from tinkerflow.backend.store.blobs import Blobs
+from tinkerflow.backend.store.failures import store_errors
 
 ALL_KINDS = (*KINDS, RECOVERY)
 
@@ -25,86 +26,104 @@ class Orphan:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A recovery snapshot of a run. written_at: when anything was last written beside its commit."""
+    """A recovery snapshot of a run. written_at: of the newest object in its folder."""
 
     path: str
     run_id: str
     written_at: datetime
 
 
-def problems(blobs: Blobs, path: CheckpointPath) -> list[str]:
-    """Read the commit of `path` and all of its files; a sentence for each that is damaged, missing or foreign.
+class StoreUpkeep:
+    """Finds and removes damage and leftovers in a store. StoreError when the store fails."""
 
-    A path without a commit has no problems. A save or deletion that happens meanwhile is not mistaken for damage.
-    """
-    try:
-        saved = commit.find(blobs, path)
-    except StoreError as error:
-        return [error.message]
-    if saved is None:
-        return []
-    found = []
+    def __init__(self, url: str, blobs: Blobs) -> None:
+        """Maintain the checkpoints in `blobs`; `url` identifies the store in messages."""
+        self._url, self._blobs = url, blobs
+
+    def paths(self, run_id: str | None = None) -> list[str]:
+        """The paths of all begun saves, recovery snapshots included. Some of them have no commit."""
+        with store_errors(self._url, "list paths"):
+            return [str(path) for path in commit.paths(self._blobs, run_id, ALL_KINDS)]
+
+    def problems(self, path: str) -> list[str]:
+        """Read the commit of `path` and all of its files; a sentence for each damaged, missing or foreign file.
+
+        A path without a commit has no problems. A concurrent save or deletion is not mistaken for damage.
+        """
+        where = CheckpointPath.parse(path)
+        with store_errors(self._url, f"verify {where}"):
+            while True:
+                try:
+                    saved = commit.find_commit(self._blobs, where)
+                    if saved is None:
+                        return []
+                    problems = list(_problems_of(self._blobs, where, saved))
+                    after = commit.find_commit(self._blobs, where) if problems else saved
+                except StoreError as error:
+                    return [error.message]
+                if after is not None and after.attempt == saved.attempt:
+                    return problems
+
+    def orphans(self, before: datetime) -> list[Orphan]:
+        """Attempts that no commit names, and into which nothing was written since `before`.
+
+        A save is an orphan until its commit is written, so `before` must be earlier than the start of any running
+        save. Attempts next to an unreadable commit are skipped, because the commit may name one of them.
+        """
+        with store_errors(self._url, "look for orphans"):
+            return list(_orphans(self._blobs, before))
+
+    def remove_orphan(self, orphan: Orphan) -> bool:
+        """Remove the files of an orphan; False when it was committed meanwhile."""
+        path = CheckpointPath.parse(orphan.path)
+        with store_errors(self._url, f"remove attempt {orphan.attempt} of {orphan.path}"):
+            saved = commit.find_commit(self._blobs, path)
+            if saved is not None and saved.attempt == orphan.attempt:
+                return False
+            self._blobs.remove_folder(path.attempt(orphan.attempt))
+            return True
+
+    def snapshots(self, before: datetime) -> list[Snapshot]:
+        """Recovery snapshots that were committed before `before`, damaged ones included."""
+        snapshots = []
+        with store_errors(self._url, "look for recovery snapshots"):
+            for path in commit.paths(self._blobs, kinds=(RECOVERY,)):
+                if path.commit.rpartition("/")[2] not in self._blobs.children(path.folder):
+                    continue  # an attempt without a commit is an orphan
+                written_at = self._blobs.written_at(path.folder)
+                if written_at is not None and written_at < before:
+                    snapshots.append(Snapshot(str(path), path.run_id, written_at))
+        return snapshots
+
+    def clear_drafts(self, before: datetime) -> int:
+        """Remove unfinished files whose writers died before `before`. Returns their number."""
+        with store_errors(self._url, "clear drafts"):
+            paths = commit.paths(self._blobs, kinds=ALL_KINDS)
+            return sum(self._blobs.clear_drafts(path.folder, before) for path in paths)
+
+
+def _problems_of(blobs: Blobs, path: CheckpointPath, saved: Saved) -> Iterator[str]:
     for file in saved.files:
         try:
-            commit.file_of(blobs, path, saved, file)
+            commit.read_file(blobs, path, saved, file)
         except StoreError as error:
-            found.append(error.message)
+            yield error.message
         except FileNotFoundError:
-            found.append(f"checkpoint {path}: {file} of attempt {saved.attempt} is missing")
-    attempt = path.attempt(saved.attempt)
-    found += [
-        f"checkpoint {path}: {file} of attempt {saved.attempt} is foreign: the commit does not name it"
-        for file in blobs.children(attempt)
-        if file not in saved.files
-    ]
-    if not found:
-        return []
-    try:
-        now = commit.find(blobs, path)
-    except StoreError as error:
-        return [error.message]
-    if now is not None and now.attempt == saved.attempt:
-        return found
-    return problems(blobs, path)
+            yield f"checkpoint {path}: {file} of attempt {saved.attempt} is missing"
+    for file in blobs.children(path.attempt(saved.attempt)):
+        if file not in saved.files:
+            yield f"checkpoint {path}: {file} of attempt {saved.attempt} is foreign: the commit does not name it"
 
 
-def orphans(blobs: Blobs, before: datetime) -> Iterator[Orphan]:
-    """Attempts that no commit names, and into which nothing was written since `before`.
-
-    A save is an orphan until its commit is written, so `before` must be longer ago than any save takes. Attempts beside
-    an unreadable commit are left alone: the commit may name one of them.
-    """
+def _orphans(blobs: Blobs, before: datetime) -> Iterator[Orphan]:
     for path in commit.paths(blobs, kinds=ALL_KINDS):
         attempts = [name for name in blobs.children(path.folder) if name.startswith("attempt-")]
-        if not attempts:
-            continue
         try:
-            saved = commit.find(blobs, path)
+            saved = commit.find_commit(blobs, path) if attempts else None
         except StoreError:
             continue
         for attempt in attempts:
-            if saved is not None and attempt == saved.attempt:
-                continue
-            written_at = blobs.written_at(path.attempt(attempt))
-            if written_at is not None and written_at < before:
-                yield Orphan(str(path), attempt, written_at)
-
-
-def snapshots(blobs: Blobs, before: datetime) -> Iterator[Snapshot]:
-    """Recovery snapshots that were committed before `before`, damaged ones included."""
-    for path in commit.paths(blobs, kinds=(RECOVERY,)):
-        if path.commit.rpartition("/")[2] not in blobs.children(path.folder):
-            continue  # an attempt without a commit is an orphan
-        written_at = blobs.written_at(path.folder)
-        if written_at is not None and written_at < before:
-            yield Snapshot(str(path), path.run_id, written_at)
-
-
-def remove(blobs: Blobs, orphan: Orphan) -> bool:
-    """Remove the files of an orphan; False when a commit names its attempt by now."""
-    path = CheckpointPath.parse(orphan.path)
-    saved = commit.find(blobs, path)
-    if saved is not None and saved.attempt == orphan.attempt:
-        return False
-    blobs.remove_folder(path.attempt(orphan.attempt))
-    return True
+            if saved is None or attempt != saved.attempt:
+                written_at = blobs.written_at(path.attempt(attempt))
+                if written_at is not None and written_at < before:
+                    yield Orphan(str(path), attempt, written_at)

@@ -67,8 +67,8 @@ def verify(
     settings = settings_with(data_dir=data_dir, store=store)
     opened = Store.open(settings.store_url)
     found = whole = 0
-    for path in paths or opened.paths():
-        wrong = opened.problems(path)
+    for path in paths or opened.upkeep.paths():
+        wrong = opened.upkeep.problems(path)
         if paths and not wrong and not opened.exists(path):
             wrong = [_missing(path, settings).message]
         for problem in wrong:
@@ -96,16 +96,16 @@ def gc(
     settings = settings_with(data_dir=data_dir, store=store)
     opened, before = Store.open(settings.store_url), SystemClock().now() - timedelta(hours=older_than)
     removed = dropped = 0
-    for orphan in opened.orphans(before):
+    for orphan in opened.upkeep.orphans(before):
         print(f"{orphan.path}: attempt {orphan.attempt}, last written {minute(orphan.written_at)}")
-        removed += yes and opened.remove_orphan(orphan)
-    for snapshot, whose in _strays(settings, opened.snapshots(before)):
+        removed += yes and opened.upkeep.remove_orphan(orphan)
+    for snapshot, whose in _strays(settings, opened.upkeep.snapshots(before)):
         print(f"{snapshot.path}: recovery snapshot of {whose}, written {minute(snapshot.written_at)}")
         dropped += yes and opened.delete(snapshot.path)
     if not yes:
         print("nothing was removed: give --yes to remove it")
         return
-    drafts = opened.clear_drafts(before)
+    drafts = opened.upkeep.clear_drafts(before)
     print(f"removed {removed} attempt(s), {dropped} recovery snapshot(s) and {drafts} draft(s)")
 
 

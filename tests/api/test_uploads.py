@@ -217,7 +217,7 @@ def test_a_second_put_of_a_file_ends_the_first(server: Running, journal: Journal
     answer = httpx.put(upload["urls"][ADAPTER], content=slowly())
     assert answer.status_code == 422 and "only the newest one counts" in answer.text
     assert pieces(server, upload) == []
-    assert Store.open(server.settings.store_url).paths() == []
+    assert Store.open(server.settings.store_url).upkeep.paths() == []
 
 
 def test_a_project_has_one_upload_in_the_queue(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ async def test_an_export_is_listed_and_holds_the_weights(model: str, client: Any
         "size_bytes": row.size_bytes,
     }
     assert (row.kind, row.step, row.expires_at is not None) == ("external_weights", 1, True)
-    data = context.store.part(context.store.find(row.path), "adapter_model.safetensors", 0, 10**6)
+    data = context.store.read_range(context.store.find(row.path), "adapter_model.safetensors", 0, 10**6)
     weights = context.pool.executor.adapters[model].weights
     assert {name: array.tobytes() for name, array in load_safetensors(data).items()} == {
         name: array.tobytes() for name, array in weights.items()
@@ -56,7 +56,7 @@ async def test_an_encrypted_export_needs_its_identity(model: str, client: Any, c
     body = {"path": "secret", "age_encryption_recipients": [str(identity.to_public())]}
     result = await client.result(client.submit(model, Kind.SAVE_EXTERNAL, body))
     row = client.journal.checkpoints.get(orjson.loads(result.result)["path"], "local")
-    sealed = context.store.part(context.store.find(row.path), "adapter_config.json.age", 0, 10**6)
+    sealed = context.store.read_range(context.store.find(row.path), "adapter_config.json.age", 0, 10**6)
     assert orjson.loads(pyrage.decrypt(sealed, [identity]))["base_model_name_or_path"] == context.card.name
 
 

@@ -525,7 +525,7 @@ async def test_a_load_is_replayed_from_its_checkpoint_only_if_that_is_the_one_of
         await answers(client, [client.forward_backward(model, [1], forward_only=True)])
         assert state(pool, model) == before
         (again,) = journal.recovery.snapshots(model)
-        assert again.path != of_load.path and context.store.problems(again.path) == []
+        assert again.path != of_load.path and context.store.upkeep.problems(again.path) == []
 
 
 async def test_a_model_that_cannot_be_restored_fails_alone(

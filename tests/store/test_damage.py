@@ -39,7 +39,7 @@ def test_a_damaged_file_is_refused_by_name(
 ) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
     other = store.save(RUN, "weights", "y", make_state(2), dataclasses.replace(meta, base_model="also"))
-    assert store.problems(saved.path) == []
+    assert store.upkeep.problems(saved.path) == []
     key = f"{FOLDER}/{saved.attempt}/{file}"
     data = store.blobs.read(key)
     if damage == "missing":
@@ -54,9 +54,9 @@ def test_a_damaged_file_is_refused_by_name(
     assert (file if damage != "missing" else saved.attempt) in str(caught.value)
     with pytest.raises(StoreError, match="weights/x"):
         store.copy(saved.path, "copy-1:train:0", owner="me", expires_at=None, request_id="r")
-    (problem,) = store.problems(saved.path)
+    (problem,) = store.upkeep.problems(saved.path)
     assert saved.path in problem and file in problem
-    assert store.problems(other.path) == []
+    assert store.upkeep.problems(other.path) == []
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "longer"])
@@ -70,16 +70,16 @@ def test_no_part_of_a_file_is_given_that_touches_damage(
     data = store.blobs.read(key)
     last = len(data) - 1
     for start in range(0, 50, 7):
-        assert store.part(saved, file, start, 20) == data[start : start + 20]
-    assert store.part(saved, file, last - 3, 100) == data[-4:]
+        assert store.read_range(saved, file, start, 20) == data[start : start + 20]
+    assert store.read_range(saved, file, last - 3, 100) == data[-4:]
     at = 40 if damage == "flipped" else last
     flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
     put(store, key, {"flipped": flipped, "truncated": data[:-1], "longer": data + b"more"}[damage])
-    assert store.part(saved, file, 0, 32) == data[:32]
+    assert store.read_range(saved, file, 0, 32) == data[:32]
     with pytest.raises(StoreError, match=rf"block {at // 16} of adapter_model\.safetensors does not have the SHA-256"):
-        store.part(saved, file, at, 1)
+        store.read_range(saved, file, at, 1)
     if damage == "flipped":
-        assert store.part(saved, file, 48, 16) == data[48:64]
+        assert store.read_range(saved, file, 48, 16) == data[48:64]
 
 
 def test_a_commit_that_vouches_for_too_few_blocks_is_damaged(
@@ -94,12 +94,12 @@ def test_a_commit_that_vouches_for_too_few_blocks_is_damaged(
 
 def test_a_damaged_recovery_snapshot_is_refused_too(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     saved = store.save(RUN, RECOVERY, "seq-3", make_state(1), meta)
-    assert store.paths() == [saved.path]
+    assert store.upkeep.paths() == [saved.path]
     key = f"runs/{RUN}/recovery/seq-3/{saved.attempt}/optimizer.safetensors"
     put(store, key, store.blobs.read(key)[:-4])
     with pytest.raises(StoreError, match=r"recovery/seq-3: optimizer\.safetensors has"):
         store.load(saved.path)
-    assert len(store.problems(saved.path)) == 1
+    assert len(store.upkeep.problems(saved.path)) == 1
 
 
 def test_all_that_is_wrong_is_told(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
@@ -107,7 +107,9 @@ def test_all_that_is_wrong_is_told(store: Store, meta: CheckpointMeta, make_stat
     for file in FILES[:2]:
         put(store, f"{FOLDER}/{saved.attempt}/{file}", b"")
     put(store, f"{FOLDER}/{saved.attempt}/pytorch_model.bin", b"a pickle")
-    assert [next(f for f in (*FILES, "pytorch_model.bin") if f in one) for one in store.problems(saved.path)] == [
+    assert [
+        next(f for f in (*FILES, "pytorch_model.bin") if f in one) for one in store.upkeep.problems(saved.path)
+    ] == [
         "adapter_config.json",
         "adapter_model.safetensors",
         "pytorch_model.bin",
@@ -116,8 +118,8 @@ def test_all_that_is_wrong_is_told(store: Store, meta: CheckpointMeta, make_stat
 
 def test_what_is_not_committed_has_no_problems(store: Store) -> None:
     put(store, f"{FOLDER}/attempt-1/adapter_config.json", b"half")
-    assert store.problems(f"tinker://{RUN}/weights/x") == []
-    assert store.problems(f"tinker://{RUN}/weights/never") == []
+    assert store.upkeep.problems(f"tinker://{RUN}/weights/x") == []
+    assert store.upkeep.problems(f"tinker://{RUN}/weights/never") == []
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
@@ -135,7 +137,7 @@ def test_a_damaged_commit_is_refused(store: Store, meta: CheckpointMeta, make_st
         with pytest.raises(StoreError, match=r"sess-1:train:0/weights/x: .*commit\.json"):
             refused(saved.path)
     assert [one.run_id for one in store.checkpoints()] == ["sess-2:train:0"]
-    assert len(store.problems(saved.path)) == 1
+    assert len(store.upkeep.problems(saved.path)) == 1
     with pytest.raises(StoreError, match=r"commit\.json"):
         store.save(RUN, "weights", "x", make_state(2), meta, overwrite=True)
     assert store.delete(saved.path)

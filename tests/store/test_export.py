@@ -26,7 +26,7 @@ Same = Callable[[AdapterState, AdapterState], None]
 
 
 def whole(store: Store, saved: Saved, file: str) -> bytes:
-    return store.part(saved, file, 0, 10**9)
+    return store.read_range(saved, file, 0, 10**9)
 
 
 def test_an_export_is_a_peft_folder_without_moments(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
@@ -123,10 +123,10 @@ def test_parts_are_those_of_the_bytes(store: Store, meta: CheckpointMeta, make_s
     data = whole(store, saved, file)
     assert len(data) == saved.files[file].size
     for start, length in ((0, 10), (7, 100), (len(data) - 3, 3), (len(data) - 3, 100)):
-        assert store.part(saved, file, start, length) == data[start : start + length]
-    assert store.part(saved, file, len(data), 1) == b""
+        assert store.read_range(saved, file, start, length) == data[start : start + length]
+    assert store.read_range(saved, file, len(data), 1) == b""
     with pytest.raises(NotFoundError):
-        store.part(replace(saved, attempt="attempt-x"), file, 0, 1)
+        store.read_range(replace(saved, attempt="attempt-x"), file, 0, 1)
     if store.url.startswith("gs://"):  # the fake is used without credentials; test_gcs.py signs
         with pytest.raises(StoreError, match=r"cannot sign adapter_model\.safetensors .*service account's"):
             store.signed_url(saved.path, saved.attempt, file, 60)

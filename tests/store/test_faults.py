@@ -155,8 +155,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         try:
-            for orphan in self.store.orphans(LATER):
-                self.store.remove_orphan(orphan)
+            for orphan in self.store.upkeep.orphans(LATER):
+                self.store.upkeep.remove_orphan(orphan)
         except (StoreError, Crash):
             self._restart()
 
@@ -212,18 +212,18 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             loaded, saved = self.store.load(str(path))
         except NotFoundError:
-            assert self.store.problems(str(path)) == []
+            assert self.store.upkeep.problems(str(path)) == []
             return None
         except StoreError as error:
             assert str(path) in str(error)
-            assert self.store.problems(str(path)) != []
+            assert self.store.upkeep.problems(str(path)) != []
             return DAMAGED
         wanted = state(saved.step)
         for ours, theirs in ((loaded.weights, wanted.weights), (loaded.moments, wanted.moments)):
             assert {name: array.tobytes() for name, array in ours.items()} == {
                 name: array.tobytes() for name, array in theirs.items()
             }
-        assert self.store.problems(str(path)) == []
+        assert self.store.upkeep.problems(str(path)) == []
         return Kept(saved.step, saved.meta.public)
 
     def _attempt(self, path: CheckpointPath) -> str:
@@ -239,11 +239,11 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """After a last sweep there is nothing but what the commits name."""
         self._restart()
-        for orphan in self.store.orphans(LATER):
-            assert self.store.remove_orphan(orphan)
+        for orphan in self.store.upkeep.orphans(LATER):
+            assert self.store.upkeep.remove_orphan(orphan)
         named = set()
         damaged = [path for path, candidates in self.model.items() if DAMAGED in candidates]
-        for path in map(CheckpointPath.parse, self.store.paths()):
+        for path in map(CheckpointPath.parse, self.store.upkeep.paths()):
             if path not in damaged and (saved := self.store.find(str(path))) is not None:
                 named |= {path.commit, *(f"{path.attempt(saved.attempt)}/{file}" for file in saved.files)}
         beside = tuple(f"root/{path.folder}/" for path in damaged)

@@ -70,7 +70,7 @@ def test_a_read_goes_on_after_errors_and_is_whole(bad: FakeGcs, blobs: GcsBlobs,
     assert blobs.read("a") == b"one two"
     assert bad.faults == []
     bad.faults = [Fault("GET", "alt=media", **fault)]
-    assert blobs.part("a", 4, 2) == b"tw"
+    assert blobs.read_range("a", 4, 2) == b"tw"
 
 
 def test_tries_are_bounded_and_the_last_error_is_told(bad: FakeGcs, blobs: GcsBlobs) -> None:

@@ -32,13 +32,13 @@ def save(store: Store, ranks: int = 2) -> Saved:
     folder = store.new_folder("run", RECOVERY, "seq-1")
     files = {}
     for rank in range(ranks):
-        files |= parts.write(store.blobs, folder, rank, pieces(rank))
+        files |= parts.write_part(store.blobs, folder, rank, pieces(rank))
     assert store.find("tinker://run/recovery/seq-1") is None
     return store.commit_parts(folder, KEPT, META, files)
 
 
 def read(blobs: Blobs, state: StoredState, *names: str) -> Mapping[str, np.ndarray]:
-    return parts.read(blobs, state, lambda shapes: [name for name in shapes if not names or name in names])
+    return parts.read_tensors(blobs, state, lambda shapes: [name for name in shapes if not names or name in names])
 
 
 def test_every_process_reads_what_it_wants(local: Store) -> None:
@@ -49,19 +49,19 @@ def test_every_process_reads_what_it_wants(local: Store) -> None:
     assert found.keys() == pieces(0).keys() | pieces(1).keys()
     assert all((found[name] == array).all() for rank in range(2) for name, array in pieces(rank).items())
     assert list(read(local.blobs, state, "weights/b@1")) == ["weights/b@1"]
-    assert local.problems(saved.path) == []
+    assert local.upkeep.problems(saved.path) == []
     whole, _ = local.load(saved.path)  # for processes that do not reach the store
     assert whole.weights.keys() == found.keys()
 
 
 def test_a_process_with_nothing_to_write_writes_no_file(local: Store) -> None:
-    assert parts.write(local.blobs, "runs/run/recovery/n/attempt-1", 3, {}) == {}
+    assert parts.write_part(local.blobs, "runs/run/recovery/n/attempt-1", 3, {}) == {}
 
 
 def test_what_is_not_committed_does_not_exist(local: Store) -> None:
     folder = local.new_folder("run", RECOVERY, "seq-1")
-    parts.write(local.blobs, folder, 0, pieces(0))
-    assert local.paths() == ["tinker://run/recovery/seq-1"]
+    parts.write_part(local.blobs, folder, 0, pieces(0))
+    assert local.upkeep.paths() == ["tinker://run/recovery/seq-1"]
     assert not local.exists("tinker://run/recovery/seq-1")
     local.discard(folder)
     assert local.blobs.children(folder) == []
@@ -69,7 +69,7 @@ def test_what_is_not_committed_does_not_exist(local: Store) -> None:
 
 def test_a_file_that_is_not_there_as_it_was_written_is_not_committed(local: Store) -> None:
     folder = local.new_folder("run", RECOVERY, "seq-1")
-    files = parts.write(local.blobs, folder, 0, pieces(0))
+    files = parts.write_part(local.blobs, folder, 0, pieces(0))
     cut = {file: dataclasses.replace(digest, size=digest.size + 1) for file, digest in files.items()}
     with pytest.raises(StoreError, match=r"part-00000\.safetensors has \d+ bytes after writing"):
         local.commit_parts(folder, KEPT, META, cut)
@@ -94,9 +94,9 @@ def test_damage_is_named(local: Store, tmp_path: Path, at: int) -> None:
 def test_a_store_is_known_by_its_mark(local: Store, tmp_path: Path) -> None:
     mark = local.mark()
     assert mark == local.mark() == Store.open(f"file://{tmp_path}").mark()
-    assert parts.reaches(local.blobs, mark)
+    assert parts.is_store(local.blobs, mark)
     other = Store.open(f"file://{tmp_path / 'other'}")
-    assert not parts.reaches(other.blobs, mark)
+    assert not parts.is_store(other.blobs, mark)
     other.mark()
-    assert not parts.reaches(other.blobs, mark)
+    assert not parts.is_store(other.blobs, mark)
     assert local.blobs.children("reach") == []

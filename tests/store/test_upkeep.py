@@ -33,17 +33,17 @@ def test_attempts_without_a_commit_are_orphans_once_they_are_old(
         store.blobs.create(f"{prefix}/adapter_config.json", b"half")
     store.blobs.create(f"{FOLDER}/x/notes.txt", b"not ours")
     store.blobs.create("elsewhere/attempt-4/x", b"not ours")
-    assert store.orphans(SystemClock().now() - timedelta(hours=1)) == []
-    found = store.orphans(soon())
+    assert store.upkeep.orphans(SystemClock().now() - timedelta(hours=1)) == []
+    found = store.upkeep.orphans(soon())
     assert sorted(f"{one.path} {one.attempt}" for one in found) == [
         f"tinker://{RUN}/recovery/seq-2 attempt-3",
         f"tinker://{RUN}/weights/never attempt-2",
         f"tinker://{RUN}/weights/x attempt-1",
     ]
     assert all(abs(one.written_at - SystemClock().now()) < timedelta(minutes=10) for one in found)
-    assert all(store.remove_orphan(one) for one in found)
+    assert all(store.upkeep.remove_orphan(one) for one in found)
     assert [store.blobs.children(prefix) for prefix in dead] == [[], [], []]
-    assert store.orphans(soon()) == []
+    assert store.upkeep.orphans(soon()) == []
     same(store.load(kept.path)[0], make_state(1))
     same(store.load(snapshot.path)[0], make_state(2))
     assert store.blobs.read(f"{FOLDER}/x/notes.txt") == store.blobs.read("elsewhere/attempt-4/x") == b"not ours"
@@ -55,7 +55,7 @@ def test_nothing_beside_a_commit_that_cannot_be_read_is_an_orphan(
     store.save(RUN, "weights", "x", make_state(1), meta)
     store.blobs.remove(f"{FOLDER}/x/commit.json")
     store.blobs.create(f"{FOLDER}/x/commit.json", b"{")
-    assert store.orphans(soon()) == []
+    assert store.upkeep.orphans(soon()) == []
 
 
 def test_an_orphan_that_was_committed_since_is_kept(
@@ -64,9 +64,9 @@ def test_an_orphan_that_was_committed_since_is_kept(
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
     commit = store.blobs.read(f"{FOLDER}/x/commit.json")
     store.blobs.remove(f"{FOLDER}/x/commit.json")
-    (orphan,) = store.orphans(soon())
+    (orphan,) = store.upkeep.orphans(soon())
     store.blobs.create(f"{FOLDER}/x/commit.json", commit)
-    assert not store.remove_orphan(orphan)
+    assert not store.upkeep.remove_orphan(orphan)
     same(store.load(saved.path)[0], make_state(1))
 
 
@@ -79,7 +79,7 @@ def test_drafts_of_dead_writers_are_cleared(tmp_path: Path, meta: CheckpointMeta
     long_ago = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
     os.utime(folder / ".commit.json.old", (long_ago, long_ago))
     os.utime(folder / "commit.json", (long_ago, long_ago))
-    assert store.clear_drafts(SystemClock().now() - timedelta(hours=1)) == 1
+    assert store.upkeep.clear_drafts(SystemClock().now() - timedelta(hours=1)) == 1
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == [".commit.json.new", "commit.json"]
 
 

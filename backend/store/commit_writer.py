@@ -1,0 +1,124 @@
+"""The commit protocol: files are written under a new attempt, then the commit object makes them a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from tinkerflow.backend.core.errors import ConflictError, StoreError
+from tinkerflow.backend.spec.checkpoint import CheckpointMeta, CheckpointPath, Saved
+from tinkerflow.backend.store import commit
+from tinkerflow.backend.store.blobs import Blobs
+
+_log = logging.getLogger(__name__)
+
+
+class CommitWriter:
+    """Writes the files and the commit objects of checkpoints. Methods raise OSError when the store fails."""
+
+    def __init__(self, url: str, blobs: Blobs) -> None:
+        """Write to `blobs`; `url` identifies the store in log lines."""
+        self._url, self._blobs = url, blobs
+
+    def save_files(self, path: CheckpointPath, saved: Saved, files: Mapping[str, bytes], *, overwrite: bool) -> Saved:
+        """Write `files` in parallel and commit them as `saved`; see `commit_files`."""
+        folder = path.attempt(saved.attempt)
+        try:
+            with ThreadPoolExecutor(len(files), thread_name_prefix="store") as threads:
+                writes = [threads.submit(self._blobs.create, f"{folder}/{file}", data) for file, data in files.items()]
+                for write in writes:
+                    write.result()
+        except BaseException:
+            self._discard_unless_committed(path, saved)
+            raise
+        return self.commit_files(path, saved, overwrite=overwrite)
+
+    def commit_files(self, path: CheckpointPath, saved: Saved, *, overwrite: bool) -> Saved:
+        """Commit files that were written. Returns `saved`, or the earlier commit of the same request.
+
+        StoreError when a file does not have the size of its digest. ConflictError when another commit has the path,
+        unless `overwrite`. A failure removes the files, unless it came after the commit.
+        """
+        try:
+            for file, digest in saved.files.items():
+                size = self._blobs.size(f"{path.attempt(saved.attempt)}/{file}")
+                if size != digest.size:
+                    raise StoreError(f"checkpoint {path}: {file} has {size} bytes after writing {digest.size}")
+            return self._publish(path, saved, overwrite=overwrite)
+        except BaseException:
+            self._discard_unless_committed(path, saved)
+            raise
+
+    def replace_commit(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
+        """Create a commit (`old` None), or replace it; False when there is another. A truncated commit is undone."""
+        try:
+            if old is not None:
+                done = self._blobs.replace(path.commit, old, new)
+            else:
+                try:
+                    self._blobs.create(path.commit, new)
+                    done = True
+                except FileExistsError:
+                    done = False
+        except OSError:
+            self._undo_truncated(path, old, new)
+            raise
+        if done and self._undo_truncated(path, old, new):
+            raise OSError(f"{path.commit} was truncated while it was written")
+        return done
+
+    def remove_leftovers(self, prefix: str) -> None:
+        """Remove files that no commit names. A failure is only logged, because such files only cost space."""
+        try:
+            self._blobs.remove_folder(prefix)
+        except OSError as error:
+            _log.warning("store %s: %s is left behind: %s", self._url, prefix, error)
+
+    def _publish(self, path: CheckpointPath, saved: Saved, *, overwrite: bool) -> Saved:
+        """Write the commit. With `overwrite`, replace an existing commit: the last of several writers wins."""
+        data = commit.to_json(saved)
+        while True:
+            if self.replace_commit(path, None, data):
+                return saved
+            existing = commit.read_bytes(self._blobs, path)
+            if existing is None:
+                continue  # it was deleted meanwhile
+            before = commit.from_json(existing, path)
+            if not overwrite or is_same_request(before, saved.meta):
+                self.remove_leftovers(path.attempt(saved.attempt))
+                return same_or_conflict(before, saved.meta)
+            if self.replace_commit(path, existing, data):
+                self.remove_leftovers(path.attempt(before.attempt))
+                return saved
+
+    def _undo_truncated(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
+        """If only the first bytes of `new` were stored, restore the bytes from before; True if that was necessary."""
+        stored = commit.read_bytes(self._blobs, path)
+        if stored is None or stored == new or not new.startswith(stored):
+            return False
+        if old is None:
+            return self._blobs.remove(path.commit, stored)
+        return self._blobs.replace(path.commit, stored, old)
+
+    def _discard_unless_committed(self, path: CheckpointPath, saved: Saved) -> None:
+        """Remove the files of a failed save, unless the failure came after its commit: then the files are needed."""
+        try:
+            committed = commit.find_commit(self._blobs, path)
+        except (OSError, StoreError) as error:
+            _log.warning("attempt %s of %s is left behind: %s", saved.attempt, path, error)
+            return
+        if committed is None or committed.attempt != saved.attempt:
+            self.remove_leftovers(path.attempt(saved.attempt))
+
+
+def is_same_request(saved: Saved, meta: CheckpointMeta) -> bool:
+    """Whether the request of `meta` saved this checkpoint."""
+    return meta.request_id != "" and saved.meta.request_id == meta.request_id
+
+
+def same_or_conflict(saved: Saved, meta: CheckpointMeta) -> Saved:
+    """The checkpoint, if the request of `meta` saved it; else ConflictError."""
+    if is_same_request(saved, meta):
+        return saved
+    raise ConflictError(f"checkpoint {saved.path} exists already; choose another name, or save with overwrite")

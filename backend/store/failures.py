@@ -1,0 +1,21 @@
+"""OSErrors of a store's objects become StoreErrors that name the store and the failed action."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tinkerflow.backend.core.errors import StoreAwayError, StoreError
+
+
+@contextmanager
+def store_errors(url: str, action: str) -> Iterator[None]:
+    """Raise OSErrors of the block as StoreAwayErrors; a missing file as StoreError.
+
+    url: of the store. action: completes "cannot ...".
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = StoreError if isinstance(error, FileNotFoundError) else StoreAwayError
+        raise kind(f"store {url}: cannot {action} ({error})") from error
