@@ -45,13 +45,21 @@ class FairQueue(Generic[T]):
         """The tickets, first the one that is served next."""
         return iter(tuple(self._tickets))
 
-    def push(self, owner: str, item: T, cost: float = 1.0) -> Ticket[T]:
+    def push(self, owner: str, item: T, cost: float = 1.0, *, before: Ticket[T] | None = None) -> Ticket[T]:
         """Queue an item behind its owner's other items, before the excess of other owners.
 
-        cost: what serving the item takes of its owner's share; 0 if it is charged later (`charge`).
+        cost: the part of its owner's share that serving the item costs; 0 if `charge` adds it later. before: a ticket
+        of the same owner. The item gets its place, and the owner's tickets from there on move back. Other owners keep
+        theirs.
         """
+        size = cost / self._weight(owner)
         start = max(self._now, self._ends.get(owner, 0.0))
-        self._ends[owner] = start + cost / self._weight(owner)
+        self._ends[owner] = start + size
+        if before is not None:
+            start = before.start
+            for queued in self._tickets[self._tickets.index(before) :]:
+                queued.start += size if queued.owner == owner else 0
+            self._tickets.sort(key=lambda queued: queued.start)
         ticket = Ticket(owner, item, start, cost)
         bisect.insort(self._tickets, ticket, key=lambda queued: queued.start)
         return ticket
@@ -69,9 +77,13 @@ class FairQueue(Generic[T]):
         return self._ends.get(owner, 0.0) > self._now
 
     def serve(self, ticket: Ticket[T]) -> T:
-        """Remove a ticket because it is served now; its item. It need not be the first: one that fits may overtake."""
+        """Remove a ticket because it is served now; its item.
+
+        The ticket need not be the first, because one that fits may overtake. Virtual time never passes a ticket that
+        waits, so an owner who comes next starts behind served items only.
+        """
         self._tickets.remove(ticket)
-        self._now = max(self._now, ticket.start)
+        self._now = max(self._now, min(ticket.start, self._tickets[0].start) if self._tickets else ticket.start)
         self._ends = {owner: end for owner, end in self._ends.items() if end > self._now}
         return ticket.item
 

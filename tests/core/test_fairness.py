@@ -97,6 +97,33 @@ def test_a_charge_delays_the_owners_next_ticket() -> None:
     assert [ticket.item for ticket in queue] == ["b0", "b1", "b2", "a", "b3"]
 
 
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9)), min_size=2, max_size=20), st.data())
+def test_an_item_pushed_before_a_ticket_takes_its_place_and_costs_other_owners_nothing(
+    pushes: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    queue: FairQueue[int] = FairQueue()
+    tickets = [queue.push(owner, number, cost) for number, (owner, cost) in enumerate(pushes)]
+    before = data.draw(st.sampled_from(tickets))
+    starts = {ticket.item: ticket.start for ticket in queue}
+    last = max(ticket.start + ticket.cost for ticket in tickets if ticket.owner == before.owner)
+    queue.push(before.owner, -1, 3, before=before)
+    for ticket in queue:
+        moves = ticket.owner == before.owner and ticket.item >= before.item
+        assert ticket.item == -1 or ticket.start == starts[ticket.item] + 3 * moves
+    own = [ticket.item for ticket in queue if ticket.owner == before.owner]
+    assert own[own.index(-1) + 1] == before.item
+    assert queue.push(before.owner, 99).start == last + 3
+
+
+def test_a_ticket_that_overtakes_does_not_move_virtual_time_past_those_that_wait() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(4):
+        queue.push("a", f"a{number}")
+    queue.serve([*queue][3])
+    queue.push("b", "b0")
+    assert [ticket.item for ticket in queue] == ["a0", "b0", "a1", "a2"]
+
+
 def test_starts_ascend() -> None:
     queue: FairQueue[int] = FairQueue()
     for number in range(20):
