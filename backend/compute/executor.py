@@ -30,7 +30,7 @@ from tinkerflow.backend.compute.models.vision_tower import open_vision_tower
 from tinkerflow.backend.compute.planning.memory_plan import GB, plan_group
 from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
 from tinkerflow.backend.compute.platforms import compiled_for, environment, on_cpu, platform, settle_dtype
-from tinkerflow.backend.compute.sampler import GroupSampler, Sampler, WholeSampler
+from tinkerflow.backend.compute.sampler import FullModelSampler, GroupSampler, Sampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.training import full_parameters
 from tinkerflow.backend.compute.training.adapter_shards import GRADIENTS, are_shards, needed_shards
@@ -113,12 +113,12 @@ class Executor:
         # By adapter: the bytes that it takes of each device, and whether it trains all parameters.
         self._adapter_bytes: dict[str, tuple[int, bool]] = {}
         self._tower = open_vision_tower(self._cfg, config.model_path, self._mesh, self._params)
-        memory, full_sampler = self.plan.full_model, None
+        memory, new_full_sampler = self.plan.full_model, None
         if memory is not None:
-            full_sampler = partial(self._new_sampler, pages=memory.pages, weights="the trained model")
+            new_full_sampler = partial(self._new_sampler, pages=memory.pages, weights="the trained model")
         self._sampler = GroupSampler(
             self._new_sampler(self._params, pages=self.plan.pages, weights="the base model"),
-            WholeSampler(self._cfg, self._mesh, self._params, full_sampler),
+            FullModelSampler(self._cfg, self._mesh, self._params, new_full_sampler),
         )
         self._in_progress: dict[str, ForwardRun] = {}  # Forwards that are executed in parts, by adapter
         self._fetched: dict[tuple[str, str], Mapping[str, Float32]] = {}  # tensors, by owner and folder of the store
@@ -300,16 +300,16 @@ class Executor:
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
                 self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
-                return self._sampler.held(snapshot_id)
+                return self._sampler.snapshot_memory(snapshot_id)
             case LoadSnapshot(snapshot_id, state):
                 brought = self._with_tensors(snapshot_id, state)
-                if not self._sampler.holds(snapshot_id):
+                if not self._sampler.has_snapshot(snapshot_id):
                     self._sampler.publish(snapshot_id, self._adapters.weights_of(brought), state.spec)
-                return self._sampler.held(snapshot_id)
+                return self._sampler.snapshot_memory(snapshot_id)
             case MoveSnapshot(snapshot_id, to_id):
-                self._sampler.move(snapshot_id, to_id)
+                self._sampler.rename_snapshot(snapshot_id, to_id)
             case DropSnapshot(snapshot_id):  # fetched tensors stay: a fetch may be for the next snapshot of this id
-                self._sampler.drop(snapshot_id)
+                self._sampler.drop_snapshot(snapshot_id)
             case ReadCompileStatus():
                 return self._status()
             case Ping():
@@ -381,7 +381,7 @@ class Executor:
         self._shapes_wanted.add((spec, optimizer))
         adapter = adapter_like(self._cfg, self._mesh, spec)
         if isinstance(adapter, Lora):
-            self._warm_up.want(self._sampler.adapters.publishing(spec, adapter))
+            self._warm_up.want(self._sampler.adapters.publishing_programs(spec, adapter))
         self._warm_up.want(
             training_programs(
                 self._mesh,

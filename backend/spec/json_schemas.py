@@ -111,7 +111,7 @@ class _Rewriter:
         self.expressions = 0
 
     def rewrite(self) -> dict[str, Any]:
-        """The schema with the definitions to which it refers."""
+        """The schema with the definitions that it needs."""
         rewritten = self._object(_Place(self._schema, self._schema))
         definitions = {}
         while self._pending:
@@ -189,7 +189,7 @@ class _Rewriter:
         return name
 
     def _target(self, here: _Place) -> _Place:
-        """The schema to which a reference leads."""
+        """The target of a reference."""
         reference = here.schema
         _check(isinstance(reference, str), here, "a text")
         resource, _, fragment = reference.partition("#")

@@ -96,7 +96,7 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
         tables_BW=np.zeros((SLOTS, LENGTH // PAGE), np.int32),
         columns_B2=columns,
         score=np.bool_(True),
-        wanted=empty_queries(widths, SLOTS, 32),
+        queries=empty_queries(widths, SLOTS, 32),
     )
     yield "prefill", (prefill, (cfg, mesh, widths, params, stack, cache, piece))
 

@@ -1,16 +1,16 @@
 """The sampler: a continuous-batching engine with its own cache of immutable snapshots.
 
-`Sampler.step` takes one command and answers with what was finished; everything else here is a part of it. A second
-one serves models of which all parameters were trained (`whole`).
+`Sampler.step` executes one command and returns the results of finished requests. A second sampler serves models with
+all parameters trained (`full_models`).
 """
 
+from tinkerflow.backend.compute.sampler.full_models import FullModelSampler, GroupSampler
 from tinkerflow.backend.compute.sampler.sampler import Sampler
-from tinkerflow.backend.compute.sampler.whole import GroupSampler, WholeSampler
 
 __all__ = [
+    "FullModelSampler",
     "GroupSampler",
     "Sampler",
-    "WholeSampler",
     "decode",
     "kv_cache",
     "pages",

@@ -1,9 +1,9 @@
-"""The updates of several adapters on a CPU: each row is multiplied by the columns of its own adapter, not by all.
+"""The updates of several adapters on a CPU: each row is multiplied only by the columns of its own adapter.
 
-The adapters lie side by side in one stack (`snapshot_cache`). On GPUs and TPUs a step of decoding takes as long as it
-takes to read the stack once, so all rows are multiplied by all of it. On CPUs it takes as long as the operations do:
-of 64 rows with 16 adapters of rank 32, fifteen sixteenths of these are for columns that the row does not see (82M
-parameters: 2.21 CPU-ms a token with all columns, 1.68 by runs, 1.29 with one adapter).
+The adapters are concatenated in one stack (`snapshot_cache`). On GPUs and TPUs the time of a decode step is that of
+reading the stack once, so all rows are multiplied by all of it. On CPUs the operations decide. With 64 rows and
+16 adapters of rank 32, fifteen sixteenths of them are for columns that the row does not use. A model of 82M parameters
+takes 2.21 CPU-ms for a token with all columns, 1.68 by runs, and 1.29 with one adapter.
 
 Letters: B rows, T tokens of each, K columns of the stack, N blocks of C of them, r rows of a block, i in, o out.
 """
@@ -19,7 +19,7 @@ from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 
-_TOKENS = 8  # of a block of rows, at least
+_TOKENS = 8  # the fewest of a block of rows
 
 Updates = Callable[[jax.Array, tuple[LoraPair, ...]], tuple[jax.Array, ...]]
 
@@ -27,10 +27,10 @@ Updates = Callable[[jax.Array, tuple[LoraPair, ...]], tuple[jax.Array, ...]]
 def by_runs(columns_B2: Array, width: int) -> Updates:
     """The function updates(x_BTi, pairs): for each pair [K, i] and [K, o], every row's update [B, T, o].
 
-    columns_B2 int32: row b sees the columns [columns_B2[b, 0], columns_B2[b, 1]). Those of two rows are the same, or
-    apart, or none. width: K, a multiple of `RANK_COLUMNS`.
+    columns_B2 int32: row b uses the columns [columns_B2[b, 0], columns_B2[b, 1]). Those of two rows are the same, or
+    disjoint, or none. width: K, a multiple of `RANK_COLUMNS`.
 
-    Sorted by their first column, the rows that see a block of columns are neighbours: a run, which goes in blocks of r.
+    Sorted by their first column, the rows that use a block of columns are contiguous: a run of blocks of r rows.
     """
     C = RANK_COLUMNS
     first_B, end_B = jnp.asarray(columns_B2)[:, 0], jnp.asarray(columns_B2)[:, 1]
@@ -38,8 +38,8 @@ def by_runs(columns_B2: Array, width: int) -> Updates:
     place_B = jnp.argsort(order_B)
     first_B, end_B = first_B[order_B], end_B[order_B]
     start_N = jnp.arange(width // C, dtype=jnp.int32) * C
-    sees_BN = (first_B[:, None] < start_N + C) & (end_B[:, None] > start_N)
-    begin_N, rows_N = jnp.argmax(sees_BN, axis=0), jnp.sum(sees_BN, axis=0)
+    uses_BN = (first_B[:, None] < start_N + C) & (end_B[:, None] > start_N)
+    begin_N, rows_N = jnp.argmax(uses_BN, axis=0), jnp.sum(uses_BN, axis=0)
 
     def updates(x_BTi: jax.Array, pairs: tuple[LoraPair, ...]) -> tuple[jax.Array, ...]:
         B, T, _ = x_BTi.shape
@@ -61,15 +61,15 @@ def by_runs(columns_B2: Array, width: int) -> Updates:
                     jax.lax.dynamic_slice_in_dim(jnp.asarray(matrix), start_N[block], C) for matrix in (pair.A, pair.B)
                 )
                 low_rTC = jnp.einsum("rti,ci->rtc", rows(x_BTi), A_Ci)
-                found = rows(total) + jnp.where(own_rC[:, None], low_rTC, 0) @ B_Co
-                return jax.lax.dynamic_update_slice_in_dim(total, found, row, axis=0)
+                updated = rows(total) + jnp.where(own_rC[:, None], low_rTC, 0) @ B_Co
+                return jax.lax.dynamic_update_slice_in_dim(total, updated, row, axis=0)
 
             column_C = start_N[block] + jnp.arange(C, dtype=jnp.int32)
             own_rC = (column_C >= rows(firsts_B)[:, None]) & (column_C < rows(ends_B)[:, None])
             return tuple(added(total, pair) for total, pair in zip(sums, pairs, strict=True))
 
         zeros = tuple(jnp.zeros((B + r, T, pair.B.shape[-1]), x_BTi.dtype) for pair in pairs)
-        found = jax.lax.fori_loop(0, last_N[-1], add, zeros)
-        return tuple(whole[place_B] for whole in found)
+        sums = jax.lax.fori_loop(0, last_N[-1], add, zeros)
+        return tuple(total[place_B] for total in sums)
 
     return updates

@@ -1,11 +1,12 @@
-"""Logits as a request wants them changed before a token is drawn: biases, penalties, and tokens that are not allowed.
+"""Adjust logits before a token is drawn: biases, penalties, and the tokens that a constraint allows.
 
-Bias comes first, then repetition, frequency and presence, as in vLLM's V1 sampler (`vllm/v1/sample/sampler.py`); what a
-constraint does not allow is never drawn. Frequency and presence are those of OpenAI's API, over the generated tokens.
-Repetition is that of CTRL (Keskar et al., arXiv 1909.05858, section 4.1) as vLLM and Hugging Face have it, over the
-prompt and the generated tokens. Logprobs that are reported are those of the logits before all of this.
+The bias is applied first, then the repetition, frequency and presence penalties, as in vLLM's V1 sampler
+(`vllm/v1/sample/sampler.py`). Tokens that a constraint does not allow are never drawn. Frequency and presence are those
+of OpenAI's API, over the generated tokens. Repetition is that of CTRL (Keskar et al., arXiv 1909.05858, section 4.1)
+as in vLLM and Hugging Face, over the prompt and the generated tokens. Reported logprobs are those of the unadjusted
+logits.
 
-A batch in which nobody asks for any of it has no tables, and its program has nothing of this.
+A batch without adjustments has no tables, and its program does none of this.
 
 Letters: S slots, V vocabulary, W words of 32 bits, N entries of a table.
 """
@@ -27,13 +28,13 @@ from tinkerflow.backend.compute.sampler.constraints import everything
 from tinkerflow.backend.compute.sampler.requests import SlotAssignment
 from tinkerflow.backend.compute.warming import result_of
 
-_ENTRIES = 4096  # of a table, written at once
-_PROMPT, _GENERATED = 1, 2  # what a token counts in `seen_SV`: an odd number is also in the prompt
+_ENTRIES = 4096  # of a table, in one dispatch
+_PROMPT, _GENERATED = 1, 2  # added to `seen_SV` for each token: an odd number means that the prompt has it, too
 
 
 @flax.struct.dataclass
 class AdjustedRows:
-    """What is changed in each row's logits. A row that asks for nothing has 0, 0 and 1, and tables of zeros.
+    """The adjustments of each row's logits. A row without any has penalties of 0, 0 and 1, and tables of zeros.
 
     presence_S, frequency_S, repetition_S float32: the penalties. seen_SV int32: twice how often the row has generated
     the token, and 1 more if its prompt has it. bias_SV float32: added to the logits. allowed_SW uint32: a bit for each
@@ -49,7 +50,7 @@ class AdjustedRows:
 
 
 def adjusted(logits_SV: jax.Array, rows: AdjustedRows) -> jax.Array:
-    """The logits float32 [S, V] to draw from. A row that asks for nothing keeps its own, bit for bit."""
+    """The logits float32 [S, V] to draw from. A row without adjustments keeps its own, bit for bit."""
     seen_SV = rows.seen_SV
     logits_SV = logits_SV + rows.bias_SV
     repetition_SV = jnp.where(seen_SV > 0, rows.repetition_S[:, None], 1)
@@ -63,19 +64,19 @@ def adjusted(logits_SV: jax.Array, rows: AdjustedRows) -> jax.Array:
 
 
 def generated(rows: AdjustedRows, tokens_S: jax.Array) -> AdjustedRows:
-    """The rows after each has generated its token of tokens_S."""
+    """The rows after each has generated its token in tokens_S."""
     place_S = jnp.arange(tokens_S.shape[0])
     return replace(rows, seen_SV=jnp.asarray(rows.seen_SV).at[place_S, tokens_S].add(_GENERATED))
 
 
-def adjusted_rows(mesh: Mesh, vocab: int, S: int, held: SlotAssignment) -> AdjustedRows | None:
-    """What the sequences in their slots ask for; None when none of them asks for anything.
+def adjusted_rows(mesh: Mesh, vocab: int, S: int, assigned: SlotAssignment) -> AdjustedRows | None:
+    """The adjustments of the sequences in their slots; None when no sequence has any.
 
     mesh: the devices that the tables are for. vocab: V. S: slots.
     """
-    asking = [(slot, one, asked) for slot, one in held if (asked := one.parent.request.adjustments) is not None]
-    matchers = [(slot, one.matcher) for slot, one in held if one.matcher is not None]
-    if not asking and not matchers:
+    adjusting = [(slot, each, wishes) for slot, each in assigned if (wishes := each.parent.request.adjustments)]
+    matchers = [(slot, each.matcher) for slot, each in assigned if each.matcher is not None]
+    if not adjusting and not matchers:
         return None
     allowed_SW = everything(S, vocab)
     for slot, matcher in matchers:
@@ -93,15 +94,15 @@ def adjusted_rows(mesh: Mesh, vocab: int, S: int, held: SlotAssignment) -> Adjus
         seen.append(np.full(len(these), counted, np.int32))
         biases.append(np.broadcast_to(np.float32(bias), these.shape))
 
-    for slot, sequence, asked in asking:
-        presence_S[slot], frequency_S[slot] = asked.presence, asked.frequency
-        repetition_S[slot] = asked.repetition
-        if asked.repetition != 1:
+    for slot, sequence, wishes in adjusting:
+        presence_S[slot], frequency_S[slot] = wishes.presence, wishes.frequency
+        repetition_S[slot] = wishes.repetition
+        if wishes.repetition != 1:
             enter(slot, sequence.parent.prompt_tokens, _PROMPT, 0.0)
-        if asked.penalises:
+        if wishes.penalises:
             enter(slot, np.asarray(sequence.tokens, np.int32), _GENERATED, 0.0)
-        if asked.bias:
-            names, values = zip(*asked.bias, strict=True)
+        if wishes.bias:
+            names, values = zip(*wishes.bias, strict=True)
             enter(slot, np.asarray(names, np.int32), 0, np.asarray(values, np.float32))
     seen_SV, bias_SV = empty_tables(mesh, S, vocab)
     whole = [np.concatenate(parts) for parts in (rows, tokens, seen, biases) if parts]
@@ -126,16 +127,16 @@ def entered(
     seen_N: Array,
     bias_N: Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The tables with entries added to them, in place. mesh: their devices. rows_N, tokens_N int32: where.
+    """The tables with entries added in place.
 
-    seen_N int32, bias_N float32: how much is added.
+    mesh: their devices. rows_N, tokens_N int32: the places. seen_N int32, bias_N float32: the amounts.
     """
     seen_SV = seen_SV.at[rows_N, tokens_N].add(seen_N)
     return by_rows(mesh, seen_SV), by_rows(mesh, bias_SV.at[rows_N, tokens_N].add(bias_N))
 
 
 def warm_rows(mesh: Mesh, S: int, vocab: int) -> AdjustedRows:
-    """Rows without tables' values, whose programs are then compiled. mesh, S, vocab: as in `adjusted_rows`."""
+    """Rows without values, to compile the programs with. mesh, S, vocab: see `adjusted_rows`."""
     entries, biases = np.zeros(_ENTRIES, np.int32), np.zeros(_ENTRIES, np.float32)
     tables = result_of(empty_tables, mesh, S, vocab)
     seen_SV, bias_SV = result_of(entered, mesh, *tables, entries, entries, entries, biases)
@@ -144,5 +145,5 @@ def warm_rows(mesh: Mesh, S: int, vocab: int) -> AdjustedRows:
 
 
 def _padded(entries: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Filled up with zeros: nothing is added to token 0 of row 0."""
+    """Padded with zeros, which add nothing to token 0 of row 0."""
     return np.pad(entries, (0, _ENTRIES - len(entries)))

@@ -1,7 +1,7 @@
-"""The tokens that a constraint allows next: one `Matcher` a sequence, on the host, alike in every process of a group.
+"""The tokens that a constraint allows next: a `Matcher` for each sequence, on the host, alike in every process.
 
-A constraint decides token by token, so each token of a constrained sequence is read before the next one is asked for.
-The end-of-text token is allowed where the text may end, and where nothing else may follow it is the only one.
+A constraint decides token by token, so each token of a constrained sequence is read before the next one is dispatched.
+The end-of-text token is allowed where the text may end. Where nothing else may follow, it is the only allowed token.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ _WORD = 32  # tokens of one number of a mask
 
 
 class Matcher:
-    """Where one sequence stands in its constraint."""
+    """The state of one sequence in its constraint."""
 
     def __init__(self, matcher: LLMatcher, vocab: int) -> None:
-        """At the beginning. vocab: of the model."""
+        """At the beginning of a text. vocab: of the model."""
         self._matcher = matcher
         self._taken = 0
         self.allowed = np.zeros(words(vocab), np.uint32)  # bit v % 32 of number v // 32: token v may come next
 
-    def fresh(self) -> Matcher:
-        """Another one at the place of this one."""
+    def copy(self) -> Matcher:
+        """A matcher in the same state."""
         return Matcher(self._matcher.deep_copy(), len(self.allowed) * _WORD)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Compute what may follow the sequence's tokens so far; UserError when that is nothing, or too much work."""
+        """Compute the allowed next tokens after `tokens`, all of the sequence; UserError: there are none.
+
+        Or they cost too much work to compute.
+        """
         from llguidance.numpy import fill_next_token_bitmask
 
         for token in tokens[self._taken :]:
@@ -51,7 +54,7 @@ class Matcher:
 
 
 def new_matcher(folder: str | Path, vocab: int, constraint: Constraint) -> Matcher:
-    """The matcher of a constraint for the tokenizer in a model's folder; UserError when there can be none.
+    """The matcher of a constraint for the tokenizer in a model's folder; UserError when it cannot be compiled.
 
     vocab: of the model.
     """

@@ -1,17 +1,17 @@
-"""The KV cache: one pool of pages for all sequences, written in place inside the layer loop, and read by page tables.
+"""The KV cache: a pool of pages for all sequences, written in place inside the layer loop, and read by page tables.
 
-Letters: L layers, N pages of all shards, G key-value heads, P positions of a page, d head dimension, S rows (slots of
-the decode batch, or prompts of a prefill), W pages of a row's table, H query heads, Q queries of a row, r query heads
+Letters: L layers, N pages of all shards, G key-value heads, P positions of a page, d head dimension. S rows: slots of
+the decode batch, or prompts of a prefill. W pages of a row's table, H query heads, Q queries of a row, r query heads
 per key-value head.
 
-Heads come before positions, so that a page is one matrix per head: any other order makes XLA copy what it multiplies.
-Keys lie with their positions last, values with theirs before d, each as its matmul reads it: with both alike, XLA:CPU
-transposed every key for every token (64 rows at 128 positions: three times the values' time, now equal). The cache is
-one array for all layers, or, for a loop over layers that is written out (`params.by_layer`), one a layer, because
-XLA:CPU copies a layer out of a stack before it multiplies by it. Attention stops after the page that the longest row
-has reached, and pages beyond a row's end add exact zeros: a row's result does not depend on the lengths of other rows.
-On CPUs pages that lie anywhere are read as fast as rows that lie in one piece (64 rows of 300 positions: 2.4 CPU-ms a
-layer against 2.7).
+Heads come before positions, so that a page is one matrix per head: any other order makes XLA copy the operands. Keys
+have positions as their last axis, and values have them before d, each as its matmul reads it. With the same order for
+both, XLA:CPU transposed every key for every token (64 rows at 128 positions: three times the values' time, now equal).
+The cache is one array for all layers. If the loop over layers is unrolled (`params.by_layer`), each layer has its own
+array, because XLA:CPU copies a layer out of a stack before it multiplies by it. Attention stops after the
+last page of the longest row, and pages beyond a row's end add exact zeros: a row's result does not depend on the
+lengths of other rows. On CPUs scattered pages are read as fast as contiguous rows (64 rows of 300 positions: 2.4 CPU-ms
+for a layer against 2.7).
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from tinkerflow.backend.compute.sampler.pages import PageCopy, PagePool
 from tinkerflow.backend.compute.sampler.states import empty_pool, pool_sharding
 from tinkerflow.backend.spec.commands import CacheFormat
 
-COPIES = 16  # pages that one dispatch copies, at most
+COPIES = 16  # the most pages that one dispatch copies
 _MASKED = -1e30
 _MOST_FLOAT8 = 448.0
-_TOGETHER = 8  # rows of a decode step that CPUs attend together, as far as the longest of them
-_RUN = CPU.prefill_tokens[0]  # positions that prefill writes at once: they divide a page and every piece
+_TOGETHER = 8  # rows of a decode step that CPUs attend together, up to the longest of them
+_RUN = CPU.prefill_tokens[0]  # positions that prefill writes together: a divisor of a page and of every piece
 
 
 @flax.struct.dataclass
 class KVCache:
     """Keys (rotated) [L, N, G, d, P], values [L, N, G, P, d], in the dtype of `cache_dtype`; or L of each with L = 1.
 
-    For the kernel of TPUs k holds both, by turns, as [L, N, P, 2 G, d], and v is None. In models with latent attention
-    k has the latent and the rotated part of a key as one head, and v, which is a part of the latent, has d = 0.
-    states: of the layers that have no keys; None in models without such layers, and while a dispatch has taken them.
-    globals: the same pages in the layers with the mixer "global", whose heads are others; None in models without. A
-    layer that shares the keys and values of another one has nothing here.
+    For the kernel of TPUs k has keys and values interleaved, as [L, N, P, 2 G, d], and v is None. In models with latent
+    attention k has the latent and the rotated part of a key as one head, and v, which is a part of the latent, has
+    d = 0. states: of the layers without keys; None in models without such layers, and within a dispatch. globals: the
+    same pages in the layers with the mixer "global", which have other heads; None in models without. A layer that
+    shares the keys and values of another layer has nothing here.
     """
 
     k: Any
@@ -73,7 +73,7 @@ class KVCache:
 
 
 def cache_dtype(kv_cache: CacheFormat, dtype: str) -> str:
-    """The number format of pages, by name. kv_cache: as of the settings. dtype: of activations, by name.
+    """The name of the number format of pages. kv_cache: the setting. dtype: the name of the format of activations.
 
     float8 has four bits of exponent and three of mantissa (E4M3 of arXiv 2209.05433, which ends at 448 and has no
     infinity), and no scale, as vLLM's `fp8`.
@@ -82,7 +82,7 @@ def cache_dtype(kv_cache: CacheFormat, dtype: str) -> str:
 
 
 def cache_sharding(cfg: ModelConfig, mesh: Mesh, *, together: bool) -> NamedSharding:
-    """Pages over fsdp, heads over tensor, of the `cache_mesh` of these devices; of a single layer as well.
+    """Pages over fsdp, heads over tensor, of the `cache_mesh` of these devices, also for a single layer.
 
     cfg, mesh: the base model's shape, and the devices. together: keys and values are one array.
     """
@@ -102,7 +102,7 @@ def by_mixer(
 
 
 def _together(cfg: ModelConfig, mesh: Mesh, mixer: str, dtype: str) -> bool:
-    """Whether keys and values lie in one array."""
+    """Whether keys and values are one array."""
     if platform() is not TPU or cfg.latent is not None or "sinks" in layers_with(cfg):
         return False
     own, tensor = cfg.attention_of(mixer), cache_mesh(mesh, cfg.split_heads).shape[TENSOR]
@@ -128,8 +128,8 @@ def empty_cache(
     """A cache of zeros. It must be zeros: a masked value is multiplied by a weight of 0, and 0 * nan is nan.
 
     cfg, mesh: the base model's shape, and the devices. pages: N, a multiple of the fsdp axis. page: P, a multiple of
-    32. dtype: of activations, by name. by_layer: one array for each layer. states: of layers with linear attention,
-    like pages. kv_cache: the format of the pages, not of the states.
+    32. dtype: the name of the format of activations. by_layer: an array for each layer. states: of layers with linear
+    attention, a multiple of the fsdp axis. kv_cache: the format of the pages, not of the states.
     """
     held = cache_dtype(kv_cache, dtype)
 
@@ -153,7 +153,7 @@ def empty_cache(
 
 
 def cache_shape(pool: PagePool, params: Params, kv_cache: CacheFormat) -> tuple[int, int, str, bool, int, CacheFormat]:
-    """What `empty_cache` takes behind cfg and mesh, for the pages of `pool` and weights like `params`."""
+    """The arguments of `empty_cache` after cfg and mesh, for the pages of `pool` and weights like `params`."""
     states = pool.states.pages * pool.shards if pool.states else 0
     return pool.pages * pool.shards, pool.page, params.embed_VD.dtype.name, params.unstacked, states, kv_cache
 
@@ -161,7 +161,7 @@ def cache_shape(pool: PagePool, params: Params, kv_cache: CacheFormat) -> tuple[
 def copy_pages(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, copies: Sequence[PageCopy], *, states: bool = False
 ) -> KVCache:
-    """`cache`, updated in place, after these copies, one after the other. A dispatch for every COPIES of them.
+    """`cache`, updated in place, after these copies in order. One dispatch makes up to COPIES of them.
 
     cfg, mesh: the base model's shape, and the devices. copies: of pages by their numbers in the whole pool. states: of
     states instead.
@@ -191,7 +191,7 @@ def copied(
 def copied_states(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, source_N: jax.Array, into_N: jax.Array, count: jax.Array
 ) -> KVCache:
-    """What `copied` does with its cfg, mesh, cache, source_N, into_N and count, with states in place of pages."""
+    """The same as `copied`, with its arguments cfg, mesh, cache, source_N, into_N and count, for states."""
 
     def one(part: jax.Array, where: NamedSharding) -> jax.Array:
         return _copied(where, part, source_N, into_N, count)
@@ -211,7 +211,7 @@ def _copied(
             page = jax.lax.dynamic_slice_in_dim(part, source_N[i] % held, 1, axis=1)
             if shards == 1:
                 return jax.lax.dynamic_update_slice_in_dim(part, page, into_N[i], axis=1)
-            bits = jax.lax.bitcast_convert_type(page, jnp.uint8) if small else page  # no device adds float8 up
+            bits = jax.lax.bitcast_convert_type(page, jnp.uint8) if small else page  # no device sums float8
             bits = jax.lax.psum(jnp.where(source_N[i] // held == mine, bits, 0), FSDP)  # to every shard
             page = jax.lax.bitcast_convert_type(bits, page.dtype) if small else bits
             old = jax.lax.dynamic_slice_in_dim(part, into_N[i] % held, 1, axis=1)
@@ -247,9 +247,9 @@ def attend_cached(
 
     mesh: the `cache_mesh`; pages and rows are split over fsdp, heads over tensor. cache: updated in place. layer:
     its number, an int if the cache is by layer. tables_SW int32: the pages of each row, as numbers in the row's own
-    shard; 0 = none, and what is written there is dropped. start_S int32: where each row's first query stands.
-    q [S, Q, H, d] and k [S, Q, G, d]: rotated. v [S, Q, G, d]; if the cache has no room for values, the first
-    dimensions of k. sinks_H: a score of each head that takes part in the softmax and has no value.
+    shard; 0 = none, and writes to it are dropped. start_S int32: the position of each row's first query.
+    q [S, Q, H, d] and k [S, Q, G, d]: rotated. v [S, Q, G, d]; if the cache has no array of values, the first
+    dimensions of k. sinks_H: a score of each head that is part of the softmax and has no value.
     """
     if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
         own = KVCache(cache.k[layer], cache.v[layer])
@@ -298,7 +298,7 @@ def _attend_local(
     v_SQGd: jax.Array | None,
     sinks_H: jax.Array | None,
 ) -> tuple[KVCache, jax.Array]:
-    latents = cache.v is not None and cache.v.shape[-1] == 0  # of which values are a part
+    latents = cache.v is not None and cache.v.shape[-1] == 0  # values are a part of the latents
     values = 0
     if k_SQGd is not None and v_SQGd is not None:
         values = v_SQGd.shape[-1] if latents else 0
@@ -322,8 +322,8 @@ def _attend_by_page(
     sinks_H: jax.Array | None = None,
     values: int = 0,
 ) -> jax.Array:
-    """What `paged_gpu.attend` gives of the same arguments. values: how many of a key's dimensions are its value, if
-    these have no array of their own.
+    """The result of `paged_gpu.attend` for the same arguments. values: how many dimensions of a key are its value, if
+    the cache has no array of values.
     """
     S, Q, H, d = q_SQHd.shape
     (G, P), values = cache_v.shape[2:4], values or cache_v.shape[-1]
@@ -334,7 +334,7 @@ def _attend_by_page(
     seen = jnp.tile(seen_SQ, (1, H // G))[:, None, :, None]
 
     def attended(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        """o of some rows, as far as the longest of them."""
+        """o of some rows, up to the end of the longest of them."""
         q, seen, tables = rows
 
         def page(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -363,9 +363,9 @@ def _attend_by_page(
             jnp.zeros((*q.shape[:3], values), jnp.float32),
         )
         pages = jnp.minimum(jnp.max(seen) // P + 1, tables.shape[1])
-        # What a page before a row's window adds (weights of exp(0)) is undone by the first page in the window.
+        # The first page in the window cancels the contribution of pages before it (weights of exp(0)).
         first: Any = 0
-        if window is not None:  # an unused slot of a decode step has no page, and would begin at the first one
+        if window is not None:  # an unused slot of a decode step has no page, and would begin at the first page
             here_S1 = jnp.take_along_axis(tables, jnp.min(seen, axis=(1, 2)) // P, axis=1, mode="fill", fill_value=0)
             used = (here_S1 > 0)[:, :, None, None]
             first = jnp.maximum(jnp.min(jnp.where(used, seen, jnp.max(seen))) - window + 1, 0) // P
@@ -390,7 +390,7 @@ def _written(
     k_SQGd: jax.Array,
     v_SQGd: jax.Array,
 ) -> KVCache:
-    """The cache with new keys and values at positions start_S.. of each row, but for those that have no page."""
+    """The cache with new keys and values at positions start_S.. of each row. Positions without a page are dropped."""
     k_SQGd, v_SQGd = _stored(k_SQGd, cache.k.dtype), _stored(v_SQGd, cache.k.dtype)
     S, Q = k_SQGd.shape[:2]
     by_scatter = cache.v is None or platform() is CUDA or (on_cpu() and Q == 1 and S > 1)
@@ -399,7 +399,7 @@ def _written(
     P, N = cache.k.shape[2 if cache.v is None else 4], cache.k.shape[1]
     positions_SQ = start_S[:, None] + jnp.arange(Q, dtype=jnp.int32)
     page_SQ = jnp.take_along_axis(tables_SW, positions_SQ // P, axis=1, mode="fill", fill_value=0)
-    nowhere_SQ = N + jnp.arange(S * Q, dtype=jnp.int32).reshape(S, Q)  # dropped; no two alike, as is promised below
+    nowhere_SQ = N + jnp.arange(S * Q, dtype=jnp.int32).reshape(S, Q)  # dropped; unique, as is promised below
     page_SQ, place_SQ = jnp.where(page_SQ == 0, nowhere_SQ, page_SQ), positions_SQ % P
 
     def at(part: jax.Array, *place: Any) -> Any:
@@ -416,7 +416,7 @@ def _written(
 
 
 def _stored(x: jax.Array, dtype: Any) -> jax.Array:
-    """Numbers as the cache holds them; those beyond float8's largest become that one, not nan."""
+    """Numbers in the format of the cache; numbers beyond the largest float8 become that number, not NaN."""
     if dtype.itemsize == 1:
         x = jnp.clip(x, -_MOST_FLOAT8, _MOST_FLOAT8)
     return x.astype(dtype)
@@ -430,9 +430,9 @@ def _written_in_runs(
     k_SQGd: jax.Array,
     v_SQGd: jax.Array,
 ) -> KVCache:
-    """The same with an update in place for each run of positions, which is what CPUs are fast at.
+    """The same with an update in place for each run of positions, which is fast on CPUs.
 
-    TPUs write whole pages: for a column of one they would turn the cells of all layers, and turn them back to attend.
+    TPUs write whole pages: for a column of a page they would transpose the cells of all layers, and again to attend.
     """
     S, Q, G, d = k_SQGd.shape
     P, run = cache.k.shape[4], min(_RUN, Q)

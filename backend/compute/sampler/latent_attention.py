@@ -1,12 +1,12 @@
-"""Latent attention in the sampler: the cache has latents, and keys and values of heads are never made of them.
+"""Latent attention in the sampler: the cache has latents, which are never expanded to keys and values of heads.
 
-A score is q . (K c) = (K^T q) . c, and what a head has seen is the sum of w (V c) = V (sum of w c): the matrix that
-makes keys and values of latents is multiplied into queries and results instead (DeepSeek V2, arXiv 2405.04434, section
-2.1.2). So all heads share one key, and its first part is their value. An adapter of that matrix is multiplied in the
-same way, and into queries its B comes first.
+A score is q . (K c) = (K^T q) . c, and the output of a head is the sum of w (V c) = V (sum of w c). So the matrix that
+expands latents to keys and values is multiplied into queries and outputs instead (DeepSeek V2, arXiv 2405.04434,
+section 2.1.2). All heads share one key, and its first part is their value. An adapter of that matrix is multiplied in
+the same way; for queries its B comes first.
 
-Letters: S rows, Q tokens, H heads, K columns of the stack of adapters, c a latent's width; p and r dimensions of a head
-that stay and that turn, v those of its values.
+Letters: S rows, Q tokens, H heads, K columns of the stack of adapters, c a latent's width. Of a head: p dimensions
+without rotation, r with rotation, v of its values.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def attend_latents(
     kv_b: Weight,
     pair: LoraPair | None,
 ) -> jax.Array:
-    """What each query has seen, [S, Q, H, v] in its dtype.
+    """The attention output of each query, [S, Q, H, v] in its dtype.
 
-    latent: the shapes. mesh: splits heads over WEIGHTS, if these divide them. attend: over the cache; it is given one
-    key-value head. columns_S2 int32 and width: each row's columns of the stack, and how many that has. q_SQHp, q_SQHr:
-    the parts of queries that stay, and that are rotated. c_SQc: latents. k_SQr: what is rotated of keys. kv_b: the
-    matrix [H * (p + v), c]. pair: of its adapters, A [K, c] and B [K, H * (p + v)].
+    latent: the shapes. mesh: splits heads over WEIGHTS, if their number is divisible. attend: over the cache, with one
+    key-value head. columns_S2 int32 and width: each row's columns of the stack, and their number. q_SQHp, q_SQHr: the
+    parts of queries without and with rotation. c_SQc: latents. k_SQr: the rotated part of keys. kv_b: the matrix
+    [H * (p + v), c]. pair: of its adapters, A [K, c] and B [K, H * (p + v)].
     """
     H, p = q_SQHp.shape[2:]
     keys_Hpc, values_Hvc, key_scale, value_scale = _halves(kv_b, H, p, q_SQHp.dtype)
@@ -52,14 +52,14 @@ def attend_latents(
         own = own_columns(columns_S2, pair, width)[:, None, None]
         keys_KHp, values_KHv = jnp.split(jnp.asarray(pair.B).reshape(-1, H, p + latent.values), (p,), axis=-1)
         low_SQHK = jnp.einsum("sqhp,khp->sqhk", q_SQHp, keys_KHp)
-        # Not a product with 0: what overflows in the columns of another row's adapter must not become nan here.
+        # Not a product with 0: an overflow in the columns of another row's adapter must not become NaN here.
         q_SQHc = q_SQHc + jnp.einsum("sqhk,kc->sqhc", jnp.where(own, low_SQHK, 0), pair.A)
-    # `attend` scales queries by the width of what it is given; they are to be scaled by that of a head.
+    # `attend` scales queries by the width of its keys. The right scale is that of a head.
     scale = jnp.asarray((latent.cell / (latent.plain + latent.rotary)) ** 0.5, q_SQHc.dtype)
     q = jnp.concatenate([q_SQHc, q_SQHr], axis=-1) * scale
     c_SQ1c = c_SQc[:, :, None]
     keys = jnp.concatenate([c_SQ1c, k_SQr[:, :, None]], axis=-1)
-    # Attention splits rows, and what is before and behind it heads: said here, or XLA finds no short way between them.
+    # Attention splits rows, and the operations before and after it split heads. Without this hint XLA reshards slowly.
     seen_SQHc = _by_heads(mesh, attend(_by_heads(mesh, q), keys, c_SQ1c, window=None, sinks_H=None))
     o_SQHv = jnp.einsum("sqhc,hvc->sqhv", seen_SQHc, values_Hvc) * value_scale
     if pair is not None:
@@ -74,7 +74,7 @@ def _by_heads(mesh: Mesh, x_SQHd: jax.Array) -> jax.Array:
 
 
 def _halves(kv_b: Weight, H: int, p: int, dtype: Any) -> tuple[jax.Array, jax.Array, Any, Any]:
-    """What makes keys [H, p, c] and values [H, v, c] of latents; and the scales of both, [H, p] and [H, v], or 1."""
+    """The matrices of keys [H, p, c] and values [H, v, c]; and the scales of both, [H, p] and [H, v], or 1."""
     matrix = kv_b.values.astype(dtype) if isinstance(kv_b, Int8) else kv_b
     by_head = matrix.reshape(H, -1, matrix.shape[-1])
     if not isinstance(kv_b, Int8):

@@ -1,4 +1,4 @@
-"""What the sampler does on the devices. Each method is one dispatch or a few.
+"""The sampler's work on the devices. Each method is one dispatch or a few.
 
 Letters: B rows, Q tokens of a piece, S slots, C tokens of a chunk.
 """
@@ -19,6 +19,7 @@ from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.sampler.adjustments import adjusted_rows
 from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decode, empty_rows
+from tinkerflow.backend.compute.sampler.image_features import ImageFeatureCache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, cache_shape, copy_pages, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
 from tinkerflow.backend.compute.sampler.prefill import empty_piece, prefill
@@ -27,15 +28,14 @@ from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores
 from tinkerflow.backend.compute.sampler.requests import SlotAssignment
 from tinkerflow.backend.compute.sampler.sampling import width_for
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
-from tinkerflow.backend.compute.sampler.views import Views
 from tinkerflow.backend.spec.commands import CacheFormat
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`steps` tokens of each of the sequences `held`, which the devices were asked for. decoded: on the devices."""
+    """A decode dispatch: `steps` tokens of each sequence in `slots`. decoded: on the devices."""
 
-    held: SlotAssignment
+    slots: SlotAssignment
     steps: int
     decoded: Decoded
 
@@ -61,39 +61,39 @@ class SamplerModel:
 
         cfg, mesh: the base model's shape, and the devices. params: the weights, by layer if `snapshots` are. pool: the
         pages. chunk: the most tokens of one decode dispatch. max_context: the most tokens of a sequence. kv_cache: the
-        format of the pages. most_ahead: the most slots of a chunk, when chunks are asked for before the last one is
-        read; None: they are not. tower: of models that see images.
+        format of the pages. most_ahead: the most slots of a chunk, when a chunk is dispatched before the last one is
+        read; None: each chunk is read first. tower: of models with images.
         """
         self.cfg, self.mesh, self.snapshots, self.chunk = cfg, mesh, snapshots, chunk
         self.params, self._pool, self._width = params, pool, pool.pages_for(max_context)
-        self._none_M = None if most_ahead is None else put(np.zeros(most_ahead, np.int32), replicated(mesh))
-        self._views = None if tower is None else Views(tower)
+        self._no_tokens_M = None if most_ahead is None else put(np.zeros(most_ahead, np.int32), replicated(mesh))
+        self._images = None if tower is None else ImageFeatureCache(tower)
         self._kv_cache = kv_cache
-        self.clear()
+        self.reset_cache()
 
-    def clear(self) -> None:
+    def reset_cache(self) -> None:
         """Begin with a cache of zeros."""
-        if self._views is not None:
-            self._views.clear()
+        if self._images is not None:
+            self._images.clear()
         self.cache: KVCache | None = None  # its memory is free before the next one is made
-        self.last_piece: PieceScores | None = None  # there when the last piece of prompts is computed
+        self.last_piece: PieceScores | None = None  # ready when the last prefill dispatch is computed
         self.cache = empty_cache(self.cfg, self.mesh, *cache_shape(self._pool, self.params, self._kv_cache))
 
-    def use(self, load: Callable[[], Params]) -> None:
-        """Begin anew with the weights that `load` gives: as those before, and made when these take no memory."""
+    def replace_params(self, load: Callable[[], Params]) -> None:
+        """Begin again with the weights that `load` returns. The memory of the old ones is free when it is called."""
         del self.params
         self.params = load()
-        self.clear()
+        self.reset_cache()
 
     def prefill_piece(self, group: PrefillGroup) -> int:
-        """Compute the next piece of every prompt of `group`; the group has then gone on by it.
+        """Compute the next piece of every prompt of `group`, and advance the group by it.
 
-        How many tokens that were: with padding, and with those of images that the tower looked at.
+        Returns how many tokens that were: with padding, and with those of images that the tower encoded.
         """
         size, start, widths = group.piece, group.start, group.widths
-        images, looked = None, 0
-        if self._views is not None and len(group.jobs) == 1:
-            images, looked = self._views.piece(group.jobs[0], group.rows, size, start)
+        images, encoded = None, 0
+        if self._images is not None and len(group.jobs) == 1:
+            images, encoded = self._images.piece(group.jobs[0], group.rows, size, start)
         for job in group.jobs:
             if job.sequences:  # else its request is gone, and its row writes nothing
                 owned = self._pool.own_state(job.table)
@@ -102,7 +102,7 @@ class SamplerModel:
             empty_piece(widths, group.rows, size, self._width, states=self._pool.states is not None),
             start=np.int32(start),
             tables_BW=self._tables(group.rows, [(job.row, job.table) for job in group.jobs]),
-            score=np.bool_(any(job.wants(start, start + size) for job in group.jobs)),
+            score=np.bool_(any(job.wants_scores(start, start + size) for job in group.jobs)),
             states_B=self._states(group.rows, [(job.row, job.table) for job in group.jobs]),
             images=images,
         )
@@ -112,24 +112,24 @@ class SamplerModel:
             piece.tokens_BQ[row, : len(here_T)] = here_T
             if piece.valid_B is not None:
                 piece.valid_B[row] = len(here_T)
-            piece.wanted.next_BQ[row, : len(here_T)] = job.tokens_T[start + 1 : start + 1 + len(here_T)]
-            if job.wants(start, start + size) and job.parent.scores is not None:
-                job.parent.scores.fill(start, start + len(here_T), row, piece.wanted)
+            piece.queries.next_BQ[row, : len(here_T)] = job.tokens_T[start + 1 : start + 1 + len(here_T)]
+            if job.wants_scores(start, start + size) and job.parent.scores is not None:
+                job.parent.scores.fill(start, start + len(here_T), row, piece.queries)
             columns = self.snapshots.columns(job.parent.snapshot)
             piece.columns_B2[row] = columns.start, columns.end
-        cache = self._settled()
+        cache = self._copied_cache()
         self.cache, scored = prefill(self.cfg, self.mesh, widths, self.params, self.snapshots.lora, cache, piece)
         self.last_piece = scored
         group.advance(size, to_host(scored) if piece.score else None)
-        return group.rows * size + looked
+        return group.rows * size + encoded
 
-    def decode_chunk(self, slots: int, held: SlotAssignment, steps: int, before: Chunk | None) -> Chunk:
-        """Ask the devices for `steps` more tokens of every slot.
+    def decode_chunk(self, S: int, slots: SlotAssignment, steps: int, before: Chunk | None) -> Chunk:
+        """Dispatch `steps` more tokens of every sequence.
 
-        held: the sequences; other slots decode what nobody reads. steps: at most `chunk`. before: the chunk that is not
-        read yet, with the last tokens of all that have some `ahead`.
+        S: slots of the dispatch; the tokens of unused ones are never read. steps: at most `chunk`. before: the chunk
+        that is not read yet, with the last tokens of all sequences in flight.
         """
-        most_listed = max(sequence.parent.request.topk_sample for _, sequence in held)
+        most_listed = max(sequence.parent.request.topk_sample for _, sequence in slots)
         self.cache, on_devices = decode(
             self.cfg,
             self.mesh,
@@ -137,22 +137,22 @@ class SamplerModel:
             min(width_for(most_listed), self.cfg.vocab),
             self.params,
             self.snapshots.lora,
-            self._settled(),
-            self._rows(held, slots, steps, before),
+            self._copied_cache(),
+            self._rows(slots, S, steps, before),
             np.int32(steps),
         )
-        return Chunk(held, steps, on_devices)
+        return Chunk(slots, steps, on_devices)
 
-    def read(self, chunk: Chunk) -> Decoded:
-        """What was decoded, on the host, as soon as the devices are done with it."""
+    def read_chunk(self, chunk: Chunk) -> Decoded:
+        """The decoded tokens on the host, as soon as the devices have computed them."""
         return to_host(replace(chunk.decoded, last_M=None))
 
-    def _settled(self) -> KVCache:
-        """The cache after the copies that the pool wants."""
+    def _copied_cache(self) -> KVCache:
+        """The cache after the pool's copies."""
         assert self.cache is not None
-        cache = copy_pages(self.cfg, self.mesh, self.cache, self._pool.pending())
+        cache = copy_pages(self.cfg, self.mesh, self.cache, self._pool.pop_copies())
         if self._pool.states:
-            cache = copy_pages(self.cfg, self.mesh, cache, self._pool.states.pending(), states=True)
+            cache = copy_pages(self.cfg, self.mesh, cache, self._pool.states.pop_copies(), states=True)
         return cache
 
     def _tables(self, rows: int, tables: Iterable[tuple[int, PageTable]]) -> npt.NDArray[np.int32]:
@@ -170,33 +170,33 @@ class SamplerModel:
                 states_B[row] = table.state.pages[0] % self._pool.states.pages
         return states_B
 
-    def _rows(self, held: SlotAssignment, S: int, steps: int, before: Chunk | None) -> Rows:
+    def _rows(self, assigned: SlotAssignment, S: int, steps: int, before: Chunk | None) -> Rows:
         rows = replace(
             empty_rows(S, self._width, self.chunk, states=self._pool.states is not None),
-            tables_SW=self._tables(S, ((slot, sequence.table) for slot, sequence in held)),
-            adjusted=adjusted_rows(self.mesh, self.cfg.vocab, S, held),
-            states_S=self._states(S, ((slot, sequence.table) for slot, sequence in held)),
+            tables_SW=self._tables(S, ((slot, sequence.table) for slot, sequence in assigned)),
+            adjusted=adjusted_rows(self.mesh, self.cfg.vocab, S, assigned),
+            states_S=self._states(S, ((slot, sequence.table) for slot, sequence in assigned)),
             shift_S=None if self.cfg.vision is None else np.zeros(S, np.int32),
         )
-        slots, sequences = [slot for slot, _ in held], [sequence for _, sequence in held]
+        slots, sequences = [slot for slot, _ in assigned], [sequence for _, sequence in assigned]
         columns = [self.snapshots.columns(sequence.parent.snapshot) for sequence in sequences]
         rows.tokens_S[slots] = [sequence.last_token for sequence in sequences]
         rows.positions_S[slots] = [sequence.cached for sequence in sequences]
         if rows.shift_S is not None:
-            rows.shift_S[slots] = [sequence.parent.shift for sequence in sequences]
-        rows.columns_S2[slots] = [(one.start, one.end) for one in columns]
-        rows.uniform_CS[:steps, slots] = np.stack([one.uniforms.take(steps) for one in sequences], axis=1)
-        choices = zip(*(sequence.parent.choice(self.cfg.vocab) for sequence in sequences), strict=True)
+            rows.shift_S[slots] = [sequence.parent.rotary_shift for sequence in sequences]
+        rows.columns_S2[slots] = [(place.start, place.end) for place in columns]
+        rows.uniform_CS[:steps, slots] = np.stack([each.uniforms.draw(steps) for each in sequences], axis=1)
+        choices = zip(*(sequence.parent.sampling_choice(self.cfg.vocab) for sequence in sequences), strict=True)
         for part, chosen in zip(jax.tree.leaves(rows.choice), choices, strict=True):
             part[slots] = chosen
-        return rows if self._none_M is None else self._continued(rows, held, before)
+        return rows if self._no_tokens_M is None else self._continued(rows, assigned, before)
 
-    def _continued(self, rows: Rows, held: SlotAssignment, before: Chunk | None) -> Rows:
-        """The rows, with the last tokens that nobody has read yet taken from the chunk before."""
+    def _continued(self, rows: Rows, assigned: SlotAssignment, before: Chunk | None) -> Rows:
+        """The rows, with last tokens in flight from the chunk before."""
         from_S = np.full(len(rows.tokens_S), -1, np.int32)
-        place_of = {sequence: place for place, sequence in before.held} if before is not None else {}
-        for slot, sequence in held:
-            if sequence.ahead:
+        place_of = {sequence: place for place, sequence in before.slots} if before is not None else {}
+        for slot, sequence in assigned:
+            if sequence.in_flight:
                 from_S[slot] = place_of[sequence]
-        last_M = self._none_M if before is None else before.decoded.last_M
+        last_M = self._no_tokens_M if before is None else before.decoded.last_M
         return replace(rows, before_M=last_M, from_S=from_S)

@@ -2,7 +2,7 @@
 
 A prompt that several samples share is computed once: their page tables name its pages.
 
-Letters: B rows, Q tokens of a piece, c positions scored at once, D hidden, V vocabulary, K given tokens,
+Letters: B rows, Q tokens of a piece, c positions scored together, D hidden, V vocabulary, K given tokens,
 A alternatives, S rows of a draw.
 """
 
@@ -23,11 +23,11 @@ from tinkerflow.backend.compute.models.long_rows import join_chunks, split_chunk
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.transformer import ImageFeatures, Params
 from tinkerflow.backend.compute.platforms import on_cpu
-from tinkerflow.backend.compute.sampler.decode import layers, pin_cache, unembedded
+from tinkerflow.backend.compute.sampler.forward import StepInputs, pin_cache, run_layers, unembedded
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, PieceQueries, PieceScores, Widths, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
-from tinkerflow.backend.compute.sampler.states import put, take
+from tinkerflow.backend.compute.sampler.states import gather_states, scatter_states
 from tinkerflow.backend.compute.training.logprobs import MOST_LOGITS, chunk_size
 
 _OF_TRAINING = 4  # on CPUs a quarter of its logits exist at a time: their caches are small
@@ -38,11 +38,11 @@ _ROWS = 256  # elsewhere, whose logits exist at a time: the KV cache takes the m
 class Piece:
     """Tokens [start, start + Q) of every row's prompt, zeros after its end.
 
-    tokens_BQ int32; start int32 scalar; tables_BW int32: the rows' pages; columns_B2 int32: the rows' adapters.
-    score: bool scalar, whether anything is wanted of what follows each token; `wanted` says what. states_B int32: the
-    rows' states. valid_B int32: how many of the tokens are the row's. Both
-    None in models without states. images: images among these tokens, and where all tokens turn when images came before
-    them; None in a piece up to whose end there is no image.
+    tokens_BQ int32; start int32 scalar; tables_BW int32: the rows' pages; columns_B2 int32: the rows' adapters. score:
+    bool scalar, whether any score of these tokens is wanted. queries: the tokens to score. states_B int32: the rows'
+    states. valid_B int32: how many of the tokens belong to the row. Both are None in models without states. images: the
+    images among these tokens, and the rotary positions of all tokens after the first image; None if no image begins
+    before the end of the piece.
     """
 
     tokens_BQ: Array
@@ -50,7 +50,7 @@ class Piece:
     tables_BW: Array
     columns_B2: Array
     score: Scalar
-    wanted: PieceQueries
+    queries: PieceQueries
     states_B: Array | None = None
     valid_B: Array | None = None
     images: ImageFeatures | None = None
@@ -67,7 +67,7 @@ def empty_piece(widths: Widths, rows: int, tokens: int, pages: int, *, states: b
         tables_BW=np.zeros((rows, pages), np.int32),
         columns_B2=np.zeros((rows, 2), np.int32),
         score=np.bool_(False),
-        wanted=empty_queries(widths, rows, tokens),
+        queries=empty_queries(widths, rows, tokens),
         states_B=np.zeros(rows, np.int32) if states else None,
         valid_B=np.zeros(rows, np.int32) if states else None,
     )
@@ -85,29 +85,19 @@ def prefill(
     """
     start_B = jnp.full(piece.tokens_BQ.shape[0], piece.start, jnp.int32)
     pool, cache = cache.states, replace(cache, states=None)
-    states = take(cfg, mesh, pool, piece.states_B, start_B == 0, by_layer=params.unstacked)
-    cache, states, x_BQD = layers(
-        cfg,
-        mesh,
-        params,
-        lora,
-        cache,
-        states,
-        piece.tokens_BQ,
-        start_B,
-        tables_SW=piece.tables_BW,
-        columns_S2=piece.columns_B2,
-        valid_S=piece.valid_B,
-        images=piece.images,
+    states = gather_states(cfg, mesh, pool, piece.states_B, start_B == 0, by_layer=params.unstacked)
+    inputs = StepInputs(
+        piece.tokens_BQ, start_B, piece.tables_BW, piece.columns_B2, valid_S=piece.valid_B, images=piece.images
     )
-    cache = replace(pin_cache(cfg, mesh, cache), states=put(cfg, mesh, pool, states, piece.states_B))
+    cache, states, x_BQD = run_layers(cfg, mesh, params, lora, cache, states, inputs)
+    cache = replace(pin_cache(cfg, mesh, cache), states=scatter_states(cfg, mesh, pool, states, piece.states_B))
 
     def scored() -> PieceScores:
-        return score_piece(mesh, widths, params, lora, x_BQD, piece.columns_B2, piece.wanted)
+        return score_piece(mesh, widths, params, lora, x_BQD, piece.columns_B2, piece.queries)
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(scored))
-    found = jax.lax.cond(piece.score, scored, lambda: nothing)
-    return cache, jax.lax.with_sharding_constraint(found, replicated(mesh))
+    scores = jax.lax.cond(piece.score, scored, lambda: nothing)
+    return cache, jax.lax.with_sharding_constraint(scores, replicated(mesh))
 
 
 def score_piece(
@@ -117,13 +107,13 @@ def score_piece(
     lora: Lora,
     x_BQD: jax.Array,
     columns_B2: Array,
-    wanted: PieceQueries,
+    queries: PieceQueries,
 ) -> PieceScores:
     """The scores at every position of a piece, a few positions at a time: all logits of a prompt never exist.
 
     Q is a power of two. mesh: rows are split over it. widths: how many of each score the program computes. params,
     lora: the unembedding and the stack's pair for it. x_BQD: final hidden states. columns_B2 int32: each row's columns
-    of the stack. wanted: as wide as `widths`.
+    of the stack. queries: as wide as `widths`.
     """
 
     def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]) -> PieceScores:
@@ -132,18 +122,18 @@ def score_piece(
         if widths != PLAIN:  # whole rows on each device: top-k and draws need no collectives
             logits = by_rows(mesh, logits)
         total_Bc1 = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        found = PieceScores((_pick(logits, next_Bc[..., None]) - total_Bc1)[..., 0])
+        scores = PieceScores((_pick(logits, next_Bc[..., None]) - total_Bc1)[..., 0])
         if widths.top:
             values, tokens = jax.lax.top_k(logits, widths.top)
-            found = replace(found, top=(tokens.astype(jnp.int32), values - total_Bc1))
+            scores = replace(scores, top=(tokens.astype(jnp.int32), values - total_Bc1))
         if targets_BcK is not None:
-            found = replace(found, targets_BQK=_pick(logits, targets_BcK) - total_Bc1)
-        if uniform_BcA is not None and wanted.temperature_B is not None:
-            tokens = _drawn(logits, uniform_BcA, wanted.temperature_B)
-            found = replace(found, alternatives=(tokens, _pick(logits, tokens) - total_Bc1))
-        return found
+            scores = replace(scores, targets_BQK=_pick(logits, targets_BcK) - total_Bc1)
+        if uniform_BcA is not None and queries.temperature_B is not None:
+            tokens = _drawn(logits, uniform_BcA, queries.temperature_B)
+            scores = replace(scores, alternatives=(tokens, _pick(logits, tokens) - total_Bc1))
+        return scores
 
-    asked = (x_BQD, wanted.next_BQ, wanted.targets_BQK, wanted.uniform_BQA)
+    asked = (x_BQD, queries.next_BQ, queries.targets_BQK, queries.uniform_BQA)
     rows, tokens, _ = x_BQD.shape
     most = MOST_LOGITS // _OF_TRAINING if on_cpu() else _ROWS * params.embed_VD.shape[0]
     parts = split_chunks(asked, chunk_size(rows, tokens, params, most))

@@ -1,4 +1,4 @@
-"""What is prefilled: jobs, each a prompt and the sequences that continue it, and groups of jobs that go together."""
+"""Prefill on the host: jobs, each a prompt and the sequences that continue it, and groups of jobs in one dispatch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from tinkerflow.backend.compute.sampler.pages import Key, PageTable, pages_for
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, PieceScores, Widths
-from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope
 from tinkerflow.backend.compute.sampler.shapes import SHORT_PROMPT, prefill_piece, prefill_pieces
 from tinkerflow.backend.spec.commands import Int32
 
@@ -20,27 +20,24 @@ from tinkerflow.backend.spec.commands import Int32
 class PrefillJob:
     """Sequences that continue the same tokens. All but the last token are prefilled; the last is decode's first input.
 
-    score: the parent wants scores of the prompt, and they are still to be computed. start: the job's place in line, as
-    the number of sequences its owner may have been served before it, had all owners shared alike. page: positions of a
-    page. sizes: of the pieces it may go in. table, row: its pages and its row in a group, once it is in one. known: how
-    many tokens these pages held before. overtaken: sequences that went before it and came later. branch: how many
-    tokens there are pages of, but perhaps no state to go on from: then one is kept for the next prompt. past: its
-    states after so many tokens, which are kept for others once it is computed.
+    score: the request wants scores of the prompt that are still to be computed. page: positions of a page. sizes: of
+    the pieces in which it may be prefilled. table, row: its pages and its row in a group, once it is in one.
+    cached_tokens: how many of its tokens these pages held before. state_branch: how many tokens have cached pages, but
+    possibly no state. There a state is kept for the next prompt. kept_states: states after so many tokens, which
+    other prompts may continue.
     """
 
-    parent: ParentRequest
+    parent: ActiveRequest
     tokens_T: Int32
     sequences: deque[ActiveSequence]
     score: bool
     page: int
     sizes: tuple[int, ...]
-    start: int = 0
     table: PageTable = field(default_factory=lambda: PageTable(0))
     row: int = 0
-    known: int = 0
-    overtaken: int = 0
-    branch: int = 0
-    past: list[tuple[int, PageTable]] = field(default_factory=list)
+    cached_tokens: int = 0
+    state_branch: int = 0
+    kept_states: list[tuple[int, PageTable]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -49,80 +46,80 @@ class PrefillJob:
 
     @property
     def positions(self) -> int:
-        """For how many positions it needs pages when it begins: all it may ever have, if it was preempted."""
+        """For how many positions it needs pages when it begins: after a preemption, for all up to its limit."""
         return max((sequence.most_cached for sequence in self.sequences if sequence.preempted), default=self.length)
 
     @property
     def alone(self) -> bool:
-        """Whether it is prefilled alone: others would wait for its long prompt, its images, or its prompt scores."""
+        """Whether no other job goes with it, which would wait for a long prompt, for images or for prompt scores."""
         parent, long = self.parent, self.length > SHORT_PROMPT
         return long or bool(parent.request.images) or (self.score and widths_for([self]) != PLAIN)
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """The positions of the pages that hold its prompt."""
         return pages_for(self.length, self.page) * self.page
 
     @cached_property
     def borders(self) -> list[int]:
-        """Where the pieces of a prompt that goes alone begin and end: from 0 to its length, or a little beyond."""
-        return [0, *accumulate(prefill_pieces(self.sizes, self.length, self.room))]
+        """Where its pieces begin and end when it goes alone: from 0 to its length, or a little beyond."""
+        return [0, *accumulate(prefill_pieces(self.sizes, self.length, self.capacity))]
 
     @cached_property
     def digests(self) -> list[bytes]:
         """For each page of a prompt that goes alone: a digest of the page before, its tokens, images, and their pieces.
 
-        With the weights, they are everything that decides the pages' numbers: every token up to a page's end, and the
-        pieces in which these were computed. So a page that is found is bit for bit what would be computed, and the rest
-        of the prompt is computed in the pieces in which it would be: a result does not depend on what is found. Decoded
-        tokens have no digests: decode computes them in other shapes.
+        Together with the weights, these decide the content of a page: every token up to the page's end, and the pieces
+        in which they are computed. So a cached page has exactly the bits that would be computed, and the rest of the
+        prompt is computed in the same pieces. A result does not depend on the content of the cache.
         """
         tokens_T: Int32 = self.tokens_T[: self.length]
         digests, digest = [], b""
         for begin in range(0, self.length, self.page):
             end = begin + self.page
             pieces = [(start, stop) for start, stop in pairwise(self.borders) if start < end and stop > begin]
-            told = repr(pieces).encode() + self.parent.marks(begin, end, pieces) + tokens_T[begin:end].tobytes()
-            digests.append(digest := hashlib.sha256(digest + told).digest())
+            content = repr(pieces).encode() + self.parent.image_key(begin, end, pieces) + tokens_T[begin:end].tobytes()
+            digests.append(digest := hashlib.sha256(digest + content).digest())
         return digests
 
     @cached_property
-    def states(self) -> Mapping[int, bytes]:
-        """By border: a digest of all that decides the state there, the tokens before it and their pieces."""
-        found, digest = {0: b""}, b"state"
+    def state_digests(self) -> Mapping[int, bytes]:
+        """For each border: a digest of the tokens before it and their pieces, which decide the state there."""
+        digests, digest = {0: b""}, b"state"
         for start, stop in pairwise(self.borders):
-            own, here_T = [(start, stop)], self.tokens_T[start : min(stop, self.length)]
-            told = repr((start, stop)).encode() + self.parent.marks(start, stop, own) + here_T.tobytes()
-            found[min(stop, self.length)] = digest = hashlib.sha256(digest + told).digest()
-        return found
+            piece, here_T = [(start, stop)], self.tokens_T[start : min(stop, self.length)]
+            content = repr((start, stop)).encode() + self.parent.image_key(start, stop, piece) + here_T.tobytes()
+            digests[min(stop, self.length)] = digest = hashlib.sha256(digest + content).digest()
+        return digests
 
     def keeps_state(self, border: int) -> bool:
-        """Whether other prompts may go on from the state there.
+        """Whether to keep the state at a border for other prompts.
 
-        They may from the last border that a prompt which goes on has, too; and from where prompts seem to part.
+        Kept are the state at the last border that a longer prompt with this beginning has, too, and the state where
+        prompts seem to branch.
         """
-        longer = {0, *accumulate(prefill_pieces(self.sizes, 2 * self.length + self.sizes[-2], 4 * self.room))}
-        return border in (self.branch, max(set(self.borders) & longer & set(range(self.length + 1))))
+        longer = {0, *accumulate(prefill_pieces(self.sizes, 2 * self.length + self.sizes[-2], 4 * self.capacity))}
+        return border in (self.state_branch, max(set(self.borders) & longer & set(range(self.length + 1))))
 
     def keys(self, scope: PrefixScope) -> list[Key]:
         """The keys of its prompt's pages for the requests of `scope`."""
         return [Key(scope, digest) for digest in self.digests]
 
-    def is_over_in(self, tokens: int) -> bool:
+    def ends_within(self, tokens: int) -> bool:
         """Whether its sequences end within that many tokens of one dispatch."""
-        return all(one.remaining <= tokens and one.matcher is None for one in self.sequences)
+        return all(each.remaining <= tokens and each.matcher is None for each in self.sequences)
 
-    def wants(self, start: int, end: int) -> bool:
-        """Whether the request wants scores of what follows the prompt's tokens [start, end)."""
+    def wants_scores(self, start: int, end: int) -> bool:
+        """Whether the request wants scores of the tokens after the prompt's tokens [start, end)."""
         scores = self.parent.scores
-        return self.score and scores is not None and scores.want(start, min(end, self.length))
+        return self.score and scores is not None and scores.wants(start, min(end, self.length))
 
 
 @dataclass(eq=False)
 class PrefillGroup:
     """Jobs that are prefilled together. rows: of the dispatch.
 
-    scope: the requests that may share its prompt's pages, as it was begun; None when it is computed in shapes that
+    scope: the requests that may share the prompt's pages, as of its begin; None when the shapes in which it is computed
     depend on other jobs.
     """
 
@@ -138,36 +135,36 @@ class PrefillGroup:
 
     @property
     def widths(self) -> Widths:
-        """What its program computes beside logprobs. Only a job that goes alone wants any of it."""
+        """The scores that its program computes besides logprobs. Only a job that goes alone wants any."""
         return widths_for(self.jobs)
 
     @property
     def piece(self) -> int:
-        """How many tokens a row the next dispatch computes."""
+        """How many tokens of each row the next dispatch computes."""
         first, alone = self.jobs[0], len(self.jobs) == 1
-        room = first.room - self.start
-        return prefill_piece(first.sizes, alone=alone, start=self.start, remaining=self.remaining, room=room)
+        capacity = first.capacity - self.start
+        return prefill_piece(first.sizes, alone=alone, start=self.start, remaining=self.remaining, capacity=capacity)
 
-    def begin(self, known: int) -> None:
-        """The first `known` tokens of each prompt are in its pages."""
-        self.start = known
+    def begin(self, cached_tokens: int) -> None:
+        """The first tokens of each prompt are in its pages already."""
+        self.start = cached_tokens
         for job in self.jobs:
-            job.known = known
-            if job.parent.known is None:  # else it was preempted, and is prefilled again
-                job.parent.known = known
+            job.cached_tokens = cached_tokens
+            if job.parent.cache_hit_tokens is None:  # else it was preempted, and is prefilled again
+                job.parent.cache_hit_tokens = cached_tokens
 
     def advance(self, tokens: int, scored: PieceScores | None) -> None:
-        """That many more tokens are computed. scored: what was asked of the tokens after them, on the host, or None."""
+        """A piece of so many tokens is computed. scored: its scores on the host; None if no job wants any."""
         for job in self.jobs:
             end = min(self.start + tokens, job.length)
-            if scored is not None and job.wants(self.start, end):
+            if scored is not None and job.wants_scores(self.start, end):
                 assert job.parent.scores is not None
-                job.parent.scores.take(self.start, end, job.row, scored)
+                job.parent.scores.add(self.start, end, job.row, scored)
         self.start += tokens
 
 
 def widths_for(jobs: list[PrefillJob]) -> Widths:
-    """What the program that computes these jobs together gives beside logprobs."""
+    """The scores, besides logprobs, of the program that computes these jobs together."""
     scores = jobs[0].parent.scores
     return scores.widths if scores is not None and jobs[0].score else PLAIN
 

@@ -1,7 +1,7 @@
-"""The programs that the warm-up compiles: those that usual requests need.
+"""The programs that the warm-up compiles: the programs of usual requests.
 
-Programs that few requests need are left out: lists of top tokens, more of a prompt than its logprobs, and stacks of
-more than `_WIDTHS` columns (four adapters of rank 32 in one batch). They are compiled when they are first needed.
+Programs of rare requests are left out: lists of top tokens, prompt scores besides logprobs, and stacks of more than
+`_WIDTHS` columns (four adapters of rank 32 in one batch). They are compiled when they are first needed.
 
 Letters: S slots, W pages of a sequence, C tokens of a chunk, B rows, Q tokens of a piece.
 """
@@ -35,7 +35,7 @@ from tinkerflow.backend.spec.commands import CacheFormat, LoraSpec
 
 _PLAIN = 0  # columns for the base model alone
 _WIDTHS = (RANK_COLUMNS, rank_columns(RANK_COLUMNS + 1))
-_WIDE = 4  # how far from what is common the programs of several adapters in one batch are
+_WIDE = 4  # the distance of programs for several adapters in one batch from the most common programs
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SamplerPrograms:
     tower: VisionTower | None = None
 
     def all(self) -> Iterator[Program]:
-        """All programs but those that depend on an adapter's shape; those of few slots first."""
+        """All programs that do not depend on an adapter's shape, with few slots first."""
         alone, *more = self.shapes.rows
         least, *larger, largest = self.shapes.pieces
         pieces = [(alone, size) for size in (least, *larger)]

@@ -33,7 +33,7 @@ PLAIN = Widths()
 
 @flax.struct.dataclass
 class PieceQueries:
-    """What to score at every position: the token after it, given tokens, random numbers to draw alternatives with.
+    """The tokens to score at every position: the token after it, given tokens, and alternatives by random numbers.
 
     next_BQ int32; targets_BQK int32, uniform_BQA float32 and temperature_B float32 (0 = greedy), or None without them.
     """
@@ -63,12 +63,12 @@ class PromptScores:
         rows = len(request.prompt_T) - 1
         self._request, self._wishes = request, wishes
         self._first = 0 if wishes.last_n is None else rows - wishes.last_n  # the first row whose logprob is wanted
-        # Of every token of the prompt: the first one, which no row scores, has none.
+        # Of every token of the prompt. The first one has no logprob: no row scores it.
         self._logprobs_T = np.full(rows + 1, np.nan, np.float32)
         lists = (rows + 1, wishes.top)
         self._top = Candidates(np.zeros(lists, np.int32), np.full(lists, NO_LOGPROB, np.float32))
-        given = 0 if wishes.targets_TK is None else wishes.targets_TK.shape[1]
-        self._targets_NK = np.zeros((rows, given), np.float32)
+        targets = 0 if wishes.targets_TK is None else wishes.targets_TK.shape[1]
+        self._targets_NK = np.zeros((rows, targets), np.float32)
         self._alternatives = Candidates(
             np.zeros((rows, wishes.alternatives), np.int32), np.zeros((rows, wishes.alternatives), np.float32)
         )
@@ -76,48 +76,48 @@ class PromptScores:
         self.finite = True  # whether every wanted logprob so far is a finite number
         self.widths = Widths(
             top=min(width_for(wishes.top), vocab),
-            targets=width_for(given),
+            targets=width_for(targets),
             alternatives=width_for(wishes.alternatives),
         )
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """All rows are computed again."""
         self._uniforms = UniformStream(self._request.seed, ALTERNATIVES)
 
-    def want(self, start: int, end: int) -> bool:
-        """Whether something is wanted of rows [start, end)."""
+    def wants(self, start: int, end: int) -> bool:
+        """Whether any score of rows [start, end) is wanted."""
         return end > start and (end > self._first or self.widths.targets + self.widths.alternatives > 0)
 
-    def fill(self, start: int, end: int, row: int, wanted: PieceQueries) -> None:
-        """Write what is wanted of rows [start, end) into row `row` of `wanted` (on the host). Call in order."""
+    def fill(self, start: int, end: int, row: int, queries: PieceQueries) -> None:
+        """Write the queries of rows [start, end) into row `row` of `queries` (on the host). Call it in order."""
         count = end - start
-        if (targets_NK := self._wishes.targets_TK) is not None and wanted.targets_BQK is not None:
-            wanted.targets_BQK[row, :count, : targets_NK.shape[1]] = np.maximum(targets_NK[start:end], 0)
-        if (k := self._wishes.alternatives) and wanted.uniform_BQA is not None and wanted.temperature_B is not None:
-            wanted.uniform_BQA[row, :count, :k] = self._uniforms.take(count * k).reshape(count, k)
-            wanted.temperature_B[row] = normal_temperature(self._request.temperature)
+        if (targets_NK := self._wishes.targets_TK) is not None and queries.targets_BQK is not None:
+            queries.targets_BQK[row, :count, : targets_NK.shape[1]] = np.maximum(targets_NK[start:end], 0)
+        if (k := self._wishes.alternatives) and queries.uniform_BQA is not None and queries.temperature_B is not None:
+            queries.uniform_BQA[row, :count, :k] = self._uniforms.draw(count * k).reshape(count, k)
+            queries.temperature_B[row] = normal_temperature(self._request.temperature)
 
-    def take(self, start: int, end: int, row: int, scored: PieceScores) -> None:
-        """Rows [start, end) are computed: they begin at position 0 of row `row` of `scored` (on the host)."""
-        here, count = slice(start, end), end - start
-        own = slice(max(start, self._first), end)  # what last_n leaves
-        tokens, shift = slice(own.start + 1, end + 1), slice(own.start - start, count)
+    def add(self, start: int, end: int, row: int, scored: PieceScores) -> None:
+        """Store the computed scores of rows [start, end). They begin at position 0 of row `row` of `scored`."""
+        rows, count = slice(start, end), end - start
+        wanted = slice(max(start, self._first), end)  # without the rows that last_n excludes
+        tokens, shift = slice(wanted.start + 1, end + 1), slice(wanted.start - start, count)
         self._logprobs_T[tokens] = scored.logprobs_BQ[row, shift]
-        found: list[Float32] = [self._logprobs_T[tokens]]
+        added: list[Float32] = [self._logprobs_T[tokens]]
         if scored.top is not None:
             k = self._wishes.top
             self._top.tokens_Nk[tokens] = scored.top[0][row, shift, :k]
             self._top.logprobs_Nk[tokens] = scored.top[1][row, shift, :k]
         if scored.targets_BQK is not None and self._wishes.targets_TK is not None:
-            asked = self._wishes.targets_TK[here]
-            self._targets_NK[here] = np.where(asked >= 0, scored.targets_BQK[row, :count, : asked.shape[1]], 0)
-            found.append(self._targets_NK[here])
+            targets = self._wishes.targets_TK[rows]
+            self._targets_NK[rows] = np.where(targets >= 0, scored.targets_BQK[row, :count, : targets.shape[1]], 0)
+            added.append(self._targets_NK[rows])
         if scored.alternatives is not None:
             k = self._wishes.alternatives
-            self._alternatives.tokens_Nk[here] = scored.alternatives[0][row, :count, :k]
-            self._alternatives.logprobs_Nk[here] = scored.alternatives[1][row, :count, :k]
-            found.append(self._alternatives.logprobs_Nk[here])
-        self.finite = self.finite and all(bool(np.isfinite(part).all()) for part in found)
+            self._alternatives.tokens_Nk[rows] = scored.alternatives[0][row, :count, :k]
+            self._alternatives.logprobs_Nk[rows] = scored.alternatives[1][row, :count, :k]
+            added.append(self._alternatives.logprobs_Nk[rows])
+        self.finite = self.finite and all(bool(np.isfinite(part).all()) for part in added)
 
     def add_to(self, result: SampleResult) -> SampleResult:
         """`result` with the wanted scores."""
@@ -132,7 +132,7 @@ class PromptScores:
 
 
 def empty_queries(widths: Widths, rows: int, tokens: int) -> PieceQueries:
-    """Host arrays for a piece of `rows` by `tokens`, with the fields that a program of `widths` takes."""
+    """Host arrays for a piece of `rows` by `tokens`, with the fields that a program of `widths` needs."""
     cells = (rows, tokens)
     return PieceQueries(
         next_BQ=np.zeros(cells, np.int32),
@@ -143,6 +143,5 @@ def empty_queries(widths: Widths, rows: int, tokens: int) -> PieceQueries:
 
 
 def prompt_scores(request: SampleRequest, vocab: int) -> PromptScores | None:
-    """Where the scores of a request are collected; None when it wants none."""
-    wanted = request.prompt_logprobs or request.prompt is not None
-    return PromptScores(request, vocab) if wanted else None
+    """Collects the scores of a request's prompt; None when it wants none."""
+    return PromptScores(request, vocab) if request.prompt_logprobs or request.prompt is not None else None

@@ -1,7 +1,7 @@
-"""A sample request on the host: it is split into sequences, and its result is put together from theirs.
+"""A sample request on the host, which is split into sequences, and whose result is built from theirs.
 
-`wire.sample` has checked it: its prompt fits the context, and its parameters are in range. Here are no device arrays,
-and nothing depends on time or rank: every process of a group does the same with a request.
+`wire.sample` has checked the request: its prompt fits the context, and its parameters are in range. There are no device
+arrays here, and nothing depends on time or rank. So every process of a group treats a request alike.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tinkerflow.backend.spec.commands import Candidates, Int32, NewTokens, Sampl
 
 @dataclass(frozen=True)
 class PrefixScope:
-    """Requests that may share cached prompts: of one owner and of one snapshot (None: the base model).
+    """The requests of one owner and one snapshot (None: the base model), which may share cached prompts.
 
-    Across owners, the time an answer takes and the cache hit it reports would tell what other owners asked.
+    Sharing across owners would reveal other owners' prompts, by the time of an answer and by the reported cache hits.
     """
 
     owner: str
@@ -35,50 +35,56 @@ class PrefixScope:
 
 
 @dataclass(eq=False)
-class ParentRequest:
-    """An admitted request, of which each sample is an `ActiveSequence`.
+class ActiveRequest:
+    """A request in the sampler. Each of its samples is an `ActiveSequence`.
 
-    snapshot: held until the request is done, even if it is dropped meanwhile; None: the base model.
-    `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. limit: tokens that each sequence may
-    have. done: finished sequences by index. scores: what is wanted of the prompt. known: how many tokens of the prompt
-    were cached when its prefill began; None before. shift: how much later decoded tokens turn than they stand, because
-    of images.
+    snapshot: kept until the request is done, even if it is dropped meanwhile; None: the base model.
+    `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. max_tokens: of each sequence. done:
+    finished sequences by index. scores: the scores of the prompt, if the request wants any. cache_hit_tokens: tokens of
+    the prompt that were cached when its prefill began; None before. rotary_shift: how much larger the rotary position
+    of a decoded token is than its index, because of images.
     """
 
     request: SampleRequest
     snapshot: AdapterSnapshot | None
-    limit: int
+    max_tokens: int
     done: dict[int, SampledSequence] = field(default_factory=dict)
     scores: PromptScores | None = None
-    known: int | None = None
-    shift: int = 0
+    cache_hit_tokens: int | None = None
+    rotary_shift: int = 0
+
+    @property
+    def id(self) -> str:
+        """The id of the request."""
+        return self.request.request_id
 
     @property
     def scope(self) -> PrefixScope:
-        """The requests with which it may share what is computed of its prompt."""
+        """The requests that may share the pages of its prompt."""
         return PrefixScope(self.request.owner, self.snapshot)
 
-    def choice(self, vocab: int) -> tuple[float, int, float, float]:
+    def sampling_choice(self, vocab: int) -> tuple[float, int, float, float]:
         """How its tokens are drawn, in the order of `sampling.Choice`. vocab: of the model."""
-        asked = self.request
-        return normal_temperature(asked.temperature), min(asked.top_k, vocab), normal_top_p(asked.top_p), asked.min_p
+        request = self.request
+        top_k = min(request.top_k, vocab)
+        return normal_temperature(request.temperature), top_k, normal_top_p(request.top_p), request.min_p
 
     @cached_property
     def prompt_tokens(self) -> Int32:
-        """The tokens of the prompt, each once."""
+        """The distinct tokens of the prompt."""
         return np.unique(self.request.prompt_T)
 
-    def marks(self, start: int, end: int, pieces: Sequence[tuple[int, int]]) -> bytes:
-        """What decides the numbers of the prompt's positions [start, end) beside tokens and what comes before.
+    def image_key(self, start: int, end: int, pieces: Sequence[tuple[int, int]]) -> bytes:
+        """The images that affect the keys and values at positions [start, end) of the prompt, for a digest.
 
-        That is each image that begins there, and which of the pieces that compute them take images: these go through
-        another program. pieces: as (start, end). Nothing where there is no image up to there.
+        These are the images that begin there. Pieces with images run another program, so the digest has them, too.
+        pieces: (start, end) of the prefill pieces that compute these positions. Empty without images up to there.
         """
-        taking = [any(image.start < stop for image in self.request.images) for _, stop in pieces]
-        if not any(taking):
+        with_images = [any(image.start < stop for image in self.request.images) for _, stop in pieces]
+        if not any(with_images):
             return b""
         begun = [(at, digest) for at, digest in self._image_digests if start <= at < end]
-        return repr((begun, taking)).encode()
+        return repr((begun, with_images)).encode()
 
     @cached_property
     def _image_digests(self) -> list[tuple[int, str]]:
@@ -92,7 +98,7 @@ class ParentRequest:
         if len(self.done) < self.request.num_samples:
             return None
         sequences = tuple(self.done[index] for index in range(self.request.num_samples))
-        result = SampleResult(self.request.request_id, sequences, prompt_cache_hit_tokens=self.known or 0)
+        result = SampleResult(self.id, sequences, prompt_cache_hit_tokens=self.cache_hit_tokens or 0)
         return result if self.scores is None else self.scores.add_to(result)
 
 
@@ -100,14 +106,15 @@ class ParentRequest:
 class ActiveSequence:
     """Sample `index` of a request, with its tokens so far.
 
-    top: candidates at every token so far, k or more a token. table: its pages, while it decodes. source: the
-    prompt's pages, if pages of `table` are copies of them, until a chunk is decoded: before, nobody knows whether they
-    are finite. unproven: from this place in its table on, no chunk was decoded from its pages; None after a chunk.
-    preempted: it had to leave its slot before its end. matcher: where it stands in the request's constraint, if any.
-    ahead: tokens of it that the devices were asked for and that nobody has read yet; it may have ended before them.
+    top: candidates at every token so far, k or more for a token. table: its pages, while it decodes. prompt_pages: the
+    prompt's pages, if pages of `table` are copies of them, until a chunk is decoded. Before, they might hold NaN.
+    unverified_from: no chunk was decoded from the pages of its table from this place on, so they might hold NaN; None
+    after a chunk. preempted: the sequence had to leave its slot before its end. matcher: its state in the request's
+    constraint, if any. in_flight: tokens that the devices were asked for and that the host has not read. The sequence
+    may have ended before them.
     """
 
-    parent: ParentRequest
+    parent: ActiveRequest
     index: int
     stops: StopDetector
     uniforms: UniformStream
@@ -115,21 +122,21 @@ class ActiveSequence:
     logprobs: list[float] = field(default_factory=list)
     top: list[Candidates] = field(default_factory=list)
     table: PageTable = field(default_factory=lambda: PageTable(0))
-    source: PageTable = field(default_factory=lambda: PageTable(0))
-    unproven: int | None = None
+    prompt_pages: PageTable = field(default_factory=lambda: PageTable(0))
+    unverified_from: int | None = None
     preempted: bool = False
     matcher: Matcher | None = None
-    ahead: int = 0
+    in_flight: int = 0
 
     @property
     def remaining(self) -> int:
         """How many tokens the devices may still be asked for."""
-        return self.parent.limit - len(self.tokens) - self.ahead
+        return self.parent.max_tokens - len(self.tokens) - self.in_flight
 
     @property
     def cached(self) -> int:
-        """How many of its tokens the cache holds after what the devices were asked for: all but the last."""
-        return len(self.parent.request.prompt_T) + len(self.tokens) + self.ahead - 1
+        """How many of its tokens the cache holds after the dispatches so far: all but the last."""
+        return len(self.parent.request.prompt_T) + len(self.tokens) + self.in_flight - 1
 
     @property
     def ended(self) -> bool:
@@ -138,40 +145,40 @@ class ActiveSequence:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host must know its tokens before the devices are asked for more."""
-        asked = self.parent.request.adjustments
-        return self.matcher is not None or (asked is not None and asked.penalises)
+        """Whether the host must read its tokens before the devices decode more."""
+        adjustments = self.parent.request.adjustments
+        return self.matcher is not None or (adjustments is not None and adjustments.penalises)
 
     @property
     def most_cached(self) -> int:
-        """How many of its tokens the cache holds at the most, when it reaches its limit."""
-        return len(self.parent.request.prompt_T) + self.parent.limit - 1
+        """How many of its tokens the cache holds when it reaches its limit."""
+        return len(self.parent.request.prompt_T) + self.parent.max_tokens - 1
 
     @property
     def last_token(self) -> int:
-        """The token that the next step is given."""
+        """The input of its next decode step."""
         return self.tokens[-1] if self.tokens else int(self.parent.request.prompt_T[-1])
 
-    def restart(self) -> None:
-        """It has no pages, and the devices are asked again for what nobody has read."""
-        self.table, self.source, self.unproven = PageTable(0), PageTable(0), None
-        self.preempted, self.ahead = False, 0
+    def reset(self) -> None:
+        """Drop its pages, and forget the dispatches that the host has not read. Its tokens so far stay."""
+        self.table, self.prompt_pages, self.unverified_from = PageTable(0), PageTable(0), None
+        self.preempted, self.in_flight = False, 0
         self.uniforms = UniformStream(self.parent.request.seed, self.index)
-        self.uniforms.take(len(self.tokens))
+        self.uniforms.draw(len(self.tokens))
 
-    def prefix(self) -> Int32:
-        """Every token so far, prompt first."""
+    def all_tokens(self) -> Int32:
+        """The prompt and every token so far."""
         return np.concatenate([self.parent.request.prompt_T, np.asarray(self.tokens, np.int32)]).astype(np.int32)
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float], top: Candidates | None = None) -> bool:
-        """Add tokens until the sequence ends; True when it has ended. Tokens after its end are ignored.
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float], top: Candidates | None = None) -> bool:
+        """Append decoded tokens up to the end of the sequence; True when it has ended.
 
-        tokens, logprobs: one chunk's. top: the candidates at each of the tokens, when the request wants some.
+        tokens, logprobs: of one chunk. top: the candidates at each of the tokens, when the request wants some.
         """
-        self.unproven = None
+        self.unverified_from = None
         if top is not None:
             self.top.append(top)
-        left = self.parent.limit - len(self.tokens)
+        left = self.parent.max_tokens - len(self.tokens)
         tokens, logprobs = tokens[:left], logprobs[:left]
         end = self.stops.end_of(tokens)
         self.tokens += tokens[:end]
@@ -186,20 +193,20 @@ class ActiveSequence:
         )
         return True
 
-    def since(self, start: int, top: Candidates | None) -> NewTokens:
-        """The tokens from `start` on, for a request that streams. top: the candidates at these tokens, maybe more."""
-        ended, length = self.parent.done.get(self.index), len(self.tokens) - start
+    def new_tokens(self, start: int, top: Candidates | None) -> NewTokens:
+        """The tokens from `start` on, for a request that streams. top: the candidates there, possibly more of them."""
+        done, length = self.parent.done.get(self.index), len(self.tokens) - start
         if top is not None:
             k = self.parent.request.topk_sample
             top = Candidates(top.tokens_Nk[:length, :k], top.logprobs_Nk[:length, :k])
         return NewTokens(
-            self.parent.request.request_id,
+            self.parent.id,
             self.index,
             start,
             np.asarray(self.tokens[start:], np.int32),
             np.asarray(self.logprobs[start:], np.float32),
             top,
-            None if ended is None else ended.stop_reason,
+            None if done is None else done.stop_reason,
         )
 
     def _candidates(self) -> Candidates | None:

@@ -1,11 +1,11 @@
 """From logits to tokens and logprobs: greedy, temperature, top-k, top-p, each row with its own random number.
 
-A token is drawn by inverting the cumulative distribution at one uniform number, which the host makes (`UniformStream`),
-and the thresholds of top-k and top-p are found by bisection over the bits of a float32. So nothing is ever sorted, no
-noise of vocabulary size is made, and the device has no random state. For one row of 151,936 logits on CPU: bisection
-4 ms, sort 130 ms; inversion 0.5 ms, Gumbel noise 9 ms.
+A token is drawn by inverting the cumulative distribution at one uniform number from the host (`UniformStream`), and the
+thresholds of top-k and top-p are found by bisection over the bits of a float32. So nothing is ever sorted, no noise of
+vocabulary size is generated, and the device has no random state. For one row of 151,936 logits on CPU: bisection 4 ms,
+sort 130 ms; inversion 0.5 ms, Gumbel noise 9 ms.
 
-Letters: S rows, V vocabulary, c columns and r rows of the table into which a vocabulary is folded, n up to c of them.
+Letters: S rows, V vocabulary, c columns and r rows of a folded vocabulary, n up to c columns.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.spec.commands import Float32
 
-_TINY = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for 0
+_TINY = float(np.finfo(np.float32).tiny)  # devices may flush smaller numbers to 0
 _COLUMNS = 128
 _WIDTHS = (8, 32, 128)
-ALTERNATIVES = 2**63  # the index of the random numbers of a prompt's alternative tokens: that of no sample
-_MADE = 128  # random numbers that are made at once: a few take as long
+ALTERNATIVES = 2**63  # the index of the random numbers of a prompt's alternative tokens: no sample has it
+_BATCH = 128  # random numbers to generate together: a few cost as much
 _ONE_BITS = 30  # the bits of floats in [0, 1] are integers below 2**30
 
 
@@ -45,7 +45,7 @@ class Choice:
 
 
 class UniformStream:
-    """The random numbers of one sequence: number i decides token i, whatever the batch holds.
+    """The random numbers of one sequence: number i decides token i, independently of the batch.
 
     Philox with key (seed, sample index): the same numbers on every machine and in every release of NumPy.
     """
@@ -53,16 +53,16 @@ class UniformStream:
     def __init__(self, seed: int, index: int) -> None:
         """`seed` of up to 64 bits, negative ones as two's complement; `index` of the sample in its request."""
         self._bits = np.random.Philox(key=(seed & (2**64 - 1)) | index << 64)
-        self._made = np.zeros(0, np.float32)  # and not taken yet
+        self._ready = np.zeros(0, np.float32)  # generated, and not returned yet
 
-    def take(self, count: int) -> Float32:
+    def draw(self, count: int) -> Float32:
         """The next `count` numbers, float32 in (0, 1): never 0 or 1, which are outside of every token's share."""
-        if len(self._made) < count:
-            raw = self._bits.random_raw(max(count, _MADE)) >> np.uint64(41)
-            made = np.asarray((raw.astype(np.float64) + 0.5) * 2.0**-23, np.float32)
-            self._made = np.concatenate([self._made, made])
-        taken, self._made = self._made[:count], self._made[count:]
-        return taken
+        if len(self._ready) < count:
+            raw = self._bits.random_raw(max(count, _BATCH)) >> np.uint64(41)
+            new = np.asarray((raw.astype(np.float64) + 0.5) * 2.0**-23, np.float32)
+            self._ready = np.concatenate([self._ready, new])
+        drawn, self._ready = self._ready[:count], self._ready[count:]
+        return drawn
 
 
 def normal_temperature(temperature: float) -> float:
@@ -83,7 +83,7 @@ def width_for(wanted: int) -> int:
 
 
 def greedy_choice(rows: int) -> Choice:
-    """Host arrays for `rows` rows that all decode greedily: what unused slots are given."""
+    """Host arrays for `rows` rows that all decode greedily, as unused slots do."""
     return Choice(
         temperature_S=np.zeros(rows, np.float32),
         top_k_S=np.full(rows, -1, np.int32),
@@ -97,7 +97,7 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens int32 [S] and their logprobs float32 [S], the latter of the full untempered softmax of `logits_SV`.
 
-    Temperature comes first, then min-p, then top-k, then top-p of what these have left. choice: how each row draws.
+    Temperature is applied first, then min-p, then top-k, then top-p to the remaining tokens. choice: of each row.
     uniform_S: its random number. wanted_SV: the logits to draw from, None = `logits_SV`.
     """
     logits_SV = logits_SV.astype(jnp.float32)
@@ -108,7 +108,7 @@ def sample(
 
     def drawn() -> jax.Array:
         temperature_S = jnp.where(choice.temperature_S > 0, choice.temperature_S, 1.0)
-        # The maximum goes before the division: a tiny temperature must not make inf - inf.
+        # The maximum is subtracted before the division: a tiny temperature must not cause inf - inf.
         weights_SV = jnp.exp((wanted_SV - best_S) / temperature_S[:, None])
         filters = jnp.any((choice.top_k_S >= 0) | (choice.top_p_S < 1) | (choice.min_p_S > 0))
         weights_SV = jax.lax.cond(filters, lambda w: filtered(w, choice), lambda w: w, weights_SV)
@@ -144,9 +144,9 @@ def filtered(weights_SV: jax.Array, choice: Choice) -> jax.Array:
 
 
 def invert(weights_SV: jax.Array, wanted_S: jax.Array) -> jax.Array:
-    """The token whose share of the sum over tokens holds wanted_S, in [0, total): int32 [S], never one of weight 0.
+    """The token whose share of the sum over tokens contains wanted_S, in [0, total): int32 [S], never of weight 0.
 
-    By columns of a folded table first, then in the column; so no running sum is longer than a column count.
+    First by columns of the folded weights, then within the column, so that no running sum is longer than the columns.
     """
     if weights_SV.shape[1] <= _COLUMNS:
         return _crossing(weights_SV, wanted_S)[0]
@@ -157,21 +157,21 @@ def invert(weights_SV: jax.Array, wanted_S: jax.Array) -> jax.Array:
 
 
 def _crossing(weights_Sn: jax.Array, wanted_S: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first entry at which the running sum exceeds wanted_S, and the sum before it; never one of weight 0."""
+    """The first entry where the running sum exceeds wanted_S, and the sum before it; never an entry of weight 0."""
     n = weights_Sn.shape[1]
     # A small matmul: jnp.cumsum becomes a dozen kernels, and costs more to compile than everything else here.
     sums_Sn = jnp.matmul(weights_Sn, jnp.triu(jnp.ones((n, n), jnp.float32)), precision=jax.lax.Precision.HIGHEST)
     place_Sn = jnp.arange(n, dtype=jnp.int32)
     beyond_Sn = (weights_Sn > 0) & (sums_Sn > wanted_S[:, None])
-    # Rounding may leave the last sum a little below what is wanted: then the last entry that has weight is meant.
+    # After rounding the last sum may be slightly below wanted_S: then the last entry with weight is right.
     last_S = jnp.max(jnp.where(weights_Sn > 0, place_Sn, 0), axis=-1)
-    found_S = jnp.minimum(jnp.min(jnp.where(beyond_Sn, place_Sn, n), axis=-1), last_S)
-    before_S = jnp.take_along_axis(sums_Sn - weights_Sn, found_S[:, None], axis=-1)[:, 0]
-    return found_S, before_S
+    entry_S = jnp.minimum(jnp.min(jnp.where(beyond_Sn, place_Sn, n), axis=-1), last_S)
+    before_S = jnp.take_along_axis(sums_Sn - weights_Sn, entry_S[:, None], axis=-1)[:, 0]
+    return entry_S, before_S
 
 
 def _fold(weights_SV: jax.Array) -> jax.Array:
-    """[S, V] -> [S, r, c], filled up with zeros: sums over r vectorise, a sum over V does not."""
+    """[S, V] -> [S, r, c], padded with zeros: sums over r vectorise, a sum over V does not."""
     S, V = weights_SV.shape
     return jnp.pad(weights_SV, ((0, 0), (0, -V % _COLUMNS))).reshape(S, -1, _COLUMNS)
 
@@ -193,8 +193,8 @@ def _highest_threshold(weights_Src: jax.Array, enough: Callable[[jax.Array], jax
     """The bits of the highest threshold at which enough(weights >= threshold), by row; 0 when none is."""
     bits_Src = _bits(weights_Src)
 
-    def refine(step: jax.Array, found_S: jax.Array) -> jax.Array:
-        trial_S = found_S | (jnp.int32(1) << (_ONE_BITS - 1 - step))
-        return jnp.where(enough(bits_Src >= trial_S[:, None, None]), trial_S, found_S)
+    def refine(step: jax.Array, bits_S: jax.Array) -> jax.Array:
+        trial_S = bits_S | (jnp.int32(1) << (_ONE_BITS - 1 - step))
+        return jnp.where(enough(bits_Src >= trial_S[:, None, None]), trial_S, bits_S)
 
     return jax.lax.fori_loop(0, _ONE_BITS, refine, jnp.zeros(weights_Src.shape[0], jnp.int32))

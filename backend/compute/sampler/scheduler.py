@@ -1,462 +1,337 @@
-"""Which requests are prefilled, have a slot, or are done: the sampler's state on the host, without device arrays.
+"""Which requests are prefilled, decode in a slot, or are done: the sampler's state on the host, without device arrays.
 
-    waiting --next_group--> prefilling --join--> decoding in a slot --take--> finished
-     | ^---------------------- make_room (no page is free) --'          ^
-     '--next_short_group--> over within a chunk, beside the batch ------'
+    waiting --next_group--> prefilling --start_group--> decoding in a slot --append--> finished
+     | ^---------------------- reserve_pages (no page is free) --'              ^
+     '--next_short_group--> done within a chunk, beside the batch --------------'
 
-A prompt is prefilled when its pages are free, and one more for each sequence that decodes. Sequences take pages as they
-grow. When there are none, the youngest goes back to the queue; it joins again when all pages that it may ever need are
-free, and keeps them. So no sequence is preempted twice.
+A prompt is prefilled when its pages are free, and one more for each sequence that decodes. Sequences get pages as they
+grow. When pages run out, the youngest sequence returns to the queue. It joins again when all pages up to its limit are
+free, and reserves them. So no sequence is preempted twice.
 
-Owners (the projects that ask) share the slots by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). All
-sequences count alike: an owner that asks for many waits behind what other owners ask meanwhile. One owner's requests
-are served in the order they come, but a request for few tokens overtakes a busy batch, and an interactive request
-overtakes those of its owner's batch requests that wait: it takes the place in line of the first, and they move back.
-None of them is overtaken by more than `_MOST_OVERTAKING` sequences, so none waits for ever, and no owner gets more than
-its share by calling its requests interactive. All decisions follow from commands and from what the devices answered, so
-every process of a group decides alike.
+Projects share the slots fairly (`waiting`). All decisions follow from commands and from tokens that were read, so every
+process of a group decides alike.
 
 Three schedulers share a worker group fairly, each at its own level. The pool (`CommandScheduler`) divides the devices
-between training and sampling, and training between models: a step of the sampler follows a micro-batch. The engine
-(`flows/sampling_runner.py`) decides which waiting requests the sampler is told of when there are more than it takes:
-each owner gets an equal number of places. This scheduler decides which of the admitted requests get the slots of the
-decode batch. The engine's shares keep an owner with a long queue from filling the sampler before others are seen; the
-slots' shares then hold for what was admitted, by sequences, which the engine does not count. Neither knows of training.
+between training and sampling, and training between projects: a step of the sampler follows a micro-batch. The engine
+(`flows/sampling_runner.py`) selects the waiting requests that the sampler receives when there are more than it accepts:
+each project gets an equal number of places. This scheduler gives the slots of the decode batch to admitted requests.
+The engine's places keep a project with a long queue from filling the sampler before requests of others arrive. The
+slots are then shared by sequences, which the engine does not count. Neither of the two considers training.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 
 from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup, PrefillJob, scope_for
-from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope, SlotAssignment
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope
 from tinkerflow.backend.compute.sampler.shapes import Shapes, at_least
+from tinkerflow.backend.compute.sampler.slots import DecodeSlots
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
+from tinkerflow.backend.compute.sampler.waiting import WaitingJobs
 from tinkerflow.backend.spec.commands import Int32, SampleResult
-
-_MOST_OVERTAKING = 256  # sequences that go before a batch request that came earlier
 
 
 class Scheduler:
-    """The queue, the group in prefill, the sequences that decode, and the pages of all of them."""
+    """All requests: those that wait, the group in prefill, and those that decode."""
 
     def __init__(self, shapes: Shapes, max_slots: int, pool: PagePool) -> None:
         """No requests.
 
         shapes: the sizes of dispatches. max_slots: the most sequences that decode together. pool: the pages.
         """
-        self._shapes = shapes
-        self._max_slots = max_slots
-        self._pool = pool
-        self._parents: dict[str, ParentRequest] = {}
-        self._waiting: deque[PrefillJob] = deque()  # by their starts
-        self._now = 0  # the start of the job that was served last
-        self._next_start: dict[str, int] = {}  # by owner
+        self._shapes, self._max_slots, self._pool = shapes, max_slots, pool
+        self._requests: dict[str, ActiveRequest] = {}
+        self.waiting_jobs = WaitingJobs()
         self.group: PrefillGroup | None = None
-        self._beside: PrefillGroup | None = None  # of short requests, until they join
-        self.decoding: list[ActiveSequence] = []  # in the order in which they joined
+        self._short_group: PrefillGroup | None = None  # of short requests, until its sequences decode
+        self.slots = DecodeSlots(shapes, max_slots, pool)
 
-    # ------------------------------------------------------------------ what it looks like
+    # ------------------------------------------------------------------ what it holds
     @property
     def active(self) -> int:
         """Requests with a sequence in a slot."""
-        return len({sequence.parent for sequence in self.decoding})
+        return len({sequence.parent for sequence in self.slots.sequences})
 
     @property
     def waiting(self) -> int:
-        """Requests of which no sequence has a slot yet."""
-        return len(self._parents) - self.active
+        """Requests without a sequence in a slot yet."""
+        return len(self._requests) - self.active
 
     @property
-    def running(self) -> list[ActiveSequence]:
-        """The sequences that the next chunk decodes: those of which the devices are to be asked for more tokens."""
-        return [sequence for sequence in self.decoding if sequence.remaining > 0]
+    def request_ids(self) -> list[str]:
+        """The ids of all requests that are not done, oldest first."""
+        return list(self._requests)
 
-    @property
-    def busy(self) -> int:
-        """How many slots the next chunk needs."""
-        return len(self.running)
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of that id is not done."""
+        return request_id in self._requests
 
-    @property
-    def requests(self) -> list[str]:
-        """The ids of all requests that are on their way."""
-        return list(self._parents)
-
-    def holds(self, request_id: str) -> bool:
-        """Whether a request of that id is on its way."""
-        return request_id in self._parents
-
-    def expects(self, sequence: ActiveSequence) -> bool:
-        """Whether what was decoded for the sequence is its own: it has not ended, and its request is not gone."""
-        return self._parents.get(sequence.parent.request.request_id) is sequence.parent and not sequence.ended
-
-    def held(self, sequences: Sequence[ActiveSequence]) -> tuple[int, SlotAssignment]:
-        """How many slots a dispatch for these sequences has, and the slot of each.
-
-        Those of a shard lie together, the longest first: CPUs attend to a few neighbours at a time.
-        """
-        longest = sorted(sequences, key=lambda one: -one.cached)
-        shards = [[one for one in longest if one.table.shard == shard] for shard in range(self._pool.shards)]
-        slots = at_least(self._shapes.slots, len(shards) * max(map(len, shards)))
-        each = slots // len(shards)
-        return slots, [(shard * each + i, one) for shard, mine in enumerate(shards) for i, one in enumerate(mine)]
-
-    @property
-    def _slots_of_a_shard(self) -> int:
-        return self._shapes.slots[-1] // self._pool.shards
+    def is_active(self, sequence: ActiveSequence) -> bool:
+        """Whether the sequence needs its decoded tokens: not if it has ended or is removed."""
+        return self._requests.get(sequence.parent.id) is sequence.parent and not sequence.ended
 
     def snapshots(self) -> list[AdapterSnapshot]:
         """Every snapshot that a slot or the group in prefill uses, in a fixed order."""
-        parents = [sequence.parent for sequence in self.decoding]
+        parents = [sequence.parent for sequence in self.slots.sequences]
         parents += [job.parent for job in self.group.jobs] if self.group else []
         return [snapshot for parent in parents if (snapshot := parent.snapshot) is not None]
 
     def wanted_slots(self) -> int:
         """How many sequences would decode if there were slots for all, at most `max_slots`."""
-        jobs = [*self._waiting, *(self.group.jobs if self.group else ())]
-        return min(self._max_slots, self.busy + sum(len(job.sequences) for job in jobs))
+        jobs = [*self.waiting_jobs, *(self.group.jobs if self.group else ())]
+        return min(self._max_slots, self.slots.busy + sum(len(job.sequences) for job in jobs))
 
     # ------------------------------------------------------------------ coming and going
-    def admit(self, parent: ParentRequest, sequences: list[ActiveSequence]) -> None:
-        """Queue a request: behind its owner's other requests, before what exceeds the share of other owners."""
-        request = parent.request
-        self._parents[request.request_id] = parent
-        start = max(self._now, self._next_start.get(request.owner, 0))
-        self._next_start[request.owner] = start + len(sequences)
+    def admit(self, parent: ActiveRequest, sequences: list[ActiveSequence]) -> None:
+        """Queue sequences of a request that have the same tokens so far."""
+        self._requests[parent.id] = parent
         score = parent.scores is not None and not sequences[0].tokens
-        job = self._job(parent, sequences[0].prefix(), deque(sequences), score=score, start=start)
-        if overtaken := self._overtaken_by(job):
-            job.start = overtaken[0].start
-            for other in overtaken:
-                other.start += len(sequences)
-                other.overtaken += len(sequences)
-            self._waiting = deque(sorted(self._waiting, key=lambda other: other.start))
-        self._waiting.insert(bisect.bisect(self._waiting, job.start, key=lambda other: other.start), job)
+        self.waiting_jobs.add(self._job(sequences[0].all_tokens(), deque(sequences), score=score))
 
-    def _job(
-        self, parent: ParentRequest, tokens_T: Int32, sequences: deque[ActiveSequence], *, score: bool, start: int
-    ) -> PrefillJob:
+    def _job(self, tokens_T: Int32, sequences: deque[ActiveSequence], *, score: bool) -> PrefillJob:
         page, sizes = self._pool.page, self._shapes.pieces
-        return PrefillJob(parent, tokens_T, sequences, score=score, page=page, sizes=sizes, start=start)
+        return PrefillJob(sequences[0].parent, tokens_T, sequences, score=score, page=page, sizes=sizes)
 
-    def _overtaken_by(self, job: PrefillJob) -> list[PrefillJob]:
-        """The waiting jobs behind which its owner's order would put an interactive job, and before which it goes."""
-        request, count = job.parent.request, len(job.sequences)
-        found: list[PrefillJob] = []
-        if request.priority == "interactive":
-            for other in reversed(self._waiting):
-                theirs = other.parent.request
-                if theirs.owner != request.owner:
-                    continue
-                begun = other.sequences[0].preempted
-                if theirs.priority != "batch" or begun or other.overtaken + count > _MOST_OVERTAKING:
-                    break
-                found.append(other)
-        return found[::-1]
-
-    def remove(self, request_id: str, *, failed: bool = False) -> None:
+    def remove_request(self, request_id: str, *, tainted: bool = False) -> None:
         """Forget a request and free its slots and pages; unknown ids are fine.
 
-        failed: its pages hold what is not finite. Otherwise those may that no chunk was decoded from yet.
+        tainted: its pages hold NaN or infinity. Otherwise only pages without a decoded chunk may hold them.
         """
-        parent = self._parents.pop(request_id, None)
+        parent = self._requests.pop(request_id, None)
         if parent is None:
             return
-        if unserved := [job for job in self._waiting if job.parent is parent]:
-            self._waiting = deque(job for job in self._waiting if job.parent is not parent)
-            owner = parent.request.owner
-            theirs = [job.start + len(job.sequences) for job in self._waiting if job.parent.request.owner == owner]
-            self._next_start[owner] = max(theirs, default=min(job.start for job in unserved))
-        for sequence in [one for one in self.decoding if one.parent is parent]:
-            self.decoding.remove(sequence)
-            self._release(sequence, failed=failed)
+        self.waiting_jobs.withdraw(parent)
+        for sequence in [each for each in self.slots.sequences if each.parent is parent]:
+            self.slots.remove(sequence, tainted=tainted)
         if self.group is not None:
             for job in self.group.jobs:  # the row stays until the group is computed, for no request and without pages
                 if job.parent is parent:
                     job.sequences.clear()
                     job.score = False
-                    self._forget_past(job)
-                    self._pool.release(job.table, spoiled=0 if failed else job.known // self._pool.page)
+                    self._release_kept_states(job)
+                    self._pool.release(job.table, tainted_from=0 if tainted else job.cached_tokens // self._pool.page)
             self._end_group_without_sequences()
 
     def switch_snapshot(self, snapshot: AdapterSnapshot) -> None:
         """From now on every request that samples a snapshot of this id samples `snapshot`."""
-        for parent in self._parents.values():
+        for parent in self._requests.values():
             if parent.snapshot is not None and parent.snapshot.snapshot_id == snapshot.snapshot_id:
                 parent.snapshot = snapshot
 
     def clear(self) -> list[str]:
-        """Forget all requests and what their pages hold; returns their ids."""
-        requests = self.requests
-        self._parents.clear()
-        self._waiting.clear()
-        self._next_start.clear()
-        self._now = 0
-        self.group, self._beside, self.decoding = None, None, []
+        """Forget all requests and the content of the pages; returns the ids of the requests."""
+        request_ids = self.request_ids
+        self._requests.clear()
+        self.waiting_jobs.clear()
+        self.group, self._short_group, self.slots.sequences = None, None, []
         self._pool.clear()
-        return requests
+        return request_ids
 
-    def restart(self) -> None:
-        """All requests wait again, in the order in which they came, with their tokens so far; pages hold nothing."""
-        jobs = [*self._waiting, *(job for group in (self.group, self._beside) if group for job in group.jobs)]
-        sequences = [*self.decoding, *(one for job in jobs for one in job.sequences)]
-        parents = dict(self._parents)
+    def requeue_all(self) -> None:
+        """Let all requests wait again, oldest first, with their tokens so far. The pages are empty."""
+        groups = [group for group in (self.group, self._short_group) if group]
+        jobs = [*self.waiting_jobs, *(job for group in groups for job in group.jobs)]
+        sequences = [*self.slots.sequences, *(each for job in jobs for each in job.sequences)]
+        parents = dict(self._requests)
         self.clear()
-        self._parents = parents
+        self._requests = parents
         for parent in parents.values():
-            fresh: list[ActiveSequence] = []
-            for sequence in [one for one in sequences if one.parent is parent]:
-                sequence.restart()
+            new: list[ActiveSequence] = []
+            for sequence in [each for each in sequences if each.parent is parent]:
+                sequence.reset()
                 if sequence.tokens:
                     self.admit(parent, [sequence])
                 else:
-                    fresh.append(sequence)
-            if fresh:
+                    new.append(sequence)
+            if new:
                 if parent.scores is not None:
-                    parent.scores.restart()
-                self.admit(parent, fresh)
+                    parent.scores.reset()
+                self.admit(parent, new)
 
-    def rest(self) -> None:
-        """Nobody is there: the next owners begin alike. What pages hold of prompts stays."""
-        assert not self._parents and not self._pool.used, "a request that is gone has left pages"
-        self._next_start.clear()
-        self._now = 0
+    def reset_shares(self) -> None:
+        """Let all projects begin alike, when there are no requests. Cached prompts stay."""
+        assert not self._requests and not self._pool.used, "a request that is gone has left pages"
+        self.waiting_jobs.clear()
 
-    def finish(self) -> list[SampleResult]:
+    def pop_finished(self) -> list[SampleResult]:
         """The results of requests whose sequences are all done; the scheduler forgets these requests."""
-        results = [result for parent in self._parents.values() if (result := parent.result())]
+        results = [result for parent in self._requests.values() if (result := parent.result())]
         for result in results:
-            del self._parents[result.request_id]
+            del self._requests[result.request_id]
         return results
 
     # ------------------------------------------------------------------ prefill
     def next_group(self) -> PrefillGroup | None:
-        """The group in prefill; if there is none, and a slot and pages are free, a new one from the queue's head."""
-        if self.group is not None or not self._waiting or (free := self._max_slots - self.busy) < 1:
+        """The group in prefill. If there is none, and a slot and pages are free, a new one from the queue's head."""
+        if self.group is not None or not self.waiting_jobs or (free := self.slots.free) < 1:
             return self.group
-        first, fitting = self._waiting[0], 1
-        if not first.alone:
-            free -= len(first.sequences)
-            for job in islice(self._waiting, 1, self._shapes.rows[-1]):
+        jobs = [*islice(self.waiting_jobs, self._shapes.rows[-1])]
+        fitting = 1
+        if not jobs[0].alone:
+            free -= len(jobs[0].sequences)
+            for job in jobs[1:]:
                 if job.alone or free <= 0:
                     break
                 free -= len(job.sequences)
                 fitting += 1
-        self.group = self._formed(list(islice(self._waiting, self._shapes.together(fitting))))
+        self.group = self._new_group(jobs[: self._shapes.together(fitting)])
         return self.group
 
     def next_short_group(self, most_sequences: int, most_tokens: int) -> PrefillGroup | None:
-        """Waiting requests with short prompts that want at most `most_tokens` tokens: they need no slot, and overtake.
+        """Waiting requests with short prompts and at most `most_tokens` tokens, which overtake and need no slot.
 
-        At most `most_sequences` sequences, and as many as a shard has slots, because all may lie in one. None when no
-        such request waits, or when no other request is there.
+        At most `most_sequences` sequences, and as many as a shard has slots, because all may be in one. None when no
+        such request waits, or when there is no other request.
         """
-        jobs: list[PrefillJob] = []
-        short = [job for job in self._waiting if not job.alone and job.is_over_in(most_tokens)]
-        if not short or (len(short) == len(self._waiting) and not self.busy):
+        short = [job for job in self.waiting_jobs if not job.alone and job.ends_within(most_tokens)]
+        if not short or (len(short) == len(self.waiting_jobs) and not self.slots.busy):
             return None
-        most_sequences = min(most_sequences, self._slots_of_a_shard)
+        jobs: list[PrefillJob] = []
+        most_sequences = min(most_sequences, self.slots.each_shard)
         for job in short:
             if len(job.sequences) <= most_sequences and len(jobs) < self._shapes.rows[-1]:
                 jobs.append(job)
                 most_sequences -= len(job.sequences)
-        self._beside = self._formed(jobs) if jobs else None
-        return self._beside
+        self._short_group = self._new_group(jobs) if jobs else None
+        return self._short_group
 
-    def _formed(self, jobs: list[PrefillJob]) -> PrefillGroup | None:
-        """The group of the first of these waiting jobs, as many as there are pages for; None without pages for one.
-
-        Later requests start behind them, not behind jobs that still wait.
-        """
-        known, began, roomiest = 0, 0, self._pool.roomiest()
-        for i, job in enumerate(jobs):
-            found = self._begun(job, scope_for(jobs), (roomiest + i) % self._pool.shards)
-            if found is None:
+    def _new_group(self, jobs: list[PrefillJob]) -> PrefillGroup | None:
+        """The group of the first of these waiting jobs, as many as there are pages for; None without pages for one."""
+        cached, begun, emptiest = 0, 0, self._pool.emptiest_shard()
+        for number, job in enumerate(jobs):
+            tokens = self._reserve_prompt(job, scope_for(jobs), (emptiest + number) % self._pool.shards)
+            if tokens is None:
                 break
-            known, began = found, began + 1
-        fewer = began if began in (0, len(jobs)) else self._shapes.together(began)
-        for job in jobs[fewer:began]:
+            cached, begun = tokens, begun + 1
+        fewer = begun if begun in (0, len(jobs)) else self._shapes.together(begun)
+        for job in jobs[fewer:begun]:
             self._pool.release(job.table)
         jobs = jobs[:fewer]
         if not jobs:
             return None
-        self._waiting = deque(job for job in self._waiting if job not in jobs)
-        served = max(job.start for job in jobs)
-        self._now = max(self._now, min(served, self._waiting[0].start if self._waiting else served))
+        self.waiting_jobs.serve(jobs)
         group = PrefillGroup(jobs, at_least(self._shapes.rows, len(jobs)), scope_for(jobs))
-        each, used = group.rows // self._pool.shards, [0] * self._pool.shards
+        rows, used = group.rows // self._pool.shards, [0] * self._pool.shards
         for job in jobs:
-            job.row = job.table.shard * each + used[job.table.shard]
+            job.row = job.table.shard * rows + used[job.table.shard]
             used[job.table.shard] += 1
-        group.begin(known)
+        group.begin(cached)
         return group
 
-    def _begun(self, job: PrefillJob, scope: PrefixScope | None, shard: int) -> int | None:
-        """Give a job its pages; how many of its tokens they hold already. None when too few pages are free.
+    def _reserve_prompt(self, job: PrefillJob, scope: PrefixScope | None, shard: int) -> int | None:
+        """Give a job its pages: how many of its tokens they hold already. None when too few pages are free.
 
-        shard: where they are taken, unless pages of another shard hold its first tokens. A group's jobs take turns.
+        shard: where new pages are, unless the pages of its first tokens are cached in another shard.
         """
-        known, pool, ends = 0, self._pool, [0]
+        pool, cached, ends = self._pool, 0, [0]
         if scope is None:
             job.table = PageTable(shard)
         else:
-            job.table = pool.find(job.keys(scope))
+            job.table = pool.find_prefix(job.keys(scope))
             pages = len(job.table.pages)
             covered = job.length if pages == len(job.digests) else pages * pool.page
             ends = [min(border, job.length) for border in job.borders]
-            ends = [end for end in ends if end <= covered and not job.wants(0, end)]
+            ends = [end for end in ends if end <= covered and not job.wants_scores(0, end)]
             if pool.states:
-                job.branch = ends[-1]
-                ends = [end for end in ends if not end or pool.find_state(Key(scope, job.states[end]), job.table)]
-            known = max(ends)
-            pool.cut(job.table, known)
-        spare = sum(self._grows(one) for one in self.decoding if one.table.shard == job.table.shard)
-        spare += len(job.sequences) if self.decoding and job.positions == job.length else 0
-        if not pool.extend(job.table, known, job.positions, spare=spare) and known % pool.page:
-            # Perhaps there is only no page to copy the last one to: it is computed again.
-            known = max(end for end in ends if end <= known // pool.page * pool.page)
-            if pool.states and not (known and scope and pool.find_state(Key(scope, job.states[known]), job.table)):
+                job.state_branch = ends[-1]
+                ends = [end for end in ends if not end or self._find_state(job, scope, end)]
+            cached = max(ends)
+            pool.truncate(job.table, cached)
+        spare = self.slots.pages_to_spare(job.table.shard)
+        spare += len(job.sequences) if self.slots.sequences and job.positions == job.length else 0
+        if not pool.reserve(job.table, cached, job.positions, spare=spare) and cached % pool.page:
+            # Possibly only the copy of its last cached page needs a page. That page is computed again.
+            cached = max(end for end in ends if end <= cached // pool.page * pool.page)
+            if pool.states and not (cached and scope and self._find_state(job, scope, cached)):
                 pool.release_state(job.table)
-            pool.cut(job.table, known)
-        if not pool.extend(job.table, known, job.positions, spare=spare):
+            pool.truncate(job.table, cached)
+        if not pool.reserve(job.table, cached, job.positions, spare=spare):
             pool.release(job.table)
             return None
-        return known
+        return cached
 
-    def _grows(self, sequence: ActiveSequence) -> bool:
-        """Whether it may need more pages than it has."""
-        return len(sequence.table.pages) < self._pool.pages_for(sequence.most_cached)
+    def _find_state(self, job: PrefillJob, scope: PrefixScope, end: int) -> bool:
+        return self._pool.find_state(Key(scope, job.state_digests[end]), job.table)
 
     def keep_state(self) -> None:
-        """Remember the state that the group's prompt has now, if other prompts may go on from it."""
+        """Remember the state that the group's prompt has now, if other prompts may continue it."""
         group = self.group
         if self._pool.states and group is not None and group.scope is not None and group.remaining > 0:
             (job,) = group.jobs
             if job.keeps_state(group.start):
-                job.past.append((group.start, self._pool.fork_state(job.table)))
+                job.kept_states.append((group.start, self._pool.fork_state(job.table)))
 
-    def join(self, alive: Callable[[PrefixScope], bool]) -> None:
+    def start_group(self, alive: Callable[[PrefixScope], bool]) -> None:
         """Give free slots to the sequences of the prefilled group; when all have one, the group is gone.
 
         alive: whether requests of a scope may still come. Its prompt is then kept for them.
         """
-        group, pool = self.group, self._pool
+        group = self.group
         assert group is not None, "no group is in prefill"
         scope, group.scope = group.scope, None
         if scope is not None and scope == scope_for(group.jobs) and alive(scope):
-            (job,) = group.jobs
-            keys = job.keys(scope)
-            if job.sequences[0].preempted:  # it keeps all of its pages to itself but those that it never writes
-                keys = keys[: job.length // pool.page]
-            pool.keep(keys, job.table)
-            for border, past in [*job.past, (job.length, job.table)]:
-                pool.keep_state(Key(scope, job.states[border]), past)
+            self._keep_prompt(group.jobs[0], scope)
         for job in group.jobs:
-            self._forget_past(job)
-            free = self._max_slots - self.busy
-            while job.sequences and free > 0 and (table := self._forked(job)) is not None:
-                self._start(job.sequences.popleft(), job, table)
+            self._release_kept_states(job)
+            free = self.slots.free
+            while job.sequences and free > 0 and (table := self.slots.fork_table(job)) is not None:
+                self.slots.add(job.sequences.popleft(), job, table)
                 free -= 1
             if not job.sequences:
-                pool.release(job.table)
+                self._pool.release(job.table)
         self._end_group_without_sequences()
 
-    def join_beside(self, group: PrefillGroup) -> list[ActiveSequence]:
-        """Let the sequences of a short group decode, for a chunk in which they end. Those without pages wait again."""
-        self._beside = None
-        pool, joined = self._pool, []
+    def _keep_prompt(self, job: PrefillJob, scope: PrefixScope) -> None:
+        keys = job.keys(scope)
+        if job.sequences[0].preempted:  # it keeps all of its pages to itself but those that it never writes
+            keys = keys[: job.length // self._pool.page]
+        self._pool.keep_prefix(keys, job.table)
+        for border, table in [*job.kept_states, (job.length, job.table)]:
+            self._pool.keep_state(Key(scope, job.state_digests[border]), table)
+
+    def start_short_group(self, group: PrefillGroup) -> list[ActiveSequence]:
+        """Let the sequences of a short group decode a chunk, in which they end. Those without pages wait again."""
+        self._short_group = None
+        pool, started = self._pool, []
         for job in group.jobs:
-            known = self._parents.get(job.parent.request.request_id) is job.parent
-            for sequence in job.sequences if known else ():
+            wanted = self._requests.get(job.parent.id) is job.parent
+            for sequence in job.sequences if wanted else ():
                 table = pool.fork(job.table, job.table.shard)
                 assert table is not None, "a fork in one shard takes no page"
-                self._start(sequence, job, table)
-                joined.append(sequence)
-            pool.release(job.table, spoiled=None if known else 0)
-        for sequence in tuple(joined):
-            if not pool.extend(sequence.table, sequence.cached, sequence.cached + sequence.remaining):
-                self._preempt(sequence)
-                joined.remove(sequence)
-        return joined
+                self.slots.add(sequence, job, table)
+                started.append(sequence)
+            pool.release(job.table, tainted_from=None if wanted else 0)
+        for sequence in tuple(started):
+            if not pool.reserve(sequence.table, sequence.cached, sequence.cached + sequence.remaining):
+                self.slots.remove(sequence)
+                self._requeue(sequence)
+                started.remove(sequence)
+        return started
 
-    def _start(self, sequence: ActiveSequence, job: PrefillJob, table: PageTable) -> None:
-        """Let a sequence of the job decode in `table`, which is a fork of the job's."""
-        sequence.table, sequence.unproven = table, job.known // self._pool.page
-        if table.shard != job.table.shard or self._pool.kept(job.table):
-            source = self._pool.fork(job.table, job.table.shard)
-            assert source is not None, "a fork in one shard takes no page"
-            self._pool.release_state(source)
-            sequence.source = source
-            if table.shard != source.shard:
-                sequence.unproven = 0
-        self.decoding.append(sequence)
-
-    def _forked(self, job: PrefillJob) -> PageTable | None:
-        """A table for one of a job's sequences, in the shard where the fewest decode and a slot is free."""
-        counts = [0] * self._pool.shards
-        for sequence in self.running:
-            counts[sequence.table.shard] += 1
-        shards = sorted(range(len(counts)), key=lambda shard: (counts[shard], shard != job.table.shard))
-        tables = (self._pool.fork(job.table, shard) for shard in shards if counts[shard] < self._slots_of_a_shard)
-        return next((table for table in tables if table is not None), None)
-
-    def _forget_past(self, job: PrefillJob) -> None:
-        for _, table in job.past:
+    def _release_kept_states(self, job: PrefillJob) -> None:
+        for _, table in job.kept_states:
             self._pool.release_state(table)
-        job.past.clear()
+        job.kept_states.clear()
 
     def _end_group_without_sequences(self) -> None:
         if self.group is not None and not any(job.sequences for job in self.group.jobs):
             self.group = None
 
-    # ------------------------------------------------------------------ slots
-    def make_room(self, steps: int) -> bool:
-        """Give each sequence pages for `steps` more tokens; the youngest wait again where there are too few.
+    # ------------------------------------------------------------------ decode
+    def reserve_pages(self, steps: int) -> bool:
+        """Give each sequence pages for `steps` more tokens; the youngest wait again where pages run out.
 
-        False when tokens are not read yet: they are to be read, which shows who has ended, and room made again.
+        False: call it again when all tokens are read, because they may show that a sequence has ended.
         """
-        for sequence in self.decoding:
-            if sequence.unproven is None:
-                self._pool.release(sequence.source)
-                self._pool.slide(sequence.table, sequence.cached)
-        order = {parent: place for place, parent in enumerate(self._parents.values())}
-        oldest = sorted(self.running, key=lambda one: (not one.preempted, order[one.parent], one.index))
-        for shard in range(self._pool.shards):
-            mine, served = [one for one in oldest if one.table.shard == shard], 0
-            while served < len(mine):
-                sequence = mine[served]
-                end = sequence.cached + min(steps, sequence.remaining)
-                if self._pool.extend(sequence.table, sequence.cached, end):
-                    served += 1
-                elif any(one.ahead for one in self.decoding):
-                    return False
-                else:
-                    self._preempt(mine.pop())
-        return True
+        preempted = self.slots.reserve_pages(steps, [*self._requests.values()])
+        for sequence in preempted or ():
+            self._requeue(sequence)
+        return preempted is not None
 
-    def end(self, sequence: ActiveSequence, *, finite: bool) -> None:
-        """The sequence has ended: its slot and its pages are free. finite: and so is what was decoded after its end."""
-        self.decoding.remove(sequence)
-        self._release(sequence, failed=not finite)
-
-    def _preempt(self, sequence: ActiveSequence) -> None:
-        """Take a sequence's slot; it goes to the head of the queue."""
-        self.decoding.remove(sequence)
-        self._release(sequence)
+    def _requeue(self, sequence: ActiveSequence) -> None:
         sequence.preempted = True
-        self._waiting.appendleft(self._job(sequence.parent, sequence.prefix(), deque([sequence]), score=False, start=0))
-
-    def _release(self, sequence: ActiveSequence, *, failed: bool = False) -> None:
-        """Free its pages. What was decoded shows that they are finite; nobody knows of pages nobody decoded from.
-
-        Nor of those which a chunk writes that is not read yet. It is computed before anything that they are taken for.
-        """
-        unproven = sequence.unproven
-        if sequence.ahead and unproven is None:
-            unproven = (sequence.cached - sequence.ahead) // self._pool.page
-        self._pool.release(sequence.source, spoiled=0 if failed else sequence.unproven)
-        self._pool.release(sequence.table, spoiled=0 if failed else unproven)
+        self.waiting_jobs.add_preempted(self._job(sequence.all_tokens(), deque([sequence]), score=False))

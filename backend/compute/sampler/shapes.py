@@ -1,7 +1,7 @@
-"""The few shapes that the sampler compiles for: how many slots, and how many tokens of prompt at once.
+"""The few shapes of the sampler's programs: how many slots, and how many tokens of a prompt in one dispatch.
 
-Sizes go up by factors of four, because each costs a compilation. An unused slot costs time where a few rows keep the
-devices busy, on CPUs: there slots go up by factors of two. Pure.
+Sizes grow by factors of four, because each costs a compilation. On CPUs, where a few rows keep the devices busy, an
+unused slot costs time: there slots grow by factors of two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tinkerflow.backend.compute.platforms import CPU, RANK_COLUMNS
 
 SHORT_PROMPT = 128  # prompts up to this many tokens are prefilled together, longer ones alone
 PREFILL_ROWS = (1, 4, 16)
-LARGE_AFTER = 4  # a piece of the largest size is at most a quarter of what comes before it
+LARGE_AFTER = 4  # a piece of the largest size is at most a quarter of the tokens before it
 _FACTOR = 4
 _FEW_SLOTS = 4  # a step of two takes nearly as long
 
@@ -21,8 +21,8 @@ _FEW_SLOTS = 4  # a step of two takes nearly as long
 class Shapes:
     """The sizes in use by one sampler, ascending. `slots` and `rows` are multiples of the mesh's fsdp axis.
 
-    pieces: tokens of a row that are prefilled at once: `Platform.prefill_tokens`. rows_are_dear: the devices take
-    longer for every row of a step, used or not.
+    pieces: tokens of a row in one prefill dispatch: `Platform.prefill_tokens`. rows_are_dear: every row of a step costs
+    time, used or not.
     """
 
     slots: tuple[int, ...]
@@ -33,7 +33,7 @@ class Shapes:
     def together(self, prompts: int) -> int:
         """How many of `prompts` prompts to prefill together: all, unless more than an eighth of the rows would be idle.
 
-        On CPUs 16 rows of 32 tokens take 700 CPU-ms, 4 take 204 and one 83, and alone a prompt goes in larger pieces.
+        On CPUs 16 rows of 32 tokens take 700 CPU-ms, 4 take 204 and one 83, and a prompt alone has larger pieces.
         """
         prompts = min(prompts, self.rows[-1])
         if not self.rows_are_dear or 8 * prompts >= 7 * at_least(self.rows, prompts):
@@ -60,44 +60,46 @@ def make_shapes(
     )
 
 
-def prefill_piece(sizes: tuple[int, ...], *, alone: bool, start: int, remaining: int, room: int) -> int:
-    """How many tokens of each prompt to compute next: one of `sizes`, at most `room` or the smallest.
+def prefill_piece(sizes: tuple[int, ...], *, alone: bool, start: int, remaining: int, capacity: int) -> int:
+    """How many tokens of each prompt to compute next: one of `sizes`, at most `capacity` or the smallest.
 
-    sizes: ascending. alone: whether no other prompt goes with it. start: tokens that are computed. remaining: those
-    that are not. room: positions that its pages have for them.
+    sizes: ascending. alone: whether no other prompt goes with it. start: the number of computed tokens. remaining: the
+    number of tokens to compute. capacity: positions of its pages for them.
 
-    A prompt goes in pieces of several sizes, so that little is computed only to fill up: the smallest size that holds
-    all that remains if that is no dearer than pieces which are filled, else the largest that is filled wholly. On CPUs
-    a piece costs as much as 32 more tokens would (1x32 takes 83 CPU-ms, 1x64 124, 1x128 209): so the second size is
-    cheaper than twice the first, and of larger ones three quarters are to be used. Large pieces come late: so a prompt
-    and its continuation are cut alike up to the last few borders, and the one may begin with what was computed for the
-    other. Prompts that go together always use the smallest size: each ends within one piece of the others' borders.
+    A prompt is computed in pieces of several sizes, with little padding. The next piece has the smallest size that
+    holds all remaining tokens if it costs no more than full pieces, else the largest full size. On CPUs each piece
+    costs as much as 32 more tokens (1x32 takes 83 CPU-ms, 1x64 124, 1x128 209). So the second size is cheaper than
+    twice the first, and larger pieces should be three quarters full. Large pieces come late: so a prompt and its
+    continuation have the same borders except the last few, and the continuation can begin with the cached pages of the
+    prompt. Prompts that go together always use the smallest size: each ends within one piece of the others' borders.
     """
     least = sizes[0]
     if not alone or remaining <= least:
         return least
     sizes = tuple(size for size in sizes if size <= max(sizes[-2], start // LARGE_AFTER))
     holding = at_least(sizes, remaining)
-    if holding <= room and (holding <= 2 * least or 4 * remaining >= 3 * holding):
+    if holding <= capacity and (holding <= 2 * least or 4 * remaining >= 3 * holding):
         return holding
-    return max((size for size in sizes if size <= min(remaining, room)), default=least)
+    return max((size for size in sizes if size <= min(remaining, capacity)), default=least)
 
 
-def prefill_pieces(sizes: tuple[int, ...], tokens: int, room: int) -> list[int]:
+def prefill_pieces(sizes: tuple[int, ...], tokens: int, capacity: int) -> list[int]:
     """The sizes of all pieces of a prompt that is prefilled alone.
 
-    sizes: those there are, ascending. tokens: of the prompt. room: positions of its pages.
+    sizes: ascending. tokens: of the prompt. capacity: positions of its pages.
     """
     pieces: list[int] = []
     while (start := sum(pieces)) < tokens:
-        pieces.append(prefill_piece(sizes, alone=True, start=start, remaining=tokens - start, room=room - start))
+        pieces.append(
+            prefill_piece(sizes, alone=True, start=start, remaining=tokens - start, capacity=capacity - start)
+        )
     return pieces
 
 
 def rank_columns(ranks: int) -> int:
     """The width of a stack of adapters whose padded ranks sum to `ranks`: 32, 128, 512 and so on.
 
-    Never 0: on CPUs the base model alone sees none of 32 columns, which costs a few per cent, but no programs.
+    Never 0: on CPUs the base model alone uses none of 32 columns, which costs a few per cent, but no programs.
     """
     width = RANK_COLUMNS
     while width < ranks:

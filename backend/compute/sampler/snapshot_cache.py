@@ -1,13 +1,13 @@
-"""The snapshot cache: immutable copies of adapters, and the stack of those in use that one batch decodes with.
+"""The snapshot cache: immutable copies of adapters, and the stack of those that the batch uses.
 
-A snapshot never changes, but its id may pass to another snapshot (`move`). The most recently used snapshots are on the
-devices. The others are evicted to the host's memory until they are sampled again.
+A snapshot never changes, but its id may pass to another snapshot (`rename`). The most recently used snapshots are on
+the devices. The others are evicted to the host's memory until they are sampled again.
 
-Adapters of any ranks lie side by side along the rank axis of one wide adapter, and each row of the batch sees only the
-columns of its own (`stack_apply`): no matrices are gathered per row, the base model is a row that sees no column, and a
-new snapshot changes no shape as long as the stack has room for it. Of a wide stack on a CPU a row is multiplied by the
-blocks of columns that hold its own (`by_runs`). Experts' matrices have a divided rank, and so many
-columns fewer (`divisor_of`), unless a snapshot is in the stack whose experts have the rank of its other matrices.
+Adapters of any ranks are concatenated along the rank axis to one wide adapter, and each row of the batch uses only the
+columns of its own (`stack_apply`). So no matrices are gathered for each row, a row of the base model uses no column,
+and a new snapshot changes no shape as long as the stack has free columns for it. On a CPU with a wide stack, a row is
+multiplied only by the blocks that contain its columns (`by_runs`). Matrices of experts have a divided rank, and fewer
+columns by the same factor (`divisor_of`), unless the experts of a snapshot in the stack have the full rank.
 
 Letters: L layers, R rank, K columns of the stack, B rows, T tokens.
 """
@@ -40,16 +40,16 @@ from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserErr
 from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.ranks import RankRule, expert_rank
 
-_FEW_COLUMNS = 128  # by which all rows are multiplied on CPUs, too: by runs they take as long
-_RANK_UNIT = 8  # ranks are padded to multiples, so that few shapes of snapshots exist
+_FEW_COLUMNS = 128  # up to so many, CPUs multiply all rows by all columns: runs would cost as much
+_RANK_UNIT = 8  # ranks are padded to multiples, so that snapshots have few shapes
 Widths = tuple[int, int]  # columns of most matrices, and of experts'
 
 
 @dataclass(eq=False)
 class AdapterSnapshot:
-    """One published adapter. A request that holds it can go on sampling after it was dropped from the cache.
+    """One published adapter. A request that has it continues to sample it after it was dropped from the cache.
 
-    widths: how many columns of the stack it takes. lora: on the devices or on the host, with the scale folded into B,
+    widths: how many columns of the stack it needs. lora: on the devices or on the host, with the scale folded into B,
     the rank padded with zeros to `widths`, in the dtype of the base weights.
     """
 
@@ -59,12 +59,12 @@ class AdapterSnapshot:
 
     @property
     def columns(self) -> int:
-        """Columns of the stack, as its places are counted."""
+        """Columns of the stack that it needs, for matrices that are not of experts."""
         return self.widths[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes on each device, or on the host."""
+        """Its bytes on each device, or on the host."""
         return _bytes(self.lora)
 
 
@@ -88,7 +88,7 @@ class _Stack:
 
 
 class SnapshotCache:
-    """Snapshots by id, and the stack. Equal on all processes of a group that make the same calls."""
+    """Snapshots by id, and the stack. Processes of a group that make the same calls have the same."""
 
     def __init__(
         self,
@@ -104,12 +104,12 @@ class SnapshotCache:
     ) -> None:
         """An empty cache.
 
-        cfg: the base model of the adapters. mesh: every device holds all of the stack. dtype: of snapshots, by name.
-        by_layer: the stack has arrays of its own for each layer, as the weights have (`params.by_layer`).
-        most_resident: how many snapshots stay on the devices; None: all. most_bytes: how many bytes of each device they
-        and the stack take, unless those being sampled take more; None: any. usual: the shape of most adapters, by which
-        an empty stack is made; None: the experts have the rank of the other matrices. plain: the base model has
-        programs without a stack, for when nobody samples a snapshot.
+        cfg: the base model of the adapters. mesh: every device has all of the stack. dtype: the name of the number
+        format of snapshots. by_layer: the stack has separate arrays for each layer, as the weights do
+        (`params.by_layer`). most_resident: how many snapshots stay on the devices; None: all. most_bytes: the memory of
+        each device for them and the stack, unless the batch needs more; None: any. usual: the shape of most adapters,
+        for an empty stack; None: their experts have the full rank. plain: the base model has programs without a stack,
+        for batches without snapshots.
         """
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
         self._usual = divisor_of(cfg, usual) if usual else 1
@@ -118,14 +118,14 @@ class SnapshotCache:
         self.most_resident = most_resident
         self._most_bytes = most_bytes
         self._plain = plain
-        # Of the cached ones, on the devices: least recently used first.
+        # The cached snapshots on the devices, least recently used first.
         self._resident: dict[AdapterSnapshot, None] = {}
 
     def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
         """Keep a copy of `lora` (of shape `spec`, on the devices or on the host) as `snapshot_id`.
 
-        ConflictError when the id is taken: snapshots never change. UserError when a weight is not finite: in a shared
-        batch it would reach the rows of other requests.
+        ConflictError when the id is used: snapshots never change. UserError when a weight is not finite: in a shared
+        batch it would affect the rows of other requests.
         """
         if snapshot_id in self._snapshots:
             raise ConflictError(f"snapshot {snapshot_id!r} exists already; a snapshot never changes")
@@ -137,13 +137,13 @@ class SnapshotCache:
             raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
         snapshot = self._snapshots[snapshot_id] = AdapterSnapshot(snapshot_id, widths, copy)
         self._resident[snapshot] = None
-        self._make_room({snapshot, *self._stack.places})
+        self._evict_except({snapshot, *self._stack.places})
 
     def __contains__(self, snapshot_id: str) -> bool:
         """Whether there is a snapshot of that id."""
         return snapshot_id in self._snapshots
 
-    def move(self, snapshot_id: str, to_id: str) -> AdapterSnapshot:
+    def rename(self, snapshot_id: str, to_id: str) -> AdapterSnapshot:
         """Give a snapshot another id, over any snapshot of that id; NotFoundError when there is none to rename."""
         old = self.find(snapshot_id)
         moved = replace(old, snapshot_id=to_id)
@@ -174,7 +174,7 @@ class SnapshotCache:
             ) from None
 
     def alive(self, snapshot: AdapterSnapshot | None) -> bool:
-        """Whether later requests may sample it: it was neither dropped nor replaced. Always true of None."""
+        """Whether later requests may sample it, because it was neither dropped nor replaced. Always true of None."""
         return snapshot is None or self._snapshots.get(snapshot.snapshot_id) is snapshot
 
     @property
@@ -197,21 +197,21 @@ class SnapshotCache:
         return BASE if snapshot is None else self._stack.places[snapshot]
 
     def use(self, wanted: Collection[AdapterSnapshot]) -> None:
-        """Put every snapshot of `wanted` into the stack; other snapshots stay only while there is room.
+        """Put every snapshot of `wanted` into the stack; other snapshots stay while they do not need its columns.
 
-        With none wanted, there is a stack all the same, in which the base model sees no column, unless it needs none.
+        Without snapshots the stack is empty, or absent if the base model has programs without one.
         """
         ordered = dict.fromkeys(wanted)
         if ordered or not self._plain:
             self._fill(list(ordered))
         for snapshot in ordered:
-            if snapshot in self._resident:  # as the last one that was used
+            if snapshot in self._resident:  # it becomes the most recently used
                 del self._resident[snapshot]
                 self._resident[snapshot] = None
-        self._make_room(ordered)
+        self._evict_except(ordered)
 
-    def reset(self) -> None:
-        """Empty the stack, when no request is left. So the shapes that later requests meet depend on them alone."""
+    def reset_stack(self) -> None:
+        """Empty the stack when there are no requests, so that the shapes of later requests depend on them alone."""
         self._stack = _Stack()
 
     def _fill(self, ordered: list[AdapterSnapshot]) -> None:
@@ -251,8 +251,8 @@ class SnapshotCache:
         stack.lora = placed(self._mesh, stack.lora, snapshot.lora, snapshot.columns, np.int32(start))
         stack.places[snapshot] = Columns(start, start + snapshot.columns)
 
-    def _make_room(self, used: Collection[AdapterSnapshot]) -> None:
-        """Evict the least recently used snapshots that are not in `used`, until the others are few and small enough."""
+    def _evict_except(self, used: Collection[AdapterSnapshot]) -> None:
+        """Evict the least recently used snapshots that are not in `used`, until the others are within the limits."""
         if self.most_resident is None:
             return
         held = _bytes(self._stack.lora) + sum(snapshot.nbytes for snapshot in self._resident)
@@ -273,18 +273,20 @@ def _on_host(lora: Lora) -> bool:
 
 
 def widths_of(cfg: ModelConfig, spec: LoraSpec) -> Widths:
-    """How many columns of the stack a snapshot of that shape takes: a multiple of `_RANK_UNIT`, for experts divided."""
+    """How many columns of the stack a snapshot of that shape needs: a multiple of `_RANK_UNIT`, divided for experts."""
     columns = _columns(spec)
     return columns, columns // divisor_of(cfg, spec)
 
 
 def usual_spec(cfg: ModelConfig, rule: RankRule) -> LoraSpec:
-    """The shape that most adapters of this model are expected to have."""
+    """The expected shape of most adapters of this model."""
     return LoraSpec(RANK_COLUMNS, expert_rank=expert_rank(RANK_COLUMNS, cfg.experts_per_token, rule))
 
 
 def divisor_of(cfg: ModelConfig, spec: LoraSpec) -> int:
-    """By how much an adapter has fewer columns for experts: the power of two up to a token's experts and _RANK_UNIT.
+    """The factor by which an adapter has fewer columns for experts: a power of two.
+
+    It is at most the number of a token's experts and _RANK_UNIT.
 
     1 where the experts' rank is not divided by as much.
     """
@@ -301,9 +303,9 @@ def _divisor(widths: Widths) -> int:
 
 
 def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool = False) -> LoraApply:
-    """The `LoraApply` in which row b sees columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs.
+    """The `LoraApply` in which row b uses columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs.
 
-    width: columns of the stack, None = as many as each pair has. Of a pair with a part of them a row sees that part.
+    width: columns of the stack; None = as many as each pair has. A pair with a divided width has a part of them.
     one_device: the rows are not split over several. Then, and with a width, a pair may be `OfLayer`.
     """
     updates, in_place = None, None
@@ -321,7 +323,7 @@ def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool
                 return in_place(x, pair.stack, pair.layer)
             whole = pair.stack if isinstance(pair, OfLayer) else pair
             own_BK = own_columns(columns_B2, whole, width)
-            # Not a product with 0: what overflows in the columns of another row's adapter must not become nan here.
+            # Not a product with 0: an overflow in the columns of another row's adapter must not become NaN here.
             if groups is None:
                 own = pair.own if isinstance(pair, OfLayer) else pair
                 hidden = jnp.einsum("bti,ki->btk", x, own.A)
@@ -336,7 +338,7 @@ def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool
 
 
 def own_columns(columns_B2: Array, pair: LoraPair, width: int | None = None) -> jax.Array:
-    """Which of the pair's columns each row sees, bool [B, K]. columns_B2 and width: as of `stack_apply`."""
+    """Which of the pair's columns each row uses, bool [B, K]. columns_B2, width: see `stack_apply`."""
     columns = pair.A.shape[-2]
     place = jnp.arange(columns, dtype=jnp.int32) * ((width or columns) // columns)
     return (place >= columns_B2[:, :1]) & (place < columns_B2[:, 1:])
@@ -354,9 +356,9 @@ def _gap(stack: _Stack, columns: int) -> int | None:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def frozen(mesh: Mesh, widths: Widths, dtype: str, lora: Lora) -> tuple[Lora, jax.Array]:
-    """The copy that a snapshot keeps, and whether all of its weights are finite (bool scalar).
+    """The copy for a snapshot, and whether all of its weights are finite (bool scalar).
 
-    widths: what ranks are padded to. dtype: of the copy, by name. lora: an adapter on the devices, float32.
+    widths: the padded ranks. dtype: the name of the copy's format. lora: an adapter on the devices, float32.
     """
 
     def freeze(pair: LoraPair) -> LoraPair:
@@ -378,8 +380,8 @@ def frozen(mesh: Mesh, widths: Widths, dtype: str, lora: Lora) -> tuple[Lora, ja
 def empty_stack(cfg: ModelConfig, mesh: Mesh, widths: Widths, dtype: str, by_layer: bool) -> Lora:
     """A stack of zeros: an adapter of all parts of the model.
 
-    cfg, mesh: the base model's shape, and the devices. widths: columns, K. dtype: by name. by_layer: with arrays of
-    its own for each layer (`params.by_layer`).
+    cfg, mesh: the base model's shape, and the devices. widths: columns, K. dtype: the name of the number format.
+    by_layer: with separate arrays for each layer (`params.by_layer`).
     """
 
     def zeros(stack: tuple[int, ...], size: int) -> Any:  # an array, or by layer a tuple of arrays
@@ -400,8 +402,8 @@ def empty_stack(cfg: ModelConfig, mesh: Mesh, widths: Widths, dtype: str, by_lay
 def placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Array) -> Lora:
     """The stack, updated in place, with a snapshot in columns [start, start + columns).
 
-    mesh: every device holds all of the stack. snapshot: as `frozen` made it; projections that it does not adapt are
-    zeroed there. start: int32 scalar.
+    mesh: every device has all of the stack. snapshot: made by `frozen`; projections that it does not adapt become zero
+    in its columns. start: int32 scalar.
     """
 
     def put_pair(into: LoraPair, pair: LoraPair | None) -> LoraPair:

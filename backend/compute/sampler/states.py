@@ -1,7 +1,7 @@
-"""The states of layers with linear attention on the devices: one for each sequence, in a pool like that of pages.
+"""The states of layers with linear attention on the devices, one for each sequence, in a pool like that of pages.
 
-A dispatch takes the states of its rows out of the pool, carries them through its layers and tokens, and puts them back.
-But for decode on GPUs and TPUs, the matrices stay in the pool (`delta_rule.Pooled`): kernels change them there.
+A dispatch gathers the states of its rows from the pool, carries them through its layers and tokens, and scatters them
+back. In decode on GPUs and TPUs, the matrices stay in the pool (`delta_rule.Pooled`), where kernels change them.
 
 Letters: L layers with states, N states of all shards, S rows, and those of `delta_rule`.
 """
@@ -19,7 +19,7 @@ from tinkerflow.backend.compute.mesh import FSDP, TENSOR, cache_mesh
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.layers.delta_rule import DeltaState, Pooled, empty_state
 
-# Of rows that were taken out of the pool: [L, S, ...], or L of [S, ...] by layer. None in models without states.
+# Of gathered rows: [L, S, ...], or L of [S, ...] by layer. None in models without states.
 States = DeltaState | tuple[DeltaState, ...] | None
 
 
@@ -42,14 +42,14 @@ def pool_sharding(cfg: ModelConfig, mesh: Mesh) -> DeltaState:
 
 
 def pin_pool(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None) -> DeltaState | None:
-    """The pool with its sharding pinned: a step's result must be what the next step was compiled for."""
+    """The pool with its sharding pinned, as the next step expects it."""
     if pool is None:
         return None
     pinned: DeltaState = jax.lax.with_sharding_constraint(pool, pool_sharding(cfg, mesh))
     return pinned
 
 
-def take(
+def gather_states(
     cfg: ModelConfig,
     mesh: Mesh,
     pool: DeltaState | None,
@@ -63,7 +63,7 @@ def take(
 
     cfg, mesh: the base model's shape, and the devices. pool: None in models without states. states_S int32: their
     numbers in the row's own shard; 0 = none. fresh_S: bool. by_layer: an array for each layer. pooled: the matrices
-    stay where they are; then not by layer.
+    stay in the pool; then not by layer.
     """
     if pool is None:
         return None
@@ -89,18 +89,20 @@ def take(
     return tuple(jax.tree.map(lambda part, layer=layer: part[layer], rows) for layer in range(len(rows.conv)))
 
 
-def put(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, rows: States, states_S: Any) -> DeltaState | None:
-    """The pool, updated in place, with the rows' states; those of rows that have none are dropped.
+def scatter_states(
+    cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, rows: States, states_S: Any
+) -> DeltaState | None:
+    """The pool, updated in place, with the rows' states. Rows without a state in the pool are dropped.
 
-    cfg, mesh: of the model. pool: None in models without states. rows: as of `take`. states_S int32: the place of each
-    row's state in the pool; 0 = none.
+    cfg, mesh: of the model. pool: None in models without states. rows: of `gather_states`. states_S int32: the place of
+    each row's state in the pool; 0 = none.
     """
     if pool is None or rows is None:
         return None
 
     def local(part: jax.Array, own: jax.Array, states_S: jax.Array) -> jax.Array:
         outside_S = part.shape[1] + jnp.arange(len(states_S), dtype=jnp.int32)
-        # Said to be unique, or a GPU sorts all numbers of all states, so that it adds up the same way each time.
+        # Declared unique: otherwise a GPU sorts all numbers of all states to add them up in a fixed order.
         places_S = jnp.where(states_S == 0, outside_S, states_S)
         return part.at[:, places_S].set(own, mode="drop", unique_indices=True)
 
@@ -123,9 +125,9 @@ def put(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, rows: States, sta
 
 
 def state_of(rows: DeltaState | tuple[DeltaState, ...], place: Any, fresh_S: jax.Array) -> DeltaState:
-    """The rows' states in a layer. place: among the layers with states; an int if the rows are by layer.
+    """The rows' states in a layer. place: the layer's number among those with states; an int if the rows are by layer.
 
-    fresh_S: bool, which of them have no token yet.
+    fresh_S: bool, whether a row has no token yet.
     """
     if isinstance(rows, tuple):
         return rows[place]
@@ -135,8 +137,8 @@ def state_of(rows: DeltaState | tuple[DeltaState, ...], place: Any, fresh_S: jax
 
     if isinstance(rows.S, Pooled):
         return DeltaState(own(rows.conv), replace(rows.S, layer=place, fresh_B=fresh_S))
-    found: DeltaState = jax.tree.map(own, rows)
-    return found
+    states: DeltaState = jax.tree.map(own, rows)
+    return states
 
 
 def with_layer(rows: DeltaState | tuple[DeltaState, ...], place: Any, state: DeltaState) -> States:

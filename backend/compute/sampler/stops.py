@@ -1,7 +1,7 @@
-"""When a sequence ends: at a stop token, or when its text contains a stop string. Host only, no JAX.
+"""The end of a sequence: at a stop token, or when its text contains a stop string. Host only, no JAX.
 
-A stop string may begin in one token and end in another, and a character may be spread over several tokens. So text is
-decoded as it grows: the text of the new tokens is what decoding adds to the text of the tokens before them.
+A stop string may begin in one token and end in another, and a character may span several tokens. So text is decoded as
+it grows: the text of new tokens is the text that decoding adds to that of the tokens before them.
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ from tinkerflow.backend.core.errors import UserError
 
 Decode = Callable[[Sequence[int]], str]
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode part of a character to
-_MOST_HELD_BACK = 64  # tokens held back as parts of unfinished characters at most, so that garbage stays cheap
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of a part of a character
+_MOST_PENDING = 64  # tokens of one unfinished character at most, so that garbage stays cheap
 
 
 class StopDetector:
-    """Reads the tokens of one sequence as they come, and says when the sequence has ended."""
+    """Finds the end of one sequence in its tokens as they are decoded."""
 
     def __init__(self, tokens: frozenset[int], strings: tuple[str, ...], decode: Decode | None) -> None:
-        """`decode` turns tokens into text, special tokens included; it may be None when there are no `strings`."""
+        """`decode` turns tokens into text, special tokens included; None is fine without `strings`."""
         self._tokens = tokens
         self._strings = strings
         self._decode = decode
         self._window = max((len(string) for string in strings), default=1) - 1
-        self._known: list[int] = []  # tokens whose text is in _text; kept as the context in which later ones decode
-        self._fresh: list[int] = []  # tokens after them, whose text is not settled yet
-        self._text = ""  # the end of the text of all settled tokens, as long as a match may reach back
+        self._settled: list[int] = []  # tokens with their text in _text; the context in which later ones decode
+        self._pending: list[int] = []  # tokens after them, which may end within a character
+        self._text = ""  # the last part of the text of all settled tokens, as long as a match may reach back
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
-        """Take the next tokens up to one that ends the sequence; how many these are, or None when none ends it."""
+        """Read the next tokens up to one that ends the sequence: how many these are, or None when none ends it."""
         if not self._strings and self._tokens.isdisjoint(tokens):
-            return None  # without a look at each token
+            return None  # without decoding each token
         return next((count for count, token in enumerate(tokens, 1) if self.ends_with(token)), None)
 
     def ends_with(self, token: int) -> bool:
-        """Take the next token; True when it is a stop token or completes a stop string."""
+        """Read the next token; True when it is a stop token or completes a stop string."""
         if token in self._tokens:
             return True
         if not self._strings or self._decode is None:
             return False
-        self._fresh.append(token)
-        before = self._decode(self._known)
-        added = self._decode(self._known + self._fresh)[len(before) :]
+        self._pending.append(token)
+        before = self._decode(self._settled)
+        added = self._decode(self._settled + self._pending)[len(before) :]
         text = self._text + added
         if any(string in text for string in self._strings):
             return True
-        if not added.endswith(_UNFINISHED) or len(self._fresh) >= _MOST_HELD_BACK:
+        if not added.endswith(_UNFINISHED) or len(self._pending) >= _MOST_PENDING:
             self._text = text[max(0, len(text) - self._window) :]
-            self._known, self._fresh = self._fresh, []
+            self._settled, self._pending = self._pending, []
         return False
 
 

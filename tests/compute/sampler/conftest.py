@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from tests.compute.conftest import FAMILY_SHAPE, random_model
+from tests.compute.sampler.device_model import modeled_sampler
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.config import ModelConfig
@@ -147,6 +149,12 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
     model = request.getfixturevalue(request.param)
     assert isinstance(model, Tiny)
     return model
+
+
+@pytest.fixture
+def modeled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sampler]:
+    """modeled(…): a sampler on a model of the devices, with the arguments of `modeled_sampler`."""
+    return partial(modeled_sampler, monkeypatch)
 
 
 @pytest.fixture

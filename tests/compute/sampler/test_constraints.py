@@ -121,11 +121,11 @@ def test_others_decode_in_chunks_beside_constrained_sequences_where_rows_are_dea
     rows_are_dear: bool,
 ) -> None:
     sampler, asked = qwen.sampler(model_path=str(folder), decode_chunk=4), list[tuple[str, int]]()
-    sampler._shapes = replace(sampler._shapes, rows_are_dear=rows_are_dear)
+    sampler._batch._shapes = replace(sampler._batch._shapes, rows_are_dear=rows_are_dear)
     real = SamplerModel.decode_chunk
 
     def watched(model: SamplerModel, slots: int, held: Any, steps: int, before: Any) -> Any:
-        asked.append((" ".join(sorted({one.parent.request.request_id for _, one in held})), steps))
+        asked.append((" ".join(sorted({one.parent.id for _, one in held})), steps))
         return real(model, slots, held, steps, before)
 
     monkeypatch.setattr(SamplerModel, "decode_chunk", watched)
@@ -164,7 +164,7 @@ def test_the_end_is_allowed_only_where_the_text_may_end(folder: Path) -> None:
     first = new_matcher(folder, 320, Constraint("regex", "ab?", (END,)))
 
     def allowed(said: str) -> list[int]:
-        matcher = first.fresh()
+        matcher = first.copy()
         matcher.advance([json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"][one] for one in said])
         bits = np.unpackbits(matcher.allowed.view(np.uint8), bitorder="little")
         return np.flatnonzero(bits).tolist()

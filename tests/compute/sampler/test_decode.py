@@ -16,8 +16,9 @@ from tests.compute.sampler.conftest import make_tiny
 from tinkerflow.backend.compute.kernels import adapter_gpu, grouped_gpu
 from tinkerflow.backend.compute.models.params import by_layer
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
-from tinkerflow.backend.compute.sampler import decode as decode_module
-from tinkerflow.backend.compute.sampler.decode import Rows, decode, layers
+from tinkerflow.backend.compute.sampler import forward as forward_module
+from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.forward import StepInputs, run_layers
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
@@ -62,13 +63,14 @@ def test_weights_that_are_read_in_place_give_the_same(
     pages = {"tables_SW": np.array([[1], [2]], np.int32), "columns_S2": np.array([[0, 0], [8, 24]], np.int32)}
 
     def hidden() -> Any:
-        return layers(tiny.cfg, tiny.mesh, tiny.params, stack, cache, None, tokens_SQ, start_S, **pages)[2]
+        inputs = StepInputs(tokens_SQ, start_S, **pages)
+        return run_layers(tiny.cfg, tiny.mesh, tiny.params, stack, cache, None, inputs)[2]
 
     expected = hidden()
     with compiling_for(CUDA):
-        names = decode_module._in_place(tiny.cfg, tiny.mesh, tiny.params)
+        names = forward_module._in_place(tiny.cfg, tiny.mesh, tiny.params)
     assert {"q", "k", "v", "o", "gate", "up", "down"} <= names
-    monkeypatch.setattr(decode_module, "_in_place", lambda cfg, mesh, params: names)
+    monkeypatch.setattr(forward_module, "_in_place", lambda cfg, mesh, params: names)
     for kernel in ("layer_product", "product"):
         monkeypatch.setattr(grouped_gpu, kernel, partial(getattr(grouped_gpu, kernel), interpret=True))
     monkeypatch.setattr(adapter_gpu, "in_place", partial(adapter_gpu.in_place, interpret=True))

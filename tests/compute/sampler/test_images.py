@@ -173,9 +173,10 @@ def test_who_is_preempted_sees_the_images_again(sampler: Sampler, ask: Any, run_
     (expected,) = run_all(sampler, request)["one"].sequences
     sampler.clear()
     sampler.step(SampleStep(admit=(request,)))
-    (sequence,) = sampler._scheduler.decoding
-    sampler._scheduler._preempt(sequence)
-    sampler.pages.forget(lambda scope: True)  # its pages are taken for something else
+    (sequence,) = sampler._scheduler.slots.sequences
+    sampler._scheduler.slots.remove(sequence)
+    sampler._scheduler._requeue(sequence)
+    sampler.pages.drop_keys(lambda scope: True)  # its pages are taken for something else
     (found,) = run_all(sampler)["one"].sequences
     assert found.tokens_T.tolist() == expected.tokens_T.tolist()
     assert len(looks) == 3

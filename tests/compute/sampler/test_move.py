@@ -28,7 +28,7 @@ def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(
     sampler.step(SampleStep(admit=(running, bystander)))  # prefill, and the first chunk
     sampler.step(SampleStep())
     compiled = CompileCounter()
-    sampler.move("newer", "shared")
+    sampler.rename_snapshot("newer", "shared")
     sampler.step(SampleStep())
     assert compiled.count == 0
     late = [ask(f"late {tokens}", start, tokens, snapshot_id="shared") for tokens in (4, 5)]
@@ -49,4 +49,4 @@ def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(
         np.testing.assert_array_equal(result.sequences[0].tokens_T, same.sequences[0].tokens_T)
     assert "'newer'" in (results["gone"].error or "")
     with pytest.raises(NotFoundError):
-        sampler.move("newer", "shared")
+        sampler.rename_snapshot("newer", "shared")

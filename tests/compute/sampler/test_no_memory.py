@@ -20,8 +20,8 @@ from tinkerflow.backend.spec.commands import Constraint, LoraSpec, SampleStep
 def requests_in(work: Any) -> set[str]:
     """The requests that a dispatch is for: of a group of prompts, a list of slots, or a chunk."""
     if hasattr(work, "jobs"):
-        return {job.parent.request.request_id for job in work.jobs}
-    return {sequence.parent.request.request_id for _, sequence in getattr(work, "held", work)}
+        return {job.parent.id for job in work.jobs}
+    return {sequence.parent.id for _, sequence in getattr(work, "slots", work)}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def requests_in(work: Any) -> set[str]:
         ("prefill_piece", 0, 2, False),  # beside the batch
         ("decode_chunk", 1, 12, True),
         ("decode_chunk", 1, 2, True),
-        ("read", 0, 12, True),
+        ("read_chunk", 0, 12, True),
     ],
 )
 def test_the_last_request_is_answered_and_the_others_get_what_they_would_have_got(
@@ -102,7 +102,7 @@ def test_a_request_that_is_done_before_its_step_fails_is_answered(
     qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matcher = SimpleNamespace(allowed=everything(1, qwen.cfg.vocab)[0], advance=lambda _: None)
-    matcher.fresh = lambda: matcher
+    matcher.copy = lambda: matcher
     monkeypatch.setattr(sampler_module, "new_matcher", lambda *_: matcher)
     sampler, real = qwen.sampler(sample_slots=8, decode_chunk=4), SamplerModel.decode_chunk
 

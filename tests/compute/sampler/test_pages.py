@@ -19,7 +19,7 @@ def pool() -> PagePool:
 
 def grown(pool: PagePool, tokens: int, shard: int = 0) -> PageTable:
     table = PageTable(shard)
-    assert pool.extend(table, 0, tokens)
+    assert pool.reserve(table, 0, tokens)
     return table
 
 
@@ -27,9 +27,9 @@ def test_a_sequence_takes_a_page_when_it_needs_one(pool: PagePool) -> None:
     table = grown(pool, 33)
     assert (len(table.pages), pool.free(0), pool.used) == (2, 4, 2)
     assert 0 not in table.pages, "page 0 holds zeros"
-    assert pool.extend(table, 33, 64) and len(table.pages) == 2
-    assert pool.extend(table, 64, 65) and len(table.pages) == 3
-    assert pool.pending() == [], "nothing was shared, so nothing is copied"
+    assert pool.reserve(table, 33, 64) and len(table.pages) == 2
+    assert pool.reserve(table, 64, 65) and len(table.pages) == 3
+    assert pool.pop_copies() == [], "nothing was shared, so nothing is copied"
     pool.release(table)
     assert (pool.free(0), pool.used, table.pages) == (6, 0, [])
 
@@ -38,34 +38,34 @@ def test_pages_before_the_window_are_released() -> None:
     pool = PagePool(7, page=32, window=40)
     table = grown(pool, 130)
     whole = list(table.pages)
-    pool.keep(KEYS[:1], table)
-    pool.slide(table, 70)
+    pool.keep_prefix(KEYS[:1], table)
+    pool.release_outside_window(table, 70)
     assert table.pages == whole, "position 31 is the first that a query at 70 sees"
-    pool.slide(table, 104)
+    pool.release_outside_window(table, 104)
     assert table.pages == [0, 0, *whole[2:]] and pool.free(0) == 3
-    found = pool.find(KEYS[:1])
+    found = pool.find_prefix(KEYS[:1])
     assert found.pages == whole[:1], "others may still begin with it"
     pool.release(found)
-    pool.release(table, spoiled=1)
-    assert pool.used == 0 and [copy.into for copy in pool.pending()] == whole[:1:-1], "those it still had are zeroed"
+    pool.release(table, tainted_from=1)
+    assert pool.used == 0 and [copy.into for copy in pool.pop_copies()] == whole[:1:-1], "those it still had are zeroed"
 
 
 def test_without_a_state_nothing_changes() -> None:
     pool = PagePool(9, page=32, states=3)
     table, other, third = PageTable(0), PageTable(0), PageTable(0)
-    assert pool.extend(table, 0, 10) and pool.extend(other, 0, 10)
-    assert not pool.extend(third, 0, 40)
+    assert pool.reserve(table, 0, 10) and pool.reserve(other, 0, 10)
+    assert not pool.reserve(third, 0, 40)
     assert (third.pages, third.state, pool.free(0)) == ([], None, 6)
     forked = pool.fork(table, 0)
-    assert forked is not None and not pool.extend(forked, 10, 20) and forked.pages == table.pages
+    assert forked is not None and not pool.reserve(forked, 10, 20) and forked.pages == table.pages
     pool.release(other)
-    assert pool.extend(forked, 10, 20) and forked.pages != table.pages
+    assert pool.reserve(forked, 10, 20) and forked.pages != table.pages
 
 
 def test_without_a_state_there_is_no_fork_in_another_shard() -> None:
     pool = PagePool(9, shards=2, page=32, states=2)
     table, other = PageTable(0), PageTable(1)
-    assert pool.extend(table, 0, 5) and pool.extend(other, 0, 5)
+    assert pool.reserve(table, 0, 5) and pool.reserve(other, 0, 5)
     assert pool.fork(table, 1) is None
     pool.release(other)
     assert pool.fork(table, 1) is not None
@@ -74,10 +74,10 @@ def test_without_a_state_there_is_no_fork_in_another_shard() -> None:
 def test_without_pages_nothing_changes(pool: PagePool) -> None:
     table, other = grown(pool, 100), PageTable(0)
     before = list(table.pages)
-    assert not pool.extend(table, 100, 250)
-    assert not pool.extend(other, 0, 64, spare=1), "one page is to stay free"
+    assert not pool.reserve(table, 100, 250)
+    assert not pool.reserve(other, 0, 64, spare=1), "one page is to stay free"
     assert (table.pages, other.pages, pool.free(0)) == (before, [], 2)
-    assert pool.extend(other, 0, 64)
+    assert pool.reserve(other, 0, 64)
 
 
 def test_a_shared_page_is_copied_before_it_is_written(pool: PagePool) -> None:
@@ -88,61 +88,61 @@ def test_a_shared_page_is_copied_before_it_is_written(pool: PagePool) -> None:
     first, second = samples
     assert first is not None and second is not None and first.pages == second.pages
     whole, part = first.pages
-    assert pool.extend(first, 40, 48)
+    assert pool.reserve(first, 40, 48)
     assert first.pages[0] == whole and first.pages[1] != part
-    assert pool.pending() == [PageCopy(part, first.pages[1])]
-    assert pool.extend(second, 40, 48)
+    assert pool.pop_copies() == [PageCopy(part, first.pages[1])]
+    assert pool.reserve(second, 40, 48)
     assert second.pages == [whole, part], "the last one that shares it writes into it"
-    assert pool.pending() == []
+    assert pool.pop_copies() == []
 
 
 def test_a_prompt_is_found_until_its_pages_are_taken(pool: PagePool) -> None:
     prompt = grown(pool, 80)
     pages = list(prompt.pages)
-    pool.keep(KEYS, prompt)
+    pool.keep_prefix(KEYS, prompt)
     pool.release(prompt)
     assert pool.free(0) == 6
-    assert pool.find(KEYS).pages == pages
-    again = pool.find([KEYS[0], Key("two", KEYS[1].digest)])
+    assert pool.find_prefix(KEYS).pages == pages
+    again = pool.find_prefix([KEYS[0], Key("two", KEYS[1].digest)])
     assert again.pages == pages[:1], "only as far as everything is alike"
-    assert pool.find([Key("two", KEYS[0].digest)]).pages == []
-    assert pool.extend(again, 20, 32) and again.pages != pages[:1], "what others may find is not written into"
+    assert pool.find_prefix([Key("two", KEYS[0].digest)]).pages == []
+    assert pool.reserve(again, 20, 32) and again.pages != pages[:1], "what others may find is not written into"
 
 
 def test_the_end_of_a_prompt_makes_room_before_its_beginning(pool: PagePool) -> None:
     prompt = grown(pool, 80)
     first = prompt.pages[0]
-    pool.keep(KEYS, prompt)
+    pool.keep_prefix(KEYS, prompt)
     pool.release(prompt)
     other = grown(pool, 5 * 32)
     assert first not in other.pages
-    found = pool.find(KEYS)
+    found = pool.find_prefix(KEYS)
     assert found.pages == [first]
 
 
 def test_what_may_not_be_finite_is_zeroed_before_anybody_gets_it(pool: PagePool) -> None:
     prompt = grown(pool, 80)
-    pool.keep(KEYS, prompt)
+    pool.keep_prefix(KEYS, prompt)
     sample = pool.fork(prompt, 0)
     assert sample is not None
     first, *written = prompt.pages
-    pool.release(prompt, spoiled=1)
-    assert pool.pending() == [], "somebody still reads them"
-    assert pool.find(KEYS).pages == [first]
+    pool.release(prompt, tainted_from=1)
+    assert pool.pop_copies() == [], "somebody still reads them"
+    assert pool.find_prefix(KEYS).pages == [first]
     pool.release(sample)
-    assert sorted(pool.pending()) == [PageCopy(0, page) for page in sorted(written)]
+    assert sorted(pool.pop_copies()) == [PageCopy(0, page) for page in sorted(written)]
 
 
 def test_a_scope_that_failed_is_forgotten_and_zeroed(pool: PagePool) -> None:
     prompt = grown(pool, 80)
     pages = list(prompt.pages)
-    pool.keep(KEYS, prompt)
+    pool.keep_prefix(KEYS, prompt)
     pool.release(prompt)
-    pool.forget(lambda scope: scope == "two", spoiled=True)
-    assert pool.pending() == []
-    pool.forget(lambda scope: scope == "one", spoiled=True)
-    assert sorted(pool.pending()) == [PageCopy(0, page) for page in sorted(pages)]
-    assert pool.find(KEYS).pages == []
+    pool.drop_keys(lambda scope: scope == "two", tainted=True)
+    assert pool.pop_copies() == []
+    pool.drop_keys(lambda scope: scope == "one", tainted=True)
+    assert sorted(pool.pop_copies()) == [PageCopy(0, page) for page in sorted(pages)]
+    assert pool.find_prefix(KEYS).pages == []
 
 
 def test_pages_of_one_sequence_lie_in_one_shard() -> None:
@@ -150,13 +150,13 @@ def test_pages_of_one_sequence_lie_in_one_shard() -> None:
     assert pool.capacity == 96
     here = grown(pool, 64, shard=1)
     assert all(page in (5, 6, 7) for page in here.pages), "page 4 is the other shard's page of zeros"
-    assert pool.roomiest() == 0
+    assert pool.emptiest_shard() == 0
     there = pool.fork(here, 0)
     assert there is not None
-    assert pool.pending() == [PageCopy(*pair) for pair in zip(here.pages, there.pages, strict=True)]
+    assert pool.pop_copies() == [PageCopy(*pair) for pair in zip(here.pages, there.pages, strict=True)]
     assert pool.fork(here, 0) is None, "there is one page left"
-    pool.release(here, spoiled=0)
-    assert {copy.source for copy in pool.pending()} == {4}
+    pool.release(here, tainted_from=0)
+    assert {copy.source for copy in pool.pop_copies()} == {4}
 
 
 @given(st.lists(st.tuples(st.sampled_from(["grow", "fork", "end", "fail", "keep"]), st.integers(0, 200)), max_size=60))
@@ -166,16 +166,16 @@ def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
         table = tables[number % len(tables)]
         if what == "grow":
             start = reach.get(id(table), 0)
-            if pool.extend(table, start, start + number % 70):
+            if pool.reserve(table, start, start + number % 70):
                 reach[id(table)] = start + number % 70
         elif what == "fork":
             if (made := pool.fork(table, number % 2)) is not None:
                 tables.append(made)
                 reach[id(made)] = reach.get(id(table), 0)
         elif what == "keep":
-            pool.keep([Key(number % 3, bytes([number, place])) for place in range(len(table.pages))], table)
+            pool.keep_prefix([Key(number % 3, bytes([number, place])) for place in range(len(table.pages))], table)
         else:
-            pool.release(table, spoiled=0 if what == "fail" else None)
+            pool.release(table, tainted_from=0 if what == "fail" else None)
             reach[id(table)] = 0
         held = {page for each in tables for page in each.pages}
         assert pool.used == len(held) and not held & {0, 9}
@@ -188,10 +188,10 @@ def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
 
 def test_a_page_that_is_to_be_zeroed_gets_no_key(pool: PagePool) -> None:
     one = grown(pool, 80)
-    pool.keep(KEYS, one)
-    two = pool.find(KEYS)
-    pool.release(one, spoiled=0)  # as when it is cancelled before a chunk, while another computes the same prompt
-    pool.keep(KEYS, two)
+    pool.keep_prefix(KEYS, one)
+    two = pool.find_prefix(KEYS)
+    pool.release(one, tainted_from=0)  # as when it is cancelled before a chunk, while another computes the same prompt
+    pool.keep_prefix(KEYS, two)
     pool.release(two)
-    assert len(pool.pending()) == 3
-    assert pool.find(KEYS).pages == [], "nobody finds zeros for a prompt"
+    assert len(pool.pop_copies()) == 3
+    assert pool.find_prefix(KEYS).pages == [], "nobody finds zeros for a prompt"

@@ -140,14 +140,14 @@ def test_pages_go_with_their_snapshot(
     two = replace(one, snapshot_id="two")
     expected = run_all(published, two)["a"]
     assert [hit(published, one), hit(published, two)] == [0, 249]
-    published.move("two", "one")
+    published.rename_snapshot("two", "one")
     moved = run_all(published, one)["a"]
     assert moved.prompt_cache_hit_tokens == 0
     assert_same(moved, expected)
-    published.drop("one")
+    published.drop_snapshot("one")
     published.publish("one", random_lora(qwen.cfg, SPEC, 0), SPEC)
     published.step(SampleStep(admit=(one,)))
-    published.drop("one")  # while it decodes: it finishes, and leaves nothing
+    published.drop_snapshot("one")  # while it decodes: it finishes, and leaves nothing
     assert not run_all(published)["a"].prompt_cache_hit_tokens
     published.publish("one", random_lora(qwen.cfg, SPEC, 0), SPEC)
     assert hit(published, one) == 0
@@ -162,7 +162,7 @@ def test_a_prompt_begun_with_weights_that_were_replaced_is_not_kept(
     request = ask("a", prompt(250), 4, snapshot_id="shared")
     newer = run_all(sampler, replace(request, snapshot_id="newer"))["a"]
     sampler.step(SampleStep(admit=(request,)))
-    sampler.move("newer", "shared")
+    sampler.rename_snapshot("newer", "shared")
     run_all(sampler)
     after = run_all(sampler, request)["a"]
     assert after.prompt_cache_hit_tokens == 0

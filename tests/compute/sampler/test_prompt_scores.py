@@ -62,7 +62,7 @@ def test_all_of_it_is_what_the_plain_forward_says_and_does_not_depend_on_the_bat
         close_logprobs(result.targets_TK, given, ulps=1024)
         assert (result.targets_TK[targets_TK == -1] == 0).all()
         # alternatives: logprobs untempered, the draws those of the request's own numbers
-        drawn, uniforms = result.alternatives.tokens_Nk, UniformStream(9, ALTERNATIVES).take(78).reshape(39, 2)
+        drawn, uniforms = result.alternatives.tokens_Nk, UniformStream(9, ALTERNATIVES).draw(78).reshape(39, 2)
         assert drawn.shape == (39, 2) and len(np.unique(drawn)) > 10
         close_logprobs(result.alternatives.logprobs_Nk, np.take_along_axis(rows, drawn, 1), ulps=1024)
         weights = np.exp(rows / temperature)

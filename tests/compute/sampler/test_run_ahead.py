@@ -71,13 +71,13 @@ def test_a_chunk_is_asked_for_before_the_last_one_is_read(
 
         return call
 
-    for name in ("decode_chunk", "read"):
+    for name in ("decode_chunk", "read_chunk"):
         monkeypatch.setattr(SamplerModel, name, watched(name, getattr(SamplerModel, name)))
     run_all(ahead(), ask("a", prompt(20), 12))
-    assert happened == ["decode_chunk", "decode_chunk", "read", "decode_chunk", "read", "read"]
+    assert happened == ["decode_chunk", "decode_chunk", "read_chunk", "decode_chunk", "read_chunk", "read_chunk"]
     happened.clear()
     run_all(ahead(), ask("a", prompt(20), 12, adjustments=Adjustments(frequency=1.0)))
-    assert happened == ["decode_chunk", "read"] * 3, "penalties count tokens that the host must know"
+    assert happened == ["decode_chunk", "read_chunk"] * 3, "penalties count tokens that the host must know"
 
 
 def test_a_step_that_is_to_wait_leaves_no_chunk_unread(
@@ -85,8 +85,8 @@ def test_a_step_that_is_to_wait_leaves_no_chunk_unread(
 ) -> None:
     sampler, request, happened = ahead(), ask("a", prompt(20), 12), list[str]()
     expected = run_all(sampler, request)["a"].sequences[0]
-    real = SamplerModel.read
-    monkeypatch.setattr(SamplerModel, "read", lambda model, chunk: happened.append("read") or real(model, chunk))
+    real = SamplerModel.read_chunk
+    monkeypatch.setattr(SamplerModel, "read_chunk", lambda model, chunk: happened.append("read") or real(model, chunk))
     sampler.step(SampleStep((request,), wait=True))
     assert happened == ["read"]
     sampler.step(SampleStep())

@@ -82,7 +82,7 @@ def test_a_dropped_snapshot_still_serves_whom_it_was_promised(
     request = ask("a", prompt(10), 30, snapshot_id="snap")
     expected = run_all(sampler, request)["a"]
     sampler.step(SampleStep(admit=(request,)))
-    sampler.drop("snap")
+    sampler.drop_snapshot("snap")
     result = run_all(sampler, ask("b", prompt(10), 5, snapshot_id="snap"))
     assert tokens_of(result["a"].sequences[0]) == tokens_of(expected.sequences[0])
     assert result["b"].error is not None and "'snap'" in result["b"].error
@@ -375,17 +375,17 @@ def test_a_prompt_that_fills_the_pool_is_served(qwen: Any, ask: Any, run_all: An
 def test_one_sample_that_is_not_finite_ends_its_request_once_and_no_other(
     qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler, real = qwen.sampler(), SamplerModel.read
+    sampler, real = qwen.sampler(), SamplerModel.read_chunk
 
     def spoiled(model: SamplerModel, chunk: Chunk) -> Any:
         decoded = real(model, chunk)
         logprobs = np.array(decoded.logprobs_CS)
-        for slot, sequence in chunk.held:
-            if sequence.parent.request.request_id == "bad" and sequence.index < 2:
+        for slot, sequence in chunk.slots:
+            if sequence.parent.id == "bad" and sequence.index < 2:
                 logprobs[:, slot] = np.nan
         return decoded.replace(logprobs_CS=logprobs)
 
-    monkeypatch.setattr(SamplerModel, "read", spoiled)
+    monkeypatch.setattr(SamplerModel, "read_chunk", spoiled)
     progress = sampler.step(SampleStep((ask("bad", prompt(20), 8, num_samples=3), ask("good", prompt(30), 20))))
     finished = [*progress.finished]
     while progress.active or progress.waiting:

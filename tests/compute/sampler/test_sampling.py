@@ -55,7 +55,7 @@ def choice(rows: int, temperature: float, top_k: int = -1, top_p: float = 1.0, m
 def test_tokens_are_drawn_as_often_as_they_should(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits_V = np.random.default_rng(0).normal(size=VOCAB, scale=2).astype(np.float32)
     expected_V = reference(logits_V, temperature, top_k, top_p, min_p)
-    uniform_S = np.concatenate([UniformStream(seed, 0).take(1) for seed in range(ROWS)])
+    uniform_S = np.concatenate([UniformStream(seed, 0).draw(1) for seed in range(ROWS)])
     tokens_S, logprobs_S = jitted_sample(
         np.tile(logits_V, (ROWS, 1)), choice(ROWS, temperature, top_k, top_p, min_p), uniform_S
     )
@@ -127,13 +127,13 @@ def test_inversion_never_finds_a_token_of_weight_zero(seed: int, empty: float, u
 
 
 def test_a_stream_depends_on_seed_and_index_and_nothing_else() -> None:
-    whole = UniformStream(-5, 3).take(20)
+    whole = UniformStream(-5, 3).draw(20)
     assert whole.dtype == np.float32 and ((whole > 0) & (whole < 1)).all()
     parts = UniformStream(2**64 - 5, 3)
-    np.testing.assert_array_equal(np.concatenate([parts.take(7), parts.take(13)]), whole)
-    assert (UniformStream(-5, 4).take(20) != whole).all()
-    assert (UniformStream(6, 3).take(20) != whole).all()
+    np.testing.assert_array_equal(np.concatenate([parts.draw(7), parts.draw(13)]), whole)
+    assert (UniformStream(-5, 4).draw(20) != whole).all()
+    assert (UniformStream(6, 3).draw(20) != whole).all()
     # pinned: a seed must mean the same tokens after an upgrade of NumPy
     np.testing.assert_array_equal(
-        UniformStream(1, 0).take(3), np.float32([0.3035680651664734, 0.8487088084220886, 0.15613478422164917])
+        UniformStream(1, 0).draw(3), np.float32([0.3035680651664734, 0.8487088084220886, 0.15613478422164917])
     )

@@ -12,7 +12,7 @@ import pytest
 from tinkerflow.backend.compute.platforms import CUDA
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, prompt_scores
-from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import make_shapes
@@ -38,7 +38,7 @@ def admit(line: Scheduler, ask: Any) -> Any:
         request_id: str, length: int = 5, samples: int = 1, limit: int = 4, **changes: Any
     ) -> list[ActiveSequence]:
         request = ask(request_id, range(length), limit, num_samples=samples, **changes)
-        parent = ParentRequest(request, None, limit, scores=prompt_scores(request, vocab=320))
+        parent = ActiveRequest(request, None, limit, scores=prompt_scores(request, vocab=320))
         sequences = [
             ActiveSequence(parent, index, StopDetector(frozenset({99}), (), None), UniformStream(0, index))
             for index in range(samples)
@@ -51,12 +51,12 @@ def admit(line: Scheduler, ask: Any) -> Any:
 
 def advance(line: Scheduler) -> list[ActiveSequence]:
     """Prefill the next group wholly, and let its sequences join: those that do."""
-    group, before = line.next_group(), len(line.decoding)
+    group, before = line.next_group(), len(line.slots.sequences)
     assert group is not None
     while group.remaining > 0:
         group.advance(group.piece, None)
-    line.join(lambda scope: True)
-    return line.decoding[before:]
+    line.start_group(lambda scope: True)
+    return line.slots.sequences[before:]
 
 
 def test_short_prompts_go_together_and_long_ones_alone(line: Scheduler, admit: Any) -> None:
@@ -64,7 +64,7 @@ def test_short_prompts_go_together_and_long_ones_alone(line: Scheduler, admit: A
         admit(request_id, length)
     groups = []
     while group := line.next_group():
-        groups.append([job.parent.request.request_id for job in group.jobs])
+        groups.append([job.parent.id for job in group.jobs])
         advance(line)
     assert groups == [["a", "b"], ["c"], ["d"]]
 
@@ -73,9 +73,9 @@ def served(line: Scheduler) -> list[str]:
     """Who is prefilled and gets a slot, one after the other; nobody keeps theirs."""
     names = []
     while (group := line.next_group()) is not None:
-        names += [job.parent.request.request_id for job in group.jobs]
+        names += [job.parent.id for job in group.jobs]
         for sequence in advance(line):
-            line.end(sequence, finite=True)
+            line.slots.remove(sequence)
     return names
 
 
@@ -83,7 +83,7 @@ def test_owners_share_and_one_owners_requests_keep_their_order(line: Scheduler, 
     for number in range(6):
         admit(f"a{number}", 300, owner="a")
     first = line.next_group()
-    assert first is not None and first.jobs[0].parent.request.request_id == "a0"
+    assert first is not None and first.jobs[0].parent.id == "a0"
     for number in range(2):
         admit(f"b{number}", 300, owner="b")
     admit("c0", 300, samples=3, owner="c")
@@ -96,13 +96,13 @@ def test_interactive_requests_go_before_their_owners_batch_and_no_other(line: Sc
     for number in range(4):
         admit(f"a{number}", 300, owner="a", priority="batch")
         admit(f"b{number}", 300, owner="b")
-    assert advance(line)[0].parent.request.request_id == "a0"
+    assert advance(line)[0].parent.id == "a0"
     admit("a4", 300, owner="a")
     admit("a5", 300, owner="a", samples=2)
     admit("a6", 300, owner="a", priority="batch")
     admit("a7", 300, owner="a")
     admit("b4", 300, owner="b", priority="batch")
-    line.end(line.decoding[0], finite=True)
+    line.slots.remove(line.slots.sequences[0])
     names = served(line)
     assert [name for name in names if name[0] == "a"] == ["a4", "a5", "a7", "a1", "a2", "a3", "a6"]
     assert [name for name in names if name[0] == "b"] == ["b0", "b1", "b2", "b3", "b4"]
@@ -114,19 +114,18 @@ def test_a_batch_request_is_not_overtaken_for_ever(line: Scheduler, admit: Any) 
     admit("batch", 300, owner="a", priority="batch")
     for number in range(300):
         admit(f"i{number}", 300, owner="a")
-    order = [job.parent.request.request_id for job in line._waiting]
+    order = [job.parent.id for job in line.waiting_jobs]
     assert order.index("batch") == 256
     assert order[:256] + order[257:] == [f"i{number}" for number in range(300)]
-    starts = [job.start for job in line._waiting]
-    assert starts == list(range(301))
 
 
 def test_one_that_was_preempted_is_not_overtaken(line: Scheduler, admit: Any) -> None:
     (sequence,) = admit("batch", 5, owner="a", priority="batch")
     advance(line)
-    line._preempt(sequence)
+    line.slots.remove(sequence)
+    line._requeue(sequence)
     admit("interactive", 5, owner="a")
-    assert [job.parent.request.request_id for job in line._waiting] == ["batch", "interactive"]
+    assert [job.parent.id for job in line.waiting_jobs] == ["batch", "interactive"]
 
 
 def test_who_gave_up_is_not_charged(line: Scheduler, admit: Any) -> None:
@@ -134,7 +133,7 @@ def test_who_gave_up_is_not_charged(line: Scheduler, admit: Any) -> None:
     for number in range(5):
         admit(f"a{number}", 300, owner="a")
     for number in range(1, 5):
-        line.remove(f"a{number}")
+        line.remove_request(f"a{number}")
     admit("b1", 300, owner="b")
     admit("a5", 300, owner="a")
     admit("a6", 300, owner="a")
@@ -145,10 +144,10 @@ def test_who_gave_up_is_not_charged(line: Scheduler, admit: Any) -> None:
 def test_samples_of_one_request_share_a_row(line: Scheduler, admit: Any) -> None:
     many, few = admit("a", samples=3), admit("b", samples=2)
     assert advance(line) == [*many, *few]
-    pages = {tuple(sequence.table.pages) for sequence in line.decoding}
+    pages = {tuple(sequence.table.pages) for sequence in line.slots.sequences}
     assert len(pages) == 2 and all(len(table) == 1 for table in pages)
-    assert (line.active, line.waiting, line.busy) == (2, 0, 5)
-    assert line.held(line.decoding) == (16, list(enumerate(line.decoding)))
+    assert (line.active, line.waiting, line.slots.busy) == (2, 0, 5)
+    assert line.slots.assign(line.slots.sequences) == (16, list(enumerate(line.slots.sequences)))
 
 
 def test_a_group_waits_staged_until_every_sample_had_a_slot(line: Scheduler, admit: Any) -> None:
@@ -158,7 +157,7 @@ def test_a_group_waits_staged_until_every_sample_had_a_slot(line: Scheduler, adm
     assert line.group is not None and line.next_group() is line.group
     for ended, joined in (((4, 7), (10, 11)), ((0,), (12,))):
         for index in ended:
-            line.end(sequences[index], finite=True)
+            line.slots.remove(sequences[index])
         assert advance(line)[-len(joined) :] == [sequences[index] for index in joined]
     assert line.group is None
 
@@ -173,18 +172,18 @@ def test_nobody_is_prefilled_without_a_slot_for_the_result(line: Scheduler, admi
 
 def test_a_sequence_ends_by_stop_or_by_length(admit: Any, line: Scheduler) -> None:
     stopped, full = admit("a", samples=2, limit=3)
-    assert not stopped.take([7], [-0.5])
-    assert stopped.take([99, 8], [-0.25, -1.0])
-    assert full.take([99 - 1, 2, 99], [0.0, 0.0, 0.0])
-    (result,) = line.finish()
+    assert not stopped.append([7], [-0.5])
+    assert stopped.append([99, 8], [-0.25, -1.0])
+    assert full.append([99 - 1, 2, 99], [0.0, 0.0, 0.0])
+    (result,) = line.pop_finished()
     assert [s.tokens_T.tolist() for s in result.sequences] == [[7, 99], [98, 2, 99]]
     assert [s.stop_reason for s in result.sequences] == ["stop", "stop"]
     (alone,) = admit("b", limit=2)
-    assert alone.take([1, 2, 3], [0.0, 0.0, 0.0])
-    (result,) = line.finish()
+    assert alone.append([1, 2, 3], [0.0, 0.0, 0.0])
+    (result,) = line.pop_finished()
     assert result.sequences[0].stop_reason == "length"
     assert result.sequences[0].tokens_T.tolist() == [1, 2]
-    assert not line.holds("b")
+    assert not line.has_request("b")
 
 
 def test_removing_frees_slots_queue_group_and_pages(line: Scheduler, admit: Any, pool: PagePool) -> None:
@@ -195,19 +194,19 @@ def test_removing_frees_slots_queue_group_and_pages(line: Scheduler, admit: Any,
     group = line.next_group()
     admit("d")
     for request_id in ("a", "b", "d", "unknown"):
-        line.remove(request_id)
-    assert line.busy == 0 and line.group is group  # c is still in it
+        line.remove_request(request_id)
+    assert line.slots.busy == 0 and line.group is group  # c is still in it
     assert group is not None and [(job.row, len(job.table.pages)) for job in group.jobs] == [(0, 0), (1, 1)]
-    assert [sequence.parent.request.request_id for sequence in advance(line)] == ["c"]
-    line.remove("c")
-    assert (line.active, line.waiting, line.busy, line.wanted_slots()) == (0, 0, 0, 0)
+    assert [sequence.parent.id for sequence in advance(line)] == ["c"]
+    line.remove_request("c")
+    assert (line.active, line.waiting, line.slots.busy, line.wanted_slots()) == (0, 0, 0, 0)
     assert pool.used == 0
 
 
 def test_a_group_of_which_nobody_is_left_is_gone(line: Scheduler, admit: Any) -> None:
     admit("a", 300)
     line.next_group()
-    line.remove("a")
+    line.remove_request("a")
     assert line.group is None and line.waiting == 0
 
 
@@ -230,13 +229,13 @@ def test_prompt_logprobs_are_put_together_from_pieces(line: Scheduler, admit: An
 
 def grow(line: Scheduler, chunks: int, steps: int = 8) -> None:
     for _ in range(chunks):
-        line.make_room(steps)
-        for sequence in line.decoding:
-            sequence.take([1] * steps, [0.0] * steps)
+        line.reserve_pages(steps)
+        for sequence in line.slots.sequences:
+            sequence.append([1] * steps, [0.0] * steps)
 
 
-def admit_into(line: Scheduler, request: SampleRequest) -> ParentRequest:
-    parent = ParentRequest(request, None, request.max_tokens)
+def admit_into(line: Scheduler, request: SampleRequest) -> ActiveRequest:
+    parent = ActiveRequest(request, None, request.max_tokens)
     line.admit(parent, [ActiveSequence(parent, 0, StopDetector(frozenset(), (), None), UniformStream(0, 0))])
     return parent
 
@@ -246,20 +245,20 @@ def test_without_pages_the_youngest_waits_and_then_keeps_all_that_it_may_need(as
     line = Scheduler(SHAPES, 10, pool)
     parents = [admit_into(line, ask(name, range(20), 64)) for name in "abc"]
     advance(line)
-    assert [len(one.table.pages) for one in line.decoding] == [1, 1, 1]
+    assert [len(one.table.pages) for one in line.slots.sequences] == [1, 1, 1]
     grow(line, 6)
-    assert [one.parent for one in line.decoding] == parents[:2], "six pages: three for each of two"
+    assert [one.parent for one in line.slots.sequences] == parents[:2], "six pages: three for each of two"
     assert line.next_group() is None, "three pages for all that c may need are not free"
     grow(line, 2)
-    line.end(line.decoding[0], finite=True)
+    line.slots.remove(line.slots.sequences[0])
     group = line.next_group()
     assert group is not None and group.jobs[0].parent is parents[2]
     (again,) = advance(line)
     assert again.preempted and len(again.tokens) == 40 and len(again.table.pages) == 3
     pages = list(again.table.pages)
-    line.end(line.decoding[0], finite=True)
+    line.slots.remove(line.slots.sequences[0])
     grow(line, 3)
-    assert again.table.pages == pages and pool.pending() == [], "it takes no page any more"
+    assert again.table.pages == pages and pool.pop_copies() == [], "it takes no page any more"
 
 
 def test_a_prompt_waits_until_all_who_decode_could_take_a_page(ask: Any) -> None:
@@ -269,7 +268,7 @@ def test_a_prompt_waits_until_all_who_decode_could_take_a_page(ask: Any) -> None
     advance(line)
     admit_into(line, ask("b", range(97), 60))
     assert pool.free(0) == 4 and line.next_group() is None
-    line.remove("a")
+    line.remove_request("a")
     assert line.next_group() is not None
 
 
@@ -281,8 +280,8 @@ def test_what_is_known_of_a_prompt_is_reported_as_it_was_when_it_was_begun(line:
     assert group is not None and (group.start, group.remaining, group.piece) == (128, 71, 64)
     group.begin(199)  # as when it was preempted, and is prefilled again
     advance(line)
-    sequence.take([1, 2], [0.0, 0.0])
-    (result,) = line.finish()
+    sequence.append([1, 2], [0.0, 0.0])
+    (result,) = line.pop_finished()
     assert result.prompt_cache_hit_tokens == 128
 
 
@@ -297,7 +296,7 @@ def test_only_a_prompt_computed_in_shapes_of_its_own_is_shared(line: Scheduler, 
     assert together is not None and together.scope is None
     advance(line)
     request = replace(ask("draws", range(200)), prompt=PromptWishes(alternatives=1))
-    parent = ParentRequest(request, None, 4, scores=prompt_scores(request, vocab=320))
+    parent = ActiveRequest(request, None, 4, scores=prompt_scores(request, vocab=320))
     line.admit(parent, [ActiveSequence(parent, 0, StopDetector(frozenset(), (), None), UniformStream(0, 0))])
     draws = line.next_group()
     assert draws is not None and draws.scope is None
@@ -311,7 +310,7 @@ def test_who_wants_little_overtakes_whoever_does_not(line: Scheduler, admit: Any
     admit("long prompt", 300, limit=1)
     admit("last", 5, samples=3, limit=8)
     group = line.next_short_group(4, 8)
-    assert group is not None and [job.parent.request.request_id for job in group.jobs] == ["little", "last"]
+    assert group is not None and [job.parent.id for job in group.jobs] == ["little", "last"]
     assert line.next_short_group(4, 8) is None and line.waiting == 5
 
 
@@ -326,9 +325,9 @@ def test_jobs_of_a_group_and_samples_of_a_prompt_spread_over_the_shards(ask: Any
     assert sorted(job.row for job in group.jobs) == [0, 1, 2, 3]
     assert all(job.row // each == job.table.shard for job in group.jobs)
     advance(line)
-    slots, held = line.held(line.decoding)
+    slots, held = line.slots.assign(line.slots.sequences)
     assert all(slot // (slots // pool.shards) == sequence.table.shard for slot, sequence in held)
-    assert sorted(sequence.table.shard for sequence in line.decoding) == [0, 0, 1, 1]
+    assert sorted(sequence.table.shard for sequence in line.slots.sequences) == [0, 0, 1, 1]
 
 
 def test_a_prompt_as_long_as_the_pool_is_computed_in_part_when_no_page_is_left_to_copy_to(ask: Any) -> None:
@@ -336,10 +335,10 @@ def test_a_prompt_as_long_as_the_pool_is_computed_in_part_when_no_page_is_left_t
     line = Scheduler(SHAPES, 10, pool)
     admit_into(line, ask("a", range(341), 1))
     advance(line)
-    line.decoding[0].take([1], [0.0])
-    line.end(line.decoding[0], finite=True)
+    line.slots.sequences[0].append([1], [0.0])
+    line.slots.remove(line.slots.sequences[0])
     scored = replace(ask("b", range(341), 1, prompt_logprobs=True), prompt=PromptWishes(last_n=10))
-    parent = ParentRequest(scored, None, 1, scores=prompt_scores(scored, vocab=320))
+    parent = ActiveRequest(scored, None, 1, scores=prompt_scores(scored, vocab=320))
     line.admit(parent, [ActiveSequence(parent, 0, StopDetector(frozenset(), (), None), UniformStream(0, 0))])
     group = line.next_group()
     assert group is not None and group.start == 256, "320 are known, in the middle of the last of three pages"
@@ -350,12 +349,12 @@ def test_pages_of_a_prompt_stay_its_own_until_a_chunk_shows_that_they_are_finite
     line = Scheduler(SHAPES, 10, pool)
     admit_into(line, ask("a", range(20), 40))
     advance(line)
-    (page,) = line.decoding[0].table.pages
-    line.make_room(8)
-    assert line.decoding[0].table.pages != [page], "the prompt is kept, so its last page is copied"
+    (page,) = line.slots.sequences[0].table.pages
+    line.reserve_pages(8)
+    assert line.slots.sequences[0].table.pages != [page], "the prompt is kept, so its last page is copied"
     assert pool.used == 2, "nobody takes it before the first chunk"
     grow(line, 1)
-    line.make_room(4)
+    line.reserve_pages(4)
     assert pool.used == 1
 
 
@@ -363,7 +362,7 @@ def test_what_a_sample_in_another_shard_was_copied_from_is_zeroed_with_it(ask: A
     pool = PagePool(50, shards=2)
     line = Scheduler(make_shapes(max_slots=8, fsdp=2), 8, pool)
     request = ask("a", range(20), 8, num_samples=2)
-    parent = ParentRequest(request, None, 8)
+    parent = ActiveRequest(request, None, 8)
     line.admit(
         parent,
         [
@@ -372,12 +371,12 @@ def test_what_a_sample_in_another_shard_was_copied_from_is_zeroed_with_it(ask: A
         ],
     )
     advance(line)
-    pages = {page for one in line.decoding for page in one.table.pages}
+    pages = {page for one in line.slots.sequences for page in one.table.pages}
     assert len(pages) == 2
-    line.end(line.decoding[0], finite=True)
-    pool.pending()
-    line.remove("a", failed=True)
-    assert pages == {copy.into for copy in pool.pending()}
+    line.slots.remove(line.slots.sequences[0])
+    pool.pop_copies()
+    line.remove_request("a", tainted=True)
+    assert pages == {copy.into for copy in pool.pop_copies()}
     assert pool.used == 0
 
 
@@ -386,15 +385,15 @@ def test_short_requests_beside_the_batch_have_a_slot_each_in_their_shard(ask: An
     line = Scheduler(make_shapes(max_slots=4, fsdp=4), 4, pool)
     admit_into(line, ask("long", range(20), 100))
     for samples in (2, 1):
-        parent = ParentRequest(ask(str(samples), range(5), 4, num_samples=samples), None, 4)
+        parent = ActiveRequest(ask(str(samples), range(5), 4, num_samples=samples), None, 4)
         each = [
             ActiveSequence(parent, index, StopDetector(frozenset(), (), None), UniformStream(0, index))
             for index in range(samples)
         ]
         line.admit(parent, each)
     group = line.next_short_group(4, 8)
-    assert group is not None and [job.parent.request.request_id for job in group.jobs] == ["1"]
-    slots, held = line.held(line.join_beside(group))
+    assert group is not None and [job.parent.id for job in group.jobs] == ["1"]
+    slots, held = line.slots.assign(line.start_short_group(group))
     assert [slot // (slots // pool.shards) for slot, _ in held] == [one.table.shard for _, one in held]
 
 
@@ -404,30 +403,30 @@ def test_full_pages_stay_busy_and_nobody_is_preempted_twice(ask: Any, monkeypatc
     line = Scheduler(make_shapes(max_slots=256, fsdp=1, pieces=CUDA.prefill_tokens), 256, pool)
     lengths = np.random.default_rng(0).integers(1, most + 1, 1024).tolist()
     for number in range(1024):
-        parent = ParentRequest(ask(str(number), range(512), most, owner="ab"[number % 2]), None, most)
+        parent = ActiveRequest(ask(str(number), range(512), most, owner="ab"[number % 2]), None, most)
         detector = StopDetector(frozenset({stop}), (), None)
         line.admit(parent, [ActiveSequence(parent, 0, detector, UniformStream(0, 0))])
     begun, left, busy, preempted = dict[int, None](), list[int](), list[float](), Counter[int]()
-    real = Scheduler._preempt
+    real = Scheduler._requeue
 
     def counted(self: Scheduler, sequence: ActiveSequence) -> None:
-        preempted[int(sequence.parent.request.request_id)] += 1
+        preempted[int(sequence.parent.id)] += 1
         real(self, sequence)
 
-    monkeypatch.setattr(Scheduler, "_preempt", counted)
+    monkeypatch.setattr(Scheduler, "_requeue", counted)
     while line.waiting or line.active:
         while line.next_group() is not None:
-            begun |= {int(one.parent.request.request_id): None for one in advance(line)}
-        assert line.make_room(chunk)
-        if line._waiting:
+            begun |= {int(one.parent.id): None for one in advance(line)}
+        assert line.reserve_pages(chunk)
+        if line.waiting_jobs:
             busy.append(pool.used / (pool.pages - 1))
-        for sequence in line.running:
-            number = int(sequence.parent.request.request_id)
+        for sequence in line.slots.running:
+            number = int(sequence.parent.id)
             rest = lengths[number] - len(sequence.tokens)
             tokens = [1] * chunk if rest > chunk else [1] * (rest - 1) + [stop]
-            if sequence.take(tokens, [0.0] * len(tokens)):
-                line.end(sequence, finite=True)
-        left += [len(result.sequences[0].tokens_T) for result in line.finish()]
+            if sequence.append(tokens, [0.0] * len(tokens)):
+                line.slots.remove(sequence)
+        left += [len(result.sequences[0].tokens_T) for result in line.pop_finished()]
     assert np.mean(busy) >= 0.9
     assert preempted and set(preempted.values()) == {1}
     assert sorted(left) == sorted(lengths) and not pool.used

@@ -44,7 +44,7 @@ def test_sizes_hold_everything_and_are_few(max_slots: int, fsdp: int, dear: bool
 def test_pieces_cover_a_prompt_within_its_pages(length: int, rows: int, sizes: tuple[int, ...]) -> None:
     room, start, pieces = pages_of(length), 0, 0
     while start < length:
-        piece = prefill_piece(sizes, alone=rows == 1, start=start, remaining=length - start, room=room - start)
+        piece = prefill_piece(sizes, alone=rows == 1, start=start, remaining=length - start, capacity=room - start)
         assert piece in sizes and start + piece <= room
         start += piece
         pieces += 1

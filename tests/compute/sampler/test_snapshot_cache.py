@@ -55,7 +55,7 @@ def test_the_base_model_alone_can_do_without_a_stack(qwen: Any, random_lora: Any
     assert snapshots.width == 32
     snapshots.use([])
     assert snapshots.width == 32, "whoever comes back finds it"
-    snapshots.reset()
+    snapshots.reset_stack()
     assert snapshots.width == 0
 
 
@@ -130,8 +130,8 @@ def test_samples_are_the_same_wherever_their_snapshots_were(
             asked = [ask(f"{names} {name}", prompt(20), 12, snapshot_id=name) for name in names]
             found += [(name, run_all(sampler, one)) for name, one in zip(names, asked, strict=True)]
             found += [run_all(sampler, *(replace(one, request_id=f"all {one.request_id}") for one in asked))]
-        sampler.move("a", "b")  # one that waits on the host, over another
-        sampler.drop("c")
+        sampler.rename_snapshot("a", "b")  # one that waits on the host, over another
+        sampler.drop_snapshot("c")
         found += [run_all(sampler, *(ask(name, prompt(20), 12, snapshot_id=name) for name in "bd"))]
         sampler.publish("e", random_lora(qwen.cfg, spec, 5), spec)
         assert sampler.snapshots.resident == (["b", "d", "e"] if most_resident is None else ["e"])
@@ -174,7 +174,7 @@ def test_columns_are_reused_and_cleaned(qwen: Any, snapshots: SnapshotCache, ran
     snapshots.drop("b")
     snapshots.use([b, c, a])
     assert snapshots.width == 128 and snapshots.columns(b) == kept
-    snapshots.reset()
+    snapshots.reset_stack()
     assert snapshots.width == 0 and not snapshots.lora.layers
 
 
@@ -183,9 +183,9 @@ def test_an_id_may_pass_to_another_snapshot(qwen: Any, snapshots: SnapshotCache,
     for seed, name in enumerate(("old", "new")):
         snapshots.publish(name, random_lora(qwen.cfg, spec, seed), spec)
     old, new = snapshots.find("old"), snapshots.find("new")
-    moved = snapshots.move("new", "old")
+    moved = snapshots.rename("new", "old")
     assert "new" not in snapshots and snapshots.find("old") is moved and moved.lora is new.lora
     snapshots.use([old, moved])
     assert snapshots.columns(old) != snapshots.columns(moved), "who holds the old one still finds it"
     with pytest.raises(NotFoundError, match="'new'"):
-        snapshots.move("new", "old")
+        snapshots.rename("new", "old")

@@ -134,7 +134,7 @@ def test_a_shared_state_is_copied_before_it_is_written() -> None:
     pool, key = PagePool(4, page=32, states=6), Key("scope", b"digest")
     assert pool.states is not None
     table = PageTable(0)
-    assert pool.extend(table, 0, 20) and table.state is not None
+    assert pool.reserve(table, 0, 20) and table.state is not None
     pool.keep_state(key, table)
     fork = pool.fork(table, 0)
     assert fork is not None and fork.state is not None and fork.state.pages == table.state.pages
@@ -142,14 +142,14 @@ def test_a_shared_state_is_copied_before_it_is_written() -> None:
     for one in (table, fork):
         pool.own_state(one)
         assert one.state is not None and one.state.pages != kept
-    assert [copy.source for copy in pool.states.pending()] == kept * 2
+    assert [copy.source for copy in pool.states.pop_copies()] == kept * 2
     other = PageTable(0)
     assert pool.find_state(key, other) and other.state is not None and other.state.pages == kept
     for one in (table, fork, other):
         pool.release(one)
         assert one.state is None
     assert pool.used == 0
-    pool.forget(lambda scope: scope == "scope")
+    pool.drop_keys(lambda scope: scope == "scope")
     assert not pool.find_state(key, other)
 
 

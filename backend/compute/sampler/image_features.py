@@ -1,7 +1,7 @@
-"""What the tower has seen of the images in a prompt that is being prefilled.
+"""The features of the images in a prompt that is prefilled.
 
-An image is looked at when the first piece with a token of it is computed, and what was seen is forgotten behind its
-last token: so a prompt whose pages are found is not looked at, and each image is looked at once for all samples.
+The vision tower encodes an image with the first piece that contains a token of it. Its features are dropped after its
+last token. So cached prompts need no encoding, and each image is encoded once for all samples.
 
 Letters: B rows, Q tokens of a piece, E vectors of a token, D hidden.
 """
@@ -19,22 +19,22 @@ from tinkerflow.backend.compute.models.vision_tower import VisionTower, image_po
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillJob
 
 
-class Views:
-    """The images of one prompt at a time: prompts with images are prefilled alone."""
+class ImageFeatureCache:
+    """The image features of one prompt at a time: prompts with images are prefilled alone."""
 
     def __init__(self, tower: VisionTower) -> None:
-        """Nothing is seen yet."""
+        """Empty."""
         self._tower = tower
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was seen."""
+        """Forget all features."""
         self._job: PrefillJob | None = None
         self._positions_T3 = np.zeros((0, 3), np.int32)  # of the job's prompt
-        self._seen: dict[int, npt.NDArray[Any]] = {}  # by where an image begins, [tokens, E, D]
+        self._features: dict[int, npt.NDArray[Any]] = {}  # by where an image begins, [tokens, E, D]
 
     def piece(self, job: PrefillJob, rows: int, size: int, start: int) -> tuple[ImageFeatures | None, int]:
-        """The images among tokens [start, start + size) of a prompt, and how many tokens its tower had to look at.
+        """The images among tokens [start, start + size) of a prompt, and how many tokens the tower encoded for them.
 
         None when there is no image before the piece's end. job: of the prompt. rows: of the dispatch.
         """
@@ -43,22 +43,22 @@ class Views:
             return None, 0
         vision = self._tower.vision
         if self._job is not job:
-            self._job, self._seen = job, {}
+            self._job, self._features = job, {}
             self._positions_T3 = image_positions(vision, len(job.tokens_T), images)
-        features, looked = self._tower.no_images(rows, size), 0
-        known_T3 = self._positions_T3[start:end]
-        features.positions_BT3[job.row, : len(known_T3)] = known_T3
+        features, encoded = self._tower.no_images(rows, size), 0
+        positions_T3 = self._positions_T3[start:end]
+        features.positions_BT3[job.row, : len(positions_T3)] = positions_T3
         for image in images:
-            behind = image.start + image.tokens(vision.token_side)
-            first, last = max(start, image.start), min(end, behind)
+            stop = image.start + image.tokens(vision.token_side)
+            first, last = max(start, image.start), min(end, stop)
             if first >= last:
                 continue
-            if image.start not in self._seen:
-                self._seen[image.start] = np.asarray(to_host(self._tower.encode(image)))[: behind - image.start]
-                looked += behind - image.start
+            if image.start not in self._features:
+                self._features[image.start] = np.asarray(to_host(self._tower.encode(image)))[: stop - image.start]
+                encoded += stop - image.start
             features.here_BT[job.row, first - start : last - start] = True
             here = slice(first - image.start, last - image.start)
-            features.vectors_BTED[job.row, first - start : last - start] = self._seen[image.start][here]
-            if behind <= end:
-                del self._seen[image.start]
-        return features, looked
+            features.vectors_BTED[job.row, first - start : last - start] = self._features[image.start][here]
+            if stop <= end:
+                del self._features[image.start]
+        return features, encoded

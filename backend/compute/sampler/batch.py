@@ -1,0 +1,266 @@
+"""The steps of the decode batch: the next work of the devices, and the distribution of its tokens.
+
+A step prefills a bounded number of prompt tokens, or decodes one chunk for every slot (both, where there is little to
+prefill). So all steps take about the same time, and training commands and short requests between steps never wait long.
+
+Off CPUs it runs ahead: a step dispatches its chunk, and then reads the chunk of the step before. So the devices compute
+while the host distributes tokens, answers, and waits for the next command. Last tokens stay on the devices. The host
+finds the end of a sequence one chunk later, and drops tokens after the end. Where the host must read tokens first,
+because of penalties, a constraint, or a preemption, a chunk is read before the next one is dispatched. Constrained
+sequences decode token by token within a step, and on CPUs the others still decode whole chunks. The order of all this
+follows from commands and from chunks that were read, and a chunk is always read in the same step. So the processes of a
+group agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
+from tinkerflow.backend.compute.sampler.pages import PagePool
+from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
+from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope
+from tinkerflow.backend.compute.sampler.scheduler import Scheduler
+from tinkerflow.backend.compute.sampler.shapes import Shapes
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import Candidates, NewTokens, SampleResult
+
+_SHORT = 4  # sequences of short requests that are decoded together
+_PREFILL_STEPS = 3  # the most steps in a row that only prefill: a fuller batch decodes for the price of this one
+_WORTH = 4  # the batch waits only if at least one sequence joins for every so many that are in it
+
+
+class DecodeBatch:
+    """Runs the steps of one sampler. failed, streamed: results of the current step, which the caller collects."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model: SamplerModel,
+        pool: PagePool,
+        shapes: Shapes,
+        *,
+        prefill_budget: int,
+        runs_ahead: bool,
+        weights: str,
+    ) -> None:
+        """An idle batch.
+
+        scheduler: its requests. model: the devices. pool: the pages. shapes: the sizes of dispatches. prefill_budget:
+        prompt tokens, padding included, that one step prefills. runs_ahead: a chunk is dispatched before the last one
+        is read. weights: names the base weights in errors.
+        """
+        self.scheduler, self.model = scheduler, model
+        self._pool, self._shapes = pool, shapes
+        self._prefill_budget, self._runs_ahead, self._weights = prefill_budget, runs_ahead, weights
+        self._in_flight: Chunk | None = None  # dispatched, and not read yet
+        self._last_prefill: PieceScores | None = None  # of the last step that only prefilled
+        self._prefill_steps = 0  # in a row that only prefilled
+        self._served_short = False  # in the last step
+        self.dispatched: list[ActiveRequest] = []  # the requests of the last dispatch; the newest is the last one
+        self.failed: list[SampleResult] = []
+        self.streamed: list[NewTokens] = []
+
+    def clear(self) -> None:
+        """Forget everything about steps so far."""
+        self.failed, self.streamed, self._served_short = [], [], False
+        self.forget_dispatches()
+
+    def forget_dispatches(self) -> None:
+        """The next step depends on no step before. Chunks that are not read are dropped."""
+        self._prefill_steps, self._in_flight, self._last_prefill = 0, None, None
+
+    def run_step(self, *, wait: bool) -> None:
+        """One step. wait: until the devices have computed it."""
+        # Short requests are answered immediately, and the batch continues in the next step.
+        self._served_short = not self._served_short and self._serve_short()
+        if not self._served_short:
+            self._prefill_or_decode()
+        if wait:
+            self.read_in_flight()
+            jax.block_until_ready(self.model.last_piece)
+
+    # ------------------------------------------------------------------ prefill, or a chunk of the batch
+    def _prefill_or_decode(self) -> None:
+        waited = self._prefill_steps > 0 and not self._may_prefill_again()
+        if waited or self._prefill() < self._prefill_budget:
+            self._prefill_steps = 0
+            self._decode()
+        else:
+            self._prefill_steps += 1
+            self.read_in_flight()
+            before, self._last_prefill = self._last_prefill, self.model.last_piece
+            # A command between steps must not wait for several of them.
+            jax.block_until_ready(before if self._runs_ahead else self._last_prefill)
+
+    def _may_prefill_again(self) -> bool:
+        """Whether one more step may only prefill: many sequences join soon, or none decodes."""
+        busy, group, steps = self.scheduler.slots.busy, self.scheduler.group, _PREFILL_STEPS - self._prefill_steps
+        if not busy:
+            return True
+        if group is not None and group.rows * group.remaining > steps * self._prefill_budget:
+            return False
+        joining = self.scheduler.wanted_slots() - busy
+        return steps > 0 and joining * _WORTH >= busy
+
+    def _prefill(self) -> int:
+        """Compute as much of the waiting prompts as a step may: how many tokens, with padding."""
+        spent, scheduler = 0, self.scheduler
+        while spent < self._prefill_budget and (group := scheduler.next_group()) is not None:
+            self.dispatched = [job.parent for job in group.jobs]
+            self.model.snapshots.use(scheduler.snapshots())
+            while group.remaining > 0 and spent < self._prefill_budget:
+                spent += self.model.prefill_piece(group)
+                scheduler.keep_state()
+            if group.remaining > 0:
+                break
+            self._fail_unscored(group)
+            if scheduler.group is not None:
+                scheduler.start_group(self.scope_is_alive)
+            if scheduler.group is not None:
+                break  # no more free slots: the rest of the group waits
+        return spent
+
+    def _decode(self) -> None:
+        """Decode one chunk of every sequence, token by token for those that need the host."""
+        scheduler = self.scheduler
+        self.dispatched = [sequence.parent for sequence in scheduler.slots.sequences] or self.dispatched
+        if any(sequence.needs_host for sequence in scheduler.slots.running):
+            self.read_in_flight()
+        while not scheduler.reserve_pages(steps := self._steps(scheduler.slots.running)):
+            self.read_in_flight()
+        running = scheduler.slots.running
+        if not running:  # a group in prefill has the pages: preempted sequences begin after it
+            self.read_in_flight()
+            return
+        self.model.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
+        stepwise = self._stepwise(running)
+        self._decode_stepwise(stepwise, steps)
+        served = set(stepwise)
+        if others := [sequence for sequence in running if sequence not in served]:
+            self._dispatch(others, steps)
+
+    def _stepwise(self, running: list[ActiveSequence]) -> list[ActiveSequence]:
+        """The sequences that decode token by token: constrained ones, whose last token decides which may be the next.
+
+        Where a step takes as long for few rows as for many, the others go along: else they would take another step.
+        """
+        constrained = [sequence for sequence in running if sequence.matcher is not None]
+        return running if constrained and not self._shapes.rows_are_dear else constrained
+
+    def _decode_stepwise(self, sequences: list[ActiveSequence], steps: int) -> None:
+        """Decode `steps` tokens of each sequence, and read every token before the next one."""
+        for _ in range(steps):
+            self._advance_matchers(sequences)
+            sequences = [sequence for sequence in sequences if self.scheduler.is_active(sequence)]
+            if not sequences:
+                return
+            self._dispatch(sequences, 1)
+            self.read_in_flight()
+
+    def _advance_matchers(self, sequences: list[ActiveSequence]) -> None:
+        """Compute the allowed next tokens of constrained sequences. A request without any is answered with an error."""
+        for sequence in sequences:
+            if sequence.matcher is None or not self.scheduler.is_active(sequence):
+                continue
+            try:
+                sequence.matcher.advance(sequence.tokens)
+            except UserError as error:
+                self.scheduler.remove_request(sequence.parent.id)
+                self.failed.append(SampleResult(sequence.parent.id, error=error.message))
+
+    def _steps(self, running: Sequence[ActiveSequence]) -> int:
+        """How many tokens to decode: until the first sequence reaches its limit, but half a chunk to a whole one."""
+        chunk = self.model.chunk
+        if not running:
+            return 1
+        remaining = [sequence.remaining for sequence in running]
+        return min(chunk, max(remaining), max(min(remaining), -(-chunk // 2)))
+
+    def _serve_short(self) -> bool:
+        """Decode up to `_SHORT` sequences that end within a chunk without the batch, if there is a batch.
+
+        In the batch they would wait for a free slot, and then for a chunk of every sequence.
+        """
+        scheduler = self.scheduler
+        group = scheduler.next_short_group(_SHORT, self.model.chunk)
+        if group is None:
+            return False
+        self.dispatched = [job.parent for job in group.jobs]
+        own = [job.parent.snapshot for job in group.jobs if job.parent.snapshot]
+        self.model.snapshots.use([*scheduler.snapshots(), *own])
+        while group.remaining > 0:
+            self.model.prefill_piece(group)
+        self._fail_unscored(group)
+        if sequences := scheduler.start_short_group(group):
+            self._dispatch(sequences, max(sequence.remaining for sequence in sequences))
+        return True
+
+    # ------------------------------------------------------------------ tokens
+    def _dispatch(self, sequences: Sequence[ActiveSequence], steps: int) -> None:
+        """Dispatch `steps` tokens of every sequence, and read the chunk before.
+
+        Where the batch does not run ahead, the new chunk is read immediately, too.
+        """
+        slots, assigned = self.scheduler.slots.assign(sequences)
+        before = self._in_flight
+        self._in_flight = self.model.decode_chunk(slots, assigned, steps, before)
+        for sequence in sequences:
+            sequence.in_flight += steps
+        if before is not None:
+            self._distribute(before)
+        if not self._runs_ahead:
+            self.read_in_flight()
+
+    def read_in_flight(self) -> None:
+        """Read the chunk in flight, if there is one. Then no sequence has tokens that are not read."""
+        chunk, self._in_flight = self._in_flight, None
+        if chunk is not None:
+            self._distribute(chunk)
+
+    def _distribute(self, chunk: Chunk) -> None:
+        """Give each sequence its decoded tokens, as soon as they are computed. Sequences that end free their slots."""
+        decoded, steps = self.model.read_chunk(chunk), chunk.steps
+        finite_CS = np.isfinite(np.asarray(decoded.logprobs_CS)[:steps])
+        finite_S = np.where(finite_CS.all(axis=0), steps, finite_CS.argmin(axis=0)).tolist()  # tokens that are finite
+        tokens_SC = np.asarray(decoded.tokens_CS[:steps]).T.tolist()
+        logprobs_SC = np.asarray(decoded.logprobs_CS[:steps]).T.tolist()
+        for slot, sequence in chunk.slots:
+            sequence.in_flight -= steps
+            if not self.scheduler.is_active(sequence):
+                continue  # it ended in the chunk before, or its request is gone
+            count = min(steps, sequence.parent.max_tokens - len(sequence.tokens))
+            top = None
+            if sequence.parent.request.topk_sample:
+                assert decoded.top_CSk is not None and decoded.top_logprobs_CSk is not None
+                listed, their_logprobs = decoded.top_CSk[:count, slot], decoded.top_logprobs_CSk[:count, slot]
+                top = Candidates(np.asarray(listed), np.asarray(their_logprobs))
+            if finite_S[slot] < count:
+                self._fail(sequence.parent)
+                continue
+            start = len(sequence.tokens)
+            if sequence.append(tokens_SC[slot], logprobs_SC[slot], top):
+                # Tokens after the end may be NaN, although all tokens of the sequence are finite.
+                self.scheduler.slots.remove(sequence, tainted=finite_S[slot] < steps)
+            if sequence.parent.request.stream:
+                self.streamed.append(sequence.new_tokens(start, top))
+
+    def _fail_unscored(self, group: PrefillGroup) -> None:
+        for parent in dict.fromkeys(job.parent for job in group.jobs if job.sequences):  # else it is gone, or started
+            if parent.scores is not None and not parent.scores.finite:
+                self._fail(parent)
+
+    def _fail(self, parent: ActiveRequest) -> None:
+        name = self._weights if parent.snapshot is None else f"snapshot {parent.snapshot.snapshot_id!r}"
+        text = f"{name} gave logits that are not finite for this prompt; its weights may have diverged"
+        self.scheduler.remove_request(parent.id, tainted=True)
+        self._pool.drop_keys(lambda scope: scope == parent.scope, tainted=True)
+        self.failed.append(SampleResult(parent.id, error=text))
+
+    def scope_is_alive(self, scope: PrefixScope) -> bool:
+        """Whether requests of a scope may still come: its snapshot is not dropped."""
+        return self.model.snapshots.alive(scope.snapshot)
