@@ -233,7 +233,7 @@ class Reader:
 
 
 def name_in(text: str) -> str:
-    """The tool's name in a model's text: one word with white space around it; "" if the text is no name."""
+    """The tool's name in a model's text, which has one word; "" if the text is no name."""
     words = text.split()
     return words[0] if len(words) == 1 else ""
 

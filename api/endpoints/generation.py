@@ -215,8 +215,8 @@ async def generate(
     protocol (wire/requests.py), such as max_tokens, temperature, seed, stop and stop_token_ids. num_samples: the number
     of samples. stream: iteration yields tokens as they are decoded, else when all are done. top_logprobs: the number of
     most likely tokens to list for each sampled token. prompt_logprobs, top_prompt_logprobs: the same for the prompt, in
-    the result. messages: the conversation of the prompt, which is stored for people who rate the answer. images: those
-    whose placeholders are among the tokens. priority: interactive samples go before the project's batch samples.
+    the result. messages: the conversation of the prompt, which is stored for people who rate the answer. images: of the
+    prompt, with placeholders among the tokens. priority: interactive samples go before batch samples of the project.
     UserError: names the field, its value and the rule. TooManyError: too many requests of the project are waiting.
     """
     values: dict[str, Any] = {

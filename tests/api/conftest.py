@@ -89,7 +89,7 @@ class Engine:
 
     journal: Journal
     store: Store
-    tables: dict[str, Any] = field(default_factory=dict)  # models, and by path or sampler id: what was saved
+    tables: dict[str, Any] = field(default_factory=dict)  # by model, and saved ones by path or sampler id
     grads: dict[str, Any] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     executed: list[tuple[Kind, int | None]] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Engine:
 
     @property
     def paused(self) -> bool:
-        """Whether it takes nothing; set, it takes nothing more, also nothing that it had begun to look for."""
+        """Whether it takes no requests. Setting it also stops a search that has begun."""
         return self._paused
 
     @paused.setter
@@ -136,7 +136,7 @@ class Engine:
             return request.failed(e)
 
     def _table(self, name: str) -> Any:
-        found = self.tables.get(name)  # what others put into the store is there only
+        found = self.tables.get(name)  # other writers' checkpoints are only in the store
         return self.store.load(name)[0].weights[LORA].astype(np.float64) if found is None else found
 
     def _create_model(self, request: Pending) -> Outcome:
@@ -258,7 +258,7 @@ class Engine:
 # ------------------------------------------------------------------ the server
 @dataclass(frozen=True)
 class Running:
-    """A server that answers, and what it works with."""
+    """A running server, with its parts."""
 
     url: str
     journal: Journal
@@ -286,7 +286,7 @@ class Running:
         return str(self.post("create_model", body, key).json()["model_id"])
 
     def result(self, request_id: str, key: str = KEY) -> httpx.Response:
-        """What it comes to, within a minute; or what the poll is refused with."""
+        """The answer of the last poll: the result, or an error."""
         deadline = time.monotonic() + 60
         while True:
             answer = self.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True}, key)

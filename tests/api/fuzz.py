@@ -1,7 +1,7 @@
-"""Requests that nobody means: valid ones, broken in a few places. Shared by the short test and the long benchmark.
+"""Valid requests that are broken in a few places. The short test and the long benchmark share them.
 
-A `Target` knows one valid request for every endpoint that takes a body; an `Attack` (drawn by Hypothesis) says how to
-break it. What is checked after each: no 5xx, an answer in time, and for an accepted operation an answer to its future.
+A `Target` has one valid request for every endpoint that takes a body. An `Attack`, which Hypothesis draws, breaks it.
+Each answer must come in time and must not be a 5xx. An accepted operation must get an answer to its future.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def broken(content: bytes, changes: tuple[Bytes, ...]) -> bytes:
 # ------------------------------------------------------------------ the server under attack
 @dataclass
 class Target:
-    """A server with one of everything, and what is sent to it."""
+    """A server with one object of each kind, and valid requests for it."""
 
     http: httpx.Client
     url: str
@@ -352,7 +352,7 @@ class Target:
         return int(endpoint) % len(self.valid())
 
     def _settle(self, path: str, answer: httpx.Response) -> None:
-        """Use up the sequence id that was meant, by a good request if the broken one did not; both are answered."""
+        """Use up the sequence id with a good request, unless the broken request did. Both get an answer."""
         if path == "asample":
             good = {**self.valid()["asample"], "sampling_params": {"max_tokens": 1}, "num_samples": 1}
         else:

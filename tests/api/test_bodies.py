@@ -1,4 +1,4 @@
-"""Bodies are read whole or refused by name, within bounds of size and memory that projects share fairly."""
+"""Bodies are read completely or refused, within bounds of size and memory that projects share fairly."""
 
 from __future__ import annotations
 

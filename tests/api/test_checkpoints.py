@@ -50,7 +50,7 @@ class Person:
 
 @pytest.fixture
 def people(server: Any, engine: Any, journal: Any) -> Iterator[Callable[[str], Person]]:
-    """Keys by name: `ann` and `bob` have a project each, `root` is the admin of a third."""
+    """Keys of people: `ann` and `bob` have a project each, `root` is the admin of a third."""
     projects = {"ann": "team-a", "bob": "team-b", "root": "team-c"}
     secrets = {name: journal.keys.create(name, team, admin=name == "root")[1] for name, team in projects.items()}
     server.clock.advance(1.0)  # the app looks again whether there are keys
@@ -145,7 +145,7 @@ def test_a_ttl_is_set_cleared_and_bounded(people: Any) -> None:
         model.save_state("short", ttl_seconds=60).result()
     ann.server.journal.checkpoints.set_ttl(path, "team-a", 0)
     assert ann.rest.list_user_checkpoints().result().checkpoints == []
-    assert model.save_state("ck").result().path == path  # the name of what expired is free
+    assert model.save_state("ck").result().path == path  # the expired checkpoint's name is free
 
 
 def test_overwriting_replaces_bytes_metadata_ttl_and_publication(people: Any) -> None:

@@ -60,7 +60,7 @@ def test_a_hundred_samples_come_through_one_poller(client: Any, server: Running)
     again = sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, seed=7)).result()
     assert again.sequences[0].tokens == results[7].sequences[0].tokens
     assert len({tuple(one.sequences[0].tokens) for one in results}) > 1
-    # each result is fetched once, when the poller has said that it is there
+    # each result is fetched once, after the poller has reported it
     assert seen.count("retrieve_future") == 101
     assert 1 <= seen.count("retrieve_futures") < 101
 
@@ -100,7 +100,7 @@ def test_a_sample_given_up_is_cancelled_on_the_server(client: Any, server: Runni
     engine.paused = True
     given_up, kept = sampling.sample(PROMPT, 1, PARAMS), sampling.sample(PROMPT, 1, PARAMS)
     deadline = time.monotonic() + 60
-    # what is given up before the SDK knows its id is not cancelled, so wait until it waits for both
+    # the SDK cancels only requests whose ids it has, so wait until it polls both
     while (poller := sampling._futures_poller) is None or len(poller._events) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -207,7 +207,7 @@ def test_training_cannot_be_given_up(server: Running, engine: Any) -> None:
 
 
 def test_a_poll_is_few_queries(start: Any, engine: Any) -> None:
-    """None while it is held; one to look, and two when the answer is there (it is noted as read, once)."""
+    """A held poll makes no queries. Looking takes one, and an answer takes two, because its first read is stored."""
     server = start(recheck_seconds=600.0)  # a recheck asks for all samplers that are followed
     name = sampler(server)
     request = sample(server, name, 0)

@@ -56,7 +56,7 @@ def test_broken_bodies_of_other_clients_are_answered(start: Any, engine: Any, le
 def test_what_the_openapi_document_allows_is_answered(start: Any, engine: Any, lettered: Any) -> None:
     server = start(poll_hold=0.2)
     schema = schemathesis.openapi.from_dict(server.app.openapi())
-    # schemathesis writes no protobuf: that one is attacked above
+    # schemathesis writes no protobuf, and the test above attacks that endpoint
     operations = [one.ok() for one in schema.exclude(path_regex=PROTO).get_all_operations()]
     target = Target(server.http, server.url)
 

@@ -1,4 +1,4 @@
-"""Generating through the journal: what `model` means, sessions of the endpoints, results, and giving up."""
+"""Generating through the journal: names of models, sessions of the endpoints, results, and cancelling."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_wrong_content_is_refused_before_it_is_stored(
 def test_who_goes_away_gives_the_request_up(
     journal: Journal, lettered: ModelCard, settings_for: Callable[..., Settings]
 ) -> None:
-    """Nothing answers: there is no engine."""
+    """Without an engine, the request has no answer."""
 
     async def scene() -> None:
         async with calls(journal, settings_for(max_sampling_requests=1)) as of:

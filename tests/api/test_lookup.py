@@ -17,7 +17,7 @@ BASE = "tiny/bigram"
 
 @pytest.fixture
 def people(server: Any, journal: Any) -> Iterator[Callable[[str], Any]]:
-    """Keys by name: `ann` and `ada` share a project, `bob` has his own, `root` is the admin of a third."""
+    """Keys of people: `ann` and `ada` share a project, `bob` has his own, `root` is the admin of a third."""
     projects = {"ann": "team-a", "ada": "team-a", "bob": "team-b", "root": "team-c"}
     secrets = {name: journal.keys.create(name, team, admin=name == "root")[1] for name, team in projects.items()}
     server.clock.advance(1.0)  # the app looks again whether there are keys
@@ -28,7 +28,7 @@ def people(server: Any, journal: Any) -> Iterator[Callable[[str], Any]]:
 
 
 class Person:
-    """A key with what the SDK does with it."""
+    """A key, and SDK clients that use it."""
 
     def __init__(self, server: Any, secret: str) -> None:
         self.server, self.secret = server, secret

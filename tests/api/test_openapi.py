@@ -1,4 +1,4 @@
-"""The OpenAPI document says what every route takes."""
+"""The OpenAPI document describes the body of every route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients are told while the service recovers."""
+"""Answers to polls while the service recovers."""
 
 from __future__ import annotations
 

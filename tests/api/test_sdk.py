@@ -1,4 +1,4 @@
-"""The unmodified SDK works against the server: training, sampling, saving, resuming, and being told what was wrong."""
+"""The unmodified SDK works against the server: training, sampling, saving, resuming, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams over HTTP: tokens come before the result, each once, on several servers; who leaves or dawdles harms none."""
+"""Streams over HTTP: tokens come before the result, each once, on several servers. Slow readers delay nobody."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = [2 + n % 12 for n in range(40)]
 
 
 class Decoder:
-    """Decodes TOKENS for every request that streams, a chunk whenever it is told to."""
+    """Decodes TOKENS for every request that streams, in chunks that the test sets."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -103,7 +103,7 @@ def listening(server: Running, count: int, **more: Any) -> list[Reader]:
 
 
 def hear(readers: list[Reader], decoder: Decoder, ends: Iterable[int], start: int = 0) -> None:
-    """Decode from `start` up to each of the ends, and wait until all readers heard it."""
+    """Decode from `start` up to each of the ends, and wait until all readers have the tokens."""
     for end in ends:
         decoder.decode(start, end)
         for reader in readers:

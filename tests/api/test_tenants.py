@@ -1,6 +1,6 @@
-"""The tenant matrix: every route of the app, with another project's id of every kind, answers as if there were none.
+"""The tenant matrix: every route of the app treats another project's id of every kind like an unknown id.
 
-Made from the app's own routes: one that is new and not in the tables below fails here until it is.
+The matrix is made from the app's routes. A new route fails here until it is in the tables below.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ def chunk(model: str) -> bytes:
 
 
 CHECKPOINTS = ("weights", "sampler_weights", "external_weights")
-Body = Callable[[str, Person], Any]  # of an id to ask about, and of who asks
+Body = Callable[[str, Person], Any]  # made from an id and from the sender
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A body that names something of this kind. follow: what is wrong is told by a future that is stored, failed.
+    """A body that names an object of this kind. follow: the error is in the result of a stored future.
 
-    found: a search; it finds nothing, with a 200.
+    found: a search that finds nothing, with a 200.
     """
 
     kind: str
@@ -174,7 +174,7 @@ IN_BODY: dict[str, list[Probe]] = {
     "retrieve_futures": [
         Probe("sampler", lambda it, me: {"target": {"sampling_session_id": it}, "timeout": 0.0}),
         Probe(
-            "sample",  # what one says to have read of another's is simply not there
+            "sample",  # acknowledging another's request changes nothing
             lambda it, me: {
                 "target": {"sampling_session_id": me.ids["sampler"]},
                 "retrieved_request_ids": [it],
@@ -184,7 +184,7 @@ IN_BODY: dict[str, list[Probe]] = {
             found=True,
         ),
     ],
-    "cancel_future": [Probe("sample", lambda it, me: {"request_id": it})],  # what trains cannot be given up
+    "cancel_future": [Probe("sample", lambda it, me: {"request_id": it})],  # training requests cannot be cancelled
     "forward_backward": [Probe("model", lambda it, me: chunk(it), follow=True)],
     "optim_step": on_model(adam_params={}),
     "create_custom_loss": [
@@ -240,7 +240,7 @@ IN_BODY: dict[str, list[Probe]] = {
         ),
     ],
 }  # fmt: skip
-# Ids in a path are filled in by name; what else such a route must be sent.
+# Bodies of routes with ids in their path.
 WITH_PATH = {
     "sessions/{session_id}/finish": {"reason": {"type": "success"}},
     "sessions/{session_id}/project": {"project_id": "p"},
@@ -323,7 +323,7 @@ def people(server: Running, engine: Any, journal: Any, lettered: Any) -> tuple[P
 
 
 def cells(server: Running) -> list[Try]:
-    """The whole matrix; what ends things comes last, a session last of all. Pages have their own (console/)."""
+    """The whole matrix. Routes that end objects come last, sessions last of all. Pages have their own (console/)."""
     prefix = "/api/v1/"
     pages = {route.path for router in console.routers() for route in router.routes} - {"/"}
     routes = [
@@ -337,7 +337,7 @@ def cells(server: Running) -> list[Try]:
 
 
 def everything(person: Person) -> list[str]:
-    """All that their project can see of itself."""
+    """Everything that the person's project can read about itself."""
     ids = person.ids
     asked = [
         "training_runs", "checkpoints", "sessions", "audit", f"sessions/{ids['session']}", f"samplers/{ids['sampler']}",
@@ -366,7 +366,7 @@ def test_what_is_anothers_looks_like_nothing_on_every_route(server: Running, peo
         else:
             assert foreign[0] == (200 if one.found else 404), (str(one), foreign)
         theirs[n] = missing
-    assert everything(ann) == before, "none of it changed anything"
+    assert everything(ann) == before, "the requests changed nothing"
     # The same requests by their owner do something: none of the cells above is empty.
     for n, one in enumerate(matrix):
         it = ann.ids[one.kind]

@@ -1,4 +1,4 @@
-"""Text and tokens: incremental decoding equals decoding at once, whatever the tokens; stop strings are cut exactly."""
+"""Text and tokens: incremental decoding equals decoding as a whole for any tokens, and stop strings are cut exactly."""
 
 from __future__ import annotations
 

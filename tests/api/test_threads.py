@@ -18,7 +18,7 @@ async def test_a_project_with_much_slow_work_leaves_threads_to_others() -> None:
         assert release.wait(60)
 
     flood = [asyncio.create_task(threads.run("ann", slow)) for _ in range(20)]
-    while begun._value < 2:  # noqa: ASYNC110  threads tell it
+    while begun._value < 2:  # noqa: ASYNC110  threads release it
         await asyncio.sleep(0.01)
     try:
         assert await asyncio.wait_for(threads.run("bob", "b".upper), 60) == "B"
@@ -29,7 +29,7 @@ async def test_a_project_with_much_slow_work_leaves_threads_to_others() -> None:
     finally:
         release.set()
     await asyncio.gather(*flood[10:])
-    assert begun._value == 12, "what was cancelled in the line never began"
+    assert begun._value == 12, "calls that were cancelled in the queue never began"
 
 
 async def test_projects_take_turns_in_one_thread() -> None:

@@ -1,4 +1,4 @@
-"""Tokens: what keys are exchanged for, by the SDK and its command line."""
+"""Tokens, which the SDK and its command line get for keys."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_sdk_exchanges_its_key_once_and_again_when_its_token_is_refused(
         training = service.create_lora_training_client(BASE, rank=4).result()
         training.optim_step(tinker.AdamParams()).result()
         before = seen.count("auth/token")
-        server.clock.advance(7200)  # the server's clock runs ahead: it refuses tokens that the SDK believes in
+        server.clock.advance(7200)  # the server's clock is ahead, so tokens expire before the SDK renews them
         training.optim_step(tinker.AdamParams()).result()
         assert seen.count("auth/token") == before + 1
     assert before <= 2  # one for each of the SDK's two connections' holders

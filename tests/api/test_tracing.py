@@ -1,4 +1,4 @@
-"""The span of an HTTP request, whose context goes into the journal with what was submitted."""
+"""The span of an HTTP request, whose context is stored in the journal with the submitted request."""
 
 from __future__ import annotations
 

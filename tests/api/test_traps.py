@@ -71,7 +71,7 @@ def test_zstd_bodies(server: Any, engine: Any) -> None:
     model = server.model()
     body = zstandard.ZstdCompressor().compress(chunk(model, 1))
     sent = post_chunk(server, body, **{"Content-Encoding": "zstd"})
-    # a replay may be compressed or not: it is the same request
+    # a replay is the same request, compressed or not
     assert post_chunk(server, chunk(model, 1)).json() == sent.json()
     assert server.result(sent.json()["request_id"]).headers["content-type"] == "application/x-protobuf"
 

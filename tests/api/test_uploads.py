@@ -168,7 +168,7 @@ def test_what_cannot_begin(server: Running, change: dict[str, Any], message: str
 
 
 def test_what_expires_is_cleaned_up(server: Running, journal: Journal) -> None:
-    """Also what was committed before a kill kept its rows from being written: it never was a checkpoint."""
+    """Also files whose commit was followed by a kill before their rows were written."""
     upload = begun(server)
     sent(upload)
     server.clock.advance(3601)
@@ -221,7 +221,7 @@ def test_a_second_put_of_a_file_ends_the_first(server: Running, journal: Journal
 
 
 def test_a_project_has_one_upload_in_the_queue(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it asks: others come after one of its finishes, not after all."""
+    """Others wait for one of the project's finishes, not for all of them."""
     running, most, finish = [], [], uploads._finish
 
     def slow(call: Any, upload_id: str) -> str:

@@ -1,6 +1,6 @@
-"""Every kind of wrong content, through the SDK: it fails its own future, by name, and nothing else happens.
+"""Every kind of wrong content through the SDK fails its own future with an error that names it.
 
-After each: the weights, the gradient and the step are bit for bit what they were, and the next request works.
+After each, the weights, the gradient and the step are unchanged bit for bit, and the next request works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def ones(value: float = 1.0, count: int = 4) -> Any:
 
 
 def training(model: tinker.TrainingClient) -> dict[str, tuple[Wrong, str]]:
-    """By name: a wrong training request, and what must be said of it."""
+    """Wrong training requests, each with a part of its error message."""
 
     def data(loss: Any = "cross_entropy", config: Any = None, **inputs: Any) -> Wrong:
         return lambda: model.forward_backward([datum(**inputs)], loss, config)

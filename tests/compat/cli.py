@@ -47,14 +47,14 @@ class Cli:
     ran: set[str] = field(default_factory=set)
 
     def __call__(self, *words: str, fails: bool = False, stdin: str | None = None) -> str:
-        """What the command prints; it must exit with 0, or not with 0 when it `fails`."""
+        """The command's output. It must exit with 0 unless `fails`."""
         code, said = self._in_a_process(words) if self.own_process else self._here(words, stdin)
         assert (code != 0) is fails, f"tinker {' '.join(words)} exited with {code}: {said}"
         self.ran.update(name for name in commands() if _is_run_by(name, words))
         return said
 
     def json(self, *words: str) -> Any:
-        """What the command prints as JSON."""
+        """The command's output as JSON."""
         said = self("-f", "json", *words)
         return json.loads(said[said.index("{") : said.rindex("}") + 1])
 

@@ -77,7 +77,7 @@ def cli(request: pytest.FixtureRequest, server: Server, tmp_path: Path) -> Itera
 
 @pytest.fixture(autouse=True)
 def watch(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that has not called what it says it exercises."""
+    """Fails a test that has not called every method that it declares."""
     names = getattr(request.function, "exercises", ())
     with watched(names) as called:
         yield

@@ -14,14 +14,14 @@ from typing import Any
 
 @dataclass
 class Hub:
-    """A hub with one user, "somebody", and what was uploaded to it."""
+    """A hub with one user, "somebody", and the uploaded files."""
 
     url: str
     repositories: list[str] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)  # by path in the repository
 
     def environment(self) -> dict[str, str]:
-        """What makes huggingface_hub use this hub; without xet, files come as part of the commit."""
+        """Environment variables that select this hub. Without xet, files are sent in the commit."""
         return {"HF_ENDPOINT": self.url, "HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
 
     def answer(self, method: str, path: str, body: bytes) -> Any:

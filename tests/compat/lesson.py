@@ -1,6 +1,6 @@
-"""The core of what people do with the SDK, written so that every SDK from 0.25 to the newest can run it.
+"""The most common uses of the SDK, in code that every SDK from 0.25 to the newest can run.
 
-`python lesson.py URL BASE_MODEL` prints what came out as JSON. It imports nothing of ours: older SDKs run it in
+`python lesson.py URL BASE_MODEL` prints the results as JSON. It imports nothing of ours: older SDKs run it in
 processes of their own (test_versions.py).
 """
 

@@ -1,4 +1,4 @@
-"""What does not work, each with its reason; docs/compatibility.md shows it, and tests here prove it."""
+"""Parts of the SDK that do not work, with reasons. docs/compatibility.md lists them, and tests here prove it."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ ELSEWHERE: dict[str, str] = {
     f"{client}.get_console_url": "names the vendor's host: [ours in its place](console.md#links-from-the-sdk)"
     for client in ("ServiceClient", "TrainingClient")
 }
-"""What answers, but of another server: it does not count as working. Tests exercise it nevertheless."""
+"""Methods that answer for another server, so they do not count as working. Tests exercise them nevertheless."""

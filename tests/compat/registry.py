@@ -1,8 +1,7 @@
-"""What the SDK offers, which test exercises it, and what is refused: the three must add up (test_table.py).
+"""The SDK's methods and commands, and the tests that exercise them. test_table.py checks that none is missing.
 
-A test says `@exercises("RestClient.list_sessions")`, and while it runs the named methods are watched: it fails unless
-it has called every one of them itself (what the SDK calls inside does not count). What it then asserts is its own
-business, but it must be about the meaning of the answer.
+A test declares `@exercises("RestClient.list_sessions")`. The test fails unless it calls every declared method itself;
+calls inside of the SDK do not count. Its assertions must be about the meaning of the answers.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def exercises(*names: str) -> Callable[[F], F]:
     def declare(test: F) -> F:
         test.__dict__["exercises"] = names
         for kind in ("ignore:DEPRECATED:FutureWarning", "ignore::tinker.ExperimentalWarning"):
-            pytest.mark.filterwarnings(kind)(test)  # what the SDK is about to drop or to change is served too
+            pytest.mark.filterwarnings(kind)(test)  # deprecated and experimental methods are served too
         for name in names:
             _TESTS.setdefault(name, []).append(f"{Path(inspect.getfile(test)).name}::{test.__name__}")
         return test
@@ -65,13 +64,13 @@ def declared() -> set[str]:
 
 
 def methods() -> list[str]:
-    """Every public method of the SDK's clients, as "Class.method", in the order of the classes, then by name."""
+    """Every public method of the SDK's clients, as "Class.method", sorted by class and name."""
     return [f"{client.__name__}.{name}" for client in CLIENTS for name in dir(client) if _is_method(client, name)]
 
 
 def chunks() -> list[str]:
     """Every kind of chunk that a prompt may be made of, as "types.ImageChunk"."""
-    union = get_args(types.ModelInputChunk)[0]  # of an Annotated, whose rest says how to tell them apart
+    union = get_args(types.ModelInputChunk)[0]  # the first argument of an Annotated
     return [f"types.{kind.__name__}" for kind in get_args(union)]
 
 

@@ -25,8 +25,8 @@ def table() -> str:
     working = [name for name in names if name not in REFUSED and name not in ELSEWHERE]
     lines = [
         f"Of SDK {version('tinker')}'s {len(names)} public methods, commands and kinds of prompt chunks, "
-        f"{len(working)} work. The test named beside each (in `tests/compat`) calls it against the real "
-        "service and checks what it does.",
+        f"{len(working)} work. The test in its row (in `tests/compat`) calls it against the real service and checks "
+        "the result.",
         "",
         f"Training, saving, loading, sampling and listing give the same under SDKs {', '.join(VERSIONS)}.",
         "",

@@ -1,4 +1,4 @@
-"""What is refused fails by name, in the future of the request that asked for it; the next request works."""
+"""A refused chunk fails the future of its request with an error that names it, and the next request works."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ async def test_models_are_made_as_asked(service: tinker.ServiceClient, base_mode
     first, second = sync.get_info(), twin.get_info()
     assert (first.lora_rank, second.lora_rank, first.model_name) == (4, 8, base_model)
     assert first.model_id != second.model_id
-    assert loss_of(sync) == loss_of(twin)  # LoRA's B is zero at first: both are the base model
+    assert loss_of(sync) == loss_of(twin)  # LoRA's B is zero at first, so both are the base model
 
 
 @exercises(

@@ -14,7 +14,7 @@ STILL = types.AdamParams(learning_rate=0.0)  # a step that clears the gradient a
 
 
 async def settled(pending: Any) -> Any:
-    """The result of what an `_async` method gave: some give a future of a future."""
+    """The result of an `_async` method. Some of them return a future of a future."""
     return await pending.result_async()
 
 

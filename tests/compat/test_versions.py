@@ -1,6 +1,6 @@
-"""Older SDKs, and the newest, come to the same results on our server as the one that is installed.
+"""Older SDKs, and the newest, get the same results from our server as the installed SDK.
 
-Each is installed by pip into a folder of its own, without what it requires: that is here already, which is checked.
+pip installs each into a folder of its own, without its dependencies. The installed ones must satisfy its requirements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.compat.lesson import TOKENS, lesson
 
 VERSIONS = ("0.25.0", "0.26.2", "0.31.0", "0.36.0", "0.38.0")
 NEWEST = "newest"
-OFFLINE = "(from versions: none)"  # what pip says when no registry answers
+OFFLINE = "(from versions: none)"  # in pip's output when no registry answers
 
 # torch is optional for the SDK, and takes longer to import than all the rest.
 WITHOUT_TORCH = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
@@ -55,8 +55,8 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
 
 @pytest.fixture(scope="module")
 def expected(server: Server) -> dict[str, Any]:
-    """What comes out of the lesson with the SDK that is installed."""
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # what older SDKs have goes in a later one
+    """The results of the lesson with the installed SDK."""
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # a later SDK drops parts of older ones
         return as_json(lesson(server.api_url, server.base_model))
 
 

@@ -1,4 +1,4 @@
-"""Constraints as they come: what is one, what is none, and what would end the process that reads it."""
+"""Constraints of requests: valid ones, invalid ones, and ones that would end the process that reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be in a traced loss, and what is refused by its name."""
+"""Traced losses: allowed parts, and errors that name other parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kl_sample_train: the estimator, which tokens count, and what the SDK makes of the parts of a request."""
+"""kl_sample_train: the estimator, the tokens that count, and the SDK's mean over the parts of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests made by the SDK decode to what was meant, and each wrong content is named."""
+"""Requests of the SDK are decoded correctly, and errors name each wrong content."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_the_pixels_of_a_request_are_bounded(body: Any, monkeypatch: pytest.Monk
 
 
 def test_the_number_of_data_and_of_cells_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few bytes may declare tensors of any size, of which only the cells that are not 0 are sent."""
+    """A few bytes may declare sparse tensors of any size."""
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     for _ in range(4):
         datum = message.data.add()

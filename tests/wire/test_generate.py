@@ -1,4 +1,4 @@
-"""The checked-in code is what the documented command makes, and it agrees with the SDK."""
+"""The checked-in code equals the output of the documented command, and agrees with the SDK."""
 
 from __future__ import annotations
 

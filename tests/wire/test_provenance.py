@@ -1,4 +1,4 @@
-"""Provenance spans and policy losses that need more than a token: read from what the SDK sends."""
+"""Provenance spans, and policy losses that need more than a token, in requests of the SDK."""
 
 from __future__ import annotations
 

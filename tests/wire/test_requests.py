@@ -1,4 +1,4 @@
-"""The JSON operations decode to what was meant, and each wrong content is named."""
+"""The JSON operations are decoded correctly, and errors name each wrong content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample requests decode to what was meant, and each wrong content is named."""
+"""Sample requests are decoded correctly, and errors name each wrong content."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_seeds_of_64_bits(seed: Any, kept: int) -> None:
 def seeded(payload: bytes) -> Any:
     values = parse(payload)
     stored = json.loads(with_seed(payload, values))
-    assert values == json.loads(payload), "what is hashed is what came"
+    assert values == json.loads(payload), "the hashed values are unchanged"
     return stored
 
 

@@ -1,4 +1,4 @@
-"""A served base model that says what the test lets it say, reached by the clients of OpenAI and Anthropic."""
+"""A served base model whose answers the test sets, and clients of OpenAI and Anthropic for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages through Anthropic's own client: answers, streams, tools, thinking, counting, and what is refused."""
+"""Messages through Anthropic's own client: answers, streams, tools, thinking, counting, and refusals."""
 
 from __future__ import annotations
 

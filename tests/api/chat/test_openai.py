@@ -1,4 +1,4 @@
-"""Chat completions through OpenAI's own client: answers, streams, tools, logprobs, and what is refused."""
+"""Chat completions through OpenAI's own client: answers, streams, tools, logprobs, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family's parser: what it finds, and that it finds the same however the text arrives."""
+"""Every family's parser finds reasoning, calls and content, and finds the same in any split of the text."""
 
 from __future__ import annotations
 

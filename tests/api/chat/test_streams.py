@@ -27,7 +27,7 @@ FIRST, SECOND = "It is ", "raining.<|im_end|>"
 
 
 class Decoder:
-    """Decodes one request as it is told to."""
+    """Decodes one request, in chunks that the test sets."""
 
     def __init__(self, journal: Journal, folder: Path) -> None:
         self.journal = journal

@@ -1,4 +1,4 @@
-"""The console in a real browser: every page, empty and full, light and dark, on a phone, and what people click."""
+"""The console in a real browser: every page, empty and full, light and dark, on a phone, and with clicks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front page says what the server is, in HTML or JSON, and tells a stranger nothing else."""
+"""The front page has facts about the server, in HTML or JSON, and shows strangers nothing else."""
 
 from __future__ import annotations
 
@@ -63,4 +63,4 @@ def test_only_an_admin_key_opens_prefect_signed_in(start: Any, browse: Any, jour
         assert ('href="/prefect"' in browser.get("/").text) is admin
     link, _, ticket = answer.headers["location"].partition("#")
     assert link == f"http://127.0.0.1:4321{SIGN_IN_PATH}" and is_valid_ticket(credential, ticket, time.time())
-    assert browse(server).get("/prefect").status_code == 401, "who is not signed in"
+    assert browse(server).get("/prefect").status_code == 401, "nobody is signed in"

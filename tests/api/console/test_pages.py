@@ -1,4 +1,4 @@
-"""Every page, empty and full, and what its forms do."""
+"""Every page, empty and full, and its forms."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PAGES = ("/sessions", "/training_runs", "/compare", "/samples", "/checkpoints", 
 
 @pytest.fixture
 def people(server: Any, journal: Any, furnish: Any, browse: Any) -> dict[str, Any]:
-    """Browsers of ann, bob and an admin, each signed in; and what ann has made."""
+    """Browsers of ann, bob and an admin, all signed in, and the objects of each."""
     found: dict[str, Any] = {}
     for name, admin in (("ann", False), ("bob", False), ("boss", True)):
         _, secret = journal.keys.create(name, f"team-{name}", admin=admin)
