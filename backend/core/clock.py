@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 
@@ -31,6 +31,14 @@ class SystemClock:
     def monotonic(self) -> float:
         """Seconds from an arbitrary start, never going back."""
         return time.monotonic()
+
+
+def add_seconds(moment: datetime, seconds: float) -> datetime:
+    """`moment` plus `seconds`, or the first or last moment of the calendar if the sum lies outside of it."""
+    try:
+        return moment + timedelta(seconds=seconds)
+    except OverflowError:
+        return (datetime.max if seconds > 0 else datetime.min).replace(tzinfo=moment.tzinfo)
 
 
 async def every_second(call: Callable[[], None]) -> None:

@@ -10,12 +10,13 @@ import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 from sqlmodel import col
 
+from tinkerflow.backend.core.clock import add_seconds
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.ids import CheckpointKind, base_model_name, new_id
 from tinkerflow.backend.journal import audit
@@ -216,7 +217,7 @@ class SavedCheckpoints(Aggregate):
 
     def set_ttl(self, path: str, owner: str | None, seconds: float | None, key_id: str = "") -> CheckpointView:
         """Let a checkpoint expire so many seconds from now, None: never. key_id: who asks, for the audit log."""
-        expires_at = None if seconds is None else self._now() + timedelta(seconds=seconds)
+        expires_at = None if seconds is None else add_seconds(self._now(), seconds)
         details = {"expires_at": None if expires_at is None else expires_at.isoformat()}
         values = {"expires_at": expires_at, "noted": False}
         return self._change(path, owner, key_id, audit.AuditedEvent.CHECKPOINT_TTL_SET, values, details)
@@ -308,7 +309,7 @@ class Shares(Aggregate):
             checkpoint = _readable(connection, path, owner, None, now)
             values = {"path": checkpoint.path, "attempt": checkpoint.attempt, "created_at": now}
             values |= {"id": new_id("share"), "token_hash": access_hash(token)}
-            values["expires_at"] = None if seconds is None else now + timedelta(seconds=seconds)
+            values["expires_at"] = None if seconds is None else add_seconds(now, seconds)
             made = sa.insert(WeightsShare).values(**values).returning(*columns(WeightsShare))
             row = connection.execute(made).one()
             _write_share_event(connection, row, checkpoint.owner, audit.AuditedEvent.CHECKPOINT_SHARED, now, actor)

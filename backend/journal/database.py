@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from sqlalchemy import Row, event
 from sqlalchemy.engine import Dialect, make_url
 from sqlmodel import SQLModel, col
 
-from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.clock import Clock, add_seconds
 from tinkerflow.backend.core.disk import make_folder, make_private, open_private
 from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFoundError, UserError
 from tinkerflow.backend.journal.topics import Publisher
@@ -230,7 +230,7 @@ class Aggregate:
             return list(connection.execute(statement).scalars())
 
     def _ago(self, seconds: float) -> datetime:
-        return self._now() - timedelta(seconds=seconds)
+        return add_seconds(self._now(), -seconds)
 
 
 def check_lease(connection: sa.Connection, epoch: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from tinkerflow.backend.catalog.merging import merge as merge_model
 from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.catalog.peft_import import NAME, import_adapter, save_import
 from tinkerflow.backend.compute.models.families import load_config
-from tinkerflow.backend.core.clock import SystemClock
+from tinkerflow.backend.core.clock import SystemClock, add_seconds
 from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
 from tinkerflow.backend.core.ids import LOCAL_OWNER, new_id
 from tinkerflow.backend.journal import CheckpointSaved, command_line_actor
@@ -94,7 +93,7 @@ def gc(
     journal database of this store is. Without a journal, recovery snapshots are not touched.
     """
     settings = settings_with(data_dir=data_dir, store=store)
-    opened, before = Store.open(settings.store_url), SystemClock().now() - timedelta(hours=older_than)
+    opened, before = Store.open(settings.store_url), add_seconds(SystemClock().now(), -3600 * older_than)
     removed = dropped = 0
     for orphan in opened.upkeep.orphans(before):
         print(f"{orphan.path}: attempt {orphan.attempt}, last written {minute(orphan.written_at)}")

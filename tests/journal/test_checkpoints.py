@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError
@@ -142,6 +144,14 @@ def test_publishing_is_for_owners_repeatable_and_ends_with_the_bytes(scene, save
     assert save(model, "a") == path
     assert not scene.journal.checkpoints.get(path, "local").public
     assert events(scene.journal).count("checkpoint_published") == 3
+
+
+@pytest.mark.parametrize("seconds", [1e13, 1e300, float("inf")])
+def test_a_ttl_beyond_the_calendar_ends_with_it(scene, save, seconds):
+    path, end = save(scene.model(), "a"), datetime.max.replace(tzinfo=UTC)
+    assert scene.journal.checkpoints.set_ttl(path, "local", seconds).expires_at == end
+    assert scene.journal.shares.create(path, None, seconds)[0].expires_at == end
+    assert scene.journal.results.expire(seconds) == 0, "nothing is older than the calendar"
 
 
 def test_a_ttl_is_set_cleared_and_for_owners(scene, save, clock):
