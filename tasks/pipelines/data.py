@@ -17,7 +17,17 @@ from pydantic import BaseModel, Field
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
-from tinkerflow.tasks.pipelines.rows import ALL_FIELDS, Form, Row, RowError, RowReader, Schema, guess_form, shorten
+from tinkerflow.tasks.pipelines.rows import (
+    ALL_FIELDS,
+    Form,
+    Row,
+    RowError,
+    RowReader,
+    Schema,
+    guess_form,
+    shorten,
+    show,
+)
 from tinkerflow.tasks.pipelines.sources import DataSource, Item, RawRow, read_rows
 from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
 
@@ -104,7 +114,7 @@ class ReadRows:
         except RecursionError:
             text = json.dumps(row | {"row": "nested too deeply"})
         if len(text) > _QUARANTINED:
-            text = json.dumps(row | {"row": shorten(repr(raw.value), _QUARANTINED)})
+            text = json.dumps(row | {"row": shorten(show(raw.value), _QUARANTINED)})
         self.quarantine.append(text.encode())
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
@@ -75,7 +76,7 @@ class RowError(UserError):
 
     def __init__(self, name: str, value: object, rule: str) -> None:
         """`name`: the field, as in messages[2].content."""
-        super().__init__(f"{name}: {shorten(repr(value))}: {rule}")
+        super().__init__(f"{name}: {shorten(show(value))}: {rule}")
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class RowReader:
             extra = {name: value for name, value in extra.items() if value is not None}
         tools = tuple(_tools(values.get("tools")))
         prompt, chosen, rejected = self._conversation(values)
-        _check_links((*prompt, *chosen))
+        for answer in (chosen, rejected):
+            _check_links((*prompt, *answer))
         text = _text("text", values["text"]) if self.form == "text" else ""
         return Row(prompt, chosen, rejected, extra, tools, text)
 
@@ -180,6 +182,8 @@ class RowReader:
         if "*" in self.ignore:
             known = {*fields_of(self.form), *(self.extra or ())}
             values = {name: value for name, value in values.items() if name in known}
+        for name in values:
+            _plain("row (a name in it)", name)
         return {name: _plain(name, value) for name, value in _without(values, self.ignore, "").items()}
 
     def _conversation(self, values: Json) -> tuple[tuple[Message, ...], ...]:
@@ -227,6 +231,31 @@ ALL_FIELDS = tuple(sorted({name for form in get_args(Form) for name in fields_of
 def shorten(text: str, most: int = _SHOWN) -> str:
     """The text, cut after `most` characters."""
     return text[:most] + "..." if len(text) > most else text
+
+
+def show(value: object) -> str:
+    """`repr(value)`, or "..." for a value that is nested too deeply for `repr`."""
+    try:
+        return repr(value)
+    except RecursionError:
+        return "..."
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text. ValueError also for NaN and infinity, and for an object that has a name twice."""
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"the name {names.most_common(1)[0][0]!r} is there twice")
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def path_pattern(path: Iterable[str | int]) -> str:
@@ -285,6 +314,8 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
             raise RowError(name, value, "must be a finite number of at most 64 bits")
         case dict():
             for key in value:
+                if not isinstance(key, str):
+                    raise RowError(f"{name} (a name in it)", key, "must be a text")
                 _plain(f"{name} (a name in it)", key)
             return {key: _plain(f"{name}.{key}", held, depth + 1) for key, held in value.items()}
         case list() | tuple():
@@ -296,7 +327,7 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
 
 def _from_json(name: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        return _plain(name, strict_json(text))
     except (ValueError, RecursionError) as error:
         raise RowError(name, text, f"must be a list, or a list as JSON ({error})") from None
 
@@ -331,7 +362,7 @@ def _messages(name: str, value: object, role: str) -> tuple[Message, ...]:
 
 def _message(name: str, raw: object) -> Message:
     value = _object(name, raw, "role and content")
-    if "from" in value:
+    if value.get("from") is not None:
         return _turn(name, value)
     fields = ("role", "content", "tool_calls", "tool_call_id", "name", "weight", *_REASONING)
     given = _known(name, value, fields)
@@ -389,12 +420,11 @@ def _calls(name: str, value: object) -> list[Json]:
     for i, raw in enumerate(value):
         at = f"{name}[{i}]"
         call = _object(at, raw, "type and function")
-        given = _known(
-            at, call, ("id", "type", "function") if "function" in call else ("id", "type", "name", "arguments")
-        )
+        nested = call.get("function") is not None
+        given = _known(at, call, ("id", "type", *(("function",) if nested else ("name", "arguments"))))
         if given.get("type", "function") != "function":
             raise RowError(f"{at}.type", given["type"], "must be 'function'")
-        if "function" in given:
+        if nested:
             at = f"{at}.function"
             function = _known(at, _object(at, given["function"], "name and arguments"), ("name", "arguments"))
         else:
@@ -418,7 +448,7 @@ def _tools(value: object) -> list[Json]:
     for i, raw in enumerate(_list("tools", value)):
         at = f"tools[{i}]"
         tool = _object(at, raw, "type and function")
-        if "function" in tool:
+        if tool.get("function") is not None:
             given = _known(at, tool, ("type", "function"))
             if given.get("type", "function") != "function":
                 raise RowError(f"{at}.type", given["type"], "must be 'function'")
@@ -461,7 +491,7 @@ def _split(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Me
 def _turn(name: str, raw: object) -> Message:
     """A message of ShareGPT's form. The value of a function_call is the call, or a list of calls, as JSON."""
     value = _object(name, raw, "from and value")
-    if "from" not in value:
+    if value.get("from") is None:
         return _message(name, value)
     given = _known(name, value, ("from", "value", "weight"))
     role = _SPEAKERS.get(str(given["from"]))
@@ -479,7 +509,8 @@ def _alpaca(values: Json) -> tuple[Message, ...]:
     messages = []
     if values.get("system") not in (None, ""):
         messages.append(Message(role="system", content=_text("system", values["system"])))
-    for i, pair in enumerate(values.get("history") or []):
+    history = values.get("history")
+    for i, pair in enumerate([] if history in (None, []) else _list("history", history)):
         if not isinstance(pair, list) or len(pair) != 2:
             raise RowError(f"history[{i}]", pair, "must be a pair: an instruction and its output")
         messages.append(Message(role="user", content=_text(f"history[{i}][0]", pair[0])))

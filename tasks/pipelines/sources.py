@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -24,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.tasks.pipelines.rows import RowError
+from tinkerflow.tasks.pipelines.rows import RowError, strict_json
 
 JOURNAL = "journal://"
 _LINES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
@@ -198,23 +199,6 @@ def _line(where: str, line: bytes) -> Iterator[Item]:
             yield _wrong(where, line.decode(errors="replace").rstrip("\n"), f"must be JSON ({error})")
 
 
-def strict_json(text: str) -> Any:
-    """The value of a JSON text. ValueError also for NaN and infinity, and for an object that has a name twice."""
-    return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number in JSON")
-
-
 def _wrong(where: str, text: str, rule: str) -> tuple[RawRow, RowError]:
     return RawRow(where, text), RowError("line", text, rule)
 
@@ -223,14 +207,43 @@ def _document(file: IO[bytes], name: str) -> Iterator[Item]:
     data = file.read(_MAX_DOCUMENT_BYTES + 1)
     if len(data) > _MAX_DOCUMENT_BYTES:
         raise UserError(f"data.url: {name}: must have at most {_MAX_DOCUMENT_BYTES} bytes; use .jsonl for more")
+    data = data.removeprefix(b"\xef\xbb\xbf")
     try:
-        rows = strict_json(data.decode("utf-8-sig"))
+        rows = strict_json(data.decode())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"data.url: {name}: must be JSON ({error})") from error
+        lines = _elements(data)
+        if lines is None:
+            raise UserError(f"data.url: {name}: must be JSON ({error})") from error
+        for number, line in enumerate(lines, 1):
+            yield from _line(f"{name}:{number}", line)
+        return
     if not isinstance(rows, list):
         raise UserError(f"data.url: {name}: must be a list of rows; a file with a row on each line ends in .jsonl")
     for number, row in enumerate(rows, 1):
         yield RawRow(f"{name}:{number}", row)
+
+
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{},]', re.DOTALL)  # JSON strings, and the signs between elements
+
+
+def _elements(data: bytes) -> list[bytes] | None:
+    """The texts of a JSON list's elements, which may be wrong themselves; None when the list does not end."""
+    data = data.strip()
+    depth, start, elements = 0, 1, list[bytes]()
+    if not data.startswith(b"["):
+        return None
+    for token in _TOKEN.finditer(data):
+        sign = token[0]
+        if sign in (b"[", b"{"):
+            depth += 1
+        elif sign in (b"]", b"}"):
+            depth -= 1
+        if (depth == 1 and sign == b",") or depth == 0:
+            elements.append(data[start : token.start()])
+            start = token.end()
+        if depth == 0:
+            return elements if start == len(data) and sign == b"]" else None
+    return None
 
 
 def _csv(file: IO[bytes], name: str, delimiter: str) -> Iterator[Item]:
@@ -275,7 +288,7 @@ def _table(file: IO[bytes], name: str, kind: str) -> Iterator[Item]:
     import pyarrow.parquet as pq
 
     batches = pq.ParquetFile(file).iter_batches(_BATCH) if kind == "parquet" else pa.ipc.open_stream(file)
-    unreadable = (UnicodeDecodeError, OverflowError, pa.ArrowException)
+    unreadable = (ValueError, OverflowError, pa.ArrowException)  # UnicodeDecodeError is a ValueError
     number = 0
     for batch in batches:
         try:

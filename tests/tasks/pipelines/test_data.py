@@ -190,6 +190,35 @@ def test_bad_cells_and_lines_of_a_csv_file_and_a_table_are_bad_rows(
     pq.write_table(pa.table({"prompt": text, "completion": ["x", "y", "z"]}), tmp_path / "rows.parquet")
     found = check_source(DataSource(url=str(tmp_path / "rows.parquet"), max_bad_fraction=1), work, renderer, SFT)
     assert (found.rows, [bad.where for bad in found.first_errors]) == (2, ["rows.parquet:2"])
+    days = pa.array([0, 10**9, 0], pa.int32()).view(pa.date32())  # the second is after the year 9999
+    pq.write_table(
+        pa.table({"prompt": ["a"] * 3, "completion": ["x", "y", "z"], "day": days}), tmp_path / "days.parquet"
+    )
+    source = DataSource(url=str(tmp_path / "days.parquet"), max_bad_fraction=1, ignore=["day"])
+    found = check_source(source, work, renderer, SFT)
+    assert (found.rows, [bad.where for bad in found.first_errors]) == (2, ["days.parquet:2"])
+
+
+def test_a_bad_row_of_a_json_list_is_a_bad_row(tmp_path: Path, work: str, renderer: Renderer) -> None:
+    lines = {
+        name: line if isinstance(line, bytes) else line.encode() if isinstance(line, str) else json.dumps(line).encode()
+        for name, line in BAD.items()
+    }
+    lines = {
+        name: line
+        for name, line in lines.items()
+        if name not in ("cut off", "UTF-16", "huge", "too long", "template error")
+    }
+    rows = [
+        json.dumps(GOOD[0]).encode(),
+        *lines.values(),
+        json.dumps({"text": 'a "[b]", {c'}).encode(),
+        json.dumps(GOOD[1]).encode(),
+    ]
+    (tmp_path / "rows.json").write_bytes(b"\xef\xbb\xbf[" + b",\n".join(rows) + b"]\n")
+    report = check_source(DataSource(url=str(tmp_path / "rows.json"), max_bad_fraction=1), work, renderer, SFT)
+    assert (report.rows, report.bad_rows) == (2, len(lines) + 1)
+    assert [bad.where for bad in report.first_errors] == [f"rows.json:{n}" for n in range(2, len(lines) + 3)]
 
 
 def test_tokens_are_made_once_for_each_content(
@@ -254,6 +283,7 @@ def test_an_error_names_the_file_that_cannot_be_read(tmp_path: Path, work: str, 
         "bad.jsonl.xz": b"no xz",
         "bad.parquet": b"PAR1",
         "bad.json": b"{}",
+        "cut.json": b'[{"text": "a"}, {"text"',
         "twice.csv": b"a,a\n1,2\n",
     }
     for name, data in files.items():
@@ -267,6 +297,7 @@ def test_an_error_names_the_file_that_cannot_be_read(tmp_path: Path, work: str, 
         ("bad.jsonl.xz", "", "bad.jsonl.xz cannot be read"),
         ("bad.parquet", "", "bad.parquet cannot be read"),
         ("bad.json", "", "must be a list of rows"),
+        ("cut.json", "", r"cut.json: must be JSON \("),
         ("twice.csv", "", r"must name every column once, not \['a', 'a'\]"),
         ("nowhere://x/rows.jsonl", "", "Protocol not known: nowhere"),
     ):

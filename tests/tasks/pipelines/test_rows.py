@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from typing import Any
 
+import orjson
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.tasks.pipelines.row_parts import CALL, CALLS, RESULT, TOOL, A, U
 
 from tinkerflow.tasks.pipelines import Row, RowError, RowReader, guess_form
@@ -165,6 +165,12 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"chosen": "b", "rejected": "c"}, "preference", "prompt: None: is missing, and chosen and rejected do not"),
     ({"conversations": [{"from": "me", "value": "x"}]}, "sharegpt", "conversations[0].from: 'me': must be one of"),
     ({"instruction": "a", "output": "b", "history": [["a"]]}, "alpaca", "history[0]: ['a']: must be a pair"),
+    ({"instruction": "a", "output": "b", "history": 0}, "alpaca", "history: 0: must be a list"),
+    ({"messages": [U, A], "tools": [{"type": "function", "function": None}]}, "chat", "tools[0].name: None"),
+    ({"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}]}, "chat",
+     "messages[1].tool_calls[0].arguments: "),
+    ({"prompt": "a", "chosen": [CALLS, RESULT, A], "rejected": [CALLS, {**RESULT, "tool_call_id": "c2"}, A]},
+     "preference", "messages[2].tool_call_id: 'c2'"),
     ({"text": 7}, "text", "text: 7: must be a text"),
     ({"prompt": "a", "n": float("nan")}, "prompt", "n: nan: must be a finite number"),
     ({"prompt": "a", "n": 2**70}, "prompt", "n: 1180591620717411303424: must be a finite number of at most 64 bits"),
@@ -185,33 +191,42 @@ def test_a_row_of_no_form_is_refused_with_the_forms() -> None:
         guess_form({"question": "x"})
 
 
-KEYS = st.sampled_from(
-    (
-        "messages",
-        "role",
-        "content",
-        "prompt",
-        "tool_calls",
-        "function",
-        "tools",
-        "name",
-        "conversations",
-        "from",
-        "value",
-    )
-)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text() | st.sampled_from(("user", "assistant", "gpt")),
-    lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner),
-    max_leaves=6,
-)
+DEEP: list[Any] = []
+for _ in range(300):
+    DEEP = [DEEP]
+ODD: list[Any] = [
+    *(None, 0, 5, 1.5, True, "", " ", "x", "5", "null", "[1]", '{"a": 1, "a": 2}', "\ud800", '"\\ud800"', b"x", (1, 2)),
+    *([], {}, [None], [1], [[]], [{}], {"a": 1}, {"\ud800": 1}, {1: 2}, DEEP, 10**30, float("nan")),
+    *({"from": None, "value": "x"}, {"from": None, **U}, {"type": "function", "function": None}),
+    *([{"type": "function", "function": None}], [{"function": None, "name": "f"}], [{"name": "f", "id": "\ud800"}]),
+    '{"name": "\\ud800", "arguments": {}}',
+]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(JSON, st.sampled_from(list(FORMS)))
-def test_any_value_is_a_row_or_is_refused(raw: Any, form: str) -> None:
-    try:
-        row = read(raw, form)
-    except RowError:
-        return
-    assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value in a row."""
+    items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    return [path, *(place for key, below in items for place in places(below, (*path, key)))]
+
+
+@EVERY
+def test_any_value_at_any_place_gives_a_row_or_a_row_error(form: str) -> None:
+    for *parents, key in filter(None, places(FORMS[form])):
+        for odd in ODD:
+            for name in (key, "from", "function", "\ud800"):
+                raw = copy.deepcopy(FORMS[form])
+                at = raw
+                for parent in parents:
+                    at = at[parent]
+                if isinstance(at, list) and name != key:
+                    continue
+                at[name] = odd
+                for extra in (frozenset(), None):
+                    with contextlib.suppress(RowError):
+                        row = read(raw, form, extra=extra)
+                        assert Row.from_json(orjson.loads(orjson.dumps(row.to_json()))) == row, (parents, name, odd)
+
+
+def test_a_row_that_is_only_nested_lists_is_refused() -> None:
+    with pytest.raises(RowError, match="row: "):
+        guess_form(DEEP)
