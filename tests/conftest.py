@@ -61,6 +61,7 @@ AS_USERS_RUN_IT = tuple(f"e2e/test_{name}.py" for name in ("crash_loop", "learni
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out what starts services or compiles much")
+    parser.addoption("--families", action="store_true", help="run the parity tests for every model family")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

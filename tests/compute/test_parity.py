@@ -1,12 +1,16 @@
 """Every family against Hugging Face transformers and PEFT in torch: a new one joins by a row in `FAMILY_SHAPE`.
 
-Logprobs, the adapter's effect, its gradients and its steps; tokens through the real sampler; packed rows.
+Logprobs, the adapter's effect, its gradients and its steps; tokens through the real sampler; packed rows. The logprobs
+of every family are always compared. The other tests run for one family of each kind of layer and for families whose
+file has changed. `pytest --families tests/compute/test_parity.py` runs them for all families.
 """
 
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import peft
@@ -40,6 +44,39 @@ LENGTHS = (1, 7, 33, 60)
 # Without those that are another family's decoder with a tower, which only their names and images tell apart.
 DECODERS = [name for name in registered() if SEEING.get(name) not in registered() or name in FAMILY_SHAPE]
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
+# One family of each kind of layer; `test_each_kind_of_layer_is_compared` pins this.
+REPRESENTATIVES = {
+    "qwen3",
+    "olmo2",
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "deepseek_v3",
+    "gemma4",
+    "gemma4_text",
+    "qwen3_vl",
+    "qwen3_5",
+}
+FAMILY_FILES = "backend/compute/models/families"
+
+
+def changed_families():
+    """The families whose file differs from the branch `main`, or from the last commit."""
+    root = Path(__file__).parents[2]
+    changed = set()
+    for base in ("main...", "HEAD~1"):
+        command = ["git", "-C", str(root), "diff", "--name-only", base, "--", FAMILY_FILES]
+        listed = subprocess.run(command, capture_output=True, text=True, check=False)
+        changed |= {Path(line).stem for line in listed.stdout.splitlines()}  # empty outside a repository
+    return changed
+
+
+@pytest.fixture
+def chosen(request):
+    """Skips the test for a family that is not a representative, unless its file has changed."""
+    family = request.node.callspec.params["family"]
+    if not request.config.getoption("--families") and family not in REPRESENTATIVES | changed_families():
+        pytest.skip("runs with --families, or when the family's file changes")
 
 
 @pytest.fixture(scope="module", params=registered())
@@ -51,6 +88,28 @@ def family(request, tmp_path_factory):
     model = build(tmp_path_factory.mktemp(request.param), request.param, tied=False)
     yield model, model.executor(), {"train_mlp": not load_config(model.folder).experts}
     forget_programs()  # no other family needs them
+
+
+def layer_kinds(config):
+    """The kinds of layers and their options, as text: classes, norms, routers, and parts that a layer may lack."""
+    kinds = {"tower"} if config.vision else set()
+    for layer in config.decoder_layers:
+        mlp = layer.feed_forward
+        kinds |= {type(layer.attention).__name__, type(mlp).__name__, str(layer.places)}
+        kinds |= {type(part).__name__ for part in (getattr(mlp, "router", None), layer.layer_input) if part}
+        kinds |= {
+            option for option in ("sinks", "gated", "value_norm", "biases") if getattr(layer.attention, option, None)
+        }
+        kinds |= {f"qk_norm of {layer.attention.qk_norm}"} if hasattr(layer.attention, "qk_norm") else set()
+    return kinds
+
+
+def test_each_kind_of_layer_is_compared(tmp_path_factory):
+    kinds = {
+        name: layer_kinds(load_config(build(tmp_path_factory.mktemp(name), name, tied=False).folder))
+        for name in registered()
+    }
+    assert set().union(*kinds.values()) == set().union(*(kinds[name] for name in REPRESENTATIVES))
 
 
 @contextlib.contextmanager
@@ -96,6 +155,7 @@ def test_adapter_and_its_gradients_as_peft_has_them(
         same_gradients(gradients(executor, "a"), by_torch)
 
 
+@pytest.mark.usefixtures("chosen")
 def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forward, gradients):
     base, executor, parts = family
     adapter(executor, "steps", **parts)
@@ -129,6 +189,7 @@ def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forwar
         np.testing.assert_array_equal(array, weights[name])
 
 
+@pytest.mark.usefixtures("chosen")
 def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, examples, adapter, forward):
     base, executor, parts = family
     adapter(executor, "out", **parts)
@@ -154,6 +215,7 @@ def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, 
         np.testing.assert_array_equal(array, trained[1][name])
 
 
+@pytest.mark.usefixtures("chosen")
 def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, examples, adapter, forward):
     """Also of experts, fused in the files or not: transformers reads what is written."""
     base, executor, _ = family
@@ -165,6 +227,7 @@ def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, exa
         close_logprobs(found, merged.logprobs(example)[:, 0])
 
 
+@pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
 def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(family, tmp_path, adapter, ask, run_all):
     base, executor, parts = family
@@ -179,6 +242,7 @@ def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(famil
     np.testing.assert_array_equal(first.logprobs_T, second.logprobs_T)
 
 
+@pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
 def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forward):
     """Also adapters of experts; the base model's own tokens are those of transformers.
@@ -200,6 +264,7 @@ def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forw
     close_logprobs(sequence.logprobs_T, expected[29:], ulps=1024)
 
 
+@pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
 def test_examples_in_one_row_are_as_alone(family, examples, adapter, forward):
     _, executor, _ = family
