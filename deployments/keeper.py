@@ -1,6 +1,6 @@
-"""A part of a deployment (the engine, the API) as a child process: when it ends or is silent, it is started again.
+"""Runs a part of a deployment (the engine, the API) as a child process, and restarts it when it ends or is silent.
 
-A part writes lines to its standard output: beats (pulse.py), READY when it serves, and all other lines for people.
+A part writes lines to its standard output: heartbeats (pulse.py), READY when it serves, and other lines for people.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ STOP_SECONDS = 20.0
 
 def _unanswered() -> Future[None]:
     future: Future[None] = Future()
-    future.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
+    future.set_running_or_notify_cancel()  # so that a cancelled waiter does not cancel the future
     return future
 
 
 @dataclass(eq=False)
 class Part:
-    """One part. `process` is the child that runs now, or ran last; `ready` is resolved when it says READY.
+    """One part. process: the current child, or the last one. ready: resolved when the child writes READY.
 
-    name: for people, and of its log file.
+    name: the name for people and for the log file.
     command, environment: how the process is started.
-    log_dir: the folder of the file to which its standard error is appended.
-    silence: seconds without a line after which the part counts as stopped, and is killed.
+    log_dir: the folder of its log file, which gets its standard error.
+    silence: the part is killed after so many seconds without a line.
     report: gets lines for people, also from another thread.
     """
 
@@ -50,14 +50,15 @@ class Part:
 
     @property
     def log(self) -> Path:
-        """The file to which its standard error is appended."""
+        """The log file, which gets the standard error of the part."""
         return self.log_dir / f"{self.name}.log"
 
     async def keep(self, may_end: Callable[[], bool] = lambda: True) -> None:
-        """Run the part for ever, with a pause between two processes that grows while they fail; cancel it to stop.
+        """Run the part until cancelled. The pause before a restart grows while processes fail.
 
-        A failure is a process that ended soon, and before it was ready.
-        may_end: whether the deployment stands; while it does not, a part that ends is a ServerError with its log's end.
+        A failure is a process that ends soon, before it is ready.
+        may_end: whether the deployment has started. Until then, the end of a part raises ServerError with the last
+        lines of its log.
         """
         clock, restarts = asyncio.get_running_loop().time, Restarts(1)
         while True:
@@ -71,7 +72,7 @@ class Part:
             await asyncio.sleep(pause)
 
     async def _run(self) -> int | None:
-        """Start the process, and wait until it ends: its exit status. Cancelled, it stops the process."""
+        """Start the process, wait until it ends, and return its exit status. Stops the process when cancelled."""
         self._lines = 0
         if self.ready.done():
             self.ready = _unanswered()

@@ -1,9 +1,9 @@
-"""What starts worker processes: the plan that a launcher is given, and what a launcher is.
+"""The interface of launchers, which start worker processes, and the plan that they get.
 
-A launcher has processes join the engine's group, wherever they run: it starts `tinkerflow worker`, or the same agent
-(`backend/pool/host/agent.py`), once for each place. Placement, restarts and quotas are the work of the system that it
-speaks to. Commands, fencing and recovery stay the engine's: to it, a process that is replaced is a host that was lost.
-A group has its size for a generation, so a launcher is stopped and begun anew for another number of processes.
+A launcher makes processes join the engine's group. It starts `tinkerflow worker`, or the same agent
+(`backend/pool/host/agent.py`), for each process. The cluster's own system places processes, restarts them and applies
+quotas. The engine sends commands, fences and recovers, and treats a replaced process as a lost host. A generation of a
+group has a fixed size, so a launcher is stopped and started again to change the number of processes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """The processes that are to join a group.
+    """The processes that shall join a group.
 
-    processes: how many, of all groups that run at a time.
-    devices: accelerators for each process; 0 = none is asked for.
+    processes: the number of processes of all groups that run at a time.
+    devices: the number of accelerators to request for each process; 0 = none.
     platform: the setting: which kind of devices.
-    spread: whether each process must be on a host of its own.
-    base_models: what they serve: ids or folders, which must be there on their hosts.
-    group: HOST:PORT at which they join.
-    secret: the group's. secret_file: where it is on this host.
+    spread: whether each process must have its own host.
+    base_models: ids or folders of the served base models. Folders must exist on the hosts.
+    group: HOST:PORT where the processes join.
+    secret: the secret of the group. secret_file: its path on this host.
     data_dir: the folder for logs and compiled programs, on each host.
-    cluster: the address of the system that starts them; "" = that system's default.
+    cluster: the address of the system that starts the processes; "" = that system's default.
     environment: the settings and the variables of this process, for commands.
     """
 
@@ -55,9 +55,9 @@ class Plan:
 
     @classmethod
     def of(cls, settings: Settings, environment: Mapping[str, str]) -> Plan:
-        """The plan that the settings ask for. Makes the group's secret.
+        """The plan for these settings. Creates the group's secret if it is missing.
 
-        UserError when that file does not hold one, and when CPUs are to have accelerators.
+        UserError when the file of the secret has no secret, and when CPUs shall have accelerators.
         """
         if settings.process_devices and settings.platform == "cpu":
             raise broken("process_devices", settings.process_devices, "0 where platform is 'cpu'")
@@ -84,11 +84,11 @@ async def _nothing(plan: Plan, say: Say) -> None:
 class Launcher:
     """One way to start worker processes.
 
-    name: of the setting `launcher`, and of the launcher's file.
-    keep: has the plan's processes join the group, and replaces those that end, until it is cancelled; then it ends them
-    all. It tells people by the function that it is given. UserError when the plan cannot be.
-    address: the address of this host that those processes reach, for a group that was given none.
-    rest: runs in place of `keep` while no request needs the processes, until it is cancelled.
+    name: the value of the setting `launcher`, and the name of the launcher's file.
+    keep: starts the plan's processes, and replaces those that end, until cancelled. Then it ends all of them. Its
+    second argument reports lines to people. UserError when the plan is impossible.
+    address: returns the address of this host that the processes reach, for a group without a configured address.
+    rest: runs instead of `keep` while no request needs the processes, until cancelled.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Launcher:
 
 
 def own_address(peer: str = "") -> str:
-    """The address by which `peer` (a host; "" = other hosts) reaches this host; loopback when there is no network."""
+    """The address of this host for connections from `peer` (a host; "" = other hosts); loopback without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((peer or _ANYWHERE, 9))  # only chooses a route
@@ -108,7 +108,7 @@ def own_address(peer: str = "") -> str:
 
 
 def ending_with_us(command: Sequence[str]) -> tuple[str, ...]:
-    """A command for a child process that gets SIGTERM when this process ends, however it ends."""
+    """A command for a child process that gets SIGTERM when this process ends for any reason."""
     code = (
         "import os, signal, sys; from tinkerflow.backend.supervise.processes import die_with_parent; "
         "die_with_parent(int(sys.argv[1]), signal.SIGTERM); os.execvp(sys.argv[2], sys.argv[2:])"

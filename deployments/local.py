@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 API_KEY = "tml-local"
-_CLOSE_SECONDS = 60.0  # that the end of the client's session may take
+_CLOSE_SECONDS = 60.0  # the longest wait for the end of the client's session
 
 
 @contextmanager
@@ -37,27 +37,27 @@ def local(
 ) -> Iterator[tinker.ServiceClient]:
     """Serve a base model on this machine for a block: `with tinkerflow.local(base_model=…) as service:`.
 
-    The API, the engine and the workers are child processes on free ports of loopback. They end with the block, and
-    with this process however it ends. Nothing is tracked in Prefect, unless `prefect="embedded"` is given. In the
-    block, the variables TINKER_BASE_URL and TINKER_API_KEY name the service, for programs that read them.
+    The API, the engine and the workers are child processes on free ports of loopback. They end with the block, or with
+    this process. Prefect tracks runs only with `prefect="embedded"`. In the block, the variables TINKER_BASE_URL and
+    TINKER_API_KEY name the service, for programs that read them.
 
     base_model: a Hugging Face id or a folder; empty, or `tinkerflow/tiny` = the tiny embedded model.
-    data_dir: the folder for checkpoints, logs and compiled programs, in which a later block finds them; None = a
-    scratch folder, which is removed at the end.
+    data_dir: the folder for checkpoints, logs and compiled programs, which a later block finds there; None = a scratch
+    folder, which is removed at the end.
     progress: gets lines for people, from other threads.
-    settings: as in docs/settings.md, by their names there, such as `processes=2`; they win over the variables.
+    settings: settings of docs/settings.md, such as `processes=2`. They win over environment variables.
 
-    Raises ValueError (pydantic's) when a setting is wrong, and ServerError when the service does not start, with the
-    end of the log that says why.
+    Raises ValueError (pydantic's) when a setting is wrong. Raises ServerError with the last lines of the log when the
+    service does not start.
     """
     if base_model:
         settings["base_models"] = (str(base_model),)
     folder = None if data_dir is None else Path(data_dir)
     with ExitStack() as stack:
-        # Of a notebook that ends with the block open: while the interpreter still has its threads.
+        # A notebook may end inside the block. The service is stopped while the interpreter still has its threads.
         stack.callback(atexit.unregister, stack.close)
         atexit.register(stack.close)
-        Thread(target=import_module, args=("tinker",), daemon=True).start()  # seconds, while other processes start
+        Thread(target=import_module, args=("tinker",), daemon=True).start()  # takes seconds, while processes start
         serving = stack.enter_context(running_stack(folder, progress, **({"prefect": "off"} | settings)))
         import tinker
         from tinker.lib import console_urls
@@ -71,9 +71,9 @@ def local(
 
 @contextmanager
 def running_stack(data_dir: Path | None, report: Callable[[str], None], **settings: Any) -> Iterator[Stack]:
-    """All parts on free ports for the block, in `data_dir` or a scratch folder; TINKER_BASE_URL names the API.
+    """Run all parts on free ports for the block, in `data_dir` or a scratch folder. TINKER_BASE_URL names the API.
 
-    report: gets lines for people, from other threads. settings: as in Settings.
+    report: gets lines for people, from other threads. settings: arguments of Settings.
     """
     with tempfile.TemporaryDirectory(prefix="tinkerflow-") as scratch:
         free: dict[str, Any] = {"data_dir": data_dir or Path(scratch), "port": 0, "prefect_port": 0}
@@ -86,7 +86,7 @@ def running_stack(data_dir: Path | None, report: Callable[[str], None], **settin
 
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the block; others that it sets stay."""
+    """Set environment variables for the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ |= values
     try:
@@ -102,12 +102,12 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 def _closing(
     service: tinker.ServiceClient,
 ) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
-    """What closes a client's session at the end of the block, and does not wait for it for ever."""
+    """A callback that closes the client's session at the end of the block, and waits at most _CLOSE_SECONDS."""
 
     def close(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             service.close("success" if kind is None else "errored").result(_CLOSE_SECONDS)
-        except TimeoutError:  # a task of the SDK may miss that it is cancelled, and is then waited for without end
+        except TimeoutError:  # a task of the SDK may miss its cancellation, and then never ends
             log.warning(
                 "the client's session was not closed within %g s; the service ends nevertheless", _CLOSE_SECONDS
             )

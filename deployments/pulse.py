@@ -1,7 +1,7 @@
-"""How a part tells `up` that it is well: it writes a line every second, as long as its event loop runs.
+"""The heartbeat of a part: it writes a line to `up` every second while its event loop runs.
 
-A thread writes the lines, so that they come while the part imports and loads. Once the loop has called `turns`, the
-lines stop when it has not called again for HUNG_SECONDS. A process that was stopped (SIGSTOP) writes nothing either.
+A thread writes the lines, so a part also writes them while it imports and loads. After the first call of `turns`, the
+lines stop when the loop has not called it for HUNG_SECONDS. A stopped process (SIGSTOP) writes no lines either.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ BEAT = "beat"
 READY = "ready"
 BEAT_SECONDS = 1.0
 HUNG_SECONDS = 60.0
-_KEPT: list[TextIO] = []  # by `keep_stdout`
+_KEPT: list[TextIO] = []  # the stream of `keep_stdout`
 
 
 class Pulse:
-    """The beats of this process. Its event loop calls `turns` about every second."""
+    """The heartbeats of this process. Its event loop calls `turns` about every second."""
 
     def __init__(self, *, hung_seconds: float = HUNG_SECONDS) -> None:
-        """Nothing is written before `start`. hung_seconds: how long the loop may be silent."""
+        """No line is written before `start`. hung_seconds: how long the loop may go without calling `turns`."""
         self._hung_seconds = hung_seconds
         self._turned: float | None = None
 
     def start(self) -> None:
-        """Write beats from now on."""
+        """Start writing heartbeats."""
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def turns(self) -> None:
@@ -43,13 +43,13 @@ class Pulse:
 
 
 def say(line: str) -> None:
-    """Write a line to standard output, whole, from any thread."""
+    """Write a complete line to standard output, from any thread."""
     stream = _KEPT[-1] if _KEPT else sys.stdout
     stream.write(line + "\n")
     stream.flush()
 
 
 def keep_stdout() -> None:
-    """Keep this process's standard output for `say`: what anything else prints goes to standard error from now on."""
+    """Reserve this process's standard output for `say`. All other output goes to standard error from now on."""
     _KEPT.append(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)

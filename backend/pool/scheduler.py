@@ -158,9 +158,9 @@ class TrainingQueue:
 class CommandScheduler:
     """Sends each command when it is due. Training and sampling take turns.
 
-    The group has training commands for at most one micro-batch, and one step of the sampler. Without sampling it has
-    one more training command, so that the devices never wait. When both training and sampling wait, each micro-batch is
-    followed by `chunks` steps of the sampler. With 1, training waits for one chunk, and sampling for one micro-batch.
+    The group has training commands for at most one micro-batch, and one step of the sampler. It has one more training
+    command while nobody samples, so that the devices never wait. When both training and sampling wait, each micro-batch
+    is followed by `chunks` steps of the sampler. With 1, training waits for one chunk, and sampling for a micro-batch.
 
     chunks: steps of the sampler for each micro-batch.
     microbatch: tokens of a micro-batch.

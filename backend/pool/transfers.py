@@ -27,10 +27,10 @@ class StateHolder(Protocol):
     """An executor that reads and writes its part of a state. Other executors get complete states from the driver."""
 
     def take_kept(self, write: WriteState) -> Mapping[str, Float32]:
-        """Remove and return the tensors, by name, that an ExportAdapter command kept for `write`."""
+        """Remove the tensors that an ExportAdapter command kept for `write`, and return them with their names."""
 
     def needed_tensors(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-        """The names of the stored tensors that this process needs. shapes: of all stored tensors, by name."""
+        """The names of the stored tensors that this process needs. shapes: the shape of each stored tensor."""
 
     def keep_fetched(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
         """Keep the fetched tensors until a command imports them."""

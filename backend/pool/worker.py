@@ -236,8 +236,8 @@ class Inbox:
 class ReplyCollector:
     """Sends replies in the order of their commands, also while the devices are still computing.
 
-    When an executor starts a command without waiting for its devices, a thread of this object waits. So the devices
-    compute the next command while the last results are copied to the host and sent.
+    When an executor starts a command without waiting for its devices, a thread of this object waits. The devices
+    compute the next command meanwhile, while the last results are copied to the host and sent.
     """
 
     def __init__(self, send: Callable[[int, Sequence[codec.Buffer], WorkerLink | None], None], rank: int) -> None:
@@ -252,7 +252,7 @@ class ReplyCollector:
     def give(
         self, driver: WorkerLink, index: int, command: Command, execute: Callable[[Command], Reply | DeferredReply]
     ) -> None:
-        """Execute `command`, and answer it immediately or when the devices are done. Only one thread may call this.
+        """Execute `command`, and answer it immediately or when the devices are done. Call this from one thread only.
 
         driver: the driver that sent the command. index: of the command's frame. execute: CommandExecutor.execute.
         Raises the errors that must end the process. All earlier commands are answered first, so that the driver blames

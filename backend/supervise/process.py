@@ -20,7 +20,7 @@ from tinkerflow.backend.supervise.heartbeat import HeartbeatMonitor
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a process. how: such as "was killed by SIGKILL". crashed: False after a SIGKILL from outside."""
+    """The end of a process. how: for example "was killed by SIGKILL". crashed: False after SIGKILL."""
 
     how: str
     crashed: bool
@@ -46,7 +46,7 @@ class ChildProcess:
 
         command: the program and its arguments.
         environment: all environment variables of the process.
-        log: the file to which its output is appended; None = our stderr. A new file is readable only by its owner.
+        log: the file for its output, which is appended; None = our stderr. A new file is readable only by its owner.
         input_lines: whether `write` sends it lines until `close_input`. Otherwise its standard input is empty.
         on_line: called with each line of its standard output, in another thread; None = standard output goes to `log`.
         sockets: numbers of our open sockets that the process inherits under the same numbers.

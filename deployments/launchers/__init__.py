@@ -1,4 +1,4 @@
-"""The launchers: each file of this folder is one way to start worker processes, declared by a `LAUNCHER`."""
+"""The launchers. Each file of this folder declares one way to start worker processes as its `LAUNCHER`."""
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
@@ -9,9 +9,9 @@ LAUNCHERS = registered(__name__, "LAUNCHER", Launcher)
 
 
 def launcher_of(settings: Settings) -> Launcher | None:
-    """The launcher that the settings name. Without a name: this machine, unless workers are to join by themselves.
+    """The launcher that the settings name. The default is this machine, or None if other workers join by themselves.
 
-    UserError when there is no launcher of that name.
+    UserError when no launcher has the name.
     """
     name = settings.launcher or ("" if settings.group else "local")
     if name and name not in LAUNCHERS:

@@ -29,12 +29,12 @@ Selector = dict[str, Any]  # values by label or field
 
 NAME = "worker"  # of the StatefulSet, and of the container that computes
 WARNINGS: Selector = {"involvedObject.kind": "StatefulSet", "involvedObject.name": NAME, "type": "Warning"}
-CHECK_SECONDS = 15.0  # between two checks of the pods, each of which reports what pods wait for
-LEAVE_SECONDS = 45.0  # that pods may take to save their models and to end
+CHECK_SECONDS = 15.0  # between two checks of the pods, which report why pods wait
+LEAVE_SECONDS = 45.0  # the time that pods have to save their models and to end
 
 
 async def scale(client: AsyncClient, plan: Plan, replicas: int) -> Selector:
-    """Have the StatefulSet be as the plan decides, with `replicas` pods: the labels that select its pods."""
+    """Apply the plan to the StatefulSet, with `replicas` pods. Returns the labels that select its pods."""
     from lightkube.resources.apps_v1 import StatefulSet
     from lightkube.types import PatchType
 
@@ -61,7 +61,7 @@ def stateful_set(plan: Plan, replicas: int, selector: dict[str, Any]) -> dict[st
 
 
 async def report_waiting(client: AsyncClient, labels: Selector, count: int, say: Say) -> None:
-    """Report what pods wait for; nothing when all `count` pods are in the group."""
+    """Report why pods wait. Reports nothing when all `count` pods are in the group."""
     from lightkube.resources.core_v1 import Event, Pod
 
     with _refusals():
@@ -104,7 +104,7 @@ def _waits_for(pod: Pod) -> str:
 
 
 async def keep(plan: Plan, say: Say, client: AsyncClient, check_seconds: float = CHECK_SECONDS) -> None:
-    """Keep the plan's pods until cancelled; then there are none any more.
+    """Run the plan's pods until cancelled, and then end them.
 
     UserError when the API refuses the first request. Later failures are reported, and the request is sent again.
     """
@@ -127,7 +127,7 @@ async def keep(plan: Plan, say: Say, client: AsyncClient, check_seconds: float =
 
 
 async def stay_released(plan: Plan, say: Say, client: AsyncClient, check_seconds: float = CHECK_SECONDS) -> None:
-    """Have no pods until cancelled, whatever failed when they were released."""
+    """Keep the number of pods at 0 until cancelled. Failures are reported and tried again."""
     while True:
         try:
             await scale(client, plan, 0)
@@ -175,7 +175,7 @@ def _refusals() -> Iterator[None]:
 
 @asynccontextmanager
 async def this_cluster() -> AsyncIterator[AsyncClient]:
-    """The namespace of this pod, with the rights of its service account. UserError when this is no pod."""
+    """A client for the namespace of this pod, with its service account. UserError when this process is in no pod."""
     try:
         from lightkube import AsyncClient, KubeConfig
         from lightkube.core.exceptions import ConfigError

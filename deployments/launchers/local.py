@@ -1,6 +1,6 @@
-"""Worker processes on this machine: the agent of the host runs in this process.
+"""Worker processes on this machine, whose agent runs in this process.
 
-They outlive an engine that is killed, and end with this process however it ends.
+The workers survive an engine that is killed. They end with this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST_PAUSE = 0.1  # seconds between attempts to join the engine's group: the
 
 
 async def _keep(plan: Plan, report: Say) -> None:
-    """Offer this machine's room as soon as there is an engine, and again whenever there is another one."""
+    """Offer this machine's capacity to the engine, and to each later engine."""
     driver, port = parse_address(plan.group)
     logs = plan.data_dir / "logs"
     host = HostConfig(

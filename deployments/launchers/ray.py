@@ -1,9 +1,9 @@
 """Worker processes in a Ray cluster: a placement group with a bundle for each process, and an actor in each bundle.
 
-An actor runs the agent of a host, which starts one worker. Ray places the bundles, and starts an actor again, on
-another node when its node is gone. What the agents and workers print is in the actors' logs, which Ray's dashboard
-shows. Ray's client runs in a process of its own, so that nothing that happens to Ray reaches `tinkerflow up`; when that
-process ends, Ray ends the actors. Only this module imports Ray (the extra `ray`), and only in that process.
+An actor runs the agent of a host, which starts one worker. Ray places the bundles. It restarts an actor that ends, on
+another node if its node is gone. The output of agents and workers is in the actors' logs, which Ray's dashboard shows.
+Ray's client runs in a separate process, so that its failures do not reach `tinkerflow up`. When that process ends, Ray
+ends the actors. Only this module imports Ray (the extra `ray`), and only in that process.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from tinkerflow.deployments.keeper import Part
 from tinkerflow.deployments.launching import Launcher, Plan, Say, own_address
 from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
 
-_PLACING_SECONDS = 15.0  # between two lines that say what is waited for
-_LEAVE_SECONDS = 15.0  # that actors may take to end their workers in order
+_PLACING_SECONDS = 15.0  # between two progress lines about the placement
+_LEAVE_SECONDS = 15.0  # the time that actors have to end their workers in order
 
 
 class HostAgent:
-    """The actor: the agent of a host with room for one process."""
+    """The actor, which runs the agent of a host with capacity for one process."""
 
     def __init__(self, host: HostConfig) -> None:
-        """It ends with its raylet: another node has the actor then. (Ray sees that only where init adopts orphans.)"""
+        """The actor ends with its raylet, because Ray then starts it on another node."""
         die_with_parent(os.getppid())
         self._host = host
         self._serving: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
-        """Offer the room to the group, until `leave`. Ray calls this again in an actor that it started again."""
+        """Offer the capacity to the group until `leave`. Ray calls this again in an actor that it restarted."""
         self._serving = asyncio.create_task(serve_group(self._host, lambda line: print(line, flush=True)))
         await asyncio.wait((self._serving,))
         if not self._serving.cancelled():
             self._serving.result()
 
     async def leave(self) -> None:
-        """Give notice, and end the process."""
+        """Notify the driver, and end the worker."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait((self._serving,))
 
 
 async def _keep(plan: Plan, report: Say) -> None:
-    """Keep the process that holds the placement group."""
+    """Run the process that owns the placement group."""
     await Part(
         "ray",
         (sys.executable, "-c", f"from {__name__} import main; main()", str(os.getpid())),
@@ -66,9 +66,9 @@ async def _keep(plan: Plan, report: Say) -> None:
 
 
 def main() -> None:
-    """The process that holds the placement group; its argument is the pid of its parent."""
+    """Run the process that owns the placement group. Its argument is the pid of its parent."""
     die_with_parent(int(sys.argv[1]))
-    keep_stdout()  # what Ray prints goes to the log
+    keep_stdout()  # Ray's output goes to the log
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     pulse = Pulse()
     pulse.start()
@@ -80,12 +80,12 @@ def main() -> None:
 
 
 async def _hold(plan: Plan, pulse: Pulse) -> None:
-    """Hold the placement group until SIGTERM."""
+    """Own the placement group until SIGTERM."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     turning = asyncio.create_task(every_second(pulse.turns))
-    say(f"connecting to {plan.cluster or 'this machine'}")  # Ray tries an address where nobody listens for minutes
+    say(f"connecting to {plan.cluster or 'this machine'}")  # Ray tries a dead address for minutes
     await asyncio.to_thread(_connect, plan.cluster)
-    loop.add_signal_handler(signal.SIGTERM, stop.set)  # after Ray has set its own, which ends the process at once
+    loop.add_signal_handler(signal.SIGTERM, stop.set)  # replaces Ray's handler, which ends the process immediately
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -122,7 +122,7 @@ async def _hold(plan: Plan, pulse: Pulse) -> None:
             task.result()
     finally:
         turning.cancel()
-        with contextlib.suppress(Exception):  # they end with this process in any case
+        with contextlib.suppress(Exception):  # the actors end with this process in any case
             leaving = [asyncio.ensure_future(_result(actor.leave.remote())) for actor in actors]
             await asyncio.wait(leaving, timeout=_LEAVE_SECONDS)
             remove_placement_group(group)
@@ -147,7 +147,7 @@ def _connect(address: str) -> None:
 
 
 def bundle_of(plan: Plan) -> dict[str, int]:
-    """The resources of one process in Ray. A process asks for a CPU, and for the plan's devices."""
+    """The resources of one process in Ray: a CPU, and the plan's devices."""
     kind = "TPU" if plan.platform == "tpu" else "GPU"
     return {"CPU": 1} | ({kind: plan.devices} if plan.devices else {})
 

@@ -1,7 +1,8 @@
-"""Worker processes as jobs of Slurm: `srun tinkerflow worker` for each process, started again when it ends.
+"""Worker processes as jobs of Slurm: `srun tinkerflow worker` for each process, restarted when it ends.
 
-Slurm places them. Inside an allocation (`sbatch`, `salloc`) they are steps of that job; else each is a job of its own.
-Hosts share the file system: the program, the group's secret and the data dir are at the same paths.
+Slurm places the processes. Inside an allocation (`sbatch`, `salloc`) they are steps of that job. Otherwise each process
+is a separate job. All hosts need the program, the group's secret and the data dir at the same paths of a shared file
+system.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import sys
 from tinkerflow.deployments.keeper import Part
 from tinkerflow.deployments.launching import Launcher, Plan, Say, ending_with_us, own_address
 
-# Only what is asked for, so that steps run side by side; the memory is the job's.
+# Each step uses only its requested resources, so that steps run in parallel. They share the memory of the job.
 _OF_A_STEP = ("--exact", "--mem=0")
 
 
 async def _keep(plan: Plan, report: Say) -> None:
-    """Keep a srun for each process."""
+    """Run srun for each process until cancelled."""
     async with asyncio.TaskGroup() as together:
         for number in range(plan.processes):
             part = Part(
@@ -26,14 +27,14 @@ async def _keep(plan: Plan, report: Say) -> None:
                 ending_with_us(srun(plan, number)),
                 environment=plan.environment,
                 log_dir=plan.data_dir / "logs",
-                silence=math.inf,  # Slurm watches it
+                silence=math.inf,  # Slurm monitors the process
                 report=report,
             )
             together.create_task(part.keep())
 
 
 def srun(plan: Plan, number: int) -> tuple[str, ...]:
-    """The command of one process. number: of the process."""
+    """The command that starts one process. number: of the process, from 0."""
     asked = ["--job-name=tinkerflow", "--ntasks=1", "--input=none", "--kill-on-bad-exit=1"]
     if plan.devices:
         asked.append(f"--gpus={plan.devices}")

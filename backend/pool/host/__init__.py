@@ -1,1 +1,1 @@
-"""The places where worker processes run: this machine, or hosts whose agents joined the group."""
+"""Starts worker processes on this machine, or on hosts whose agents joined the group."""

@@ -1,4 +1,4 @@
-"""The agent of a host: it joins a group, starts and ends processes for the driver, and joins again after a loss.
+"""The agent of a host joins a group, starts and ends processes for the driver, and joins again after a loss.
 
 When the driver closes the connection, it has most likely ended. The agent keeps its processes for the next driver,
 which finds the base model in their memory. Processes that no driver takes over are ended after HostConfig.keep_seconds.
@@ -56,12 +56,12 @@ class HostConfig:
     driver, port: the address of the group's driver.
     secret: the secret of the group.
     processes: how many worker processes the host can run.
-    log_dir: the folder of worker-<rank>.log, to which workers append; None = they write to our stderr.
+    log_dir: the folder of worker-<rank>.log, the workers' logs; None = workers write to our stderr.
     compile_cache_dir: the folder for compiled programs on this host; "" = the folder that the driver names.
     longest_pause: the longest pause in seconds between two attempts to join.
     keep_seconds: how long processes wait for the next driver. Meanwhile they occupy memory of the devices.
     platform: the setting.
-    leave_seconds: how long processes may run after the agent was told to end, so that their driver can save models.
+    leave_seconds: how long processes may run after the agent is cancelled, so that their driver can save models.
     """
 
     driver: str

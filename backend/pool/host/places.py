@@ -1,4 +1,4 @@
-"""The places where the processes of a group are started: this machine, or (hosts.py) the hosts that joined."""
+"""Starts the processes of a group on this machine. The module hosts.py starts them on the hosts that joined."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class LocalWorker:
         """Start a worker process, which connects to the driver of `spec`. OSError when this fails.
 
         coordinator: "address:port" that was free a moment ago, for jax.distributed.
-        log_dir: the folder of worker-<rank>.log, to which the worker appends; None = it writes to our stderr.
+        log_dir: the folder of worker-<rank>.log, the worker's log; None = the worker writes to our stderr.
         keep: whether the process outlives its driver and waits for another one. platform: the setting.
         """
         command = (sys.executable, "-m", "tinkerflow.backend.pool.worker")

@@ -48,7 +48,7 @@ class Start(PoolMessage, frozen=True):
 class Rejoined(PoolMessage, frozen=True):
     """Worker to driver, first, from a worker that has served another driver: how many commands it ever received.
 
-    A driver sends commands only to a group that is ready. So the counts are equal if the ranks got the same commands.
+    A driver sends commands only to a group that is ready. Ranks that got the same commands have equal counts.
     """
 
     commands: int
@@ -237,7 +237,7 @@ HostMessage = Offer | Welcome | Refusal | Spawn | TakeOver | Signal | Spawned | 
 
 
 def to_failed(error: BaseException) -> Failed:
-    """The message for an exception of the executor. Errors of our tree keep their class; others become ServerError."""
+    """The message for an exception of the executor. An exception outside our error tree becomes ServerError."""
     name = type(error).__name__
     if isinstance(error, errors.TinkerflowError) and name in _ERRORS:
         return Failed(name, error.message[:_LONGEST_MESSAGE])
