@@ -1,4 +1,4 @@
-"""Which launcher is chosen, and what it is asked for. With processes: tests/e2e, and tests/deployments/test_up.py."""
+"""The choice of a launcher, and its plan. Tests with processes are in tests/e2e and tests/deployments/test_up.py."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_no_command_line_holds_a_secret(tmp_path: Path) -> None:
 
 
 def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """However that ends. The command says that it was told so."""
+    """The end of this process ends the command by SIGTERM, which the command confirms."""
     said = tmp_path / "said"
     told = f"import signal, sys, time; signal.signal(15, lambda *_: (open({str(said)!r}, 'w').close(), sys.exit())); "
     code = f"""

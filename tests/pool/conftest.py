@@ -18,7 +18,7 @@ StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Whether the process runs. A zombie does not run."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -57,7 +57,7 @@ def group_config() -> Callable[..., GroupConfig]:
 
 @pytest.fixture
 async def start_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[StartPool]:
-    """Start pools that are stopped, and whose processes are looked for, when the test ends."""
+    """Start pools. When the test ends, they are stopped, and none of their processes may be left."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     pools: list[Pool] = []
     pids: set[int] = set()

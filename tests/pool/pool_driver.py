@@ -1,8 +1,8 @@
-"""A driver process to be killed: starts a pool, prints the workers' process ids, and keeps them busy.
+"""A driver process that tests kill. It starts a pool, prints the workers' process ids, and keeps the workers busy.
 
-Its arguments: the executor, how many processes, and for processes on hosts that join, a port and the group's secret.
-What it does with them comes on its standard input, a word a line: `busy` for a minute, `brief` for less than a
-second, `steps` for three commands, `uneven` for a command that reaches only rank 0.
+Its arguments are the executor and the number of processes. A port and the group's secret follow for hosts that join.
+Each line of its standard input is a word: `busy` for a command of a minute, `brief` for less than a second, `steps` for
+three commands, `uneven` for a command that reaches only rank 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Executors for the pool's tests: real worker processes run these in place of tinkerflow.backend.compute.
+"""Executors for the pool's tests. Real worker processes run them instead of tinkerflow.backend.compute.
 
-They are told what to do through ordinary commands; the adapter_id of DropAdapter carries the order.
+Ordinary commands control their behavior. The adapter_id of DropAdapter contains an order, such as "hang:1" for rank 1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tinkerflow.backend.spec.commands import (
 
 
 class Echo:
-    """Answers with what it was sent, and misbehaves on request."""
+    """Returns the values of its commands, and misbehaves on request."""
 
     uses_jax = False
 
@@ -107,7 +107,7 @@ class Echo:
             self.progress("compiling a step")
         elif self.rank == only:
             self.misbehave(order)
-        elif order == "full":  # as in a collective that the other rank has left
+        elif order == "full":  # waits like a collective that the other rank has left
             threading.Event().wait()
         return Done()
 
@@ -140,7 +140,7 @@ class Echo:
                 threading.Event().wait()
             case "garbage":
                 self.send_garbage()
-            case "cut":  # as when something between the driver and this process cuts their connection
+            case "cut":  # simulates a network that cuts the connection to the driver
                 with socket.socket(fileno=self.connection()) as kept:
                     kept.shutdown(socket.SHUT_RDWR)
                 threading.Event().wait()
@@ -173,7 +173,10 @@ class Echo:
 
 
 class ByMicroBatch(Echo):
-    """Says what it executes. A Forward has a micro-batch for each example; its loss says what becomes of the second."""
+    """Reports the commands that it executes. A Forward has a micro-batch for each example.
+
+    The loss determines the outcome of the second micro-batch: ppo fails, cispo ends the process.
+    """
 
     def execute(self, command: Command) -> Reply:
         self.progress(f"executes {type(command).__name__}")
@@ -198,10 +201,10 @@ class ByMicroBatch(Echo):
 
 
 class Ahead(Echo):
-    """Begins an OptimStep, and is done with it when the next command is executed or has failed, or in two seconds.
+    """Starts an OptimStep, and completes it when the next command is executed or has failed, or after two seconds.
 
-    Its grad_norm is how many commands it had begun by then. learning_rate: what becomes of it in the end. A SampleStep
-    that is to wait has one active request, any other none.
+    The reply's grad_norm is the number of commands that have started meanwhile. A learning_rate of 1 is an error of the
+    user, 2 is an error of the devices. A SampleStep with wait has one active request, any other SampleStep has none.
     """
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
@@ -233,7 +236,7 @@ class Ahead(Echo):
 
 
 class Uneven(Echo):
-    """In its second micro-batch rank 1 fails on the devices, while rank 0 is still busy with the first one."""
+    """Rank 1 fails on the devices in its second micro-batch, while rank 0 is still busy with the first micro-batch."""
 
     def execute(self, command: Command) -> Reply:
         if isinstance(command, Forward | NextMicroBatch):
@@ -246,7 +249,7 @@ class Uneven(Echo):
 
 
 class Bystander(Echo):
-    """A second after rank 1 is done with a CreateAdapter, a thread of it fails; rank 0 takes longer."""
+    """A thread of rank 1 fails a second after the rank completes a CreateAdapter. Rank 0 takes longer."""
 
     def execute(self, command: Command) -> Reply:
         if isinstance(command, CreateAdapter):
@@ -258,14 +261,14 @@ class Bystander(Echo):
 
 
 class Refusing(Echo):
-    """Cannot be built: the configuration is wrong."""
+    """Cannot be created, because the configuration is wrong."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         raise UserError(f"model_path {config.model_path!r}: there is no config.json in it")
 
 
 class Broken(Echo):
-    """Cannot be built: a bug."""
+    """Cannot be created, because it has a bug."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         raise ZeroDivisionError("while loading")
@@ -279,7 +282,7 @@ class Sleepy(Echo):
 
 
 class Lagging(Echo):
-    """Rank 1 takes a second for an OptimStep, which is longer than the test lets ranks agree."""
+    """Rank 1 takes a second for an OptimStep, which is longer than the test's agreement_seconds."""
 
     def execute(self, command: Command) -> Reply:
         if isinstance(command, OptimStep):
@@ -289,7 +292,7 @@ class Lagging(Echo):
 
 
 class Taken(Echo):
-    """The first time it is told to end while it starts; model_path names a file that remembers."""
+    """Gets SIGTERM during its first start. model_path names a file that marks the first start."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         path = Path(config.model_path)
@@ -301,7 +304,7 @@ class Taken(Echo):
 
 
 class Flaky(Echo):
-    """Dies at start until the file named by model_path has three lines."""
+    """Dies at its second and third start. The file at model_path has a line for each start."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         path = Path(config.model_path)
@@ -314,7 +317,7 @@ class Flaky(Echo):
 
 
 class Collective:
-    """Really uses JAX: Forward sums weights over all devices of the group."""
+    """Uses JAX: Forward sums weights over all devices of the group."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         import jax
@@ -344,11 +347,11 @@ class Collective:
         return ForwardResult((), float(self.total(x_D)))
 
     def clear(self) -> None:
-        """It keeps nothing."""
+        """Do nothing, because no command leaves state."""
 
 
 class Counting(Collective):
-    """Writes after each command how many programs it asked for, and how many of these JAX's cache had."""
+    """Writes after each command how many programs it compiled, and how many of these were in JAX's cache."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         import jax.monitoring
@@ -365,7 +368,7 @@ class Counting(Collective):
 
 
 class Keeper(Echo):
-    """Holds parts of states: this process's own row of each tensor of [processes, n]. "fail": rank 1 loses its part."""
+    """Keeps this process's row of each tensor of shape [processes, n]. Rank 1 loses its part of the adapter "fail"."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         super().__init__(config, progress, processes, rank)

@@ -1,4 +1,4 @@
-"""A message arrives as it was sent, bit for bit, for every class of message; and garbage is refused by name."""
+"""Messages of every class arrive bit for bit, and garbage is refused with a clear error."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_large_arrays_are_not_copied() -> None:
     assert isinstance(decoded, c.AdapterState)
     assert np.shares_memory(decoded.weights["a"], np.frombuffer(body, np.uint8))
     assert not decoded.weights["a"].flags.writeable
-    # every array lies where XLA could use it in place, as seen from the body's start
+    # the offset of every array in the body is aligned, so that XLA can use it in place
     offset = decoded.weights["b"].ctypes.data - np.frombuffer(body, np.uint8).ctypes.data
     assert offset % 64 == 0
 

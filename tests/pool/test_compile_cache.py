@@ -1,4 +1,4 @@
-"""What a start does to the compilation cache. Groups that really use it are in test_jax_group.py."""
+"""The compilation cache at the start of a group. Tests with real groups are in test_jax_group.py."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_check_that_is_killed_is_repeated(tmp_path: Path, monkeypatch: pytest.
 
 
 def copied(*folders: Path) -> tuple[list[set[str]], set[str]]:
-    """What each rank has after it, and what was sent."""
+    """The entries that each rank has afterwards, and the entries that were sent."""
     texts = [" ".join(path.name for path in folder.glob("*-cache")) for folder in folders]
     sent: dict[str, bytes] = {}
     for rank, folder in enumerate(folders):

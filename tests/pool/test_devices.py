@@ -1,4 +1,4 @@
-"""What a host says of its accelerators, and how processes share them."""
+"""The detection of a host's accelerators, and their distribution to processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 
 
 def machine(root: Path, *, gpus: int = 0, tpus: int = 0) -> Path:
-    """A folder that looks like the root of a machine with these devices, and with a network card of Google's."""
+    """Create a folder like the root of a machine with these devices, and with a network card from Google."""
     (root / "dev").mkdir()
     for name in ["null", "nvidiactl", "nvidia-uvm"][: 3 if gpus else 1] + [f"nvidia{i}" for i in range(gpus)]:
         (root / "dev" / name).touch()
@@ -82,7 +82,7 @@ def test_tpus_of_a_host_are_one_groups(config: GroupConfig, monkeypatch: pytest.
 
 @pytest.fixture
 def metadata() -> Iterator[str]:
-    """The address of a metadata server, which says that this is worker 11."""
+    """The address of a metadata server whose answer is worker 11."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -92,7 +92,7 @@ def metadata() -> Iterator[str]:
             self.wfile.write(b"11\n")
 
         def log_message(self, *args: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -123,7 +123,7 @@ async def test_a_platform_that_is_missing_is_an_error_that_names_it(
 
 
 class Jax:
-    """What JAX says of its devices."""
+    """A replacement of the module jax, with the given devices."""
 
     def __init__(self, backend: str, asked: str | None = None, capability: str = "8.0") -> None:
         self.default_backend = lambda: backend

@@ -30,7 +30,7 @@ async def listener() -> AsyncIterator[socket.socket]:
 async def meet(
     listener: socket.socket, *, theirs: bytes = SECRET, generation: int = 3, rank: int = 1
 ) -> tuple[LoopLink | BaseException, WorkerLink | BaseException]:
-    """What becomes of both ends when a worker with `theirs` connects to a driver of generation 3 with 2 ranks."""
+    """The results of both ends when a worker with `theirs` connects to a driver of generation 3 with 2 ranks."""
     port = listener.getsockname()[1]
     worker = asyncio.to_thread(connect, "127.0.0.1", port, theirs, generation, rank, timeout=5.0)
 
@@ -72,8 +72,8 @@ async def test_frames_cross_both_ways(listener: socket.socket) -> None:
 
 async def test_a_large_frame_gives_signs_of_life_while_it_is_on_its_way(listener: socket.socket) -> None:
     driver, worker = await linked(listener)
-    size = 32 << 20  # far more than lies in the buffers between them
-    for part in (size, 3 << 10):  # also as many small parts
+    size = 32 << 20  # much more than the buffers of the connection
+    for part in (size, 3 << 10):  # one large part, and many small parts
         body = codec.encode(ForwardResult((np.zeros(part // 4, np.float32),) * (size // part), 0.0))
         before = driver.signs
         sending = asyncio.create_task(driver.write(1, body))
@@ -110,7 +110,7 @@ async def test_who_cannot_accept_a_connection_tries_again(caplog: pytest.LogCapt
 
 async def test_a_worker_with_another_secret_is_refused(listener: socket.socket) -> None:
     driver, worker = await meet(listener, theirs=b"another")
-    assert isinstance(worker, PermissionError)  # the driver's proof tells it already
+    assert isinstance(worker, PermissionError)  # the worker refuses the driver's proof
     assert "lacks the secret of generation 3" in str(worker)
     assert isinstance(driver, (PermissionError, EOFError))
 
@@ -140,7 +140,7 @@ async def test_a_stranger_that_repeats_our_own_proof_is_refused(listener: socket
 
 
 def test_a_connection_to_ourselves_is_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What TCP makes of an attempt whose own port happens to be the one where nobody listens."""
+    """TCP connects a socket to itself if its own port is the unused target port."""
 
     def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
         sock = socket.socket()
@@ -153,7 +153,7 @@ def test_a_connection_to_ourselves_is_to_nobody(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(socket, "create_connection", to_itself)
     with pytest.raises(ConnectionRefusedError, match=f"no process listens on port {port}"):
         connect("127.0.0.1", port, SECRET, 0, 0)
-    socket.create_server(("127.0.0.1", port)).close()  # the driver that comes back finds its port free
+    socket.create_server(("127.0.0.1", port)).close()  # a driver that restarts finds its port free
 
 
 async def test_a_connection_is_not_lost_when_nobody_waits_for_it_any_more(listener: socket.socket) -> None:
@@ -161,7 +161,7 @@ async def test_a_connection_is_not_lost_when_nobody_waits_for_it_any_more(listen
     await asyncio.sleep(0)
     with socket.create_connection(listener.getsockname()) as client:
         await asyncio.sleep(0)
-        await asyncio.sleep(0)  # the loop has seen it, the task has not yet gone on
+        await asyncio.sleep(0)  # the loop has noticed the connection, but the task has not run yet
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

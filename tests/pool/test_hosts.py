@@ -1,4 +1,4 @@
-"""Groups of processes on hosts that joined: here agents on 127.0.0.1, with real workers below them."""
+"""Groups of processes on hosts that joined. The hosts are agents on 127.0.0.1 with real workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WaitUntil = Callable[..., Awaitable[None]]
 
 
 class Bench:
-    """Hosts at a free port, agents that join them, and pools; all of it is ended after the test."""
+    """Hosts at a free port, agents that join them, and pools. All of them end after the test."""
 
     def __init__(self, hosts: Hosts, tmp_path: Path, group_config: Callable[..., GroupConfig]) -> None:
         self.hosts = hosts
@@ -57,7 +57,7 @@ class Bench:
     def join(
         self, name: str, processes: int = 1, *, port: int = 0, secret: bytes = SECRET, **patience: Any
     ) -> asyncio.Task[None]:
-        """An agent, whose workers log to a folder of that name."""
+        """Start an agent. Its workers log to a folder with its name."""
         post = HostConfig("127.0.0.1", port or self.hosts.port, secret, processes, self.tmp_path / name, "", **patience)
         task = asyncio.create_task(serve_group(post, self.said.append))
         self.agents.append(task)
@@ -86,7 +86,7 @@ class Bench:
             await pool.stop()
         await self.hosts.close()
         for task in self.agents:
-            if not task.cancelling():  # a second one would interrupt how it ends
+            if not task.cancelling():  # a second cancellation would interrupt the end
                 task.cancel()
         await asyncio.gather(*self.agents, return_exceptions=True)
 
@@ -110,12 +110,12 @@ def step(number: float = 0.0) -> OptimStep:
 
 
 async def serves(pool: Pool, generation: int) -> None:
-    assert await pool.submit(step(2)) == OptimResult(2.0, 1)  # a fresh executor: its count begins again
+    assert await pool.submit(step(2)) == OptimResult(2.0, 1)  # a new executor counts from 1
     assert pool.generation == generation
 
 
 async def busy(pool: Pool) -> asyncio.Task[object]:
-    """A command that a group is executing."""
+    """Submit a long command, and wait until the group executes it."""
     task = asyncio.create_task(pool.submit(CreateAdapter("a", LoraSpec(1), 60_000)))
     await asyncio.sleep(0)
     return task
@@ -174,7 +174,7 @@ async def test_a_group_goes_on_when_a_lost_host_is_replaced(bench: Bench, wait_u
     lost.cancel()
     with pytest.raises(errors.SuspectError, match=r"worker group 1 ended: rank \d .*") as suspect:
         await executing
-    assert not suspect.value.crashed  # nobody's fault
+    assert not suspect.value.crashed
     await wait_until(lambda: any(text.startswith("waiting for hosts: 1 of 2") for text in bench.waits))
     assert not pool.ready
     bench.join("c")
@@ -195,7 +195,7 @@ async def test_a_group_lives_on_spare_hosts(bench: Bench, wait_until: WaitUntil)
 
 
 class Driver:
-    """Another process (pool_driver.py) that drives the hosts of a bench, to be killed."""
+    """Another process (pool_driver.py) that drives the hosts of a bench until it is killed."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -216,7 +216,7 @@ class Driver:
 
 @pytest.fixture
 async def drive(bench: Bench) -> AsyncIterator[Callable[..., Awaitable[tuple[Driver, set[int]]]]]:
-    """Have a process of its own drive the hosts, in place of the bench: it, and the pids of its workers."""
+    """Let another process drive the hosts instead of the bench. Returns the process and the pids of its workers."""
     drivers: list[Driver] = []
 
     async def started(processes: int, executor: str = "Echo") -> tuple[Driver, set[int]]:
@@ -259,13 +259,13 @@ async def test_the_next_driver_takes_a_group_over(
     assert [await driver.line() for _ in range(3)][-1][-1] == "step=3)"
     driver.do("brief")
     assert await driver.line() == ["sent"]
-    await driver.kill()  # what it sent is executed first, on every rank
+    await driver.kill()  # its commands are executed first, on every rank
     await next_driver()
     pool = await bench.start(3)
     assert set(pool.pids) == pids
-    await serves(pool, 1)  # nothing is left of the steps
+    await serves(pool, 1)  # the steps left no state
     assert sum("are kept for its next driver, 120 s" in text for text in bench.said) == 2
-    os.kill(pool.pids[2], signal.SIGKILL)  # it is a group like any other
+    os.kill(pool.pids[2], signal.SIGKILL)  # the group fails like any other group
     await wait_until(lambda: not pool.ready)
     await serves(pool, 2)
     assert not set(pool.pids) & pids
@@ -311,7 +311,7 @@ async def test_a_held_process_that_dies_slowly_costs_a_visit_and_no_host(
     signals = LocalWorker.signal
 
     def signal_late(child: LocalWorker, number: int) -> None:
-        if child.pid in pids:  # longer than a driver waits for a beat
+        if child.pid in pids:  # longer than a driver waits for a heartbeat
             asyncio.get_running_loop().call_later(4.5, signals, child, number)
         else:
             signals(child, number)
@@ -332,13 +332,13 @@ def test_a_plan_is_another_one_when_the_files_are_others(
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
     before = digest()
-    os.utime(weights, (0, 0))  # downloaded again, as on another host
+    os.utime(weights, (0, 0))  # as after another download
     assert digest() == before
     weights.write_bytes(b"Weights")
     assert digest() != before
     monkeypatch.setattr("tinkerflow.backend.pool.protocol.software.WHOLE_BYTES", 2**20)
     seen = set()
-    for size, number in ((2**22, 0), (2**22, 1), (2**22 + 1, 0)):  # only parts of these are read
+    for size, number in ((2**22, 0), (2**22, 1), (2**22 + 1, 0)):  # only parts of these files are read
         weights.write_bytes(bytes([number]) * size)
         seen.add(digest())
     assert len(seen) == 3
@@ -400,7 +400,7 @@ async def test_a_process_that_ends_as_it_is_taken_over_is_replaced(
 
 
 class Cable:
-    """A connection between an agent and the driver that can be cut: bytes stay away, and nobody is told."""
+    """A connection between an agent and the driver. A cut stops its bytes without closing it."""
 
     def __init__(self, port: int) -> None:
         self.whole = asyncio.Event()
@@ -408,7 +408,7 @@ class Cable:
         self._port = port
 
     async def lay(self) -> int:
-        """The port of its other end."""
+        """The port that the agent connects to."""
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
@@ -566,7 +566,7 @@ async def test_a_start_that_waits_for_hosts_can_be_given_up(bench: Bench, wait_u
 
 
 async def visit(bench: Bench, offer: Offer) -> LoopLink:
-    """Join by hand."""
+    """Join without an agent."""
     port = bench.hosts.port
     link = (await asyncio.to_thread(connect, "127.0.0.1", port, SECRET, 0, 0)).to_loop()
     await link.write(0, codec.encode(offer))
@@ -609,7 +609,7 @@ async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait
     offer = Offer("same", "a", "127.0.0.1", 1, software(), ())
     links = [await visit(bench, offer) for _ in range(2)]
     await wait_until(lambda: "(a: 1)" in bench.hosts.missing(2))
-    await links[1].write(0, codec.encode(Spawned(7, 1, "")))  # too late for whoever asked: nothing happens
+    await links[1].write(0, codec.encode(Spawned(7, 1, "")))  # too late, so the driver ignores it
     await links[1].write(0, codec.encode(offer))
     await wait_until(lambda: "none has joined" in bench.hosts.missing(1))
     for link in links:

@@ -1,4 +1,4 @@
-"""Groups that really use JAX: devices, a collective between two processes, and its cache."""
+"""Groups that use JAX: devices, a collective between two processes, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_two_devices_sum_together(
     lines: list[str] = []
     pool = await start_pool("Collective", processes=processes, config=group_config(fsdp=2), on_progress=lines.append)
     assert len(pool.info.devices) == 2
-    assert pool.info.parameters == processes  # jax.process_count(), as the executor saw it
+    assert pool.info.parameters == processes  # the executor reports jax.process_count()
     replies = [await pool.submit(total(8)) for _ in range(5)]
     assert replies == [ForwardResult((), 28.0)] * 5
     assert "importing pool_executors" in lines
@@ -64,7 +64,7 @@ async def test_a_rank_killed_during_collectives_ends_the_group_at_once(
     assert time.perf_counter() - began < 30.0
     failed = [r for r in results if isinstance(r, BaseException)]
     assert failed
-    assert {type(r) for r in failed} <= {GroupFailedError, SuspectError}  # suspect: the ones that were being executed
+    assert {type(r) for r in failed} <= {GroupFailedError, SuspectError}  # SuspectError: was being executed
     assert {str(r) for r in failed} == {"worker group 1 ended: rank 1 was killed by SIGKILL"}
     assert await pool.submit(total(8)) == ForwardResult((), 28.0)
     assert pool.generation == 2
@@ -85,7 +85,7 @@ async def test_a_damaged_compilation_cache_is_mended(
     entries = await run_once()
     assert entries
     for name in entries:
-        os.truncate(cache / name, 100)  # as a kill while writing leaves it
+        os.truncate(cache / name, 100)  # as after a kill while writing
     assert set((await run_once()).values()) & {100} == set()
     assert log.read_text().count("deleting the truncated entry") == len(entries)
     await run_once()
@@ -119,7 +119,7 @@ async def test_a_rank_that_lacks_programs_compiles_them(
     config = replace(group_config(str(tmp_path), fsdp=2), compile_cache_dir=str(tmp_path / "cache"))
 
     async def missing() -> list[int]:
-        """How many programs each rank has not found in its cache."""
+        """How many programs each rank has missed in its cache."""
         async with await start_pool("Counting", processes=2, config=config) as pool:
             assert await pool.submit(total(8)) == ForwardResult((), 28.0)
             counts = [(tmp_path / f"rank-{rank}").read_text().split(" of ") for rank in (0, 1)]
@@ -138,7 +138,7 @@ async def test_a_rank_that_lacks_programs_compiles_them(
 async def test_a_rank_that_is_told_to_end_leaves_time_for_what_is_on_its_devices(
     start_pool: StartPool, group_config: Callable[..., GroupConfig]
 ) -> None:
-    """Also while its main thread waits for the devices."""
+    """The notice arrives although the main thread waits for the devices."""
     pool = await start_pool("Collective", processes=2, config=group_config(fsdp=2))
     await pool.submit(total(8))
     work = [asyncio.create_task(pool.submit(total(1 << 18))) for _ in range(20)]
@@ -146,7 +146,7 @@ async def test_a_rank_that_is_told_to_end_leaves_time_for_what_is_on_its_devices
     os.kill(pool.pids[1], signal.SIGTERM)
     async for cause in pool.notices():
         assert cause == "worker group 1 ended: rank 1 received SIGTERM"
-        await asyncio.gather(*work)  # nothing is given up yet
+        await asyncio.gather(*work)  # all commands still succeed
         assert await pool.submit(total(8)) == ForwardResult((), 28.0)
         assert pool.generation == 1
         break
@@ -170,7 +170,7 @@ async def test_a_kill_with_a_chunk_that_nobody_has_read_changes_no_token(
     )
 
     async def answers(steps: int = 1000) -> tuple[dict[str, list[list[int]]], int]:
-        """What is answered within so many steps, and how many tokens were told by then."""
+        """The answers within so many steps, and the number of reported tokens."""
         found: dict[str, list[list[int]]] = {}
         told, command = 0, SampleStep(requests)
         while len(found) < len(requests) and steps:

@@ -1,4 +1,4 @@
-"""How errors travel between processes."""
+"""Errors in messages between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools of real processes: order, errors, every way in which a group can fail, and that service goes on."""
+"""Pools of real processes: order, errors, every way in which a group can fail, and recovery."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def step(number: float = 0.0) -> OptimStep:
 
 
 def order(text: str) -> DropAdapter:
-    """A command that makes the executor misbehave: see pool_executors.Echo."""
+    """A command that makes the executor misbehave (pool_executors.Echo)."""
     return DropAdapter(text)
 
 
@@ -60,7 +60,7 @@ def sleep(seconds: float) -> CreateAdapter:
 
 
 async def serves_again(pool: Pool, generation: int = 2) -> None:
-    assert await pool.submit(step()) == OptimResult(0.0, 1)  # a fresh executor: its count starts again
+    assert await pool.submit(step()) == OptimResult(0.0, 1)  # a new executor counts from 1
     assert pool.generation == generation
 
 
@@ -74,7 +74,7 @@ async def test_commands_execute_in_the_order_of_submission(start_pool: StartPool
 
 
 def of_four(loss: Loss = "cross_entropy") -> Forward:
-    """A forward of four micro-batches: make_config's have 64 tokens."""
+    """A forward of four micro-batches of 64 tokens, the size of make_config."""
     zeros = np.zeros(64, np.int32)
     return Forward("a", (Example(zeros, zeros[:, None], np.ones((64, 1), np.float32)),) * 4, loss)
 
@@ -138,7 +138,7 @@ async def test_a_command_is_begun_while_the_one_before_it_is_computed(start_pool
     replies = await asyncio.gather(*together(pool, step(), step(), Ping()))
     assert replies[0] in (OptimResult(2.0, 1), OptimResult(3.0, 1))
     assert replies[1:] == [OptimResult(3.0, 2), Done()]
-    assert await pool.submit(Ping()) == Done()  # with nothing before it
+    assert await pool.submit(Ping()) == Done()  # without an earlier command
 
 
 @both
@@ -192,7 +192,7 @@ async def test_nobody_is_blamed_for_what_a_rank_did_when_it_was_done_with_all_it
     pool = await start_pool("Bystander", processes=2)
     with pytest.raises(SuspectError):
         await pool.submit(order("die"))
-    await pool.serving()  # it gets its commands one at a time
+    await pool.serving()  # the new group gets its commands one at a time
     for task in together(pool, sleep(0), sleep(0)):
         assert not isinstance(await failure_of(task), SuspectError)
 
@@ -207,7 +207,7 @@ async def test_the_last_word_of_a_rank_is_heard_also_when_nothing_can_be_sent_to
         await asyncio.sleep(0)
     innocent = together(pool, Ping(), Ping(), Ping())
     while alive(pid):
-        time.sleep(0.01)  # noqa: ASYNC251  (our loop is to read nothing before it has ended)
+        time.sleep(0.01)  # noqa: ASYNC251  (this loop must read nothing before the process has ended)
     with pytest.raises(SuspectError, match="RESOURCE_EXHAUSTED"):
         await guilty
     for ended in await asyncio.gather(*innocent, return_exceptions=True):
@@ -221,7 +221,7 @@ async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blam
     pool = await start_pool("Ahead", probation=3)
     assert await pool.submit(SampleStep()) == SampleProgress((), active=0, waiting=0)
     innocent, guilty = together(pool, step(), order("die"))
-    with pytest.raises(SuspectError):  # it was being computed: nobody knows better
+    with pytest.raises(SuspectError):  # the first command was being computed, so it is suspected
         await innocent
     assert not isinstance(await failure_of(guilty), SuspectError)
     await pool.serving()
@@ -324,7 +324,7 @@ async def test_errors_of_our_tree_arrive_as_they_were(
 
 @both
 async def test_a_bug_on_all_ranks_is_a_server_error_and_the_group_lives(start_pool: StartPool, processes: int) -> None:
-    pool = await start_pool(processes=processes)  # the text names the rank, so it differs; that is no divergence
+    pool = await start_pool(processes=processes)  # the texts name the ranks, so they may differ
     with pytest.raises(errors.ServerError, match="ZeroDivisionError: on rank 0"):
         await pool.submit(order("crash"))
     assert await pool.submit(step()) == OptimResult(0.0, 1)
@@ -470,7 +470,7 @@ async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, p
     with pytest.raises(errors.GroupFailedError, match="missed the deadline of a command") as caught:
         await behind
     assert not isinstance(caught.value, errors.DeadlineError)
-    assert "in misbehave" in (tmp_path / "logs" / f"worker-{processes - 1}.log").read_text()  # where it hung
+    assert "in misbehave" in (tmp_path / "logs" / f"worker-{processes - 1}.log").read_text()
     await serves_again(pool)
 
 
@@ -489,7 +489,7 @@ async def test_what_ends_a_group_while_a_late_command_is_waited_for_is_named(
 
 async def test_a_deadline_counts_from_when_the_commands_before_were_answered(start_pool: StartPool) -> None:
     pool = await start_pool(command_deadline=5.0)
-    tasks = [asyncio.create_task(pool.submit(sleep(0.35))) for _ in range(17)]  # so many are sent at once
+    tasks = [asyncio.create_task(pool.submit(sleep(0.35))) for _ in range(17)]  # one micro-batch, and one more
     assert await asyncio.gather(*tasks) == [Done()] * 17
     assert pool.generation == 1
 
@@ -500,7 +500,7 @@ async def test_an_answer_that_was_there_before_the_deadline_was_noticed_is_in_ti
     behind = asyncio.create_task(pool.submit(sleep(1.5)))
     for _ in range(10):
         await asyncio.sleep(0)
-    time.sleep(0.5)  # noqa: ASYNC251  (so long nobody reads what has come)
+    time.sleep(0.5)  # noqa: ASYNC251  (this loop must read no answers meanwhile)
     assert await late == Done()
     assert await behind == Done()
     assert pool.generation == 1
@@ -510,7 +510,7 @@ async def test_a_stopped_rank_is_noticed_while_nothing_is_asked_of_it(
     start_pool: StartPool, wait_until: WaitUntil
 ) -> None:
     pool = await start_pool(processes=2, heartbeat_timeout=3.0)
-    await pool.submit(sleep(3.5))  # nobody is suspected for being busy
+    await pool.submit(sleep(3.5))  # a busy rank is not suspected
     assert pool.generation == 1
     first = aiter(pool.losses())
     os.kill(pool.pids[1], signal.SIGSTOP)
@@ -561,7 +561,7 @@ async def test_the_next_generation_waits_for_whoever_reads_losses(start_pool: St
     await wait_until(lambda: seen)
     assert seen == [GroupLost(1, "worker group 1 ended: rank 0 was killed by SIGKILL")]
     early = asyncio.create_task(pool.submit(step(1)))
-    await wait_until(lambda: lines.count("loading weights 3/3") == 2)  # the next generation stands
+    await wait_until(lambda: lines.count("loading weights 3/3") == 2)  # the next generation has started
     assert not early.done()
     assert pool.pids == ()
     go_on.set()
@@ -701,7 +701,7 @@ async def test_commands_do_not_wait_for_ever(
 ) -> None:
     pool = await start_pool("Flaky", config=group_config(model_path=str(tmp_path / "starts")), start_deadline=15.0)
     (tmp_path / "starts").unlink()
-    (tmp_path / "starts").mkdir()  # from now on no start succeeds
+    (tmp_path / "starts").mkdir()  # makes all further starts fail
     os.kill(pool.pids[0], signal.SIGKILL)
     await wait_until(lambda: not pool.ready)
     with pytest.raises(errors.GroupFailedError, match=r"no worker group was ready within 15 s: .*IsADirectoryError"):

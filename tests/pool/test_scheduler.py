@@ -44,7 +44,7 @@ def forward(adapter: str = "a", tokens: int = MICROBATCH) -> Forward:
 
 
 class Devices:
-    """A worker group that executes what it was sent when it is told to, in that order."""
+    """A worker group that executes the commands in order, when the test calls its methods."""
 
     def __init__(self, chunks: float = 1.0) -> None:
         self.scheduler = CommandScheduler(chunks, MICROBATCH)
@@ -60,13 +60,13 @@ class Devices:
         return self.scheduler.submit(command, send, owner)
 
     async def sample(self, steps: int) -> None:
-        """So many steps, each in a task of its own, as the engine sends them."""
+        """Submit so many steps, each in its own task, as the engine does."""
         for left in reversed(range(steps)):
             progress = SampleProgress((), active=left, waiting=0)
             await asyncio.create_task(wait_for(self.submit("S", SampleStep(), progress)))
 
     async def execute(self) -> str:
-        """Execute one command, and let the others go on; its name."""
+        """Execute one command, let other tasks run, and return the command's name."""
         name, reply, answered = self.executing.popleft()
         answered.set_result(reply)
         for _ in range(8):
@@ -74,7 +74,7 @@ class Devices:
         return name
 
     async def run(self) -> list[str]:
-        """Execute everything: the names, in order."""
+        """Execute all commands, and return their names in order."""
         executed = []
         while self.executing:
             executed.append(await self.execute())
@@ -155,7 +155,7 @@ def test_projects_get_equal_shares_whatever_the_number_of_their_adapters(
 
 
 async def test_a_project_with_ten_adapters_gets_the_share_of_a_project_with_one() -> None:
-    """Each adapter's client has two steps on their way, and sends the next one when it has a reply."""
+    """Each adapter's client has two steps in flight, and sends the next step when it gets a reply."""
     devices, replied = Devices(), Counter[str]()
 
     def train(owner: str, adapter: str) -> None:
@@ -173,7 +173,7 @@ async def test_a_project_with_ten_adapters_gets_the_share_of_a_project_with_one(
 
 
 async def test_a_project_pays_for_the_work_of_its_custom_losses() -> None:
-    """A step of a loss that takes as long as four micro-batches: the project makes one, others four micro-batches."""
+    """A step of the loss takes as long as four micro-batches, so other projects get four micro-batches meanwhile."""
     devices = Devices()
     devices.scheduler.microbatch_work = STEP_OPERATIONS / 4
     for _ in range(80):
@@ -297,7 +297,7 @@ async def test_what_cannot_be_sent_holds_up_nobody() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.integers(0, 3)), max_size=40), st.integers())
 def test_an_adapters_commands_are_sent_as_they_were_submitted(commands: list[tuple[str, int, int]], seed: int) -> None:
-    """Whenever they come, and whatever is answered meanwhile."""
+    """The order holds for all arrival times and all orders of answers."""
     chance = random.Random(seed)
 
     async def case() -> list[str]:

@@ -1,4 +1,4 @@
-"""Spans of a worker process reach an OTLP receiver, inside the span that the driver was in."""
+"""Spans of a worker process reach an OTLP receiver, as children of the driver's span."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_a_worker_sends_a_span_of_each_command_of_a_traced_request(
     start_pool: Any, received: Any, exporter: InMemorySpanExporter, wait_until: Any
 ) -> None:
     pool = await start_pool(processes=2)
-    await pool.submit(DropAdapter("progress"))  # of no request
+    await pool.submit(DropAdapter("progress"))  # belongs to no request
     with tracing.span("optim_step", PARENT):
         inside = tracing.current.get()
         await pool.submit(Ping())

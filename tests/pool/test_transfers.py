@@ -1,4 +1,4 @@
-"""States between worker processes and the store: the driver's sockets carry names, however many processes there are."""
+"""States move between worker processes and the store. The driver's sockets carry only names."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_a_restart_sends_names_to_each_process_and_no_state(
         await restore(pool, store, name)
     for_each = (pool.bytes_sent - before) / processes / ADAPTERS
     assert min(sizes) > 128 * 1024 * processes // 2
-    assert for_each < 8 * 1024  # of which the digests of the files are most; a state's part has 64 KiB or 128
+    assert for_each < 8 * 1024  # mostly digests of the files; a part of a state has 64 or 128 KiB
 
 
 async def test_a_process_that_fails_fails_the_transfer_and_not_the_group(
@@ -115,7 +115,7 @@ async def test_after_a_process_could_not_reach_the_store_states_go_through_the_d
 ) -> None:
     monkeypatch.setattr(pool_module, "DETOUR_SECONDS", 1.0)
     pool = await keepers(2)
-    (tmp_path / "store" / "runs").touch()  # where a folder should be
+    (tmp_path / "store" / "runs").touch()  # a file instead of a folder makes the store fail
     with pytest.raises(StoreAwayError, match="cannot write"):
         await save(pool, store, "a")
     reached = [pool.reaches_store]

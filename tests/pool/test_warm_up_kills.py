@@ -39,7 +39,7 @@ async def status(pool: Pool) -> CompileStatus:
 async def test_kills_during_the_warm_up_end_well(
     start_pool: Callable[..., Coroutine[Any, Any, Pool]], tmp_path: Path
 ) -> None:
-    """Each generation goes on with what both ranks have; in the end all is compiled. WARM_UP_KILLS=20: more."""
+    """Each generation reuses the programs that both ranks have. WARM_UP_KILLS sets the number of kills."""
     make_tiny(tmp_path / "tiny")
     config = GroupConfig(str(tmp_path / "tiny"), "float32", 0, 1, 16, 16, 1, 1, str(tmp_path / "cache"), warm_up=True)
     pool = await start_pool(
@@ -50,7 +50,7 @@ async def test_kills_during_the_warm_up_end_well(
         async with asyncio.timeout(300):
             while (await status(pool)).ready < min(begun.planned - 1, 1 + kill):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        await asyncio.sleep(chosen.random())  # anywhere in a compilation, or while its result is written
+        await asyncio.sleep(chosen.random())  # a random point of a compilation, or of the write of its result
         os.kill(pool.pids[chosen.randrange(2)], signal.SIGKILL)
         async for lost in pool.losses():
             assert "was killed by SIGKILL" in lost.cause
@@ -65,7 +65,7 @@ async def test_kills_during_the_warm_up_end_well(
     example = Example(tokens, tokens[:, None], np.ones((16, 1), np.float32))
     result = await pool.submit(Forward("a", (example,), "cross_entropy"))
     assert isinstance(result, ForwardResult) and np.isfinite(result.loss_sum)
-    # the status is of rank 0: the other rank may be a program behind
+    # the status comes from rank 0, and the other rank may have one program less
     async with asyncio.timeout(60):
         while (ranks := (noted(tmp_path, 0), noted(tmp_path, 1)))[0] != ranks[1]:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
@@ -73,5 +73,5 @@ async def test_kills_during_the_warm_up_end_well(
 
 
 def noted(folder: Path, rank: int) -> set[str]:
-    """The programs that the compilation cache of a rank has."""
+    """The programs in the compilation cache of a rank."""
     return {note.read_text().split()[0] for note in folder.glob(f"cache/*/rank-{rank}/*-program")}

@@ -1,4 +1,4 @@
-"""The worker process: it ends with its driver, whatever it is doing."""
+"""The worker process, which ends with its driver at any time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_workers_end_when_their_driver_is_killed(
     assert driver.stdin
     driver.stdin.write(b"busy\n")
     if stopped:
-        os.kill(pids[1], signal.SIGSTOP)  # cannot read the end of its connection: only the kernel can end it
+        os.kill(pids[1], signal.SIGSTOP)  # so that only the kernel can end it
     driver.kill()
     await driver.communicate()
     await wait_until(lambda: not any(alive(pid) for pid in pids))
@@ -74,12 +74,12 @@ async def test_workers_end_when_their_driver_is_killed_during_start(
 
 
 def spec(listener: socket.socket, secret: bytes) -> LaunchSpec:
-    """To connect there, as a child of ours."""
+    """A launch spec for a child of this process that connects to `listener`."""
     return LaunchSpec("127.0.0.1", listener.getsockname()[1], secret.hex(), 5, 0, os.getpid(), "")
 
 
 async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[LocalWorker, LoopLink]:
-    """A worker that has been told to run `executor`, and our end of its connection."""
+    """Start a worker with `executor`. Returns it with the driver's end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         process = LocalWorker(spec(listener, SECRET), "", log_dir=tmp_path)
@@ -128,7 +128,7 @@ async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
         while not isinstance(await next_message(first), Done):
             pass
         first.close()
-        for _ in range(2):  # the second one follows one that got no further than this
+        for _ in range(2):  # the first of these drivers sends no commands
             worker.serve(to_us)
             link = await next_driver()
             assert await next_message(link) == Rejoined(2)
@@ -169,7 +169,7 @@ async def test_a_worker_answers_beats_while_its_main_thread_is_busy(
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     process, link = await begin(config, tmp_path, "Sleepy")
     assert await next_message(link) == Progress("importing pool_executors")
-    await link.write(0, codec.encode(Ping()))  # in line behind the start
+    await link.write(0, codec.encode(Ping()))  # queued behind the start
     await link.write(0, codec.encode(KeepAlive()))
     assert await next_message(link) == KeepAlive()
     link.close()
@@ -194,7 +194,7 @@ async def test_a_worker_with_a_wrong_secret_is_refused(tmp_path: Path) -> None:
         listener.setblocking(False)
         process = LocalWorker(spec(listener, b"wrong"), "", log_dir=tmp_path)
         sock = await next_connection(listener)
-        with pytest.raises((PermissionError, EOFError)):  # it finds out first, from our proof
+        with pytest.raises((PermissionError, EOFError)):  # the worker refuses the driver's proof first
             await accept(sock, SECRET, 5, 1)
     assert (await process.ended()).how == "ended with exit status 70"
     assert "lacks the secret of generation 5" in (tmp_path / "worker-0.log").read_text()
@@ -229,4 +229,4 @@ def test_a_workers_environment_asks_for_huge_pages_and_keeps_what_is_set():
     ours = worker_environment({"PYTHONPATH": "/x", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})
     assert ours["GLIBC_TUNABLES"].split(":") == [*tunables, "glibc.malloc.hugetlb=0"]  # glibc: the last one wins
     assert ours["PYTHONPATH"] == f"{ROOT / '.package'}{os.pathsep}/x"
-    assert "GLIBC_TUNABLES" not in worker_environment({"HOME": "/h"}, "cuda")  # there malloc stays as it is
+    assert "GLIBC_TUNABLES" not in worker_environment({"HOME": "/h"}, "cuda")

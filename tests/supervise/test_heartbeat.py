@@ -1,4 +1,4 @@
-"""Silence is counted in our own beats."""
+"""The monitor counts silence in its own beats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def test_silence_is_noticed_after_the_timeout() -> None:
 
     monitor = HeartbeatMonitor(BEATS * PAUSE, lambda: 7, beat)
     assert await monitor.silence() == BEATS * PAUSE
-    assert beats == BEATS + 1  # the first one finds the sign that was there before
+    assert beats == BEATS + 1  # the first beat sees the initial sign of life
 
 
 async def test_signs_of_life_keep_the_other_end_alive() -> None:

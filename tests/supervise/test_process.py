@@ -1,4 +1,4 @@
-"""Child processes: real ones, which end, hang and speak."""
+"""Real child processes that end, hang and write lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_an_end_is_known_to_all_that_wait_and_to_those_that_come_later(tmp
     given_up.cancel()
     assert await child.ended() == await child.ended() == Ending("ended with exit status 3", crashed=True)
     assert child.status == 3
-    child.signal(signal.SIGKILL)  # nothing happens
+    child.signal(signal.SIGKILL)  # has no effect
 
 
 async def test_output_is_appended_to_a_log_of_the_owner(tmp_path: Path) -> None:

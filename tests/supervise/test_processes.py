@@ -30,7 +30,7 @@ def test_memory_maps_are_counted() -> None:
 def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         port = taken.getsockname()[1]
-        assert port < 32_768  # Linux may give those above to a connection while whoever listens there restarts
+        assert port < 32_768  # Linux may give a higher port to a connection while its server restarts
         monkeypatch.setattr(processes, "_PORTS", range(port, port + 1))
         with pytest.raises(OSError, match=f"no port of {port} to {port} is free"):
             free_port()
