@@ -318,7 +318,7 @@ async def test_a_held_process_that_dies_slowly_costs_a_visit_and_no_host(
 
     monkeypatch.setattr(LocalWorker, "signal", signal_late)
     await next_driver()
-    pool = await bench.start(1, "Collective")
+    pool = await bench.start(1, "ByMicroBatch")
     assert not set(pool.pids) & pids
     assert not task.done()
 
@@ -360,7 +360,7 @@ async def test_what_is_left_and_does_not_fit_is_ended(
     else:
         await driver.kill()
         await next_driver()
-        pool = await bench.start(2, "Collective")
+        pool = await bench.start(2, "ByMicroBatch")
     assert not set(pool.pids) & pids
     assert not any(map(alive, pids))
 
