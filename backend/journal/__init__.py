@@ -1,9 +1,9 @@
-"""The truth: what clients asked for, in which order, and what they were answered.
+"""The journal: all requests of clients with their order and answers, in an SQL database.
 
-`migrate(url)` makes the tables, `Journal.open(url)` reads and writes them: one aggregate for each kind of row, as in
-`journal.requests.submit(...)`. A `Notifier` wakes whoever waits for a change.
+`migrate(url)` creates the tables, and `Journal.open(url)` returns one aggregate for each kind of row, as in
+`journal.requests.submit(...)`. A `Notifier` wakes the subscribers of a change.
 
-Each aggregate's file holds what goes in (New..., effects), what comes out (...View) and its transactions.
+The file of an aggregate contains its inputs (New..., effects), its outputs (...View) and its transactions.
 """
 
 from tinkerflow.backend.core.ids import CheckpointKind as CheckpointKind

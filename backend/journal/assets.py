@@ -1,6 +1,6 @@
-"""Images that projects uploaded: whose they are, and the pieces that hold their bytes in the store.
+"""Images that projects uploaded: their owners, and the pieces in the store with their bytes.
 
-An asset's id follows from its project and its bytes, so sending a file again changes nothing.
+The id of an asset is a hash of its project and its bytes, so sending a file again changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tinkerflow.backend.journal.tables import AssetRow
 
 @dataclass(frozen=True, kw_only=True)
 class AssetView:
-    """An image. piece: the name of its pieces in the store; "" until they are there."""
+    """An image. piece: the name of its pieces in the store; "" until they are written."""
 
     id: str
     owner: str
@@ -34,7 +34,7 @@ class Assets(Aggregate):
     """Uploaded images. NotFoundError everywhere: foreign ones do not exist."""
 
     def begin(self, asset_id: str, owner: str, size: int, limits: Limits) -> AssetView:
-        """The row of an image of so many bytes, made if there is none; UserError when the project may not keep it."""
+        """The row of an image, inserted if it is new. UserError if the project has reached a limit."""
         new = AssetView(id=asset_id, owner=owner, size_bytes=size, piece="", created_at=self._now())
         with self._write() as connection:
             lock_project(connection, owner)
@@ -47,9 +47,9 @@ class Assets(Aggregate):
         return new
 
     def arrived(self, asset_id: str, owner: str, piece: str, key_id: str = "") -> str:
-        """Note which pieces hold the image; those that do, maybe of somebody who was faster.
+        """Record the image's pieces. Returns its pieces, which may be those of a faster concurrent upload.
 
-        key_id: who sent it, for the audit log.
+        key_id: the sender's key, for the audit log.
         """
         first = sa.and_(col(AssetRow.id) == asset_id, col(AssetRow.piece) == "")
         with self._write() as connection:
@@ -66,25 +66,25 @@ class Assets(Aggregate):
         return self._views(AssetView, there.order_by(*newest).limit(limit).offset(offset))
 
     def found(self, asset_ids: Collection[str], owner: str) -> dict[str, AssetView]:
-        """Those of these images that are the owner's and have arrived, by id."""
+        """The images among these ids that belong to the owner and have arrived, by id."""
         wanted = sa.select(AssetRow).where(
             col(AssetRow.id).in_(asset_ids), col(AssetRow.owner) == owner, col(AssetRow.piece) != ""
         )
         return {asset.id: asset for asset in self._views(AssetView, wanted)}
 
     def withdraw(self, asset_id: str, owner: str, key_id: str = "") -> None:
-        """Have no request find an image of the owner's any more. Sent again, it is written again.
+        """Hide an image of the owner from requests. Sending it again writes it again.
 
-        key_id: who deletes it, for the audit log.
+        key_id: the deleting key, for the audit log.
         """
         with self._write() as connection:
             row = get_owned(connection, AssetRow, asset_id, owner, lock=True)
-            if row.piece:  # else a deletion that was cut off has told it
+            if row.piece:  # otherwise an interrupted deletion wrote the event already
                 self._note(connection, audit.AuditedEvent.ASSET_DELETED, row, key_id)
             connection.execute(sa.update(AssetRow).where(col(AssetRow.id) == asset_id).values(piece=""))
 
     def forget(self, asset_id: str, owner: str) -> str:
-        """Remove the row of an image; the pieces that have arrived since it was withdrawn, or ""."""
+        """Remove the row of an image. Returns the pieces that arrived after it was withdrawn, or ""."""
         its = sa.delete(AssetRow).where(col(AssetRow.id) == asset_id, col(AssetRow.owner) == owner)
         with self._write() as connection:
             pieces: str | None = connection.execute(its.returning(col(AssetRow.piece))).scalar_one_or_none()

@@ -1,6 +1,6 @@
-"""The audit log: who did what to a project's keys, sessions, checkpoints, images and samples.
+"""The audit log: actions on a project's keys, sessions, checkpoints, images and samples, with their actors.
 
-An event that changes something is written in the transaction that makes the change. Entries are read by day.
+The event of a change is written in the transaction of the change. Entries are read by day.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinkerflow.backend.journal.database import Aggregate, as_view, fetch_page, 
 from tinkerflow.backend.journal.tables import ApiKey, AuditEvent
 
 MOST_ENTRIES = 10_000  # of one answer
-SERVICE = "service"  # the actor of what the service does by itself, such as the expiry of a checkpoint
+SERVICE = "service"  # the actor of the service's own actions, such as the expiry of a checkpoint
 _REFUSALS_PER_HOUR = 1_000  # entries for refused keys; attempts beyond them are not written
 
 
@@ -54,8 +54,8 @@ class AuditedEvent(StrEnum):
 class AuditView:
     """An entry of the audit log.
 
-    owner: the project whose log it is in; "" for refused keys that belong to no project. actor: who did it, see
-    `write_event`. details: JSON values; they repeat the actor, model_id, tinker_path and purpose.
+    owner: the project whose log it is in; "" for refused keys that belong to no project. actor: see `write_event`.
+    details: JSON values, which repeat the actor, model_id, tinker_path and purpose.
     """
 
     at: datetime
@@ -94,9 +94,9 @@ def write_event(
     purpose: str | None = None,
     details: Mapping[str, object] | None = None,
 ) -> None:
-    """Write an event in the caller's transaction, so that the entry is kept exactly when the change is.
+    """Write an event in the caller's transaction, so that the entry is stored exactly if the change is.
 
-    connection: of the caller's transaction. now: when it happened. owner: the project whose log it is in.
+    connection: of the caller's transaction. now: the time of the event. owner: the project whose log it is in.
     actor: the id of an API key, LOCAL_OWNER, SERVICE, or `command_line_actor()`. details: JSON values.
     Clients read the actor, model_id, tinker_path and purpose in the details, where they are repeated.
     """
@@ -117,7 +117,7 @@ def write_checkpoint_event(
     details: Mapping[str, object] | None = None,
     purpose: str | None = None,
 ) -> None:
-    """Write what happened to a checkpoint into its owner's log, in the caller's transaction.
+    """Write an event of a checkpoint into its owner's log, in the caller's transaction.
 
     checkpoint: its row, or a view or effect with the same fields. The other arguments are those of `write_event`.
     """

@@ -21,9 +21,9 @@ from tinkerflow.backend.spec.commands import CompileStatus, GroupInfo
 class BaseModelView:
     """A base model that the engine serves; card is the JSON text of its ModelCard.
 
-    registered_at: when the engine that serves it now began. compile_status: which programs its worker group has
-    compiled, as far as was noted. worker_group: the fields of the group's GroupInfo as JSON has them, as far as was
-    noted. progress: what all its requests wait for, None = nothing.
+    registered_at: when its engine started. compile_status: the programs that its worker group has compiled, if known.
+    worker_group: the fields of the group's GroupInfo as JSON values, if known. progress: the reason why its requests
+    wait, or None.
     """
 
     name: str
@@ -46,7 +46,7 @@ class BaseModels(Aggregate):
                 connection.execute(sa.insert(BaseModelRow), rows)
 
     def all(self) -> list[BaseModelView]:
-        """The base models that are served, by name."""
+        """The served base models in the order of their names."""
         with self._read() as connection:
             rows = connection.execute(sa.select(BaseModelRow).order_by(col(BaseModelRow.name))).all()
         return [
@@ -62,19 +62,19 @@ class BaseModels(Aggregate):
         ]
 
     def note_compile_status(self, base_model: str, status: CompileStatus) -> None:
-        """Keep what the worker group of a base model last said of its programs."""
+        """Store the compile status of a base model's worker group."""
         self._set(base_model, compile_status=json.dumps(msgspec.structs.asdict(status)))
 
     def note_worker_group(self, base_model: str, group: GroupInfo) -> None:
-        """Keep what the worker group of a base model is: its devices, its memory, its size."""
+        """Store the devices, memory and size of a base model's worker group."""
         self._set(base_model, worker_group=json.dumps(asdict(group)))
 
     def note_card(self, base_model: str, card: str) -> None:
-        """Keep the card of a base model that has changed, as JSON text."""
+        """Store the changed card of a base model, as JSON text."""
         self._set(base_model, card=card)
 
     def note_progress(self, base_model: str, text: str | None) -> None:
-        """Say what all requests for a base model wait for, None when nothing holds them up."""
+        """Set the reason why requests for a base model wait; None if they do not."""
         self._set(base_model, progress=text)
 
     def _set(self, base_model: str, **values: str | None) -> None:

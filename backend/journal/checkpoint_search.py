@@ -18,10 +18,10 @@ from tinkerflow.backend.journal.tables import Checkpoint, Model, Session
 
 @dataclass(frozen=True)
 class CheckpointQuery:
-    """What to look for; None and empty metadata mean anything.
+    """The conditions of a search; None and empty metadata mean no condition.
 
-    projects: labels of sessions, or owners of those without one. user_metadata: pairs that all must be there. owners:
-    projects that own them. after: created_at and path of the last checkpoint of the page before.
+    projects: labels of sessions, or owners of sessions without a label. user_metadata: required pairs. owners: owning
+    projects. after: created_at and path of the previous page's last checkpoint.
     """
 
     projects: tuple[str, ...] | None = None
@@ -34,12 +34,12 @@ class CheckpointQuery:
 
 
 class CheckpointSearch(Aggregate):
-    """Looking for checkpoints."""
+    """Searches checkpoints."""
 
     def search(self, query: CheckpointQuery, owner: str | None) -> tuple[list[CheckpointView], bool]:
         """At most query.limit checkpoints that match, newest first, and whether there are more.
 
-        NotFoundError: a project that no session of the caller's carries.
+        NotFoundError: a project without sessions of the owner.
         """
         matching = sa.select(Checkpoint).where(exists(self._now()), *owned_by(Checkpoint, owner), *_conditions(query))
         wanted = query.user_metadata.items()

@@ -1,7 +1,7 @@
-"""Checkpoints: read, listed, published, given a time, deleted, and opened to others by tokens.
+"""Saved checkpoints: reading, listing, publishing, expiry, deletion, and sharing by tokens.
 
-A checkpoint is deleted row first: from then on nobody can read it. Its files follow, at once or after a crash, by
-whoever sweeps the store (upkeep.py). Checkpoints come in by a save or otherwise (imports.py).
+Deletion marks the row first: from then on nobody can read the checkpoint. The engine's sweep removes the files
+afterwards, even if a crash comes between (upkeep.py). Checkpoints without a save come from imports.py.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ T = TypeVar("T")
 class CheckpointSaved:
     """A checkpoint was committed to the store under `path` (tinker://...). Saving a path again replaces its row.
 
-    run_id: the model it was saved from. size_bytes: all its files together. expires_at: aware, or None for never.
-    attempt: the store's name for these bytes, "" when unknown; the path saved anew has another. created_at: when it was
-    committed, None: now.
+    run_id: the model it was saved from. size_bytes: the sum over its files. expires_at: aware, or None for never.
+    attempt: the store's name for these bytes, "" if unknown; saving the path again changes it. created_at: the time of
+    the commit, None: now.
     """
 
     path: str
@@ -69,7 +69,7 @@ class CheckpointSaved:
 
     @classmethod
     def of(cls, saved: Saved) -> CheckpointSaved:
-        """The row that goes with a commit of the store."""
+        """The row for a commit of the store."""
         return CheckpointSaved(
             path=saved.path,
             run_id=saved.run_id,
@@ -88,7 +88,7 @@ class CheckpointSaved:
         )
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Write the row, and into the audit log."""
+        """Write the row, and an entry of the audit log."""
         put_checkpoint(connection, self, now)
         details = {"kind": self.kind, "step": self.step, "size_bytes": self.size_bytes}
         saved_by = _key_of_run(connection, self.run_id)
@@ -106,14 +106,14 @@ class CheckpointView(CheckpointSaved):
 
     @property
     def unsampled(self) -> str | None:
-        """Why it cannot be sampled; None: it can."""
+        """The reason why the checkpoint cannot be sampled; None if it can."""
         external = self.kind is CheckpointKind.EXTERNAL_WEIGHTS
         return "external weights are for downloads, not for sampling" if external else None
 
 
 @dataclass(frozen=True)
 class ShareView:
-    """A token for one checkpoint, without the token; good until it expires, is revoked, or the path is saved anew."""
+    """A share of one checkpoint, without its token. It ends when it expires, is revoked, or the path is saved again."""
 
     id: str
     path: str
@@ -124,7 +124,7 @@ class ShareView:
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """Some rows of a longer list, and how long that list is. cut: the page is shorter because its texts are long."""
+    """Some rows of a longer list, and the length of that list. cut: the page is shorter because its texts are long."""
 
     rows: tuple[T, ...]
     total: int
@@ -133,9 +133,9 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True)
 class BeforeSave:
-    """What the journal knows before a checkpoint is written.
+    """Facts that a save needs from the journal before it writes a checkpoint.
 
-    run_metadata: of its training run. is_gone: there was one under its path which was deleted or expired, so that its
+    run_metadata: of the training run. is_gone: an earlier checkpoint of this path was deleted or has expired, so the
     name may be used again.
     """
 
@@ -147,14 +147,14 @@ class SavedCheckpoints(Aggregate):
     """Saved checkpoints. NotFoundError everywhere: deleted, expired and foreign checkpoints do not exist."""
 
     def get(self, path: str, owner: str | None, *, access: str | None = None) -> CheckpointView:
-        """The checkpoint at `path`: one's own, a public one, or one that the token with the hash `access` opens."""
+        """The checkpoint at `path` if it is the owner's, public, or shared by the token with the hash `access`."""
         with self._read() as connection:
             return _readable(connection, path, owner, access, self._now())
 
     def get_for_download(self, path: str, owner: str | None, purpose: str, key_id: str = "") -> CheckpointView:
-        """The checkpoint at `path`, as `get`; writes the download into the audit log of the checkpoint's owner.
+        """The checkpoint at `path`, as in `get`. Writes the download into the audit log of the checkpoint's owner.
 
-        key_id: who downloads it.
+        key_id: the key of the download.
         """
         now = self._now()
         with self._write() as connection:
@@ -183,7 +183,7 @@ class SavedCheckpoints(Aggregate):
             return Page(tuple(as_view(CheckpointView, row) for row in rows), total, cut)
 
     def before_save(self, path: str, run_id: str) -> BeforeSave:
-        """What a save of the run `run_id` under `path` must know of the journal. NotFoundError: unknown run."""
+        """Facts for a save of the run `run_id` under `path`. NotFoundError: unknown run."""
         there = sa.select(exists(self._now())).where(col(Checkpoint.path) == path).scalar_subquery()
         with self._read() as connection:
             of_run = sa.select(col(Model.user_metadata), there).where(col(Model.id) == run_id)
@@ -193,7 +193,7 @@ class SavedCheckpoints(Aggregate):
         return BeforeSave(row[0], is_gone=row[1] is not None and not row[1])
 
     def check_storage(self, owner: str, limits: Limits) -> None:
-        """UserError when the project may not store another checkpoint, in a session and run made for it."""
+        """UserError if the quotas of the project allow no further checkpoint with its own session and run."""
         with self._read() as connection:
             failure = storage_failure(connection, owner, limits)
             failure = failure or kept_failure(connection, owner, limits, "sessions", "training_runs")
@@ -201,22 +201,22 @@ class SavedCheckpoints(Aggregate):
             raise UserError(failure[0])
 
     def delete(self, path: str, owner: str | None, key_id: str = "") -> CheckpointView:
-        """Mark an owner's checkpoint as deleted; what it was. Its files are for whoever asks for `upkeep.unpurged`.
+        """Mark an owner's checkpoint as deleted, and return it. `upkeep.unpurged` lists it until its files are removed.
 
-        key_id: who deletes it, for the audit log.
+        key_id: the deleting key, for the audit log.
         """
         return self._change(path, owner, key_id, audit.AuditedEvent.CHECKPOINT_DELETED, {"deleted_at": self._now()})
 
     def publish(self, path: str, owner: str | None, public: bool = True, key_id: str = "") -> CheckpointView:
-        """Let all keys read a checkpoint, or (public false) its owner's alone again. Repeating changes nothing.
+        """Let all keys read a checkpoint, or (public false) only its owner's keys. Repeating changes nothing.
 
-        key_id: who asks, for the audit log.
+        key_id: the key of the request, for the audit log.
         """
         event = audit.AuditedEvent.CHECKPOINT_PUBLISHED if public else audit.AuditedEvent.CHECKPOINT_UNPUBLISHED
         return self._change(path, owner, key_id, event, {"public": public, "noted": False})
 
     def set_ttl(self, path: str, owner: str | None, seconds: float | None, key_id: str = "") -> CheckpointView:
-        """Let a checkpoint expire so many seconds from now, None: never. key_id: who asks, for the audit log."""
+        """Let a checkpoint expire in `seconds`; None: never. key_id: the key of the request, for the audit log."""
         expires_at = None if seconds is None else add_seconds(self._now(), seconds)
         details = {"expires_at": None if expires_at is None else expires_at.isoformat()}
         values = {"expires_at": expires_at, "noted": False}
@@ -244,7 +244,7 @@ class SavedCheckpoints(Aggregate):
 
 
 def put_checkpoint(connection: sa.Connection, saved: CheckpointSaved, now: datetime, *, public: bool = False) -> None:
-    """Write the row of a committed checkpoint. It replaces the row of an earlier one of its path, settings included."""
+    """Write the row of a committed checkpoint. It replaces the path's earlier row, including its settings."""
     values = {
         **asdict(saved),
         "user_metadata": dict(saved.user_metadata),
@@ -259,7 +259,7 @@ def put_checkpoint(connection: sa.Connection, saved: CheckpointSaved, now: datet
 
 
 def exists(now: datetime) -> sa.ColumnElement[bool]:
-    """The filter for checkpoints that are neither deleted nor past their time: for clients there are no others."""
+    """The filter for checkpoints that are neither deleted nor expired. Clients see no others."""
     due = col(Checkpoint.expires_at)
     return sa.and_(col(Checkpoint.deleted_at).is_(None), sa.or_(due.is_(None), due > now))
 
@@ -267,7 +267,7 @@ def exists(now: datetime) -> sa.ColumnElement[bool]:
 def _readable(
     connection: sa.Connection, path: str, owner: str | None, access: str | None, now: datetime
 ) -> CheckpointView:
-    """The checkpoint at `path` if the owner, or whoever has the token behind the hash `access`, may read it."""
+    """The checkpoint at `path` if the owner, or a holder of the token with the hash `access`, may read it."""
     readable = [sa.and_(sa.true(), *owned_by(Checkpoint, owner)), col(Checkpoint.public).is_(True)]
     if access is not None:
         readable.append(sa.exists().where(col(WeightsShare.token_hash) == access, is_shared(now)))
@@ -279,7 +279,7 @@ def _readable(
 
 
 def _key_of_run(connection: sa.Connection, run_id: str) -> str:
-    """The actor of what a run does: the key that made its session."""
+    """The actor of a run's operations: the key that created its session."""
     of_run = sa.select(col(Session.key_id)).join(Model, col(Model.session_id) == col(Session.id))
     key_id = connection.execute(of_run.where(col(Model.id) == run_id)).scalar()
     return audit.SERVICE if key_id is None else audit.actor_of_key(key_id)
@@ -291,18 +291,18 @@ def _missing(path: str) -> NotFoundError:
 
 # ------------------------------------------------------------------ tokens
 class Shares(Aggregate):
-    """Tokens that open one checkpoint to whoever has them: 256 random bits each, of which only the SHA-256 is kept.
+    """Tokens of 256 random bits that let their holders read one checkpoint. The journal stores only their SHA-256.
 
-    That hash is what the journal's own requests carry, too: no token is ever stored.
+    Requests in the journal also contain this hash and never the token.
     """
 
     def create(
         self, path: str, owner: str | None, seconds: float | None = None, *, actor: str = audit.SERVICE
     ) -> tuple[ShareView, str]:
-        """Make a token that opens a checkpoint for so many seconds, None: until revoked; its row, and the token.
+        """Create a token for a checkpoint. Returns its row and the token, which is never shown again.
 
-        The token is never shown again. actor: who makes it, for the audit log. NotFoundError: no checkpoint that the
-        owner may read.
+        seconds: its lifetime; None: until it is revoked. actor: for the audit log. NotFoundError: the owner may read no
+        checkpoint at `path`.
         """
         now, token = self._now(), SHARE_PREFIX + secrets.token_urlsafe(32)
         with self._write() as connection:
@@ -316,15 +316,15 @@ class Shares(Aggregate):
         return as_view(ShareView, row), token
 
     def all(self, path: str | None = None) -> list[ShareView]:
-        """The tokens of one checkpoint or of all, revoked and expired ones too, oldest first."""
+        """The shares of one checkpoint or of all, including revoked and expired shares, oldest first."""
         where = [] if path is None else [col(WeightsShare.path) == path]
         oldest = (col(WeightsShare.created_at), col(WeightsShare.id))
         return self._views(ShareView, sa.select(WeightsShare).where(*where).order_by(*oldest))
 
     def revoke(self, share_id: str, *, actor: str = audit.SERVICE) -> ShareView:
-        """Make a token useless from now on; a revoked one stays as it is. NotFoundError: unknown id.
+        """Revoke a token. A revoked token stays as it is. NotFoundError: unknown id.
 
-        actor: who revokes it, for the audit log.
+        actor: for the audit log.
         """
         revoked, now = col(WeightsShare.revoked_at), self._now()
         of_path = sa.select(col(Checkpoint.owner)).where(col(Checkpoint.path) == col(WeightsShare.path))
@@ -342,12 +342,12 @@ class Shares(Aggregate):
 
 
 def access_hash(token: str) -> str:
-    """What the journal keeps of a token: its SHA-256, in hex."""
+    """The SHA-256 of a token in hex, which the journal stores instead of the token."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def is_shared(now: datetime) -> sa.ColumnElement[bool]:
-    """The filter for tokens that open the checkpoint of the query around it now."""
+    """The filter for valid shares of the checkpoint in the enclosing query."""
     due = col(WeightsShare.expires_at)
     return sa.and_(
         col(WeightsShare.path) == col(Checkpoint.path),

@@ -15,7 +15,7 @@ from sqlmodel import col
 from tinkerflow.backend.journal.database import Aggregate, get_owned
 from tinkerflow.backend.journal.tables import UNMADE, Model, TrainingStep
 
-MOST = 500  # points of one curve: more than a screen shows
+MOST = 500  # points of one curve, more than a screen shows
 
 _OF_RUN = (col(TrainingStep.model_id) == sa.bindparam("run_id"), col(TrainingStep.seq_id) >= 0)
 _SEQ = col(TrainingStep.seq_id)
@@ -60,7 +60,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """The figures of one step, or the means over neighbouring steps of which it is the last.
+    """The figures of one step, or the means over neighboring steps up to this one.
 
     loss: for each unit of weight, between loss_low and loss_high. tokens_per_second: since the point before, None for
     the first. A figure that was not measured is None.

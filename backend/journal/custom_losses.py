@@ -1,6 +1,6 @@
-"""Losses that clients traced and sent, and records of sampling for stable_reinforce. Both belong to a session.
+"""Custom losses, and records of sampling for stable_reinforce. Both belong to a session.
 
-A custom loss's number in its session decides which of two equal submits was first.
+The number of a custom loss in its session decides which of two equal submits was first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STABILITY_KEPT = timedelta(days=1)  # after the last use, as the documentation o
 class NewCustomLoss:
     """A loss that a client traced; its id is `{session_id}:loss:{n}` (tinkerflow.backend.core.ids.custom_loss_id).
 
-    definition: its inputs and graph as JSON text, checked already; error: what was wrong with it, as in NewRequest.
+    definition: its checked inputs and graph, as JSON text. error: as in NewRequest.
     """
 
     session_id: str
@@ -57,7 +57,7 @@ class SequencesRecorded:
     sequences: tuple[StabilityInfo, ...]
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Keep what was recorded, and drop what nobody used for a day."""
+        """Store the records, and delete records that were not used for a day."""
         connection.execute(sa.delete(StabilityRow).where(col(StabilityRow.used_at) < now - STABILITY_KEPT))
         for info in self.sequences:
             row = {
@@ -72,14 +72,14 @@ class SequencesRecorded:
 
 
 class CustomLosses(Aggregate):
-    """Custom losses, and what stable_reinforce records."""
+    """Custom losses, and the records of stable_reinforce."""
 
     def submit(self, loss: NewCustomLoss, limits: Limits = NO_LIMITS) -> str:
-        """Store a traced loss and the request that it answers at once; the request's id, of a replay the first one's.
+        """Store a custom loss and its answered request. Returns the request's id; for a replay, the first request's id.
 
-        NotFoundError: unknown or foreign session. ConflictError: the number holds other content. A loss with an error,
-        or in a session that is over, is stored as a failed request: a refusal would hang the client. UserError: the
-        project keeps as many as it may.
+        NotFoundError: unknown or foreign session. ConflictError: the number has other content. UserError: the project
+        has reached its limit. A loss with an error, or in a session that has ended, is stored as a failed request,
+        because a refusal would hang the client.
         """
         loss_id, request_id, now = custom_loss_id(loss.session_id, loss.seq_id), new_id("req"), self._now()
         with self._write() as connection:
@@ -111,7 +111,7 @@ class CustomLosses(Aggregate):
                     owner=loss.owner,
                     session_id=loss.session_id,
                     content_hash=loss.content_hash,
-                    payload=b"",  # the definition says it all
+                    payload=b"",  # the definition is stored instead
                     state=RequestState.DONE if error is None else RequestState.FAILED,
                     result=done if error is None else None,
                     result_type="json",
@@ -125,7 +125,7 @@ class CustomLosses(Aggregate):
         return request_id
 
     def definition(self, loss_id: str, session_id: str) -> str:
-        """The definition (JSON) of a session's loss; NotFoundError: unknown, or another session's."""
+        """The definition (JSON) of a session's loss; NotFoundError if the session has no such loss."""
         of_session = (col(CustomLossRow.id) == loss_id, col(CustomLossRow.session_id) == session_id)
         with self._read() as connection:
             definition = connection.execute(sa.select(col(CustomLossRow.definition)).where(*of_session)).scalar()
@@ -134,9 +134,9 @@ class CustomLosses(Aggregate):
         return definition
 
     def stability(self, session_id: str, sequence_ids: Collection[str]) -> dict[str, StabilityInfo]:
-        """What was recorded of these sequences of the session, by id; they are kept for another day.
+        """The records of these sequences of the session, by id. Reading keeps them for another day.
 
-        NotFoundError names a sequence that is unknown, another session's, or too old: these look alike.
+        NotFoundError names a sequence that is unknown, too old, or of another session.
         """
         now = self._now()
         usable = (

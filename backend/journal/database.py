@@ -1,6 +1,6 @@
-"""One database: how connections are set up, what a transaction is, and the statements that all aggregates share.
+"""The database: connections, transactions, and the statements that all aggregates share.
 
-Statements on the path of every request are module constants with bound parameters, here and in the aggregates:
+Statements on the path of every request are module constants with bound parameters, here and in the aggregates, because
 building a statement costs more than executing it.
 """
 
@@ -29,7 +29,7 @@ from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFou
 from tinkerflow.backend.journal.topics import Publisher
 
 BUSY_SECONDS = 30.0
-AWAY = (sa.exc.OperationalError, JournalBusyError)  # what is raised while the database cannot be asked: try again
+AWAY = (sa.exc.OperationalError, JournalBusyError)  # errors while the database is unavailable: retry
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -37,10 +37,10 @@ NAMES = {
     "pk": "pk_%(table_name)s",
 }
 _AT_ONCE = 10_000  # SQLite takes 32,766 parameters
-_BATCH = 500  # rows read at once when texts decide, which SQL does not compare alike everywhere
-PAGE_BYTES = 2**22  # texts of one page of a list; a page with more has fewer rows
-MOST_OF_SESSION = 10_000  # models, or samplers, of a session that are listed
-_ROWS_AT_ONCE = 32  # that a page reads from the database
+_BATCH = 500  # rows of one read if `matches` filters texts, which SQLite and Postgres compare differently
+PAGE_BYTES = 2**22  # the most text in one page of a list; longer texts mean fewer rows
+MOST_OF_SESSION = 10_000  # models (or samplers) in a session's list
+_ROWS_AT_ONCE = 32  # rows that a page fetches from the database together
 _PROCESS = sa.table("process", sa.column("name"), sa.column("epoch"))
 _LEASE = sa.select(_PROCESS.c.epoch).where(_PROCESS.c.name == "engine").with_for_update(read=True)
 
@@ -49,8 +49,8 @@ Owned = type[Any]  # a table with the columns `id` and `owner`
 
 
 # ------------------------------------------------------------------ tables and their columns
-# Requests are validated before (backend/wire/validation.py). The sizes here are the last line of defense: no column
-# takes a text of any size, whichever way it came.
+# Requests are validated earlier (backend/wire/validation.py). The sizes here are the last line of defense: every column
+# has a limit for all code that writes it.
 ID_BYTES = 1024  # of an id, a path, a name of a kind or state
 NAME_BYTES = 4096  # of a name that a client gives: 1,024 characters in UTF-8
 TEXT_BYTES = 2**16  # of a message or a reason
@@ -58,28 +58,28 @@ JSON_BYTES = 2**20
 
 
 class TooLongError(UserError, sa.exc.DontWrapMixin):
-    """A text or JSON value is larger than its column allows. SQLAlchemy raises it as it is."""
+    """A text or JSON value is larger than its column allows. SQLAlchemy does not wrap this error."""
 
 
 class UtcDateTime(sa.types.TypeDecorator[datetime]):
-    """Aware UTC datetimes in and out. SQLite stores no zone: it is dropped on the way in and added on the way out."""
+    """Aware datetimes in UTC. SQLite stores no zone, so writing removes the zone and reading adds it again."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Give the database UTC; ValueError for a naive datetime."""
+        """Convert to UTC; ValueError for a naive datetime."""
         if value is None:
             return None
         if value.tzinfo is None:
             raise ValueError(f"datetime {value!r} has no zone: the journal takes aware datetimes only")
         try:
             return value.astimezone(UTC)
-        except OverflowError:  # the first or the last day, east or west of here
+        except OverflowError:  # the first or the last day of the calendar in another zone
             return (datetime.min if value.year == 1 else datetime.max).replace(tzinfo=UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Give back an aware datetime in UTC."""
+        """Return an aware datetime in UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
@@ -104,7 +104,7 @@ class Text(sa.types.TypeDecorator[str]):
 
 
 class CutText(Text):
-    """A text for people that the service makes, such as an error: a longer one is cut to `most` bytes."""
+    """A text that the service writes for people, such as an error. Longer texts are cut to `most` bytes."""
 
     cache_ok = True
 
@@ -113,14 +113,14 @@ class CutText(Text):
         super().__init__(most)
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """Cut the text: a failure must be stored, however long its message is."""
+        """Cut the text, because a failure must be stored even if its message is long."""
         if value is None or len(value) * 4 <= self.most:
             return value
         return value.encode()[: self.most].decode(errors="ignore")
 
 
 class Json(sa.types.TypeDecorator[Any]):
-    """JSON of at most `most` bytes; TooLongError for a longer one. none_as_null: None is NULL, and not JSON's null."""
+    """JSON of at most `most` bytes; TooLongError for more. none_as_null: None becomes NULL instead of JSON's null."""
 
     impl = sa.JSON
     cache_ok = True
@@ -138,19 +138,19 @@ class Json(sa.types.TypeDecorator[Any]):
 
 
 class Table(SQLModel):
-    """Base of the tables: they share one MetaData of their own, away from other users of SQLModel."""
+    """Base of the tables. Their MetaData is separate from that of other users of SQLModel."""
 
     metadata = sa.MetaData(naming_convention=NAMES)
 
 
 # ------------------------------------------------------------------ connections and transactions
 def is_sqlite(url: str) -> bool:
-    """Whether `url` names an SQLite file (the only other thing it may name is Postgres)."""
+    """Whether `url` is an SQLite file. Other URLs are Postgres databases."""
     return make_url(url).get_backend_name() == "sqlite"
 
 
 def driver_url(url: str) -> sa.URL:
-    """`url` with the driver we use: psycopg 3 for postgresql:// or postgres://."""
+    """`url` with its driver: psycopg 3 for postgresql:// and postgres://."""
     parsed = make_url("postgresql" + url.removeprefix("postgres") if url.startswith("postgres:") else url)
     return parsed.set(drivername="postgresql+psycopg") if parsed.drivername == "postgresql" else parsed
 
@@ -158,11 +158,11 @@ def driver_url(url: str) -> sa.URL:
 class Database:
     """An engine with two kinds of transactions. Thread-safe.
 
-    epoch: of the engine's lease that this process holds (leases.py); None when it holds none.
+    epoch: of the engine's lease if this process holds it (leases.py), otherwise None.
     """
 
     def __init__(self, url: str) -> None:
-        """Prepare the engine, without connecting; the folder of an SQLite file is made.
+        """Prepare the engine without connecting. Creates the folder of an SQLite file.
 
         ValueError: an SQLite URL without a file.
         """
@@ -178,12 +178,12 @@ class Database:
             event.listen(self.engine, "connect", _set_up_sqlite)
         else:
             self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, pool_pre_ping=False)
-        # Threads of one process queue here rather than in SQLite's busy handler, which sleeps up to 100 ms a time.
+        # Threads of one process wait here, because SQLite's busy handler sleeps up to 100 ms between attempts.
         self._turn: Any = threading.Lock() if self._sqlite else nullcontext()
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A transaction that only reads; it never waits for a writer."""
+        """A read-only transaction, which never waits for a writer."""
         with self.engine.begin() as connection:
             if self._sqlite:
                 _driver(connection).execute("BEGIN")
@@ -191,10 +191,10 @@ class Database:
 
     @contextmanager
     def write(self, *, fenced: bool = False) -> Iterator[sa.Connection]:
-        """A transaction that writes: committed at the end, rolled back by an exception.
+        """A transaction that writes. It commits at the end of the block, and rolls back after an exception.
 
-        fenced: FencedError when this process took the engine's lease and another one has taken it since.
-        JournalBusyError: no turn to write on SQLite within BUSY_SECONDS.
+        fenced: raise FencedError if this process took the engine's lease and another process has taken it since.
+        JournalBusyError: SQLite's write lock was not free within BUSY_SECONDS.
         """
         with self._turn, self.engine.begin() as connection:
             if self._sqlite:
@@ -209,7 +209,7 @@ class Database:
 
 
 class Aggregate:
-    """One group of rows that are read and written together. Every public method is one short transaction."""
+    """A group of rows that are read and written together. Every public method is one short transaction."""
 
     def __init__(self, database: Database, clock: Clock, publisher: Publisher) -> None:
         """Read and write `database`; publish topics through `publisher` after each commit."""
@@ -234,33 +234,33 @@ class Aggregate:
 
 
 def check_lease(connection: sa.Connection, epoch: int) -> None:
-    """FencedError unless the engine's lease is still that of `epoch`. Nobody can take it until the transaction ends."""
+    """FencedError unless `epoch` still holds the engine's lease. Nobody can take it until the transaction ends."""
     if connection.execute(_LEASE).scalar() != epoch:
         raise FencedError(f"another engine works on this journal: our epoch {epoch} is over, and we may change nothing")
 
 
 def _make_private_file(file: Path) -> None:
-    """Make an SQLite file that only its owner can read, or repair its mode. -wal and -shm get the same mode."""
+    """Create an SQLite file that only its owner can read, or repair its mode. -wal and -shm get the same mode."""
     make_folder(file.parent)
-    with suppress(FileExistsError):  # never opened then: closing it would release the locks of this process
+    with suppress(FileExistsError):  # an existing file is not opened: closing it would release this process's locks
         open_private(file, "xb").close()
     make_private(file, *(file.with_name(f"{file.name}{suffix}") for suffix in ("-wal", "-shm", "-journal")))
 
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:
-    # The driver must not open transactions on its own: we say BEGIN, and which one.
+    # The driver must not open transactions: read() and write() send the BEGIN that they need.
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
-    # NORMAL survives kill -9 of any process; only a power cut can take the last commits (never corrupt the file).
+    # NORMAL survives kill -9 of any process. A power cut can lose the last commits, but never corrupts the file.
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
 
 
-# Called by ourselves: an engine with a listener for it looks for listeners several times in every statement, too.
+# Not an event listener: an engine with one looks for listeners several times in every statement.
 def _begin_to_write(connection: sa.Connection) -> None:
-    # A writer takes the lock at once: a read transaction that upgrades later fails without waiting (SQLITE_BUSY).
+    # Take the write lock here: a read transaction that upgrades later fails without waiting (SQLITE_BUSY).
     try:
         _driver(connection).execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError as error:
@@ -275,7 +275,7 @@ def _driver(connection: sa.Connection) -> Any:
 
 # ------------------------------------------------------------------ statements that aggregates share
 def in_chunks(items: Collection[T]) -> Iterator[list[T]]:
-    """The items, ten thousand at a time: what a statement takes as parameters."""
+    """The items in lists of ten thousand, which fit into the parameters of a statement."""
     listed = list(items)
     return (listed[start : start + _AT_ONCE] for start in range(0, len(listed), _AT_ONCE))
 
@@ -285,8 +285,8 @@ def get_owned(
 ) -> Row[Any]:
     """The row `row_id` of `table`. Missing rows and rows of other owners raise the same NotFoundError.
 
-    The only place where the journal decides who may see a session, model, sampler or request. owner: None sees all.
-    lock: nobody changes the row until the transaction of `connection` ends.
+    This function alone decides access to sessions, models, samplers and requests. owner: None has access to all rows.
+    lock: lock the row against changes until the transaction of `connection` ends.
     """
     found = connection.execute(_select_owned(table, lock), {"row_id": row_id, "as_owner": owner}).one_or_none()
     if found is None:
@@ -295,13 +295,13 @@ def get_owned(
 
 
 def is_owned(table: Owned) -> sa.ColumnElement[bool]:
-    """The filter behind get_owned, for prepared statements: parameters `row_id` and `as_owner`."""
+    """The filter of get_owned for prepared statements, with the parameters `row_id` and `as_owner`."""
     owner = sa.bindparam("as_owner", type_=sa.String)
     return sa.and_(col(table.id) == sa.bindparam("row_id"), sa.or_(owner.is_(None), col(table.owner) == owner))
 
 
 def owned_by(table: Owned, owner: str | None) -> tuple[sa.ColumnElement[bool], ...]:
-    """The same for lists: the rows of one owner, or all."""
+    """The filter for lists: the rows of one owner, or all rows if `owner` is None."""
     return () if owner is None else (col(table.owner) == owner,)
 
 
@@ -317,8 +317,7 @@ def newest_page(
     """At most `limit` of the rows with PAGE_BYTES of texts, newest first, and whether there are more.
 
     connection: to read with. rows: of one table, which has `created_at`. key: the column that orders rows of the same
-    time. after: created_at and key of the last row of the page before. matches: what texts decide of a row; None: SQL
-    has decided everything.
+    time. after: created_at and key of the previous page's last row. matches: a further filter in Python, or None.
     """
     created_at, tie = rows.selected_columns["created_at"], rows.selected_columns[key]
     ordered = rows.order_by(created_at.desc(), tie.desc())
@@ -343,9 +342,9 @@ def newest_page(
 
 
 def fetch_page(connection: sa.Connection, statement: sa.Select[Any]) -> tuple[list[Row[Any]], bool]:
-    """The first rows of a statement that have at most PAGE_BYTES of texts, and whether rows were left out.
+    """The first rows of a statement with at most PAGE_BYTES of texts, and whether rows were left out.
 
-    There is at least one row if the statement has one. Rows that are left out are not read from the database.
+    The page has at least one row if the statement has one. Rows that are left out are not fetched.
     """
     page: list[Row[Any]] = []
     size = 0
@@ -359,37 +358,37 @@ def fetch_page(connection: sa.Connection, statement: sa.Select[Any]) -> tuple[li
 
 
 def size_of(row: Row[Any]) -> int:
-    """About how many bytes the texts and JSON values of a row have."""
+    """The approximate bytes of a row's texts and JSON values."""
     texts = (value for value in row if isinstance(value, str | dict | list))
     return sum(len(text if isinstance(text, str) else str(text)) for text in texts)
 
 
 def missing(table: type[Table], row_id: str) -> NotFoundError:
-    """The one error for rows that do not exist and for rows of other owners."""
+    """The error for rows that do not exist, and for rows of other owners."""
     return NotFoundError(f"{table.__tablename__} {row_id!r} does not exist")
 
 
 def locked_ids(connection: sa.Connection, table: Owned, *where: sa.ColumnElement[bool]) -> list[str]:
-    """The ids of the rows `where`, locked in one fixed order (SQLite holds its one write lock anyway)."""
+    """The ids of the rows `where`, locked in the order of their ids. SQLite has a single write lock anyway."""
     column = col(table.id)
     return list(connection.execute(sa.select(column).where(*where).order_by(column).with_for_update()).scalars())
 
 
 def insert_if_absent(connection: sa.Connection, table: type[Table], values: Mapping[str, object]) -> bool:
-    """Insert a row unless one of the table's unique constraints has it already; whether it was inserted.
+    """Insert a row unless it violates a unique constraint of the table. Returns whether it was inserted.
 
-    Waits for a concurrent insert of the same key, so that a visible row follows a False.
+    Waits for a concurrent insert of the same key, so after False the other row is visible.
     """
     return connection.execute(_insert(table, tuple(values)), dict(values)).first() is not None
 
 
 def columns(table: type[Table]) -> tuple[sa.Column[Any], ...]:
-    """All columns of a table, for a statement that returns the rows that it wrote."""
+    """All columns of a table, for RETURNING."""
     return tuple(Table.metadata.tables[str(table.__tablename__)].c)
 
 
 def as_view(view: type[T], row: Row[Any], prefix: str = "") -> T:
-    """The row as the dataclass `view`: its fields are columns, or columns of a joined row that begin with `prefix`."""
+    """The row as the dataclass `view`. Its fields are columns, or columns of a joined row that begin with `prefix`."""
     if view not in _VIEWS:
         kinds = get_type_hints(view)
         _VIEWS[view] = [(field.name, _converted(kinds[field.name])) for field in fields(view)]  # type: ignore[arg-type]
@@ -397,7 +396,7 @@ def as_view(view: type[T], row: Row[Any], prefix: str = "") -> T:
     return view(**{name: value if kind is None else kind(value) for name, kind, value in values})
 
 
-_VIEWS: dict[type[Any], list[tuple[str, type[Any] | None]]] = {}  # each view's fields, and what their values become
+_VIEWS: dict[type[Any], list[tuple[str, type[Any] | None]]] = {}  # fields of each view, and their types
 
 
 def _converted(kind: Any) -> type[Any] | None:
@@ -414,7 +413,7 @@ def _select_owned(table: type[Table], lock: bool) -> sa.Select[Any]:
 
 @cache
 def _insert(table: type[Table], names: tuple[str, ...]) -> sa.TextualSelect:
-    # Text, because SQLAlchemy 2.0 compiles its own ON CONFLICT anew every time: a millisecond on every submit.
+    # Text, because SQLAlchemy 2.0 compiles its ON CONFLICT again in every execution: 1 ms of every submit.
     columns = Table.metadata.tables[str(table.__tablename__)].c
     sql = f"INSERT INTO {table.__tablename__} ({', '.join(names)}) VALUES (:{', :'.join(names)})"
     typed = [sa.bindparam(name, type_=columns[name].type) for name in names]

@@ -1,4 +1,4 @@
-"""What operations do to models, and how models and samplers end: what waits for them fails in the same transaction.
+"""Effects of operations on models, and the ends of models and samplers, which fail the requests that wait for them.
 
 Each function, and each effect, returns the topics to publish after the commit.
 """
@@ -38,7 +38,7 @@ LET_GO = {
 _STEP_MADE = sa.update(Model).where(col(Model.id) == sa.bindparam("of_model")).values(step=sa.bindparam("to_step"))
 
 
-# ------------------------------------------------------------------ what an operation did
+# ------------------------------------------------------------------ effects of operations
 @dataclass(frozen=True)
 class ModelLive:
     """The model exists in the worker group now. rank, train_* and expert_rank are given when a checkpoint decided."""
@@ -60,7 +60,7 @@ class ModelLive:
         }
         if self.rank is not None:
             decided["expert_rank"] = self.expert_rank
-            # A checkpoint has no gradients: the losses of those that it replaced belong to no step.
+            # A checkpoint has no gradients, so losses of the replaced gradients belong to no step.
             unmade = (col(TrainingStep.model_id) == self.model_id, col(TrainingStep.seq_id) == UNMADE)
             connection.execute(sa.delete(TrainingStep).where(*unmade))
         connection.execute(
@@ -101,11 +101,11 @@ class StepMade:
 def end_models(
     connection: sa.Connection, model_ids: Sequence[str], state: ModelState, detail: str, now: datetime
 ) -> list[str]:
-    """End models that still take work, and fail the requests that wait for them; the topics.
+    """End models that still take work, and fail the requests that wait for them. Returns the topics.
 
-    connection: of the caller's transaction. model_ids: in any state; a model that ended before stays as it is.
-    state, detail: what the models end as, and why. now: when. Unloaded models cannot be revived, so what made them is
-    forgotten.
+    connection: of the caller's transaction. model_ids: in any state; ended models stay as they are. state, detail: the
+    final state and its reason. now: the time of the end. Unloaded models cannot be revived, so their requests are no
+    longer kept for replays.
     """
     topics: list[str] = []
     for model_id in model_ids:
@@ -125,7 +125,7 @@ def end_models(
 
 
 def close_samplers(connection: sa.Connection, sampler_ids: Sequence[str], detail: str, now: datetime) -> list[str]:
-    """Close live samplers, and fail the requests that wait for them; the topics."""
+    """Close live samplers, and fail the requests that wait for them. Returns the topics."""
     topics: list[str] = []
     for sampler_id in sampler_ids:
         closed = connection.execute(
@@ -144,9 +144,9 @@ def close_samplers(connection: sa.Connection, sampler_ids: Sequence[str], detail
 def _fail_pending(
     connection: sa.Connection, now: datetime, error: str, category: Category, *where: sa.ColumnElement[bool]
 ) -> list[str]:
-    """Fail every request that waits and is `where`; the topics. One statement, which locks them in order of id.
+    """Fail every pending request that matches `where`. Returns the topics. One statement, locking in order of id.
 
-    The caller has taken the next number of every sampler whose requests may be among them.
+    The caller has taken the next number of every affected sampler.
     """
     waiting = sa.select(col(Request.id)).where(IS_PENDING, *where).order_by(col(Request.id)).with_for_update()
     statement = (
@@ -159,6 +159,6 @@ def _fail_pending(
 
 
 def forget(connection: sa.Connection, model_id: str, *where: sa.ColumnElement[bool]) -> None:
-    """Replay the model's requests that are `where` (all by default) no more: their payloads may go."""
+    """Stop keeping the model's requests `where` (default: all) for replays, so that their payloads may be dropped."""
     replayed = (col(Request.model_id) == model_id, *where, col(Request.replays))
     connection.execute(sa.update(Request).where(*replayed).values(**LET_GO))

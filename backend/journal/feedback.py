@@ -1,4 +1,4 @@
-"""Feedback: what people thought of samples, kept with the samples themselves."""
+"""Feedback of people on samples, stored with the samples."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tinkerflow.backend.journal.database import Aggregate, as_view
 from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, text_bytes
 from tinkerflow.backend.journal.tables import FeedbackRow
 
-_AT_ONCE = 8  # rows that are read from the database
-_MOST_CHARACTERS = 2**24  # of a page, beside its last row
+_AT_ONCE = 8  # rows of one read from the database
+_MOST_CHARACTERS = 2**24  # of a page without its last row
 
 
 @dataclass(frozen=True)
 class NewFeedback:
-    """What the key `key_id` of the project `owner` says of a sample: a reward, a label, a better text, or several.
+    """Feedback of the key `key_id` of project `owner` on a sample: a reward, a label or a better text, or several.
 
     prompt: messages or a text. answer: the sample's text; tokens int32, logprobs float32.
     """
@@ -52,7 +52,7 @@ class FeedbackGiven(Aggregate):
     """All feedback, oldest first."""
 
     def check(self, owner: str, limits: Limits) -> None:
-        """TooManyError when the project has given as much in the last 24 hours as it may."""
+        """TooManyError if the project has reached its limit for the last 24 hours."""
         if not (most := limits.feedback_per_day):
             return
         latest = sa.select(col(FeedbackRow.at)).where(col(FeedbackRow.owner) == owner)
@@ -64,7 +64,7 @@ class FeedbackGiven(Aggregate):
             )
 
     def add(self, new: NewFeedback, limits: Limits = NO_LIMITS) -> int:
-        """Keep feedback; its id. The audit log says who gave it, and not what it says. TooManyError as of `check`."""
+        """Store feedback and return its id. The audit log has the key, not the text. TooManyError as in `check`."""
         self.check(new.owner, limits)
         now = self._now()
         with self._write() as connection:
@@ -88,9 +88,9 @@ class FeedbackGiven(Aggregate):
     def page(
         self, owner: str, *, since: datetime | None = None, after: int = 0, limit: int = 100
     ) -> list[FeedbackView]:
-        """A project's feedback after the id `after`, oldest first; with `since`, only what was given from then on.
+        """A project's feedback after the id `after`, oldest first; with `since`, only from that time on.
 
-        At most `limit` rows, and fewer when they are long; a page without any is the end.
+        At most `limit` rows, and fewer if they are long. An empty page is the end.
         """
         where = [col(FeedbackRow.owner) == owner, col(FeedbackRow.id) > after]
         if since is not None:

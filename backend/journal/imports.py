@@ -1,7 +1,7 @@
 """Rows of checkpoints that no client saved here: copies, imports, and checkpoints found only in the store.
 
-Their runs and sessions are over from the start: nobody trains or samples in them, they only hold checkpoints. Quotas
-are checked before files are copied or uploaded, and not again when their rows are made.
+Their runs and sessions have ended from the start, and only contain checkpoints. Quotas are checked before files are
+copied or uploaded, and not again when the rows are inserted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinkerflow.backend.journal.training_runs import NewModel, insert_model
 
 
 class Imports(Aggregate):
-    """Checkpoints that come in otherwise than by a save."""
+    """Inserts the rows of checkpoints that no save of this service created."""
 
     def record_copy(
         self,
@@ -35,9 +35,9 @@ class Imports(Aggregate):
         key_id: str = "",
         project_id: str | None = None,
     ) -> str:
-        """Make the rows of a copied checkpoint, in a run and session made for it; its path. Repeating is fine.
+        """Insert the rows of a copied checkpoint with its own run and session. Returns its path. Repeating is harmless.
 
-        session_id: of that session. saved: what the store has committed, a copy of the checkpoint at source_path.
+        session_id: of that session. saved: the commit in the store. source_path: the original checkpoint.
         key_id, project_id: as in NewSession.
         """
         session = NewSession(saved.owner, "", key_id=key_id, project_id=project_id)
@@ -48,20 +48,19 @@ class Imports(Aggregate):
         return saved.path
 
     def record_import(self, session_id: str, saved: CheckpointSaved) -> str:
-        """Make the rows of an adapter that was made elsewhere, in a run and session made for it; its path.
+        """Insert the rows of an imported adapter with its own run and session. Returns its path.
 
-        session_id: of that session. saved: what the store has committed.
+        session_id: of that session. saved: the commit in the store.
         """
         with self._write() as connection:
             record_import(connection, self._now(), session_id, NewSession(saved.owner, ""), saved)
         return saved.path
 
     def restore(self, saved: CheckpointSaved, public: bool, run_metadata: Mapping[str, str]) -> bool:
-        """Make the rows of what the store holds and the journal does not know, or knows another save of.
+        """Insert the rows of a checkpoint in the store that has no row, or whose row belongs to another save.
 
-        public, run_metadata: what else the store's commit knows of the checkpoint and of its run. Returns whether rows
-        were made. A deleted checkpoint's row is known: its files are only waiting to be removed. A run or session that
-        is there stays.
+        public, run_metadata: further fields of the store's commit. Returns whether rows were inserted. Existing runs
+        and sessions stay as they are. So does the row of a deleted checkpoint, whose files will be removed.
         """
         at = saved.created_at or self._now()
         detail = "its row was made again from what the store holds"
@@ -78,9 +77,9 @@ class Imports(Aggregate):
 def record_import(
     connection: sa.Connection, now: datetime, session_id: str, session: NewSession, saved: CheckpointSaved
 ) -> None:
-    """Make the rows of an imported adapter in the caller's transaction.
+    """Insert the rows of an imported adapter in the caller's transaction.
 
-    connection, now: of that transaction. session_id, session: made for the import. saved: what the store has committed.
+    connection, now: of that transaction. session_id, session: of the import. saved: the commit in the store.
     """
     event, detail = audit.AuditedEvent.CHECKPOINT_IMPORTED, "it holds an adapter that was made elsewhere"
     record(connection, now, session_id, session, saved, event, detail, {})
@@ -96,10 +95,10 @@ def record(
     detail: str,
     details: Mapping[str, object],
 ) -> None:
-    """Make the rows of a checkpoint that no client saved, unless its session is there: then they are, too.
+    """Insert the rows of a checkpoint that no client saved. If its session exists, so do the rows.
 
-    connection, now: of the caller's transaction. session_id, session: of the session that is made for it. saved: what
-    the store has committed. event, details: for the audit log. detail: of the run, for people.
+    connection, now: of the caller's transaction. session_id, session: of its own session. saved: the commit in the
+    store. event, details: for the audit log. detail: of the run, for people.
     """
     if _insert_session(connection, session_id, session, detail, now):
         _insert_run(connection, saved, {}, detail, now)

@@ -2,7 +2,7 @@
 
 Every method of an aggregate is one short transaction, and publishes its topics after the commit. Methods are
 synchronous and thread-safe; asynchronous callers use asyncio.to_thread. `owner` filters rows: rows of other owners do
-not exist (NotFoundError). The owner None is the service itself and sees all rows.
+not exist (NotFoundError). The owner None is the service, which has access to all rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tinkerflow.backend.journal.usage import UsageReports
 
 
 class Journal:
-    """What clients asked for and what they were answered: one handle for each aggregate."""
+    """The open journal, with one attribute for each aggregate."""
 
     def __init__(self, database: Database, clock: Clock, notifier: Notifier) -> None:
         """Use `open`."""

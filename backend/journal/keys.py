@@ -1,6 +1,6 @@
-"""API keys: 256 random bits each, of which only the SHA-256 is kept. A key opens its project's rows and no others.
+"""API keys of 256 random bits, stored as SHA-256. A key has access to the rows of its project only.
 
-Secrets of the service itself, which all its processes share, are here too: made once, on first use.
+The service's own secrets are here, too. All its processes share them, and the first use creates them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tinkerflow.backend.journal.database import Aggregate, Table, as_view, colum
 from tinkerflow.backend.journal.tables import ApiKey, EndedToken, ServiceSecret
 
 _SHOWN = len(KEY_PREFIX) + 6
-_USE_NOTED_EVERY = timedelta(minutes=1)  # so that checking a key is a read, nearly always
+_USE_NOTED_EVERY = timedelta(minutes=1)  # so that most checks of a key only read
 
 _USABLE = sa.select(ApiKey).where(col(ApiKey.id) == sa.bindparam("key_id"), col(ApiKey.revoked_at).is_(None))
 _FIND = sa.select(ApiKey).where(col(ApiKey.key_hash) == sa.bindparam("hashed"), col(ApiKey.revoked_at).is_(None))
@@ -29,7 +29,7 @@ _FIND = sa.select(ApiKey).where(col(ApiKey.key_hash) == sa.bindparam("hashed"), 
 
 @dataclass(frozen=True)
 class KeyView:
-    """An API key without its secret. prefix: its first characters, for people to recognise it by."""
+    """An API key without its secret. prefix: its first characters, by which people recognize it."""
 
     id: str
     prefix: str
@@ -42,7 +42,7 @@ class KeyView:
 
     @property
     def owner(self) -> str:
-        """Whose rows this key reads and writes: everybody's in its project."""
+        """The owner of the rows that this key reads and writes: its project."""
         return self.project
 
 
@@ -52,11 +52,11 @@ class Keys(Aggregate):
     def create(
         self, name: str, project: str, *, admin: bool = False, actor: str = audit.SERVICE
     ) -> tuple[KeyView, str]:
-        """Make an API key; what is stored of it, and its secret (`tml-...`), which is never shown again.
+        """Create an API key. Returns its row, and its secret (`tml-...`), which is never shown again.
 
-        The first key's project gets everything that was made without a key.
+        The project of the first key receives all rows that were created without a key.
 
-        actor: who makes it, for the audit log; see `audit.write_event`.
+        actor: for the audit log; see `audit.write_event`.
         """
         secret, now = KEY_PREFIX + secrets.token_urlsafe(32), self._now()
         values = {"id": new_id("key"), "key_hash": hash_key(secret), "prefix": secret[:_SHOWN], "created_at": now}
@@ -69,13 +69,13 @@ class Keys(Aggregate):
         return as_view(KeyView, row), secret
 
     def all(self) -> list[KeyView]:
-        """All keys, revoked ones too, oldest first."""
+        """All keys, including revoked keys, oldest first."""
         return self._views(KeyView, sa.select(ApiKey).order_by(col(ApiKey.created_at), col(ApiKey.id)))
 
     def revoke(self, key_id: str, *, actor: str = audit.SERVICE) -> KeyView:
-        """Make a key useless from now on; a revoked one stays as it is. NotFoundError: unknown id.
+        """Revoke a key. A revoked key stays as it is. NotFoundError: unknown id.
 
-        actor: who revokes it, for the audit log; see `audit.write_event`.
+        actor: for the audit log; see `audit.write_event`.
         """
         now = self._now()
         with self._write() as connection:
@@ -90,21 +90,21 @@ class Keys(Aggregate):
         return as_view(KeyView, row)
 
     def verify(self, secret: str) -> KeyView | None:
-        """The key with this secret, None when there is none or it was revoked. Its use is noted once a minute."""
+        """The key with this secret; None if it is unknown or revoked. Its use is recorded once a minute."""
         hashed = hash_key(secret)
         with self._read() as connection:
             row = connection.execute(_FIND, {"hashed": hashed}).one_or_none()
-        # The look-up is by a hash that nobody can steer. Comparing again costs nothing, whatever the index does.
+        # The look-up is by a hash that clients cannot choose. The comparison does not rely on the index.
         return self._used(row if row is not None and hmac.compare_digest(row.key_hash, hashed) else None)
 
     def usable(self, key_id: str) -> KeyView | None:
-        """The key with this id (a token names it), None when it was revoked. Its use is noted once a minute."""
+        """The key with this id, which a token contains; None if it was revoked. Its use is recorded once a minute."""
         with self._read() as connection:
             row = connection.execute(_USABLE, {"key_id": key_id}).one_or_none()
         return self._used(row)
 
     def end_token(self, token: str, expires_at: datetime) -> None:
-        """Sign a token out, for all processes and for good. expires_at: when it would have ended by itself."""
+        """Sign a token out in all processes. expires_at: of the token."""
         row = {"token_hash": hash_key(token), "expires_at": expires_at}
         with self._write() as connection:
             connection.execute(sa.delete(EndedToken).where(col(EndedToken.expires_at) < self._now()))
@@ -117,12 +117,12 @@ class Keys(Aggregate):
             return connection.execute(ended).first() is not None
 
     def has_any(self) -> bool:
-        """Whether a key was ever made: revoking the last one must not open the door again."""
+        """Whether a key was ever created: a server whose keys are all revoked still needs a key."""
         with self._read() as connection:
             return connection.execute(sa.select(col(ApiKey.id)).limit(1)).first() is not None
 
     def service_secret(self, name: str) -> bytes:
-        """32 random bytes under `name`, the same for all processes: made on first use."""
+        """The 32 random bytes called `name`, the same for all processes. The first use creates them."""
         row = {"name": name, "value": secrets.token_bytes(32), "created_at": self._now()}
         with self._write() as connection:
             insert_if_absent(connection, ServiceSecret, row)
@@ -140,7 +140,7 @@ class Keys(Aggregate):
 
 
 def _adopt_local_rows(connection: sa.Connection, project: str) -> None:
-    """Give everything that was made without a key to `project`: nobody could reach it once there are keys."""
+    """Give all rows that were created without a key to `project`: no key could read them otherwise."""
     for table in Table.metadata.sorted_tables:
         if "owner" in table.c:
             connection.execute(table.update().where(table.c.owner == LOCAL_OWNER).values(owner=project))
@@ -154,5 +154,5 @@ def _write_event(
 
 
 def hash_key(secret: str) -> str:
-    """The SHA-256 of a key or token, in hex: all that the journal keeps of it."""
+    """The SHA-256 of a key or token in hex, which the journal stores instead of it."""
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Which engine works on this database, and since when the API answers without a pause.
+"""The engine's lease on this database, and the API's heartbeats.
 
-An engine holds the lease by its epoch, a number that each new holder raises. An engine with an older epoch is refused
-when it answers requests, in the same transaction (Database.write, fenced), whatever that engine still believes.
+An engine holds the lease by its epoch, a number that each new holder raises. Transactions that answer requests check
+the epoch (Database.write, fenced), so an engine with an older epoch cannot answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAUSE_SECONDS = 15.0  # without a heartbeat, the API was away
 
 @dataclass(frozen=True)
 class ProcessView:
-    """A part of the service: `engine` or `api`. began_at: since when it beats without a pause, or holds its lease."""
+    """A part of the service: `engine` or `api`. began_at: of its lease, or of its heartbeats without a pause."""
 
     name: str
     began_at: datetime
@@ -34,14 +34,14 @@ class Leases(Aggregate):
 
     @property
     def epoch(self) -> int | None:
-        """The epoch under which this process holds the engine's lease; None when it never took it."""
+        """The epoch of this process's lease; None if it never took the lease."""
         return self._database.epoch
 
     def acquire(self, holder: str, *, force: bool = False) -> str | None:
-        """Take the engine's lease if it is free or has run out: None; otherwise who holds it.
+        """Take the engine's lease if it is free or has run out. Returns None, or the name of its holder.
 
-        force: take it in any case, because its holder is known to be dead.
-        From then on this process's answers are refused (FencedError) once another engine has taken the lease.
+        force: take it in any case, because its holder is dead. Afterwards, this process's answers are refused
+        (FencedError) if another engine takes the lease.
         """
         now = self._now()
         with self._write() as connection:
@@ -68,7 +68,7 @@ class Leases(Aggregate):
             connection.execute(sa.update(Process).where(*ours).values(holder=""))
 
     def beat(self) -> None:
-        """Say that the API answers its clients; a pause since its last heartbeat makes it begin anew."""
+        """Record a heartbeat of the API. After a pause, its `began_at` starts again."""
         now = self._now()
         row = {"name": API, "holder": "", "epoch": 0, "began_at": now, "beat_at": now}
         with self._write() as connection:
@@ -79,7 +79,7 @@ class Leases(Aggregate):
             connection.execute(sa.update(Process).where(col(Process.name) == API).values(began_at=began, beat_at=now))
 
     def beats(self) -> list[ProcessView]:
-        """The last heartbeats of the engine and of the API, as far as they ever ran. One statement."""
+        """The last heartbeats of the engine and of the API, if they ever ran. One statement."""
         return self._views(ProcessView, sa.select(Process).order_by(col(Process.name)))
 
     def _check_held(self) -> int:
@@ -89,9 +89,9 @@ class Leases(Aggregate):
 
 
 def answering_since(connection: sa.Connection, now: datetime) -> datetime | None:
-    """Since when clients can reach the API without a pause, as the caller's transaction sees it at the time `now`.
+    """The time since which clients can reach the API without a pause, at the time `now`.
 
-    None when no API ever said so; `now` when the API is away at this moment.
+    None if no API ever ran. `now` if the API is away.
     """
     row = connection.execute(sa.select(Process).where(col(Process.name) == API)).one_or_none()
     if row is None:

@@ -1,7 +1,7 @@
-"""Bringing a database to our schema with Alembic, and refusing one that is not at it.
+"""Migration of a database to the current schema with Alembic, and the check that it has that schema.
 
-A new revision is written by hand in migrations/versions, after the newest; the schema moves forward only. The test
-that compares migrations with the tables says what a revision still lacks.
+New revisions are written by hand in migrations/versions. The schema moves forward only. A test compares the migrated
+database with the tables and lists the differences.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class NoTablesError(ServerError):
 
 
 def migrate(url: str, revision: str = "head") -> None:
-    """Upgrade the database to the newest schema (or to `revision`), making an SQLite file if need be.
+    """Upgrade the database to the newest schema (or to `revision`). Creates a missing SQLite file.
 
-    Several processes may call this at once: one works in a transaction, the others wait and then find nothing to do.
+    Several processes may call this together. One migrates in a transaction, and the others wait for it.
     """
     database = Database(url)
     try:
@@ -42,7 +42,7 @@ def migrate(url: str, revision: str = "head") -> None:
 
 
 def check_revision(database: Database) -> None:
-    """Raise ServerError unless the database is at the newest schema: NoTablesError when it has none at all."""
+    """Raise ServerError unless the database has the newest schema, and NoTablesError if it is empty."""
     scripts = ScriptDirectory.from_config(_config())
     newest = scripts.get_current_head()
     with database.read() as connection:

@@ -1,11 +1,11 @@
-"""Notifications: subscribers wait for a topic (topics.py) instead of asking the database again and again.
+"""Notifications: subscribers wait for a topic (topics.py) instead of polling the database.
 
-A notification may be lost (a full buffer, a broken connection), so every subscriber also looks at the database once a
+A notification may be lost (a full buffer, a broken connection), so every subscriber also queries the database once a
 second. Processes reach each other through UNIX sockets if they share an SQLite file (notify_sqlite.py), and through
 LISTEN and NOTIFY on Postgres (notify_postgres.py).
 
-Polling SQLite's `PRAGMA data_version` every 10 ms needs fewer lines. It was measured: it adds 5 ms to each of the two
-notifications of an operation that takes 8 ms, and 1 % of a core to each idle process.
+Polling SQLite's `PRAGMA data_version` every 10 ms would need fewer lines. In measurements, it added 5 ms to each of the
+two notifications of an operation that takes 8 ms, and used 1 % of a core in each idle process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinkerflow.backend.journal.database import is_sqlite
 from tinkerflow.backend.journal.notify_sqlite import SocketTransport
 from tinkerflow.backend.journal.topics import Transport
 
-RECHECK_SECONDS = 1.0  # between two looks at the database, in case notifications were lost
+RECHECK_SECONDS = 1.0  # between two queries of the database, in case notifications were lost
 
 
 class Subscription:
@@ -66,7 +66,7 @@ class Notifier:
     """Publishes topics to subscribers in this process directly, and to other processes through a transport."""
 
     def __init__(self, url: str) -> None:
-        """Prepare to notify the users of the database `url`. Nothing is opened before it is used."""
+        """Prepare to notify the users of the database `url`. Sockets and connections are opened on first use."""
         self._transport = _transport(url)
         self._lock = threading.Lock()
         self._subscriptions: set[Subscription] = set()

@@ -1,4 +1,4 @@
-"""What waits for an answer, over all models and samplers, and what waits for a sequence id that never came."""
+"""The queue of pending requests over all models and samplers, and gaps in their sequence ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinkerflow.backend.journal.tables import IS_PENDING, BaseModelRow, Model, R
 log = logging.getLogger(__name__)
 
 _SINCE = sa.case((col(Request.seq_id).is_not(None), col(Request.created_at)))
-# Per model with waiting requests: the first seq_id of them, since when they wait, how many unloads are among them.
+# For each model with pending requests: their first seq_id, the time of the oldest, and the number of unloads.
 _WAITING = (
     sa.select(
         col(Request.model_id).label("model_id"),
@@ -30,7 +30,7 @@ _WAITING = (
     .group_by(col(Request.model_id))
     .subquery("waiting")
 )
-# How many requests a model has from next_seq on that are answered already, before its first waiting one.
+# For each model: the number of answered requests between next_seq and its first pending request.
 _EARLIER = aliased(Request, name="earlier")
 _USED = (
     sa.select(sa.func.count())
@@ -88,7 +88,7 @@ _WAITS_FOR = (
 
 @dataclass(frozen=True)
 class Gap:
-    """Of the sequence ids [next_seq, first_waiting) of a model, `missing` never came; later ones wait since `since`."""
+    """`missing` of a model's sequence ids [next_seq, first_waiting) never came. Later ids wait since `since`."""
 
     model_id: str
     next_seq: int
@@ -98,23 +98,23 @@ class Gap:
 
 
 class Queue(Aggregate):
-    """What waits, over all models and samplers."""
+    """The pending requests of all models and samplers."""
 
     def pending_models(self, base_model: str | None = None) -> list[str]:
-        """Ids of models that have something to execute now, longest waiting first. One statement."""
+        """Ids of models with an executable request, longest waiting first. One statement."""
         with self._read() as connection:
             return list(connection.execute(_PENDING_MODELS, {"of_base": base_model}).scalars())
 
     def waiting_samples(self, base_model: str | None = None) -> dict[str, int]:
-        """How many samples of each owner have no answer yet, those that are being decoded too. One statement."""
+        """The number of unanswered samples by owner, including samples in the decode batch. One statement."""
         with self._read() as connection:
             rows = connection.execute(_WAITING_SAMPLES, {"of_base": base_model})
             return {str(owner): int(count) for owner, count in rows}
 
     def wanted(self) -> list[str]:
-        """Base models that have something to execute, or weights to store; longest waiting first. One statement.
+        """Base models with executable requests, or weights to store, longest waiting first. One statement.
 
-        What only unloads models does not count.
+        Unloads do not count.
         """
         since = sa.func.min(_WANTED.c.since)
         return self._column(sa.select(_WANTED.c.base).group_by(_WANTED.c.base).order_by(since, _WANTED.c.base))
@@ -128,7 +128,7 @@ class Queue(Aggregate):
             ]
 
     def skip_gap(self, gap: Gap) -> bool:
-        """Count the gap's missing ids as used, and log it; False when something of the gap came meanwhile."""
+        """Count the gap's missing ids as used, and log this. False if a missing request came meanwhile."""
         used = gap.first_waiting - gap.next_seq - gap.missing
         with self._write() as connection:
             locked = connection.execute(
@@ -151,7 +151,7 @@ class Queue(Aggregate):
         return True
 
     def waits_for(self, request_id: str) -> str | None:
-        """Why a pending request is not executed at present, if there is a reason beside its place in line."""
+        """The reason why a pending request is not executed; None if it only waits in the queue."""
         with self._read() as connection:
             reason: str | None = connection.execute(_WAITS_FOR, {"request_id": request_id}).scalar()
             return reason

@@ -1,16 +1,15 @@
-"""Quotas: how much one project may have waiting, and how much it may keep; the errors that say so.
+"""Quotas on the pending work and the kept data of a project, and their errors.
 
-A quota that later requests may pass is a TooManyError (429): the client sends the same request again later. Others are
-UserErrors, or fail a request that was accepted. Every error names the setting.
+A quota that frees up by itself raises TooManyError (429), and the client sends the same request again later. Other
+quotas raise UserError, or fail a request that was accepted. Every error names the setting.
 
-The transaction that adds something counts first, so no crowd of requests gets past a quota. SQLite has one writer. On
+A transaction counts before it adds a row, so simultaneous requests cannot exceed a quota. SQLite has one writer. On
 Postgres such a transaction first takes an advisory lock named after the project, and holds it until its commit. No
 transaction that holds another lock ever waits for this lock.
 
-What waits is counted with one statement over an index that contains only the rows that count: requests over
+Pending work is counted with one statement over an index that contains only the counted rows: requests over
 ix_request_pending_of_owner, live models over ix_model_owner_state, stored bytes over ix_checkpoint_stored_by_owner and
-ix_asset_owner_size_bytes. What is kept for long is counted in one row of `project_total`, because it may be millions of
-rows.
+ix_asset_owner_size_bytes. Kept data can be millions of rows, so one row of `project_total` has their count.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ from tinkerflow.backend.journal.tables import (
     Request,
 )
 
-Failure = tuple[str, Category] | None  # why a request is stored as failed; None: it is not
-ROW_BYTES = 256  # that a row counts for beside its texts
-_SMALL_REQUEST = 4096  # bytes; such requests pass max_queued_bytes without a look, for they come most often
+Failure = tuple[str, Category] | None  # the reason why a request is stored as failed, or None
+ROW_BYTES = 256  # bytes that a row counts in addition to its texts
+_SMALL_REQUEST = 4096  # bytes. Smaller requests are the most frequent, and are not checked against max_queued_bytes
 _TRAINING = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a project may have; 0 is no limit. Each is the setting `max_<name>`.
+    """The limits of a project; 0 is no limit. The setting of each is `max_<name>`.
 
-    Waiting: sampling_requests, samples without an answer. queued_tokens: tokens of forward and forward_backward
+    Pending: sampling_requests, samples without an answer. queued_tokens: tokens of forward and forward_backward
     requests. queued_bytes: of the bodies of all requests. live_models: models that are being created or live.
 
-    Stored: stored_bytes, of checkpoints and uploaded images; once they are reached, nothing more is saved. A checkpoint
-    that is being saved at that moment has no size yet and does not count.
+    Stored: stored_bytes, of checkpoints and uploaded images. From this limit on, nothing is saved. A checkpoint whose
+    save is in progress has no size yet and does not count.
 
     Kept in the database: sessions, training_runs, samplers, custom_losses, images and feedback, in rows. kept_bytes:
-    of their names, tags, metadata, definitions and texts. feedback_per_day: answers that it rates in 24 hours.
+    of their names, tags, metadata, definitions and texts. feedback_per_day: rated answers in 24 hours.
     """
 
     sampling_requests: int = 0
@@ -72,7 +71,7 @@ KEPT = ("sessions", "training_runs", "samplers", "custom_losses", "images", "fee
 
 
 def refused(text: str) -> tuple[str, Category]:
-    """The failure of a request that is wrong; `text` is the reason."""
+    """The failure of a wrong request with the reason `text`."""
     return text, UserError.category
 
 
@@ -81,12 +80,12 @@ _LOCK = sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:owner, 0))")
 
 
 def lock_project(connection: sa.Connection, owner: str) -> None:
-    """Wait for the other transactions of a project that count; before any row is locked."""
+    """Wait for the project's other transactions with quotas. Call this before locking any row."""
     if connection.dialect.name == "postgresql":
         connection.execute(_LOCK, {"owner": owner})
 
 
-# ------------------------------------------------------------------ what waits
+# ------------------------------------------------------------------ pending work
 _OWNER = sa.bindparam("owner", type_=sa.String)
 _IS_WAITING = (col(Request.owner) == _OWNER, IS_PENDING)
 _SAMPLES = (
@@ -104,7 +103,7 @@ _COUNT_MODELS = sa.select(sa.func.count()).where(col(Model.owner) == _OWNER, col
 
 
 def check_sample(connection: sa.Connection, limits: Limits, owner: str, size: int) -> None:
-    """TooManyError when the project has as many samples or bytes waiting as it may, with this one of `size` bytes."""
+    """TooManyError if a further sample of `size` bytes would exceed the project's limits."""
     most = limits.sampling_requests
     if most and _count(connection, _COUNT_SAMPLES, owner, at_most=most) >= most:
         raise TooManyError(
@@ -117,7 +116,7 @@ def check_sample(connection: sa.Connection, limits: Limits, owner: str, size: in
 def training_failure(
     connection: sa.Connection, limits: Limits, owner: str, *, tokens: int, size: int, stores: bool
 ) -> Failure:
-    """Why the project may not have this operation now; no statement when it adds nothing that is limited.
+    """The reason why the project's limits refuse an operation, or None. No statement if no limit applies.
 
     tokens: of training data. size: bytes of the body. stores: whether it saves a checkpoint.
     """
@@ -134,7 +133,7 @@ def training_failure(
 
 
 def model_failure(connection: sa.Connection, owner: str, limits: Limits) -> Failure:
-    """Why the project may not have another live model now, or None."""
+    """The reason why the project may not have another live model, or None."""
     if not limits.live_models:
         return None
     live = _count(connection, _COUNT_MODELS, owner)
@@ -157,7 +156,7 @@ def _bytes_failure(connection: sa.Connection, limits: Limits, owner: str, size: 
     )
 
 
-# ------------------------------------------------------------------ what is stored
+# ------------------------------------------------------------------ stored bytes
 _COUNT_STORED = sa.select(
     sa.select(sa.func.coalesce(sa.func.sum(col(Checkpoint.size_bytes)), 0))
     .where(col(Checkpoint.owner) == _OWNER, col(Checkpoint.deleted_at).is_(None))
@@ -174,7 +173,7 @@ def stored_bytes(connection: sa.Connection, owner: str) -> int:
 
 
 def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Failure:
-    """Why the project may not store another checkpoint now, or None."""
+    """The reason why the project may not store another checkpoint, or None."""
     if not limits.stored_bytes or (stored := stored_bytes(connection, owner)) < limits.stored_bytes:
         return None
     return refused(
@@ -184,9 +183,9 @@ def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Fa
 
 
 def check_storage(connection: sa.Connection, limits: Limits, owner: str, what: str, size: int, reserved: int) -> None:
-    """UserError when `size` more bytes do not fit.
+    """UserError if `size` more bytes would exceed the limit.
 
-    what: is added, as the error's first words. reserved: bytes that open uploads may still bring.
+    what: the error's first words, which name the addition. reserved: bytes that open uploads may still add.
     """
     stored = stored_bytes(connection, owner)
     if limits.stored_bytes and stored + reserved + size > limits.stored_bytes:
@@ -197,7 +196,7 @@ def check_storage(connection: sa.Connection, limits: Limits, owner: str, what: s
         )
 
 
-# ------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------ kept rows
 _ADD = {
     kept: sa.text(
         f"INSERT INTO project_total (owner, {kept}, kept_bytes) VALUES (:owner, :rows, :bytes)"
@@ -210,15 +209,15 @@ _ADD = {
 
 
 def text_bytes(*texts: str | None) -> int:
-    """The bytes that texts of a row count for."""
+    """The sum of the texts' bytes."""
     return sum(len(text.encode()) for text in texts if text)
 
 
 def count_kept(connection: sa.Connection, owner: str, kept: str, texts: int, limits: Limits = NO_LIMITS) -> None:
-    """Count a new row of a project, in the transaction that makes the row.
+    """Count a new row of a project, in the transaction that inserts the row.
 
-    kept: one of KEPT. texts: the bytes of its texts. UserError when the project has as many of these rows, or as many
-    bytes, as it may: the transaction must be rolled back then.
+    kept: a name in KEPT. texts: the bytes of its texts. UserError if the row exceeds the limit of rows or bytes. The
+    caller must then roll the transaction back.
     """
     added = {"owner": owner, "rows": 1, "bytes": texts + ROW_BYTES}
     total = connection.execute(_ADD[kept], added).one()
@@ -231,12 +230,12 @@ def count_kept(connection: sa.Connection, owner: str, kept: str, texts: int, lim
 
 
 def uncount_kept(connection: sa.Connection, owner: str, kept: str, rows: int, texts: int) -> None:
-    """Take rows that were deleted from a project's totals. texts: the bytes of their texts."""
+    """Subtract deleted rows from a project's totals. texts: the bytes of their texts."""
     connection.execute(_ADD[kept], {"owner": owner, "rows": -rows, "bytes": -texts - rows * ROW_BYTES})
 
 
 def kept_failure(connection: sa.Connection, owner: str, limits: Limits, *kept: str) -> Failure:
-    """Why the project may not keep one more row of each kind in `kept`, or None. The row is not counted here."""
+    """The reason why the project may not keep one more row of each kind in `kept`, or None. This counts no row."""
     limited = [name for name in (*kept, "kept_bytes") if getattr(limits, name)]
     if not limited:
         return None
@@ -248,7 +247,7 @@ def kept_failure(connection: sa.Connection, owner: str, limits: Limits, *kept: s
 
 
 def check_kept(connection: sa.Connection, owner: str, limits: Limits, *kept: str) -> None:
-    """UserError when the project may not keep one more row of each kind in `kept`."""
+    """UserError if the project may not keep one more row of each kind in `kept`."""
     if (failure := kept_failure(connection, owner, limits, *kept)) is not None:
         raise UserError(failure[0])
 

@@ -1,18 +1,18 @@
-"""Recovery: what a model is made of. Its last recovery snapshot, and the executed requests since, replayed in order.
+"""Recovery: a model is restored from its last recovery snapshot by replaying the requests executed since, in order.
 
-The order of seq_id is the order of execution, and no two requests ever share a command of the pool. So the rows are
-the whole record of how a model came to be, and nothing more is written before a command is sent. A request that was
-sent and not answered is still pending; it is executed again, because what it did ended with its worker group. That may
-be a save which later requests have overtaken: a replay passes its place, so no snapshot past it counts before its
+Requests execute in the order of seq_id, and each command of the pool belongs to one request. The rows therefore record
+the complete history of a model, and sending a command requires no further record. A request that was sent and not
+answered is still pending. It is executed again, because its effects were lost with its worker group. It can be
+a save that later requests have overtaken. A replay has to reach that save, so no later snapshot counts before its
 answer.
 
 Payloads stay exactly as long as a replay may need them. `replays` is set with the answer of a request that changed its
-model. It is taken back when two snapshots that hold the request are committed (the newer one may turn out to be
-damaged), when the model is unloaded, or when the session of a model that failed is over.
+model. It is cleared when two committed snapshots contain the request, because the newer snapshot may be damaged. It is
+also cleared when the model is unloaded, or when the session of a failed model ends.
 
-An unnamed save is answered when its weights are published in the worker group, and stored after that. Until then it
-`replays` too: the replay passes its place, where the weights are copied again. No snapshot past it counts before the
-weights are stored, unless no sampler uses them any more.
+An unnamed save is answered when its weights are published in the worker group, and stored afterwards. Until then it
+also `replays`: the replay copies the weights again at the save's seq_id. No later snapshot counts before the weights
+are stored, unless no sampler uses them any more.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ IS_UNSTORED = sa.and_(col(Request.replays), col(Request.kind) == Kind.SAVE_FOR_S
 class Executed:
     """A request to replay.
 
-    succeeded: whether it succeeded the first time, None when the journal does not know any more.
-    answered_at: when it was answered. None: it is a save that later requests have overtaken, and still to be answered.
-    A save that is answered and replayed is not stored yet.
+    succeeded: whether the first execution succeeded; None if its result was dropped.
+    answered_at: None for a save that later requests have overtaken and that has no answer yet.
+    An answered save that is replayed is not stored yet.
     """
 
     request: Pending
@@ -70,9 +70,9 @@ class Executed:
 
 @dataclass(frozen=True)
 class SnapshotTaken:
-    """A recovery snapshot was committed to the store under `path`: the model as its requests up to seq_id made it.
+    """A recovery snapshot was committed to the store under `path`. It contains the model's requests up to seq_id.
 
-    snapshot_id: it holds only the weights that this sampling snapshot of the model was published with.
+    snapshot_id: set if it contains only the weights of this published sampling snapshot.
     """
 
     path: str
@@ -99,9 +99,9 @@ class SnapshotView(SnapshotTaken):
 class ServiceHealth:
     """The state of the service, for `tinkerflow doctor`.
 
-    beats: when each part (`engine`, `api`) last said that it works; parts that were stopped in order are not in it.
+    beats: the last heartbeat of each part (`engine`, `api`), except parts that were stopped in order.
     waits: why the requests of a base model or a model are not executed at present.
-    suspects: how many pending requests a worker group was executing when it ended.
+    suspects: the number of pending requests that a worker group was executing when it ended.
     """
 
     beats: Mapping[str, datetime]
@@ -110,12 +110,12 @@ class ServiceHealth:
 
 
 class Recovery(Aggregate):
-    """Snapshots, what is replayed after them, suspects, and the health of the service."""
+    """Snapshots, the requests to replay after them, suspects, and the health of the service."""
 
     def snapshot_taken(self, taken: SnapshotTaken) -> bool:
-        """Record a snapshot whose commit is in the store; False when it must not be used, and should be deleted.
+        """Record a snapshot whose commit is in the store; False if it must not be used and should be deleted.
 
-        FencedError from an engine whose lease another one has taken.
+        FencedError if another engine has taken the lease.
         """
         with self._write(fenced=True) as connection:
             return snapshot_taken(connection, taken, self._now())
@@ -129,20 +129,20 @@ class Recovery(Aggregate):
         return self._views(SnapshotView, sa.select(RecoverySnapshot).where(*where).order_by(*newest))
 
     def restorable(self, model_id: str) -> list[SnapshotView]:
-        """The model's snapshots after which everything is still there to be replayed, newest first."""
+        """The model's snapshots whose later requests can all still be replayed, newest first."""
         return self.snapshots(model_id)[:SNAPSHOTS_KEPT]
 
     def sampler_snapshot(self, snapshot_id: str) -> SnapshotView | None:
-        """Where the weights of a sampling snapshot are stored; None when they are not (yet: see `is_unstored`)."""
+        """The stored weights of a sampling snapshot; None if they are not stored (see `is_unstored`)."""
         of_sampler = sa.select(RecoverySnapshot).where(col(RecoverySnapshot.snapshot_id) == snapshot_id)
         return next(iter(self._views(SnapshotView, of_sampler)), None)
 
     def unstored_models(self) -> list[str]:
-        """Ids of models that take work and have saves as in `unstored`. One statement."""
+        """Ids of models that take work and have `unstored` saves. One statement."""
         return self._column(of_unstored(col(Model.id)).distinct())
 
     def is_unstored(self, snapshot_id: str) -> bool:
-        """Whether a save as in `unstored`, of a model that takes work, has published this snapshot."""
+        """Whether an `unstored` save of a model that takes work has published this snapshot."""
         return bool(self._column(of_unstored(col(Request.id)).where(col(Request.id) == snapshot_id)))
 
     def unstored(self, model_id: str) -> list[Pending]:
@@ -152,7 +152,7 @@ class Recovery(Aggregate):
             return [Pending.of(row) for row in connection.execute(of_model.order_by(col(Request.seq_id)))]
 
     def executed(self, model_id: str, after: int, limit: int) -> list[Executed]:
-        """What to replay after seq_id `after`, in order, at most `limit`, with the saves that these have overtaken."""
+        """At most `limit` requests to replay after seq_id `after`, in order, including overtaken saves."""
         next_seq = sa.select(col(Model.next_seq)).where(col(Model.id) == model_id).scalar_subquery()
         overtaken = sa.and_(IS_PENDING, col(Request.seq_id) < next_seq)
         of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after, col(Request.replays) | overtaken)
@@ -164,7 +164,7 @@ class Recovery(Aggregate):
             ]
 
     def count_executed(self, model_id: str, after: int) -> int:
-        """How many requests there are to replay after seq_id `after`."""
+        """The number of requests to replay after seq_id `after`."""
         of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after, col(Request.replays))
         return self._column(sa.select(sa.func.count()).select_from(Request).where(*of_model))[0]
 
@@ -196,9 +196,9 @@ class Recovery(Aggregate):
         return self._column(sa.select(ranked.c.path).where(needless).limit(limit))
 
     def strays(self, found: Mapping[str, str]) -> dict[str, str]:
-        """Of snapshots in the store (the path of each, and its model): which nobody needs or sweeps away, and why.
+        """The unneeded snapshots among those `found` in the store (model by path) that no sweep deletes, with reasons.
 
-        Snapshots that have a row are looked after by `superfluous`. One of a live model may be about to get its row.
+        `superfluous` covers snapshots that have a row. A snapshot of a live model may get its row soon.
         """
         known, states = set[str](), dict[str, str]()
         with self._read() as connection:
@@ -217,12 +217,12 @@ class Recovery(Aggregate):
         }
 
     def forget_snapshot(self, path: str) -> None:
-        """Note that the store does not hold a snapshot any more."""
+        """Remove the row of a snapshot that was deleted from the store."""
         with self._write() as connection:
             connection.execute(sa.delete(RecoverySnapshot).where(col(RecoverySnapshot.path) == path))
 
     def suspect(self, request_ids: Sequence[str], *, crashed: bool) -> dict[str, tuple[int, int]]:
-        """Note that a worker group ended while it executed these; of each, how many did, and how many by crashing."""
+        """Record that a worker group ended while it executed these requests. Returns (deaths, crashes) of each."""
         counts: dict[str, tuple[int, int]] = {}
         with self._write() as connection:
             for request_id in request_ids:
@@ -237,7 +237,7 @@ class Recovery(Aggregate):
         return counts
 
     def health(self) -> ServiceHealth:
-        """What works, what is waited for, and what is suspected, for people. Three statements."""
+        """The state of the service, for people. Three statements."""
         engine_gone = sa.and_(col(Process.name) == "engine", col(Process.holder) == "")
         of_bases = sa.select(col(BaseModelRow.name), col(BaseModelRow.progress))
         of_models = sa.select(col(Model.id), col(Model.progress))
@@ -260,17 +260,17 @@ class Recovery(Aggregate):
 
 
 def of_unstored(*what: Mapped[Any]) -> sa.Select[Any]:
-    """Columns of the saves that `Recovery.unstored` lists, and of their models, of all models that take work."""
+    """Columns of the saves in `Recovery.unstored`, joined with their models, for all models that take work."""
     of_model = sa.select(*what).join(Model, col(Model.id) == col(Request.model_id)).select_from(Request)
     return of_model.where(IS_UNSTORED, col(Model.state).in_(TAKES_WORK))
 
 
 # ------------------------------------------------------------------ taking snapshots
 def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetime) -> bool:
-    """Record a committed snapshot, and let go of what it makes superfluous; False when it must not be used.
+    """Record a committed snapshot and release the payloads it makes superfluous; False if it must not be used.
 
-    It must not be used when the model has ended, when a request in it is not answered yet (it would be executed twice,
-    or a save that later requests have overtaken would find another state), or when an unnamed save in it is not stored.
+    It must not be used if the model has ended, if an unnamed save in it is not stored, or if a request in it has no
+    answer yet. Such a request would be executed twice, and an overtaken save would copy a later state.
     """
     if taken.snapshot_id is not None:
         return _published(connection, taken, now)
@@ -285,7 +285,7 @@ def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetim
         return False
     if not insert_if_absent(connection, RecoverySnapshot, {**asdict(taken), "created_at": now}):
         return False
-    # Requests that all kept snapshots hold are not replayed any more.
+    # Requests that all kept snapshots contain are no longer replayed.
     newest = sa.select(col(RecoverySnapshot.seq_id)).where(
         col(RecoverySnapshot.model_id) == taken.model_id, IS_MODEL_SNAPSHOT
     )
@@ -295,8 +295,8 @@ def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetim
 
 
 def _published(connection: sa.Connection, taken: SnapshotTaken, now: datetime) -> bool:
-    """Record the snapshot that a sampler samples. It may outlive the model; `superfluous` finds unused ones."""
-    # Inflight samplers of a model share one snapshot: what it held before goes.
+    """Record the snapshot of a sampler. It may outlive the model; `superfluous` finds unused snapshots."""
+    # Inflight samplers of a model share one snapshot id: the previous snapshot becomes superfluous.
     held = col(RecoverySnapshot.snapshot_id) == taken.snapshot_id
     connection.execute(sa.update(RecoverySnapshot).where(held).values(snapshot_id=RecoverySnapshot.path))
     connection.execute(sa.update(Request).where(col(Request.id) == taken.snapshot_id).values(**LET_GO))

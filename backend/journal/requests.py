@@ -1,11 +1,11 @@
 """Requests on their way to the engine: submitted, counted against quotas, ready to execute. results.py answers them.
 
-Submitting: the unique constraints on (model or sampler, seq_id) decide which of two equal requests was first, and a
-replay gets the id of the first one. A request that cannot be executed (its model ended, its session is over, its seq_id
-was given up, its content is wrong) is stored already failed: the client would wait forever after a refused submit.
+Submitting: the unique constraints on (model or sampler, seq_id) decide which of two equal requests was first. A replay
+gets the id of the first request. A request that cannot be executed is stored as failed, because a client would wait
+forever after a refused submit. Reasons are an ended model or session, a skipped seq_id, and wrong content.
 
-Executing: a model's requests run in the order of their sequence ids, from next_seq on. Sequence ids whose request
-failed at once count as used. A missing id holds back all later ones (chunks of one call arrive as 2..n, then 1).
+Executing: a model's requests run in the order of their sequence ids, starting at next_seq. Sequence ids of requests
+that were stored as failed count as used. A missing id blocks all later ids (chunks of one call arrive as 2..n, then 1).
 A request below next_seq is a save that later requests have overtaken.
 
 Every transaction locks rows in the same order: sessions, models, samplers, then requests, each by id.
@@ -58,20 +58,20 @@ from tinkerflow.backend.journal.tables import (
 from tinkerflow.backend.journal.topics import answered
 
 CANCELLED = "cancelled by the client"
-MOST_ALONG = 2**16  # bytes of a payload that come with its sample; a larger one is read when there is room for it
-FAILED_PAYLOAD = 2**16  # bytes of a payload that is kept although its request failed when it was submitted
+MOST_ALONG = 2**16  # bytes of a payload that is loaded with its sample; larger ones are loaded when they fit
+FAILED_PAYLOAD = 2**16  # the largest payload that is stored for a request that failed when it was submitted
 
 
-# ------------------------------------------------------------------ what goes in and what comes out
+# ------------------------------------------------------------------ new and pending requests
 @dataclass(frozen=True)
 class NewRequest:
-    """One operation. Exactly one of model_id and sampler_id is given; its session is the model's or sampler's.
+    """One operation. Exactly one of model_id and sampler_id is given, and determines the session.
 
-    content_hash: equal for replays of the same operation, whatever else differs in the bytes.
-    error: set when the request is already known to be wrong. The request is stored, its seq_id is used up, and it
-    answers with this error: content is refused without an HTTP error, which would hang the client.
-    tokens: of training data, counted while the request waits when there is a limit.
-    stores: whether the request saves a checkpoint. interactive: somebody waits for this sample (`pending_samples`).
+    content_hash: equal for replays of the same operation, even if their bytes differ.
+    error: set if the request is wrong. The request is stored, its seq_id counts as used, and its answer is this error:
+    refusing the content with an HTTP error would hang the client.
+    tokens: of training data, counted while the request waits if there is a limit.
+    stores: whether the request saves a checkpoint. interactive: a person waits for this sample (`pending_samples`).
     """
 
     kind: Kind
@@ -91,9 +91,9 @@ class NewRequest:
 class Pending:
     """A request that waits for its answer. sampler is set for samples.
 
-    left: bytes of a payload that stays in the journal until `Requests.payload` reads it; `payload` is empty then.
-    answered: the request has its answer, and is executed again or has something left to do (recovery.py). trace: the
-    context of the span in which it was submitted.
+    left: bytes of a payload that `Requests.payload` still has to load; `payload` is empty then.
+    answered: the request has its answer, and is executed again or has work left (recovery.py). trace: the context of
+    the span in which it was submitted.
     """
 
     id: str
@@ -132,7 +132,7 @@ class Pending:
         return self._outcome(effects, result=result, result_type=result_type)
 
     def failed(self, error: TinkerflowError | str, category: Category | None = None, *effects: Effect) -> Outcome:
-        """The outcome that answers this request with `error`; a plain text is the server's fault by default."""
+        """The outcome that answers this request with `error`; the category of a plain text is "server" by default."""
         text, own = (error.message, error.category) if isinstance(error, TinkerflowError) else (error, "server")
         return self._outcome(effects, error=text, category=category or own)
 
@@ -164,8 +164,8 @@ _TOUCH_MODEL = (
         _of_session(col(Session.detail)).label("session_detail"),
     )
 )
-# The sampler's row stays as it is until we commit. Not FOR SHARE: a request that fails at once takes a number, and two
-# transactions that hold the row together would each wait for the other.
+# The sampler's row cannot change before the commit. FOR SHARE would deadlock: a request that is stored as failed takes
+# a number, and two transactions that share the row's lock would each wait for the other.
 _LOOK_AT_SAMPLER = sa.select(SamplerRow).where(is_owned(SamplerRow)).with_for_update(key_share=True)
 _TAKE_NUMBER_AND_TELL = TAKE_NUMBER.returning(col(SamplerRow.last_completion))
 _READY = (
@@ -202,14 +202,14 @@ _TO_CANCEL = sa.select(col(Request.kind), col(Request.state), col(Request.sample
 
 
 class Requests(Aggregate):
-    """The way in: what is submitted, and what the engine can execute next."""
+    """Submits and cancels requests, and lists the requests that the engine can execute next."""
 
     def submit(self, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
-        """Store a request and return its id; a replay (same seq_id and content) returns the id of the first one.
+        """Store a request and return its id; a replay (same seq_id and content) returns the id of the first request.
 
-        NotFoundError: unknown or foreign model or sampler. ConflictError: the seq_id holds other content. A model or
-        session that is over raises no error: the request is stored already failed, and says why; so is one over the
-        project's `limits`. TooManyError: a sample over them, which is not stored.
+        NotFoundError: unknown or foreign model or sampler. ConflictError: the seq_id has other content. If the model or
+        session has ended, or the request exceeds the project's `limits`, the request is stored as failed with the
+        reason. TooManyError: a sample over the limits, which is not stored.
         """
         if (request.model_id is None) == (request.sampler_id is None) or request.seq_id is None:
             raise ValueError(f"{request.kind} request: needs a seq_id and exactly one of model_id and sampler_id")
@@ -225,10 +225,10 @@ class Requests(Aggregate):
         return request_id
 
     def ready(self, model_id: str, limit: int = 64) -> list[Pending]:
-        """A model's next requests in order of execution: the contiguous run from its next_seq on, then an unload.
+        """A model's next requests in order of execution: contiguous sequence ids from its next_seq, then an unload.
 
-        The unload comes when nothing else can run. One statement, and one more for each place where sequence ids were
-        used up by requests that failed at once.
+        The unload comes when no other request can run. One statement, and one more for each gap of sequence ids whose
+        requests were stored as failed.
         """
         with self._read() as connection:
             rows = connection.execute(_READY, {"model_id": model_id, "at_most": limit}).all()
@@ -237,7 +237,7 @@ class Requests(Aggregate):
             for row in (row for row in rows if row.seq_id is not None):
                 expected = max(row.next_seq, (run[-1].seq_id or 0) + 1 if run else 0)
                 if row.seq_id > expected:
-                    # What arrived since our page was read waits, and must not count as used up.
+                    # Requests that arrived after the page was read are pending, and must not count as used.
                     used = count_in_range(connection, model_id, expected, row.seq_id, sa.not_(IS_PENDING))
                     if used < row.seq_id - expected:
                         cut = False
@@ -255,33 +255,33 @@ class Requests(Aggregate):
         owner: str | None = None,
         odd_interactive: bool = True,
     ) -> list[Pending]:
-        """Samples that wait, oldest first, at most `limit`, each with its sampler, and without a long payload.
+        """At most `limit` pending samples, oldest first, each with its sampler, and without a long payload.
 
-        Half of `limit` is for interactive samples, and they come first. So whoever waits for one does not wait for a
-        batch that was sent before, and the batch goes on. base_model, owner: of the samples; None: any. exclude: ids of
-        requests that were taken up already. odd_interactive: whether the odd place of such a limit is for them, too.
+        Half of `limit` is reserved for interactive samples, and they come first. An interactive sample therefore does
+        not wait for an earlier batch, and the batch still progresses. base_model, owner: of the samples; None: any.
+        exclude: ids of requests to leave out. odd_interactive: whether the middle place of an odd limit is interactive.
         """
         most = (limit + odd_interactive) // 2
         values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner}
         with self._read() as connection:
             oldest = list(connection.execute(_PENDING_SAMPLES, {**values, "at_most": limit}))
             first = [row for row in oldest if row.interactive][:most]
-            if len(oldest) == limit and len(first) < most:  # there may be more of them behind
+            if len(oldest) == limit and len(first) < most:  # there may be more interactive samples beyond the limit
                 first = list(connection.execute(_PENDING_INTERACTIVE, {**values, "at_most": most}))
         taken = {row.id for row in first}
         rows = [*first, *(row for row in oldest if row.id not in taken)][:limit]
         return [Pending.of(row, as_view(SamplerView, row, prefix="its_"), row.left) for row in rows]
 
     def payload(self, request_id: str) -> bytes | None:
-        """What a request that waits was submitted with; None when it has its answer."""
+        """The payload of a pending request; None if it was answered."""
         with self._read() as connection:
             return connection.execute(_PAYLOAD, {"row_id": request_id}).scalar_one_or_none()
 
     def cancel(self, request_id: str, owner: str | None) -> bool:
-        """Answer a sample that waits with a failure, and have it leave the decode batch; whether it still waited.
+        """Fail a pending sample and remove it from the decode batch. Returns whether it was still pending.
 
-        UserError for any other kind: a model's operations run in order of their sequence ids, and later requests count
-        on an accepted one, so it is always executed. NotFoundError: unknown or foreign request.
+        UserError for any other kind: later requests of a model rely on its accepted operations, so these are always
+        executed. NotFoundError: unknown or foreign request.
         """
         with self._write() as connection:
             row = connection.execute(_TO_CANCEL, {"row_id": request_id, "as_owner": owner}).one_or_none()
@@ -306,7 +306,7 @@ class Requests(Aggregate):
 def _submit_to_model(
     connection: sa.Connection, model_id: str, request: NewRequest, limits: Limits, now: datetime
 ) -> str:
-    """Lock the model's row, note the time, and store the request as pending or failed."""
+    """Lock the model's row, record the time of the request, and store it as pending or failed."""
     parameters = {"row_id": model_id, "as_owner": request.owner, "now": now}
     model = connection.execute(_TOUCH_MODEL, parameters).one_or_none()
     if model is None:
@@ -339,7 +339,7 @@ def _submit_to_model(
 def _submit_to_sampler(
     connection: sa.Connection, sampler_id: str, request: NewRequest, limits: Limits, now: datetime
 ) -> tuple[str, str]:
-    """Store a sample; its id, and the topic to publish."""
+    """Store a sample. Returns its id, and the topic to publish."""
     sampler = connection.execute(_LOOK_AT_SAMPLER, {"row_id": sampler_id, "as_owner": request.owner}).one_or_none()
     if sampler is None:
         raise missing(SamplerRow, sampler_id)
@@ -364,11 +364,11 @@ def store(
     now: datetime,
     completion: int | None = None,
 ) -> str:
-    """Store a request as pending, or as failed with `failure`; its id, or the id of the equal request before it.
+    """Store a request as pending, or as failed with `failure`. Returns its id, or that of an earlier equal request.
 
-    connection: of a transaction that has locked the model or looked at the sampler. session_id: of the model or
-    sampler. now: when the request came. completion: the number that its sampler gave a failed sample.
-    ConflictError: the seq_id holds another request.
+    connection: of a transaction that has locked the model or selected the sampler. session_id: of the model or
+    sampler. now: the time of the request. completion: the sampler's number for a failed sample.
+    ConflictError: the seq_id belongs to another request.
     """
     request_id = new_id("req")
     error, category = failure or (None, None)
@@ -400,7 +400,7 @@ def store(
 
 
 def _replayed(connection: sa.Connection, request: NewRequest) -> str:
-    """The id of the request that has our seq_id, if it is the same request."""
+    """The id of the stored request with this seq_id; ConflictError if it is another request."""
     if request.model_id is not None:
         noun, address, where = "model", request.model_id, col(Request.model_id) == request.model_id
     else:
@@ -419,9 +419,9 @@ def _replayed(connection: sa.Connection, request: NewRequest) -> str:
 
 
 def lock_quotas(connection: sa.Connection, limits: Limits, request: NewRequest) -> None:
-    """Wait for the project's other transactions that count what this request adds; before any row is locked.
+    """Wait for the project's other transactions with the same quotas. Call this before locking any row.
 
-    queued_bytes are counted without this wait: requests that come at the same moment may exceed them a little.
+    queued_bytes are counted without this wait, so simultaneous requests may exceed that limit a little.
     """
     limited = (
         (request.kind == Kind.SAMPLE and limits.sampling_requests)
@@ -436,6 +436,6 @@ def lock_quotas(connection: sa.Connection, limits: Limits, request: NewRequest) 
 def count_in_range(
     connection: sa.Connection, model_id: str, first: int, end: int, *where: sa.ColumnElement[bool]
 ) -> int:
-    """How many requests of the model have a seq_id in [first, end) and are `where`."""
+    """The number of the model's requests with a seq_id in [first, end) that match `where`."""
     in_range = (col(Request.model_id) == model_id, col(Request.seq_id) >= first, col(Request.seq_id) < end)
     return connection.execute(sa.select(sa.func.count()).select_from(Request).where(*in_range, *where)).scalar_one()

@@ -1,16 +1,17 @@
-"""Results: how requests are answered, how answers are read, and in which order those of a sampler came.
+"""Results: how requests are answered, how answers are read, and the order of a sampler's answers.
 
 The first answer of a request wins. The answer and its effects are stored in one transaction.
 
 A client may follow a whole sampler with one cursor (retrieve_futures). Every transaction that answers requests of a
 sampler takes the sampler's next number, and its requests carry it. The number is taken by an UPDATE of the sampler's
-row, whose lock is held until the commit. So a number becomes visible only after all smaller ones: a reader that has
-seen number n has missed nothing at or below n, on Postgres too, where ids from a sequence would become visible out of
-order. A transaction that rolls back gives its number back. A number without requests (an outcome that came second)
-does no harm. The cursor is such a number, so it means the same to every API process, and after a restart.
+row, whose lock is held until the commit. A number therefore becomes visible only after all smaller numbers. A
+reader that has seen number n has missed nothing at or below n. Ids from a Postgres sequence would not guarantee this,
+because they can become visible out of order. A transaction that rolls back returns its number. Numbers without requests
+(an outcome that came second) are harmless. The cursor is such a number, so all API processes agree on it, even after a
+restart.
 
-Results stay readable until they expire or are acknowledged. Then their bytes go, and the id answers with that fact.
-An acknowledgement leaves a few of a sampler's first samples, for people who look back.
+Results stay readable until they expire or are acknowledged. Then their bytes are dropped, and reading the id returns an
+error that gives the reason. An acknowledgement keeps a few of a sampler's first samples, which the console shows.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from tinkerflow.backend.journal.tables import (
 from tinkerflow.backend.journal.topics import CLONE_BLOCK, answered
 
 PAGE = 1000
-DROPPED, EXPIRED = "the result was dropped", "the result expired"  # how errors of answers begin whose bytes are gone
-FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # samples of a sampler that an acknowledgement leaves; bytes of one, in all
+DROPPED, EXPIRED = "the result was dropped", "the result expired"  # errors of results without bytes begin with these
+FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # number of samples that an acknowledgement keeps; the most bytes of each
 _ACKNOWLEDGED = f"{DROPPED}: its client acknowledged that it has it"
 _SIZE = sa.func.length(col(Request.result))
 STORED_SIZE = sa.func.length(col(Request.payload)) + sa.func.coalesce(_SIZE, 0)  # of the request and its answer
@@ -136,10 +137,10 @@ _FINISHED = sa.select(col(Request.id)).where(
 )
 
 
-# ------------------------------------------------------------------ what most answers count
+# ------------------------------------------------------------------ effects of most answers
 @dataclass(frozen=True)
 class Used:
-    """So many tokens (or checkpoints) were used for a session on a base model; counted in the hour of the answer."""
+    """Tokens (or checkpoints) that a session used on a base model. They count in the hour of the answer."""
 
     session_id: str
     base_model: str
@@ -149,9 +150,10 @@ class Used:
 
 @dataclass(frozen=True)
 class LossMeasured:
-    """A forward_backward had this `loss` over so many `tokens`, which have so much `weight` together.
+    """The figures of one forward_backward.
 
-    kl: from the policy that sampled the tokens to the model, a mean over them; None when it was not measured.
+    tokens: their number. weight: the sum of their weights. loss: the sum over the tokens. kl: the mean divergence from
+    the policy that sampled the tokens to the model; None if it was not measured.
     """
 
     model_id: str
@@ -161,7 +163,7 @@ class LossMeasured:
     kl: float | None = None
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Add it to the step that is not made yet."""
+        """Add the figures to the step that is still accumulating gradients."""
         kl = None if self.kl is None else _finite(self.kl * self.tokens)
         figures = {"tokens": self.tokens, "weight": self.weight, "loss": _finite(self.loss), "kl": kl}
         connection.execute(_ADD_LOSS, {"model_id": self.model_id, "seq_id": UNMADE, "step": 0, "at": now, **figures})
@@ -170,9 +172,9 @@ class LossMeasured:
 
 @dataclass(frozen=True)
 class StepMeasured:
-    """The optim_step with this seq_id used the gradients of every LossMeasured since the one before it.
+    """The optim_step with this seq_id used the gradients of every LossMeasured since the previous optim_step.
 
-    learning_rate: None of an optimizer that has none.
+    learning_rate: None if the optimizer has none.
     """
 
     model_id: str
@@ -182,7 +184,7 @@ class StepMeasured:
     learning_rate: float | None
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Make a row of the step out of its losses; a step without any has a row, too."""
+        """Create the row of the step from its losses. A step without losses has a row, too."""
         figures = {"grad_norm": _finite(self.grad_norm), "learning_rate": self.learning_rate}
         made = {"seq_id": self.seq_id, "step": self.step, "at": now, **figures}
         if not connection.execute(_MAKE_STEP, {"of_model": self.model_id, **made}).rowcount:
@@ -194,9 +196,9 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# ------------------------------------------------------------------ what goes in and what comes out
+# ------------------------------------------------------------------ outcomes and results
 class RowEffect(Protocol):
-    """What an operation did to a model, a sampler, a checkpoint: a change of rows, stored together with its answer."""
+    """A change that an operation made to a model, sampler or checkpoint. It is stored together with the answer."""
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
         """Change the rows in the caller's transaction; the topics to publish after its commit."""
@@ -208,14 +210,14 @@ Effect = RowEffect | Used
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer to one request: result bytes, or an error with its category. Pending.done / Pending.failed make them.
+    """The answer to one request: result bytes, or an error with its category. See Pending.done and Pending.failed.
 
-    model_id, sampler_id and seq_id are the request's own: they move the model's next_seq past the request, or have the
-    sampler number it (results.py). effects happen in the same transaction, and only if this is the request's first
-    answer. A failed creation (seq_id 0) ends its model by itself.
-    replays: the request changed the model, so it is executed again when the model must be made again; or it has
-    published weights that are not stored yet. That counts even when the request was answered before.
-    started_at: when its first command was sent, None when none was.
+    model_id, sampler_id and seq_id are those of the request. They move the model's next_seq past the request, or assign
+    it the sampler's next number. effects: applied in the same transaction, and only if this is the first answer of the
+    request. A failed creation (seq_id 0) ends its model without an effect.
+    replays: the request changed the model, so restoring the model executes it again; or it published weights that are
+    not stored yet. This flag counts even if the request was answered before.
+    started_at: when the first command of the request was sent; None if none was sent.
     """
 
     request_id: str
@@ -264,20 +266,20 @@ class Completion:
 
 @dataclass(frozen=True)
 class Completions:
-    """What was answered after one cursor, oldest first, and the next cursor."""
+    """Requests that were answered after a cursor, oldest first, and the next cursor."""
 
     rows: tuple[Completion, ...]
     cursor: int
 
 
 class Results(Aggregate):
-    """How requests are answered, and what becomes of their answers."""
+    """Answers requests, and returns, acknowledges and expires their answers."""
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[str]:
-        """Answer requests with all their effects in one transaction; the ids that this call answered.
+        """Answer requests with all their effects in one transaction. Returns the ids that this call answered.
 
-        The first answer of a request wins: a later one changes nothing, and none of its effects happen. FencedError
-        from an engine whose lease another one has taken, and then nothing happens at all.
+        The first answer of a request wins: a later answer and its effects change nothing. FencedError if another engine
+        has taken the lease; then nothing is stored.
         """
         with self._write(fenced=True) as connection:
             ids, topics = finish(connection, outcomes, self._now())
@@ -285,9 +287,9 @@ class Results(Aggregate):
         return ids
 
     def get(self, request_id: str, owner: str | None, *, at_most: int | None = None) -> Result | None:
-        """The answer, None while it is pending. Re-readable until it expires; the first reading is noted.
+        """The answer, or None while the request is pending. It can be read again until it expires.
 
-        Of a result of more than `at_most` bytes only the size is given, and that does not count as a reading.
+        A result of more than `at_most` bytes is returned with its size alone, which does not count as a reading.
         NotFoundError: unknown or foreign request.
         """
         with self._read() as connection:
@@ -314,11 +316,11 @@ class Results(Aggregate):
     def completions(
         self, sampler_id: str, owner: str | None, *, clone: int, after: int, page: int = PAGE
     ) -> Completions:
-        """What was answered of one clone's requests after the cursor `after`, oldest first, about `page` at once.
+        """The requests of one clone that were answered after the cursor `after`, oldest first, about `page` in a call.
 
-        One statement when nothing was answered since, two otherwise; three for a transaction that answered more than
-        `page`. A cursor that this sampler never gave (it is ahead) begins from the start, rather than wait for what has
-        happened. NotFoundError: a `sampler_id` that is unknown, or not the owner's.
+        One statement if nothing was answered since, otherwise two; three for a transaction that answered more than
+        `page`. A cursor beyond the sampler's last number restarts at 0, because the sampler never returned it.
+        NotFoundError: unknown or foreign sampler.
         """
         with self._read() as connection:
             last = get_owned(connection, SamplerRow, sampler_id, owner).last_completion
@@ -329,12 +331,12 @@ class Results(Aggregate):
                 "first_seq": clone * CLONE_BLOCK,
                 "end_seq": (clone + 1) * CLONE_BLOCK,
                 "after": after if after < last else 0,
-                # What is answered from now on is for the next call: the cursor must not overtake what is given here.
+                # Later answers belong to the next call: the cursor must not pass requests that were not returned.
                 "up_to": last,
             }
             rows = connection.execute(_AFTER, {**bounds, "at_most": page + 1}).all()
             if len(rows) > page:
-                # A number is given whole or not at all: leave out the one that the page cuts, or give it alone.
+                # Requests of one number are returned together: drop the number that the page cuts, or return it alone.
                 last = rows[-1].completion
                 rows = [row for row in rows if row.completion < last]
                 if rows:
@@ -353,12 +355,11 @@ class Results(Aggregate):
             return {row.id: row.last_completion for row in rows}
 
     def acknowledge(self, sampler_id: str, owner: str | None, request_ids: Collection[str], *, clone: int) -> int:
-        """Drop the bytes of results that were read and that their client says it has; how many.
+        """Drop the bytes of results that were read and that the client acknowledges. Returns their number.
 
-        A sampler's first FIRST_SHOWN stay until they expire, where they are small: the console shows them.
-        A client acknowledges what it has downloaded and read, and only that. A result that nobody ever read stays, and
-        ids that are not the clone's are passed over. Only the clone that asked for a sample knows its id, so there is
-        no other reader to wait for. NotFoundError: unknown or foreign sampler.
+        The first FIRST_SHOWN samples of a sampler stay until they expire if they are small: the console shows them.
+        Results that were never read stay, and ids of other clones are ignored. Only the clone that requested a sample
+        has its id, so no other reader can need the bytes. NotFoundError: unknown or foreign sampler.
         """
         dropped = 0
         with self._write() as connection:
@@ -378,9 +379,10 @@ class Results(Aggregate):
         return dropped
 
     def expire(self, ttl: float, limit: int = 500) -> int:
-        """Drop payload and result of at most `limit` requests read, or else answered, over `ttl` seconds ago; how many.
+        """Drop payload and result of at most `limit` old requests. Returns their number.
 
-        Their ids answer with an error that says so. The payload of a request that may be replayed stays.
+        A request is old if it was last read (or answered, if never read) over `ttl` seconds ago. Reading it afterwards
+        returns an error with the reason. The payload of a request that may be replayed stays.
         """
         before = self._ago(ttl)
         last_use = sa.func.coalesce(col(Request.read_at), col(Request.finished_at))
@@ -398,7 +400,7 @@ class Results(Aggregate):
 
 
 def _dropped(text: str, **more: Any) -> dict[str, Any]:
-    """The columns of a request whose result is dropped: one that was done answers with the error `text`."""
+    """The columns of a request whose result is dropped. A request in state done fails with the error `text`."""
     was_done = col(Request.state) == RequestState.DONE
     return {
         "result": None,
@@ -411,14 +413,14 @@ def _dropped(text: str, **more: Any) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ answering
 def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime) -> tuple[list[str], list[str]]:
-    """Answer requests; the ids answered by this call, and the topics to publish.
+    """Answer requests. Returns the ids that this call answered, and the topics to publish.
 
     Three statements, one more for each sampler, and those of the effects.
     """
     first = {outcome.request_id: outcome for outcome in reversed(outcomes)}
     _advance(connection, outcomes)
     samplers = sorted({outcome.sampler_id for outcome in outcomes if outcome.sampler_id is not None})
-    if samplers:  # one UPDATE each, in order of id; see results.py
+    if samplers:  # one UPDATE each, in order of id; see the module's docstring
         connection.execute(TAKE_NUMBER, [{"of_sampler": sampler_id} for sampler_id in samplers])
     waiting = {row.id: row.sampler_id for row in connection.execute(_LOCK_WAITING, {"ids": list(first)})}
     winners = [outcome for request_id, outcome in reversed(first.items()) if request_id in waiting]
@@ -427,7 +429,7 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
         connection.execute(_REPLAYS, {"ids": beaten})
     for outcome in winners:
         if outcome.sampler_id != waiting[outcome.request_id]:
-            # It would get a number that clients have passed already, and they would never hear of it.
+            # Clients may have passed its number already, and would never see the answer.
             raise ValueError(
                 f"outcome of {outcome.request_id}: sampler_id is {outcome.sampler_id!r}: not the request's"
             )
@@ -467,7 +469,7 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
 
 
 def _advance(connection: sa.Connection, outcomes: Iterable[Outcome]) -> None:
-    """Move next_seq of every model past what was executed. Also locks the models, before any request."""
+    """Move next_seq of every model past its executed requests. This locks the models before any request."""
     after: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.model_id is not None:
@@ -479,7 +481,7 @@ def _advance(connection: sa.Connection, outcomes: Iterable[Outcome]) -> None:
 
 
 def _add_usage(connection: sa.Connection, used: Sequence[Used], now: datetime) -> None:
-    """Add to the current hour's buckets (usage.py): one upsert for each bucket that is touched."""
+    """Add to the buckets of the current hour (usage.py), with one upsert for each bucket."""
     sums: Counter[tuple[str, str, str]] = Counter()
     for effect in used:
         sums[effect.session_id, effect.base_model, effect.kind] += effect.quantity
@@ -493,5 +495,5 @@ def _add_usage(connection: sa.Connection, used: Sequence[Used], now: datetime) -
 
 
 def hour_of(moment: datetime) -> datetime:
-    """The beginning of its hour, in UTC."""
+    """The beginning of the hour of `moment`, in UTC."""
     return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)

@@ -1,7 +1,7 @@
 """Samplers: sampling sessions that clients open themselves, and the numbers of their answers.
 
 Every transaction that answers requests of a sampler takes the sampler's next number, and the requests carry it
-(`completion`). results.py says what the numbers are for.
+(`completion`). results.py explains their purpose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, tex
 from tinkerflow.backend.journal.tables import Request, SamplerRow, SamplerState, Session, SessionState, session_over
 
 NEXT_COMPLETION = {"last_completion": col(SamplerRow.last_completion) + 1}
-# The number of the transaction that we are in; NULL for training requests.
+# The number of the current transaction; NULL for training requests.
 COMPLETION = (
     sa.select(col(SamplerRow.last_completion)).where(col(SamplerRow.id) == col(Request.sampler_id)).scalar_subquery()
 )
@@ -43,8 +43,8 @@ _JOIN = (
 class NewSampler:
     """A sampling session; its id is `{session_id}:sample:{n}` (tinkerflow.backend.core.ids.sampler_id).
 
-    model_path: the checkpoint it samples (it can be loaded again); snapshot_id: its snapshot in the worker group.
-    Both None: the base model itself.
+    model_path: its checkpoint, which can be loaded again. snapshot_id: its snapshot in the worker group. Both None: the
+    base model.
     """
 
     id: str
@@ -66,25 +66,25 @@ class SamplerView(NewSampler):
 
 @dataclass(frozen=True)
 class SamplerOpened:
-    """A sampler exists now (an unnamed save_weights_for_sampler makes one). An id that exists stays as it is."""
+    """An unnamed save_weights_for_sampler created a sampler. An existing id stays as it is."""
 
     sampler: NewSampler
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Make its row."""
+        """Insert its row."""
         insert_sampler(connection, self.sampler, now)
         return ()
 
 
 @dataclass(frozen=True)
 class SamplerLoaded:
-    """The sampler's checkpoint is in the worker group now, as this snapshot; None: it is there no longer."""
+    """The worker group loaded the sampler's checkpoint as this snapshot; None if it dropped the snapshot."""
 
     sampler_id: str
     snapshot_id: str | None
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Note the snapshot."""
+        """Record the snapshot."""
         loaded = sa.update(SamplerRow).where(col(SamplerRow.id) == self.sampler_id)
         connection.execute(loaded.values(snapshot_id=self.snapshot_id))
         return ()
@@ -94,7 +94,7 @@ class Samplers(Aggregate):
     """Sampling sessions."""
 
     def open(self, sampler: NewSampler, limits: Limits = NO_LIMITS) -> str:
-        """Make a sampler; its id. Repeating changes nothing.
+        """Create a sampler and return its id. Repeating changes nothing.
 
         NotFoundError: unknown or foreign session. UserError: the session is over. ConflictError: the id has other
         content.
@@ -113,23 +113,23 @@ class Samplers(Aggregate):
         return sampler.id
 
     def get(self, sampler_id: str, owner: str | None) -> SamplerView:
-        """A sampler; NotFoundError when it is unknown or foreign."""
+        """A sampler; NotFoundError if it is unknown or foreign."""
         with self._read() as connection:
             return as_view(SamplerView, get_owned(connection, SamplerRow, sampler_id, owner))
 
     def of_session(self, session_id: str, limit: int = MOST_OF_SESSION) -> list[SamplerView]:
-        """The session's samplers, in any state. limit: how many at most."""
+        """At most `limit` of the session's samplers, in any state."""
         statement = sa.select(SamplerRow).where(col(SamplerRow.session_id) == session_id).order_by(col(SamplerRow.id))
         return self._views(SamplerView, statement.limit(limit))
 
     def unused_snapshots(self, snapshot_ids: Collection[str]) -> set[str]:
-        """The snapshots among `snapshot_ids` that no live sampler uses: they can be dropped."""
+        """The snapshots among `snapshot_ids` that no live sampler uses, so that they can be dropped."""
         live = (col(SamplerRow.snapshot_id).in_(snapshot_ids), col(SamplerRow.state) == SamplerState.LIVE)
         used = self._column(sa.select(col(SamplerRow.snapshot_id)).where(*live))
         return set(snapshot_ids).difference(used)
 
     def join(self, sampler_id: str, owner: str | None) -> int:
-        """A number from 1 for a copy of the sampler's client; no two copies ever get the same. One statement.
+        """A new number, starting at 1, for a copy of the sampler's client. One statement.
 
         NotFoundError: unknown or foreign sampler.
         """
@@ -141,7 +141,7 @@ class Samplers(Aggregate):
 
 
 def insert_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime, limits: Limits = NO_LIMITS) -> bool:
-    """Make the sampler's row unless its id exists; whether it was made. UserError: the project keeps too many."""
+    """Insert the sampler's row unless its id exists. Returns whether it was inserted. UserError: a limit is reached."""
     values = {**asdict(sampler), "state": SamplerState.LIVE, "created_at": now, "last_completion": 0, "clones": 0}
     made = insert_if_absent(connection, SamplerRow, values)
     if made:

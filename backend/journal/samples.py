@@ -1,4 +1,4 @@
-"""Samples for people who look back: which were asked for lately, of a project or of one training run."""
+"""Recent samples of a project or of a training run, for the console."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tinkerflow.backend.journal.requests import CANCELLED
 from tinkerflow.backend.journal.results import DROPPED, EXPIRED, FIRST_SHOWN, STORED_SIZE
 from tinkerflow.backend.journal.tables import Kind, Model, Request, RequestState, SamplerRow
 
-SAMPLERS = 20  # the newest samplers, whose samples are looked at
-# A request whose answer was dropped fails from then on, with this fact for its error; its sample did not.
+SAMPLERS = 20  # number of the newest samplers whose samples are listed
+# Dropping an answer changes its request to failed, although the sample succeeded.
 _ANSWERED = sa.and_(
     col(Request.dropped_at).is_not(None),
     sa.or_(col(Request.error).startswith(DROPPED), col(Request.error).startswith(EXPIRED)),
@@ -40,10 +40,10 @@ _SAMPLES = sa.select(*_COLUMNS, *_OF).join(SamplerRow, col(SamplerRow.id) == col
 
 @dataclass(frozen=True)
 class SampleView:
-    """A sample request and whose weights it sampled: those of model_path, else of snapshot_id, else of base_model.
+    """A sample request and its weights: of model_path, else of snapshot_id, else of base_model.
 
-    state: `cancelled` when its client gave it up, else as of the request, `done` also when the bytes of its answer were
-    dropped. size: bytes of the request and of its answer; they may be large, so only `Samples.whole` reads them.
+    state: `cancelled` if its client cancelled it, else as in the request, and `done` even if the bytes of its answer
+    were dropped. size: bytes of the request and of its answer. Only `Samples.whole` reads these bytes.
     """
 
     id: str
@@ -61,7 +61,7 @@ class SampleView:
 
 @dataclass(frozen=True)
 class WholeSample(SampleView):
-    """A sample request with the wire's bytes, empty once they were dropped."""
+    """A sample request with the wire's bytes, which are empty after they were dropped."""
 
     payload: bytes
     result: bytes | None
@@ -76,7 +76,7 @@ class Samples(Aggregate):
     ) -> list[SampleView]:
         """The newest samples of the newest samplers; with run_id, of samplers of that run's weights.
 
-        texts_first: samples whose bytes are there come before those whose bytes were dropped. One statement for each
+        texts_first: samples with bytes come before samples whose bytes were dropped. One statement for each
         sampler, and one or two more. NotFoundError: unknown or foreign run.
         """
         newest = (col(SamplerRow.created_at).desc(), col(SamplerRow.id))
@@ -110,7 +110,7 @@ class Samples(Aggregate):
         return as_view(SampleView, self._row(_SAMPLES, request_id, owner))
 
     def whole(self, request_id: str, owner: str | None) -> WholeSample:
-        """One sample request with its bytes; errors as of `get`."""
+        """One sample request with its bytes; errors as in `get`."""
         return as_view(WholeSample, self._row(_SAMPLES.add_columns(*_BYTES), request_id, owner))
 
     def _row(self, samples: sa.Select[Any], request_id: str, owner: str | None) -> sa.Row[Any]:

@@ -1,4 +1,4 @@
-"""What the journal knows of the whole service, as numbers for its metrics. It tells nothing about any project."""
+"""Numbers of the whole service for its metrics. They contain no data of a project."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _WAITING = sa.union_all(
 class ServiceFigures:
     """Numbers of the service.
 
-    used: by base model and kind, since the beginning; a kind is one of UsageKind. live: models in training by base
-    model. unsaved_since: by base model, when the newest recovery snapshot was taken of the model whose changes have
-    waited longest for one; absent when none has any. waiting_since: of `samples` and of `training`, when the oldest
-    request without an answer was submitted; None when there is none.
+    used: by base model and UsageKind, since the beginning. live: models in training by base model. unsaved_since: by
+    base model, the newest recovery snapshot of the model whose changes have waited longest for one; absent without such
+    changes. waiting_since: of `samples` and of `training`, when the oldest request without an answer was submitted, or
+    None.
     """
 
     used: Mapping[tuple[str, str], int]

@@ -1,8 +1,8 @@
-"""Sessions: they begin, send heartbeats and end; they are listed, searched and timed.
+"""Sessions: creation, heartbeats, ends, lists, searches and timelines.
 
-A session's samplers close with it. Its models are unloaded in order, by a request. The project of a session is its
-label `project_id`, or its owner when it has none: the owner (the project of the key that made the session) is the
-boundary between tenants, and labels only sort what is inside.
+A session's samplers close with it. Its models are unloaded in order, by a request. The owner of a session is the
+project of the key that created it, and is the boundary between tenants. The label `project_id` only groups sessions
+inside an owner. The project of a session is its label, or its owner if it has no label.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _NEWER = aliased(Request, name="newer")
 
 @dataclass(frozen=True)
 class NewSession:
-    """A client's session, as create_session describes it. key_id: the key that made it, "" without keys.
+    """A client's session, as in create_session. key_id: the key that created it, "" without keys.
 
-    owner is the tenant boundary; project_id is a label of the client's inside it.
+    owner: the tenant. project_id: the client's label inside the tenant.
     """
 
     owner: str
@@ -83,10 +83,10 @@ class NewSession:
 
 @dataclass(frozen=True)
 class SessionFailure:
-    """What an expired session had failed at: a `training_run`, `sampling_session` or `request` with this id.
+    """The failure before a session expired: of the `training_run`, `sampling_session` or `request` with this id.
 
-    request_kind: the Kind of the request, None for a training run or sampling session. message: its error, or why it
-    was lost.
+    request_kind: the Kind of the request, None for a training run or sampling session. message: its error, or the
+    reason of the loss.
     """
 
     category: Category
@@ -98,9 +98,9 @@ class SessionFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionView(NewSession):
-    """A session. finish_reason, detail: what the client said when it finished; or detail: why it expired.
+    """A session. finish_reason: given by the client. detail: given by the client, or the reason of the expiry.
 
-    failure: of expired sessions, None when nothing had failed.
+    failure: of expired sessions; None if nothing had failed.
     """
 
     id: str
@@ -114,13 +114,13 @@ class SessionView(NewSession):
 
     @property
     def project(self) -> str:
-        """The project it is in: its label, or its owner when it has none."""
+        """The label, or the owner if there is no label."""
         return self.project_id or self.owner
 
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """A session with how many checkpoints its runs have now, and their bytes."""
+    """A session with the number of its runs' current checkpoints, and their bytes."""
 
     session: SessionView
     checkpoints: int
@@ -129,10 +129,10 @@ class SessionSummary:
 
 @dataclass(frozen=True)
 class SessionQuery:
-    """What to look for; None and empty mean anything.
+    """The conditions of a search; None and empty mean no condition.
 
-    statuses: status, and for client_finished the reasons that count (None: all). text fields: see `_matches`.
-    after: created_at and id of the last session of the page before.
+    statuses: pairs of a status and, for client_finished, the accepted reasons (None: all). Texts: see `_matches`.
+    after: created_at and id of the previous page's last session.
     """
 
     session_id: str | None = None
@@ -147,7 +147,7 @@ class SessionQuery:
 
 @dataclass(frozen=True)
 class Timed:
-    """When a request came, when work on it began (None: not, or not yet), and when it was answered."""
+    """The times of a request: created, started (None if it has not started), finished."""
 
     id: str
     kind: Kind
@@ -168,7 +168,7 @@ class Sessions(Aggregate):
     """Clients' sessions."""
 
     def create(self, session: NewSession, limits: Limits = NO_LIMITS) -> str:
-        """Begin a session; its id. UserError when its project keeps as many, or as much, as it may."""
+        """Begin a session and return its id. UserError if its project has reached a limit of kept rows or bytes."""
         session_id = new_id("sess")
         with self._write() as connection:
             insert_session(connection, session_id, session, self._now(), limits)
@@ -180,7 +180,7 @@ class Sessions(Aggregate):
             return _view(get_owned(connection, Session, session_id, owner))
 
     def heartbeat(self, session_id: str, owner: str | None) -> SessionState:
-        """Note that an active session's client lives; the session's state, which does not change. One statement.
+        """Record a heartbeat of an active session. Returns the session's state, which does not change. One statement.
 
         NotFoundError: unknown or foreign session.
         """
@@ -194,7 +194,7 @@ class Sessions(Aggregate):
     def finish(self, session_id: str, owner: str | None, detail: str | None = None, *, reason: str = "success") -> None:
         """End a session for its client: samplers close, models wait for their unload. Repeating changes nothing.
 
-        detail, reason: what the client says of the end. NotFoundError: unknown or foreign session.
+        detail, reason: given by the client. NotFoundError: unknown or foreign session.
         """
         said = {"detail": detail, "finish_reason": reason}
         with self._write() as connection:
@@ -203,9 +203,9 @@ class Sessions(Aggregate):
         self._publish(*topics)
 
     def expire(self, timeout: float) -> list[str]:
-        """End sessions that sent neither heartbeat nor training request for `timeout` seconds; their ids.
+        """End sessions that sent neither heartbeat nor training request for `timeout` seconds. Returns their ids.
 
-        No session ends while clients could not reach the API for all of that time: nobody could have sent anything.
+        No session ends unless clients could reach the API during all of that time.
         """
         before, now = self._ago(timeout), self._now()
         with self._read() as connection:
@@ -226,9 +226,9 @@ class Sessions(Aggregate):
         return expired
 
     def assign_project(self, session_id: str, owner: str | None, project_id: str, *, key_id: str = "") -> None:
-        """Put a session under another label inside its owner's project; what it used and stores counts there.
+        """Give a session another label inside its owner's project. Its usage and storage then count for that label.
 
-        key_id: who asks, for the audit log. NotFoundError: unknown or foreign session.
+        key_id: the key of the request, for the audit log. NotFoundError: unknown or foreign session.
         """
         with self._write() as connection:
             before = get_owned(connection, Session, session_id, owner)
@@ -251,7 +251,7 @@ class Sessions(Aggregate):
     def search(self, query: SessionQuery, owner: str | None) -> tuple[list[SessionSummary], bool]:
         """At most query.limit sessions that match, newest first, and whether there are more.
 
-        NotFoundError: a project that no session of the caller's carries.
+        NotFoundError: a project without sessions of the owner.
         """
         mine = owned_by(Session, owner)
         matching = sa.select(Session).where(*mine, *_conditions(query))
@@ -264,10 +264,9 @@ class Sessions(Aggregate):
         return [SessionSummary(_view(row), *stored.get(row.id, (0, 0))) for row in page], more
 
     def timeline(self, session_id: str) -> list[Timed]:
-        """When the requests of the session's models and samplers came, began and were answered.
+        """The times of the requests of the session's models and samplers, in order of submission.
 
-        In order of submission; the newest MOST_TIMED of its models and of its samplers. Two statements, without
-        payloads.
+        At most the newest MOST_TIMED of its models, and of its samplers. Two statements, without payloads.
         """
         found: list[Timed] = []
         with self._read() as connection:
@@ -287,7 +286,10 @@ def insert_session(
     limits: Limits = NO_LIMITS,
     **over: object,
 ) -> bool:
-    """Make the row of a session unless its id exists; whether it was made. `over`: columns of one that is over."""
+    """Insert the row of a session unless its id exists. Returns whether it was inserted.
+
+    over: further columns, for a session that has ended already.
+    """
     row = {
         **asdict(session),
         "id": session_id,
@@ -314,9 +316,9 @@ def _view(row: sa.Row[Any]) -> SessionView:
 def _end(
     connection: sa.Connection, session_id: str, state: SessionState, now: datetime, said: Mapping[str, Any]
 ) -> list[str]:
-    """End an active session and close its samplers; the topics, none when it was over already.
+    """End an active session and close its samplers. Returns the topics; none if it had ended already.
 
-    said: the columns that tell why it ended.
+    said: the columns with the reason of the end.
     """
     ended = connection.execute(
         sa.update(Session)
@@ -332,11 +334,11 @@ def _end(
     return [*topics, f"session:{session_id}"]
 
 
-# ------------------------------------------------------------------ failure lookup, of sessions that fell silent
+# ------------------------------------------------------------------ failures of expired sessions
 def what_failed(connection: sa.Connection, session_id: str) -> SessionFailure | None:
-    """What a session that fell silent had failed at: a training run that was lost with its worker group, or a request.
+    """The failure of an expired session: a training run that was lost with its worker group, or a failed request.
 
-    The last request of each model and sampler counts, and only when it failed: what failed earlier the client got over.
+    Only the last request of each model and sampler counts: the client continued after earlier failures.
     """
     lost = (col(Model.session_id) == session_id, col(Model.state) == ModelState.LOST)
     run = connection.execute(sa.select(col(Model.id), col(Model.detail)).where(*lost).order_by(col(Model.id))).first()
@@ -350,11 +352,11 @@ def what_failed(connection: sa.Connection, session_id: str) -> SessionFailure | 
 
 
 def _last(connection: sa.Connection, table: type[Model] | type[SamplerRow], session_id: str) -> list[sa.Row[Any]]:
-    """The last request of each of the session's models or samplers, where it failed. Walks the unique constraint."""
+    """The last requests of the session's models or samplers that failed. Uses the index of the unique constraint."""
     of = col(Request.model_id) if table is Model else col(Request.sampler_id)
     of_newer = col(_NEWER.model_id) if table is Model else col(_NEWER.sampler_id)
     last_seq = sa.select(sa.func.max(col(_NEWER.seq_id))).where(of_newer == col(table.id)).scalar_subquery()
-    # One that was dropped reads as failed in any case: its result expired.
+    # A request whose result expired is in state failed, too.
     failed = (col(Request.state) == RequestState.FAILED, col(Request.dropped_at).is_(None))
     columns = (col(Request.id), col(Request.kind), col(Request.error), col(Request.category), col(Request.finished_at))
     statement = (
@@ -367,14 +369,14 @@ def _last(connection: sa.Connection, table: type[Model] | type[SamplerRow], sess
 
 # ------------------------------------------------------------------ searching
 def plain_metadata(metadata: Mapping[str, object]) -> dict[str, str]:
-    """Metadata as clients read it: what is no text (old SDKs send any JSON) is its JSON."""
+    """Metadata with texts as values. Old SDKs send any JSON; other values than texts become their JSON."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
 
 
 def check_projects(
     connection: sa.Connection, wanted: tuple[str, ...] | None, mine: tuple[sa.ColumnElement[bool], ...]
 ) -> None:
-    """NotFoundError for one of the `wanted` projects that no session of those that are `mine` carries."""
+    """NotFoundError for the first of the `wanted` projects without a session among those that are `mine`."""
     if not wanted:
         return
     known = set(connection.execute(sa.select(PROJECT).where(*mine, PROJECT.in_(wanted)).distinct()).scalars())
@@ -411,7 +413,10 @@ def _has_status(status: SessionStatus, reasons: tuple[str, ...] | None) -> sa.Co
 
 
 def _matches(query: SessionQuery, row: sa.Row[Any]) -> bool:
-    """All metadata pairs equal; and the id equal, or every word of display_name in the name, whatever its case."""
+    """Whether all metadata pairs are equal, and the id is equal or the name contains all words of display_name.
+
+    Case does not matter in names.
+    """
     metadata = plain_metadata(row.user_metadata)
     if any(metadata.get(key) != value for key, value in query.user_metadata.items()):
         return False
@@ -422,7 +427,7 @@ def _matches(query: SessionQuery, row: sa.Row[Any]) -> bool:
 
 
 def _stored(connection: sa.Connection, session_ids: list[str], now: datetime) -> dict[str, tuple[int, int]]:
-    """Of each session: how many checkpoints its runs have, and their bytes. One statement."""
+    """The number of checkpoints and their bytes by session. One statement."""
     size = sa.cast(sa.func.sum(col(Checkpoint.size_bytes)), sa.BigInteger)
     statement = (
         sa.select(col(Model.session_id), sa.func.count(), size)

@@ -1,11 +1,11 @@
-"""Streams: tokens on their way from the engine to whoever listens, before the result is there.
+"""Streams: tokens on their way from the engine to listeners, before the result is stored.
 
-The engine writes the new tokens of all samples that stream as one row, and publishes one topic, `tokens`. Each API
-process then reads the rows that it has not seen with one query, and hands the tokens to its own listeners. A row stays
-for KEPT_SECONDS: the result holds the same tokens, so a listener that missed some gets them with the result. After a
-crash the engine decodes the same tokens again and writes them again: listeners count tokens.
+The engine writes the new tokens of all streamed samples as one row, and publishes one topic, `tokens`. Each API process
+then reads its unread rows with one query, and passes the tokens to its own listeners. A row stays for KEPT_SECONDS. The
+result contains the same tokens, so a listener that missed some gets them with the result. After a crash the engine
+decodes and writes the same tokens again, and listeners count tokens to skip them.
 
-Rows become visible in the order of their ids, because one process writes them, the engine, one at a time.
+Rows become visible in the order of their ids, because a single process, the engine, writes them one at a time.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tinkerflow.backend.spec.commands import Candidates, NewTokens
 
 log = logging.getLogger(__name__)
 
-KEPT_SECONDS = 30.0  # a process that is further behind gets the rest with the results
+KEPT_SECONDS = 30.0  # a process that reads later gets the rest with the results
 _MOST_ROWS = 1000  # of one query
-_MOST_HELD = 8192  # tokens that one slow listener is behind at most; then it gets the rest with the result
+_MOST_HELD = 8192  # unread tokens of a slow listener, which gets the rest with the result
 _LAST = sa.select(sa.func.max(col(StreamedRow.id)))
 _AFTER = (
     sa.select(col(StreamedRow.id), col(StreamedRow.tokens))
@@ -62,12 +62,12 @@ class Streams(Aggregate):
     """Rows of new tokens."""
 
     def __init__(self, *parts: Any) -> None:
-        """As every aggregate."""
+        """The arguments are those of `Aggregate`."""
         super().__init__(*parts)
         self._writing = threading.Lock()
 
     def write(self, tokens: Sequence[StreamedTokens]) -> None:
-        """Tell of new tokens. FencedError from an engine whose lease another one has taken."""
+        """Write new tokens and publish them. FencedError if another engine has taken the lease."""
         row = {"written_at": self._now(), "tokens": _packed(tokens)}
         with self._writing, self._write(fenced=True) as connection:
             connection.execute(_WRITE, row)
@@ -79,13 +79,13 @@ class Streams(Aggregate):
             return connection.execute(_LAST).scalar_one() or 0
 
     def after(self, seen: int) -> tuple[list[StreamedTokens], int]:
-        """What was written after the row `seen`, oldest first, and the newest row of it."""
+        """The tokens written after the row `seen`, oldest first, and the id of the newest row."""
         with self._read() as connection:
             rows = connection.execute(_AFTER, {"after": seen}).all()
         return [one for row in rows for one in _unpacked(row.tokens)], rows[-1].id if rows else seen
 
     def expire(self) -> None:
-        """Delete rows that are older than KEPT_SECONDS. The results hold what they held."""
+        """Delete rows that are older than KEPT_SECONDS. The results contain their tokens."""
         with self._write() as connection:
             connection.execute(_EXPIRE, {"before": self._ago(KEPT_SECONDS)})
 
@@ -124,9 +124,9 @@ def _floats(data: bytes) -> Any:
     return np.frombuffer(data, "<f4")
 
 
-# ------------------------------------------------------------------ those who listen
+# ------------------------------------------------------------------ listeners
 class Listener(Waiter):
-    """Waits for the tokens of one stream and for the answer of its request. `answered`: it is there."""
+    """Waits for the tokens of one stream and for the answer of its request. answered: the request has its answer."""
 
     def __init__(self) -> None:
         """Use TokenSubscriptions.listen."""
@@ -138,7 +138,7 @@ class Listener(Waiter):
         self._ended: set[int] = set()
 
     def put(self, new: NewTokens) -> None:
-        """Hold new tokens until they are taken; what came before, or does not join on to it, is passed over."""
+        """Store new tokens until `take`. Repeated tokens, and tokens after a gap, are ignored."""
         known, end = self._known.get(new.index, 0), new.start + len(new.tokens_T)
         old = new.index in self._ended or (end <= known and new.stop_reason is None)
         if old or new.start > known or self._size > _MOST_HELD:
@@ -153,14 +153,14 @@ class Listener(Waiter):
         super().wake()
 
     def take(self) -> list[NewTokens]:
-        """What came since the last call."""
+        """The tokens since the last call."""
         held, self._held, self._size = self._held, [], 0
         if not self.answered:
             self.sleep()
         return held
 
     def wake(self) -> None:
-        """The answer is there."""
+        """End the wait: the request has its answer."""
         self.answered = True
         super().wake()
 
@@ -175,20 +175,20 @@ def _later(new: NewTokens, skipped: int) -> NewTokens:
 
 @dataclass
 class TokenSubscriptions:
-    """The listeners of one process. `run` reads rows for all of them, as long as there are any.
+    """The listeners of one process. `run` reads rows for all of them, while there are any.
 
-    last: the newest row's id. after: what was written after a row, and the newest row of it.
+    last: returns the newest row's id. after: returns the tokens after a row, and the newest row's id.
     """
 
     last: Callable[[], int]
     after: Callable[[int], tuple[list[StreamedTokens], int]]
     _listeners: WeakValueDictionary[str, Listener] = field(default_factory=WeakValueDictionary)
-    _seen: int | None = None  # None: nobody has listened since there was nobody
+    _seen: int | None = None  # the newest row that was read; None while there are no listeners
     _some: asyncio.Event = field(default_factory=asyncio.Event)
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def listen(self, stream: str) -> Listener:
-        """A listener of a stream that has not begun. It is forgotten when its owner drops it."""
+        """A listener of a stream that has not begun. It ends when the caller drops it."""
         listener = self._listeners[stream] = Listener()
         async with self._reading:
             if self._seen is None:
@@ -196,11 +196,11 @@ class TokenSubscriptions:
         return listener
 
     def wake(self) -> None:
-        """There may be tokens."""
+        """Look for new tokens."""
         self._some.set()
 
     async def run(self) -> None:
-        """Hand out tokens as they come; never returns."""
+        """Pass tokens to listeners as they arrive; never returns."""
         while True:
             await self._some.wait()
             self._some.clear()

@@ -1,4 +1,4 @@
-"""Clients that wait for answers: thousands of them share one subscription and one look at the database a second."""
+"""Clients that wait for answers: thousands of them share one subscription and one query of the database a second."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class ResultSubscriptions:
-    """Wakes thousands of waiting clients: one task listens, another asks the database for all of them once a second.
+    """Wakes thousands of waiting clients. One task listens, and another queries the database for all once a second.
 
         with subscriptions.request(request_id) as waiter:
             ...  # look for the answer, and when it is not there:
             await waiter.wait(seconds)
 
-    A waiter hears of every answer from the moment its `with` block is entered. So look inside the block, and wait when
-    there is nothing: no answer falls in between. For a sampler, set `waiter.seen` to the cursor before waiting.
+    A waiter is woken by every answer after its `with` block is entered. Read the answer inside the block, and wait if
+    there is none, so that no answer is missed. For a sampler, set `waiter.seen` to the cursor before waiting.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class ResultSubscriptions:
         """Use it as an async context manager.
 
         notifier: publishes the topics `done:`, `answered:` and `tokens`.
-        finished: which of these request ids are answered, in one query.
-        last_completions: the number of each sampler's last answer, in one query.
-        tokens: who listens to samples that stream.
-        recheck_seconds: between two looks at the database.
+        finished: returns the answered ids among request ids, in one query.
+        last_completions: returns the number of each sampler's last answer, in one query.
+        tokens: the listeners of streamed samples.
+        recheck_seconds: between two queries of the database.
         """
         self.tokens = tokens
         self._notifier = notifier
@@ -71,19 +71,19 @@ class ResultSubscriptions:
         await self._stack.aclose()
 
     def request(self, request_id: str, waiter: Waiter | None = None) -> AbstractContextManager[Waiter]:
-        """Inside, a waiter for the answer of one request. An id that does not exist is never answered.
+        """A context with a waiter for the answer of one request. An id that does not exist is never answered.
 
-        waiter: one that waits for something else too; None = a new one.
+        waiter: an existing waiter that also waits for other answers; None = a new one.
         """
         return _entered(self._requests, request_id, waiter or Waiter())
 
     def sampler(self, sampler_id: str, clone: int) -> AbstractContextManager[Waiter]:
-        """Inside, a waiter for every answer to one clone's requests of a sampler."""
+        """A context with a waiter for every answer to one clone's requests of a sampler."""
         return _entered(self._samplers, sampler_id, Waiter(str(clone)))
 
     @property
     def waiting(self) -> int:
-        """How many requests and samplers somebody waits for."""
+        """The number of requests and samplers with waiters."""
         return len(self._requests) + len(self._samplers)
 
     async def _listen(self, topics: AsyncIterator[str]) -> None:
@@ -110,7 +110,7 @@ class ResultSubscriptions:
                 if self._samplers:
                     self._wake_behind(await asyncio.to_thread(self._last_completions, list(self._samplers)))
             except sa.exc.SQLAlchemyError:
-                # Waiting must outlive a database that is away for a moment: the next second asks again.
+                # The task must survive a database that is away for a moment, and queries it again after a second.
                 log.exception("cannot ask the journal for %d waiting clients; asking again soon", self.waiting)
 
     def _answered(self, request_id: str) -> None:

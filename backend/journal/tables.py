@@ -1,4 +1,4 @@
-"""The journal's tables, and the states that their rows pass through.
+"""The journal's tables, and the states of their rows.
 
 Only the aggregates read and write rows; their callers get frozen dataclasses.
 """
@@ -21,7 +21,7 @@ PayloadType = Literal["json", "proto"]
 
 # ------------------------------------------------------------------ kinds and states
 class Kind(StrEnum):
-    """What a request asks for."""
+    """The operation of a request."""
 
     CREATE_MODEL = "create_model"
     LOAD_MODEL = "load_model"  # create-via-load
@@ -33,7 +33,7 @@ class Kind(StrEnum):
     SAVE_FOR_SAMPLER = "save_for_sampler"
     SAVE_EXTERNAL = "save_weights_external"
     SAMPLE = "sample"
-    CREATE_CUSTOM_LOSS = "create_custom_loss"  # answered as it is stored: nothing executes it
+    CREATE_CUSTOM_LOSS = "create_custom_loss"  # answered when it is stored: the engine does not execute it
     UNLOAD = "unload"
 
 
@@ -46,7 +46,7 @@ class RequestState(StrEnum):
 
 
 class SessionState(StrEnum):
-    """active -> finished (the client said so) | expired (its heartbeats stopped)."""
+    """active -> finished (by the client) | expired (its heartbeats stopped)."""
 
     ACTIVE = "active"
     FINISHED = "finished"
@@ -74,16 +74,16 @@ class SamplerState(StrEnum):
 
 
 class UsageKind(StrEnum):
-    """What is counted: tokens, and for CHECKPOINT the saved checkpoints."""
+    """The kinds of usage: tokens, and for CHECKPOINT the saved checkpoints."""
 
-    TRAINING = "training"  # tokens of forward_backward and forward: the SDK knows no other kind for either
-    PREFILL = "prefill"  # prompt tokens that were computed: once for all sequences of a request
-    CACHED_PREFILL = "cached_prefill"  # prompt tokens of all sequences but the first, which are not computed again
+    TRAINING = "training"  # tokens of forward_backward and forward: the SDK has one kind for both
+    PREFILL = "prefill"  # computed prompt tokens: once for all sequences of a request
+    CACHED_PREFILL = "cached_prefill"  # prompt tokens of all sequences but the first, which reuse the computation
     SAMPLE = "sample"
     CHECKPOINT = "checkpoint"
 
 
-# ------------------------------------------------------------------ what requests are answered after an end
+# ------------------------------------------------------------------ errors of requests after an end
 def session_over(session_id: str, state: str, detail: str | None) -> tuple[str, Category]:
     """The answer to a request in a session that is over: text and category."""
     return f"session {session_id} is {state}" + (f": {detail}" if detail else ""), UserError.category
@@ -105,18 +105,18 @@ def sampler_ended(sampler_id: str, detail: str | None) -> tuple[str, Category]:
 
 # ------------------------------------------------------------------ tables
 def _partial(name: str, columns: str, where: str) -> sa.Index:
-    """An index of the rows `where` alone."""
+    """An index of the rows that match `where`."""
     on_sqlite = re.sub(r"\b(replays|interactive)\b", r"\1 = 1", where)  # SQLite has no booleans
     return sa.Index(name, *columns.split(), sqlite_where=sa.text(on_sqlite), postgresql_where=sa.text(where))
 
 
 def _count() -> Any:
-    """A number that is 0 in a row that is made for another number."""
+    """A counter that starts at 0."""
     return Field(default=0, sa_type=sa.BigInteger, sa_column_kwargs={"server_default": "0"})
 
 
 class ApiKey(Table, table=True):
-    """An API key: only the SHA-256 of its 256 random bits is kept."""
+    """An API key: the SHA-256 of its 256 random bits. The key itself is not stored."""
 
     __tablename__ = "api_key"
 
@@ -132,7 +132,7 @@ class ApiKey(Table, table=True):
 
 
 class AuditEvent(Table, table=True):
-    """An entry of the audit log (audit.AuditView). Rows are only ever added. actor: "" in rows of earlier releases."""
+    """An entry of the audit log (audit.AuditView). Rows never change. actor: "" in rows of earlier releases."""
 
     __tablename__ = "audit_event"
     __table_args__ = (sa.Index("ix_audit_event_owner_at", "owner", "at"),)
@@ -160,9 +160,9 @@ class EndedToken(Table, table=True):
 class BaseModelRow(Table, table=True):
     """A base model that the engine serves.
 
-    progress: what all its requests wait for, None when nothing holds them up. compile_status: which programs its worker
-    group has compiled, a CompileStatus (backend/spec/commands.py) as JSON. worker_group: that group's
-    GroupInfo as JSON.
+    progress: the reason why its requests wait, or None. compile_status: the programs that its worker group has
+    compiled, a CompileStatus (backend/spec/commands.py) as JSON. worker_group: the GroupInfo of its worker group, as
+    JSON.
     """
 
     __tablename__ = "base_model"
@@ -186,7 +186,7 @@ class ServiceSecret(Table, table=True):
 
 
 class Session(Table, table=True):
-    """A client's session: it owns models and samplers, and they end with it."""
+    """A client's session. Its models and samplers end with it."""
 
     __tablename__ = "session"
     __table_args__ = (
@@ -214,7 +214,7 @@ class Session(Table, table=True):
 class Model(Table, table=True):
     """A training run. next_seq is the next seq_id to execute; submit and finish meet on this row's lock.
 
-    progress: what its requests wait for while it is being restored; paused: why people let it wait.
+    progress: the reason why its requests wait while it is being restored. paused: the reason why a person paused it.
     """
 
     __tablename__ = "model"
@@ -248,8 +248,8 @@ class Model(Table, table=True):
 class SamplerRow(Table, table=True):
     """A sampling session of a snapshot, of a checkpoint, or of the base model.
 
-    last_completion: the number of the last transaction that answered its requests (results.py); clones: how many
-    copies of its client have joined.
+    last_completion: the number of the last transaction that answered its requests (results.py). clones: the number of
+    client copies that have joined.
     """
 
     __tablename__ = "sampler"
@@ -269,12 +269,12 @@ class SamplerRow(Table, table=True):
 
 
 class Request(Table, table=True):
-    """One operation: payload in, answer out. The two unique constraints judge concurrent replays.
+    """One operation with its payload and answer. The two unique constraints decide concurrent replays.
 
-    An unload has no seq_id (it comes from the service, not from the client's counter), and NULLs are distinct.
-    The partial indexes hold only what waits, still has bytes to drop, or may be replayed: they stay small while the
-    table grows. replays: keep the payload, because a restore may need it: true until two snapshots contain the request,
-    or while its published weights are not stored yet.
+    An unload has no seq_id, because the service creates it without the client's counter. NULLs are distinct.
+    The partial indexes contain only requests that wait, have bytes to drop, or may be replayed, so they stay small
+    while the table grows. replays: a restore may need the payload. True until two snapshots contain the request, and
+    while its published weights are not stored.
     """
 
     __tablename__ = "request"
@@ -286,7 +286,7 @@ class Request(Table, table=True):
         ),
         _partial("ix_request_pending_samples", "created_at sampler_id", "state = 'pending' AND sampler_id IS NOT NULL"),
         _partial("ix_request_pending_interactive", "created_at sampler_id", "state = 'pending' AND interactive"),
-        # `state` for SQLite: it looks at the row for what the index's condition says already
+        # `state` is in the index for SQLite, which otherwise reads the row to check the index's condition again.
         _partial("ix_request_pending_of_owner", "owner kind waiting_tokens waiting_bytes state", "state = 'pending'"),
         _partial("ix_request_completions", "sampler_id completion seq_id", "completion IS NOT NULL"),
         _partial("ix_request_finished_with_bytes", "finished_at", "dropped_at IS NULL AND finished_at IS NOT NULL"),
@@ -315,22 +315,22 @@ class Request(Table, table=True):
     waiting_tokens: int = Field(sa_type=sa.BigInteger)
     waiting_bytes: int = Field(default=0, sa_type=sa.BigInteger, sa_column_kwargs={"server_default": "0"})
     trace: str | None = Field(default=None, sa_type=Text())  # the span in which it was submitted
-    interactive: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})  # a sample somebody reads
+    interactive: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})  # see `NewRequest`
     # Last, so that SQLite reads the columns before them without walking overflow pages.
     payload: bytes
     result: bytes | None = None
 
 
-# A literal, not a parameter: only so does SQLite see that the partial indexes apply.
+# A literal, because SQLite applies the partial indexes only if the condition has no parameter.
 IS_PENDING = col(Request.state) == sa.literal_column(f"'{RequestState.PENDING}'")
 
 
 class Checkpoint(Table, table=True):
-    """A committed checkpoint. The store's commit object is the truth; this row follows it and can be rebuilt.
+    """A committed checkpoint. The row is a copy of the store's commit object and can be rebuilt from it.
 
-    attempt: the store's, so that deleting files late never meets those of a later save under the same path. purged_at:
-    when the files of a deleted checkpoint were gone from the store. noted: the commit says of `public` and `expires_at`
-    what the row says, so that they are not lost with it.
+    attempt: as in the commit. A late deletion uses it to spare the files of a later save under the same path.
+    purged_at: when the files of a deleted checkpoint were removed from the store. noted: the commit contains the row's
+    `public` and `expires_at`, so that rebuilding the row restores them.
     """
 
     __tablename__ = "checkpoint"
@@ -368,7 +368,7 @@ class Checkpoint(Table, table=True):
 
 
 class UploadRow(Table, table=True):
-    """An adapter that somebody uploads; uploads.UploadView says what each column is."""
+    """An upload of an adapter. uploads.UploadView describes the columns."""
 
     __tablename__ = "upload"
     __table_args__ = (
@@ -393,7 +393,7 @@ class UploadRow(Table, table=True):
 
 
 class AssetRow(Table, table=True):
-    """An image that a project uploaded; assets.AssetView says what each column is."""
+    """An image that a project uploaded. assets.AssetView describes the columns."""
 
     __tablename__ = "asset"
     __table_args__ = (sa.Index("ix_asset_owner_size_bytes", "owner", "size_bytes"),)
@@ -406,7 +406,7 @@ class AssetRow(Table, table=True):
 
 
 class CustomLossRow(Table, table=True):
-    """A loss that a client traced and sent; `definition`: its inputs and graph as JSON, None if they were refused."""
+    """A custom loss of a client. definition: its inputs and graph as JSON; None if they were refused."""
 
     __tablename__ = "custom_loss"
     __table_args__ = (sa.UniqueConstraint("session_id", "seq_id"),)
@@ -422,7 +422,7 @@ class CustomLossRow(Table, table=True):
 
 
 class StabilityRow(Table, table=True):
-    """What was recorded of a sampled sequence for stable_reinforce: int32 tokens, float32 logprobs."""
+    """The record of a sampled sequence for stable_reinforce: int32 tokens, float32 logprobs."""
 
     __tablename__ = "stability_info"
 
@@ -434,9 +434,9 @@ class StabilityRow(Table, table=True):
 
 
 class WeightsShare(Table, table=True):
-    """A token that opens one checkpoint to whoever has it: only the SHA-256 of its 256 random bits is kept.
+    """A share of one checkpoint: the SHA-256 of its token's 256 random bits. The token itself is not stored.
 
-    It is good for the bytes it was made for: a checkpoint saved again under the path has another attempt.
+    It is valid only for the shared attempt: saving the path again creates another attempt.
     """
 
     __tablename__ = "weights_share"
@@ -451,9 +451,9 @@ class WeightsShare(Table, table=True):
 
 
 class StreamedRow(Table, table=True):
-    """Tokens of samples that stream, as the engine wrote them between two writes (streams.py). Gone within a minute.
+    """Tokens of streamed samples since the engine's previous write (streams.py). Deleted within a minute.
 
-    id: rises with every write, and none is used twice.
+    id: rises with every write and is never reused.
     """
 
     __tablename__ = "streamed_tokens"
@@ -465,10 +465,10 @@ class StreamedRow(Table, table=True):
 
 
 class FeedbackRow(Table, table=True):
-    """What somebody thought of a sample, with the sample itself: its request's bytes are dropped after a while.
+    """Feedback on a sample, with a copy of the sample, because the bytes of its request are dropped after a while.
 
-    sample_id: `<request>-<number>`. model_path: the checkpoint that was sampled, None for the base model. prompt: the
-    messages or the text that were asked. Rows are only ever added.
+    sample_id: `<request>-<number>`. model_path: the sampled checkpoint, None for the base model. prompt: messages or a
+    text. Rows never change.
     """
 
     __tablename__ = "feedback"
@@ -491,7 +491,7 @@ class FeedbackRow(Table, table=True):
 
 
 class ProjectTotal(Table, table=True):
-    """How much a project keeps, by quotas.KEPT: rows of each kind, and the bytes of their texts."""
+    """The number of rows of each kind in quotas.KEPT that a project keeps, and the bytes of their texts."""
 
     __tablename__ = "project_total"
 
@@ -506,7 +506,7 @@ class ProjectTotal(Table, table=True):
 
 
 class UsageBucket(Table, table=True):
-    """How much of one kind a session used on a base model in one hour. Only ever added to."""
+    """The usage of one kind by a session on a base model in one hour. It never decreases."""
 
     __tablename__ = "usage_bucket"
     __table_args__ = (sa.Index("ix_usage_bucket_bucket_start", "bucket_start"),)
@@ -521,9 +521,9 @@ class UsageBucket(Table, table=True):
 class TrainingStep(Table, table=True):
     """The figures of one optimizer step of a model, for its curves. They stay when the results are dropped.
 
-    seq_id: of the optim_step, or UNMADE for the step whose gradients are still being accumulated. at: when it was
-    answered. loss: the sum over the step's tokens, which have so much `weight` together; kl: summed over the tokens
-    too. A figure that was not measured, or is not finite, is NULL.
+    seq_id: of the optim_step, or UNMADE while the gradients of the step are being accumulated. at: when it was
+    answered. weight: the sum of the weights of the step's tokens. loss, kl: sums over the tokens. Figures that were not
+    measured, or are not finite, are NULL.
     """
 
     __tablename__ = "training_step"
@@ -545,10 +545,10 @@ UNMADE = -1
 
 # ------------------------------------------------------------------ tables of recovery
 class RecoverySnapshot(Table, table=True):
-    """A committed snapshot of a model (snapshot_id None), or of what one sampler samples. Clients never see it.
+    """A committed snapshot of a model (snapshot_id None), or of a sampler's weights. Clients never see it.
 
-    seq_id: every request of the model up to it, and none after it, is in the snapshot. snapshot_id: as in the worker
-    group; when a later publication has taken the id over, the path stands for it, which no sampler uses.
+    seq_id: the snapshot contains exactly the model's requests up to it. snapshot_id: as in the worker group. If a later
+    publication reuses the id, this column becomes the path, which no sampler uses.
     """
 
     __tablename__ = "recovery_snapshot"
@@ -564,7 +564,7 @@ class RecoverySnapshot(Table, table=True):
 
 
 class Suspect(Table, table=True):
-    """A request that a worker group was executing when it ended. crashes: how many groups ended by themselves."""
+    """A request that was executing when its worker group ended. crashes: the number of groups that crashed."""
 
     __tablename__ = "suspect"
 
@@ -574,9 +574,9 @@ class Suspect(Table, table=True):
 
 
 class Process(Table, table=True):
-    """A part of the service. Of the engine: its lease; whoever raised `epoch` last holds it. Of the API: its beats.
+    """A part of the service: the engine's lease, or the API's heartbeats. The engine that last raised `epoch` holds it.
 
-    began_at: since when it beats without a pause.
+    began_at: since when heartbeats arrived without a pause.
     """
 
     __tablename__ = "process"

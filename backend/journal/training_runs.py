@@ -1,4 +1,4 @@
-"""Models (training runs): created, paused, revived, ended, and listed with their newest checkpoints."""
+"""Models (training runs): creation, pauses, revival, ends, and lists with their newest checkpoints."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from tinkerflow.backend.journal.tables import (
 from tinkerflow.backend.spec.commands import Optimizer
 
 _IS_UNLOAD = sa.and_(col(Request.kind) == Kind.UNLOAD, IS_PENDING)
-_LABELS = ("name", "recipe_name")  # keys of metadata; the second one is the SDK cookbook's
-_REVIVABLE = (ModelState.LOST, ModelState.FAILED)  # what made them is kept until their session is over
+_LABELS = ("name", "recipe_name")  # keys of metadata; the SDK cookbook sets the second
+_REVIVABLE = (ModelState.LOST, ModelState.FAILED)  # their snapshots and requests are kept until their session ends
 
 
 @dataclass(frozen=True)
 class NewModel:
-    """A training run about to be created; its id is `{session_id}:train:{n}` (tinkerflow.backend.core.ids.model_id)."""
+    """A new training run; its id is `{session_id}:train:{n}` (tinkerflow.backend.core.ids.model_id)."""
 
     id: str
     session_id: str
@@ -67,9 +67,9 @@ class NewModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelView(NewModel):
-    """A model (training run). detail: why it is in its state; step: optimizer steps; next_seq: next to execute.
+    """A model (training run). detail: the reason of its state. step: optimizer steps. next_seq: the next to execute.
 
-    paused: why people let it wait, None when they do not.
+    paused: the reason why a person paused it, or None.
     """
 
     state: ModelState
@@ -82,7 +82,7 @@ class ModelView(NewModel):
 
     @property
     def is_lora(self) -> bool:
-        """Whether an adapter is trained, and not all parameters. What never came to be counts as an adapter."""
+        """Whether an adapter is trained instead of all parameters. Models that were never created count as adapters."""
         return self.rank > 0 or self.state is ModelState.FAILED
 
 
@@ -101,16 +101,16 @@ class Runs(Aggregate):
     def create(self, model: NewModel, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
         """Store a model in state `creating` and the request (seq_id 0) that creates it; replays as in Requests.submit.
 
-        When the request carries an error, the session is over, or the project is over its `limits`, both are stored as
-        failed. NotFoundError: unknown or foreign session. ConflictError: the model was created by another request.
-        UserError: the project keeps as many training runs as it may.
+        If the request has an error, the session has ended, or the project exceeds its `limits`, both are stored as
+        failed. NotFoundError: unknown or foreign session. ConflictError: another request created the model. UserError:
+        the project has reached its limit of training runs.
         """
         if request.model_id != model.id or request.seq_id != 0:
             raise ValueError(f"model {model.id}: its creation must name it with seq_id 0, not {request.seq_id!r}")
         now = self._now()
         with self._write() as connection:
             lock_quotas(connection, limits, request)
-            # Locked, so that a session which ends meanwhile either sees this model or is seen by it.
+            # Locked, so that a concurrent end of the session either includes this model or comes first.
             session = get_owned(connection, Session, model.session_id, model.owner, lock=True)
             failure: Failure = None if request.error is None else (request.error, UserError.category)
             if session.state != SessionState.ACTIVE:
@@ -123,14 +123,14 @@ class Runs(Aggregate):
         return request_id
 
     def get(self, model_id: str, owner: str | None) -> ModelView:
-        """A model; NotFoundError when it is unknown or foreign."""
+        """A model; NotFoundError if it is unknown or foreign."""
         with self._read() as connection:
             return as_view(ModelView, get_owned(connection, Model, model_id, owner))
 
     def label(self, model_id: str) -> str:
-        """What its client calls a run, "" when it says nothing.
+        """The client's name of a run, "" if there is none.
 
-        That is `name` or `recipe_name` in the metadata of the run or of its session, or else the session's name.
+        The name is `name` or `recipe_name` in the metadata of the run or of its session, or else the session's name.
         """
         columns = (col(Model.user_metadata), col(Session.user_metadata), col(Session.display_name))
         named = sa.select(*columns).join(Session, col(Session.id) == col(Model.session_id))
@@ -149,7 +149,7 @@ class Runs(Aggregate):
         return self._column(statement)
 
     def abandoned(self) -> list[str]:
-        """Ids of models that take work although their session is over, and that no request unloads yet."""
+        """Ids of models that take work although their session has ended, and that no request unloads yet."""
         unloading = sa.exists().where(col(Request.model_id) == col(Model.id), _IS_UNLOAD)
         statement = (
             sa.select(col(Model.id))
@@ -175,8 +175,8 @@ class Runs(Aggregate):
     ) -> Page[RunView]:
         """Training runs, newest first; three statements.
 
-        owner: whose runs, None = everybody's. limit, offset: how many, after how many newer ones; a page of long
-        metadata has fewer. project_id, session_id: only those of this project's sessions, of this session.
+        owner: of the runs; None: any. limit: the most runs of a page; long metadata means fewer. offset: the number of
+        newer runs to skip. project_id, session_id: only runs in this project's sessions, or in this session.
         """
         mine = owned_by(Model, owner)
         if session_id is not None:
@@ -192,10 +192,9 @@ class Runs(Aggregate):
             return Page(tuple(_with_checkpoints(connection, rows, self._now())), total, cut)
 
     def request_unload(self, model_id: str, reason: str) -> str | None:
-        """Ask for a model to be unloaded after what can still run; the request's id.
+        """Store a request that unloads a model after its executable requests. Returns the request's id.
 
-        The id of the request that waits already, if there is one; None when the model has ended. NotFoundError: unknown
-        model.
+        An unload that is pending already is returned again. None if the model has ended. NotFoundError: unknown model.
         """
         with self._write() as connection:
             by_id = sa.select(Model).where(col(Model.id) == model_id)
@@ -213,20 +212,21 @@ class Runs(Aggregate):
         return request_id
 
     def end(self, model_id: str, state: ModelState, detail: str) -> None:
-        """End a model now, if it still takes work: what waits for it fails, with `detail`."""
+        """End a model that still takes work. Its pending requests fail with `detail`."""
         with self._write() as connection:
             topics = end_models(connection, [model_id], state, detail, self._now())
         self._publish(*topics)
 
     def pause(self, model_id: str, why: str | None) -> None:
-        """Let nothing of the model be executed, for the reason that its clients are told; None: let it go on."""
+        """Pause the model's requests. The reason is shown to its clients; None resumes the model."""
         with self._write() as connection:
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(paused=why))
 
     def revive(self, model_id: str) -> None:
-        """Make a model that failed or was lost live again: it is restored from what the journal has of it.
+        """Make a failed or lost model live again. Its next request restores it from snapshots and a replay.
 
-        UserError when it was unloaded, never made, or its session is over. A model that takes work stays as it is.
+        UserError if it was unloaded or never created, or if its session has ended. A model that takes work stays as it
+        is.
         """
         with self._write() as connection:
             model = get_owned(connection, Model, model_id, None)
@@ -247,7 +247,7 @@ class Runs(Aggregate):
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(**back))
 
     def forget_ended(self) -> None:
-        """Forget what made the models that failed or were lost in sessions that are over: nobody can revive them."""
+        """Stop keeping requests for failed and lost models whose session has ended, because nobody can revive these."""
         over = (
             sa.select(col(Model.id))
             .join(Session, col(Session.id) == col(Model.session_id))
@@ -260,7 +260,7 @@ class Runs(Aggregate):
                 forget(connection, str(model_id))
 
     def note_progress(self, model_id: str, text: str | None) -> None:
-        """Say what a model's requests wait for, None when nothing holds them up."""
+        """Set the reason why a model's requests wait; None if they do not."""
         with self._write() as connection:
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(progress=text))
 
@@ -274,10 +274,10 @@ def insert_model(
     step: int = 0,
     limits: Limits = NO_LIMITS,
 ) -> None:
-    """Make the row of a model unless its id exists.
+    """Insert the row of a model unless its id exists.
 
-    connection: of the caller's transaction. state, detail, step: what the model is at the beginning, and why. now: when
-    it was made. limits: of its project; UserError when it keeps as many as it may.
+    connection: of the caller's transaction. state, detail, step: initial values. now: the time of creation. limits: of
+    its project; UserError if a limit is reached.
     """
     row = {
         **asdict(model),

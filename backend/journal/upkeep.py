@@ -1,6 +1,6 @@
-"""Upkeep of checkpoints: which ones are over, whose files may go, and whose commit lags behind their row.
+"""Upkeep of checkpoints: expiry, files to remove, and commits that differ from their row.
 
-Whoever sweeps the store asks here. Nothing here removes a file.
+The sweep of the store uses these lists. Nothing here removes a file.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ _KINDS = (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS)
 
 @dataclass(frozen=True)
 class Retention:
-    """Of each run and kind the `last` newest are kept (0: all), and those with a step of n times `every` (0: none).
+    """Keep the `last` newest of each run and kind (0: all), and steps that are multiples of `every` (0: none).
 
-    Exports are not counted. Published checkpoints are never deleted. Neither is a checkpoint that a valid token opens,
-    that a live sampler samples, or that has a time of its own, until then. Recovery has its own snapshots and needs no
-    checkpoint.
+    Exports are not counted. Published checkpoints are never deleted. Checkpoints with a valid share, a live sampler or
+    their own time of expiry stay until that ends. Recovery has its own snapshots and needs no checkpoint.
     """
 
     last: int = 0
@@ -35,18 +34,18 @@ class Retention:
 
 
 class Upkeep(Aggregate):
-    """Which checkpoints are over, and which are still to be removed or written about."""
+    """Deletes checkpoints by time or rule, and lists those whose files or commits need work."""
 
     def delete_expired(self, limit: int = 100) -> list[str]:
-        """Mark at most `limit` checkpoints past their time as deleted, the longest expired first; their paths."""
+        """Mark at most `limit` expired checkpoints as deleted, the longest expired first. Returns their paths."""
         due, now = col(Checkpoint.expires_at), self._now()
         is_due = (col(Checkpoint.deleted_at).is_(None), due <= now)
         chosen = sa.select(col(Checkpoint.path)).where(*is_due).order_by(due, col(Checkpoint.path)).limit(limit)
-        # Asked for again, because an owner may have cleared the time since the look.
+        # Checked again, because the owner may have cleared the time since the query.
         return self._delete((col(Checkpoint.path).in_(chosen), *is_due), now)
 
     def delete_retired(self, rule: Retention, limit: int = 100) -> list[str]:
-        """Mark at most `limit` checkpoints that `rule` does not keep as deleted, the oldest first; their paths."""
+        """Mark at most `limit` checkpoints that `rule` does not keep as deleted, oldest first. Returns their paths."""
         if rule.last == 0:
             return []
         now = self._now()
@@ -64,7 +63,7 @@ class Upkeep(Aggregate):
             .order_by(ranked.c.created_at, ranked.c.path)
             .limit(limit)
         )
-        # Asked for again, because it may have been published since the look.
+        # Checked again, because it may have been published since the query.
         which = (col(Checkpoint.path).in_(old), col(Checkpoint.deleted_at).is_(None), _may_go(rule, now))
         return self._delete(which, now, {"retention": f"last {rule.last}, every {rule.every}"})
 
@@ -79,21 +78,21 @@ class Upkeep(Aggregate):
             return [(row.path, row.attempt) for row in rows]
 
     def purged(self, path: str, attempt: str) -> None:
-        """Note that a deleted checkpoint's files are gone; one saved anew meanwhile stays as it is."""
+        """Record that a deleted checkpoint's files were removed. A checkpoint saved again meanwhile stays as it is."""
         deleted = col(Checkpoint.deleted_at).is_not(None)
         which = (col(Checkpoint.path) == path, col(Checkpoint.attempt) == attempt, deleted)
         with self._write() as connection:
             connection.execute(sa.update(Checkpoint).where(*which).values(purged_at=self._now()))
 
     def unnoted(self, limit: int = 100) -> list[CheckpointView]:
-        """Checkpoints whose publication or time of expiry the store's commit does not tell yet."""
+        """Checkpoints whose commit in the store does not contain their publication or time of expiry yet."""
         # The condition of the partial index, word for word.
         changed = sa.text("deleted_at IS NULL AND NOT noted")
         found = sa.select(Checkpoint).where(changed).order_by(col(Checkpoint.path)).limit(limit)
         return self._views(CheckpointView, found)
 
     def noted(self, seen: CheckpointView) -> None:
-        """Note that the store's commit tells what `seen` tells; a row that was changed again since stays unnoted."""
+        """Record that the store's commit agrees with `seen`. A row that was changed since stays in `unnoted`."""
         same = (
             col(Checkpoint.path) == seen.path,
             col(Checkpoint.attempt) == seen.attempt,
@@ -106,7 +105,7 @@ class Upkeep(Aggregate):
     def _delete(
         self, which: Sequence[sa.ColumnElement[bool]], now: datetime, details: Mapping[str, object] | None = None
     ) -> list[str]:
-        """Mark `which` checkpoints as deleted because their time is over; their paths."""
+        """Mark `which` checkpoints as deleted because they expired. Returns their paths."""
         deleted = sa.update(Checkpoint).where(*which).values(deleted_at=now)
         with self._write() as connection:
             rows = connection.execute(deleted.returning(*columns(Checkpoint))).all()

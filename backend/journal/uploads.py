@@ -1,6 +1,6 @@
-"""Uploads of adapters that were made elsewhere: who began them, what has arrived, and what became of them.
+"""Uploads of adapters from elsewhere: their owners, arrived files and final checkpoints.
 
-The bytes are in the store, in pieces, until the upload is finished or over. A finished upload is a checkpoint.
+The bytes are in the store, in pieces, until the upload is finished or expires. A finished upload is a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ _GRACE = timedelta(hours=1)
 
 @dataclass(frozen=True, kw_only=True)
 class NewUpload:
-    """An upload that begins, by the key `key_id` of the project `owner`.
+    """A new upload by the key `key_id` of the project `owner`.
 
-    project_id: the label of the session that will hold the checkpoint. base_model, rank, train_attn, train_mlp,
-    train_unembed: of the adapter. max_bytes: the most that its weights may have. expires_at: nothing is taken from then
-    on.
+    project_id: the label of the future checkpoint's session. base_model, rank, train_attn, train_mlp, train_unembed: of
+    the adapter. max_bytes: the limit of its weights. expires_at: no file is accepted from then on.
     """
 
     id: str
@@ -50,7 +49,7 @@ class NewUpload:
 class UploadView(NewUpload):
     """An upload. path: of the checkpoint that it became.
 
-    files: of each file that has begun to arrive the name of its pieces, and how many they are; 0: it is not whole yet.
+    files: the name and the number of pieces of each file; the number is 0 while the file arrives.
     """
 
     files: Mapping[str, tuple[str, int]]
@@ -61,7 +60,7 @@ class Uploads(Aggregate):
     """Uploads of adapters. NotFoundError everywhere: foreign ones do not exist."""
 
     def start(self, new: NewUpload, limits: Limits) -> None:
-        """Begin an upload. UserError when the project may not: what open uploads may bring counts as stored."""
+        """Begin an upload. UserError if a limit is reached; the bytes that open uploads may add count as stored."""
         now = self._now()
         is_open = (col(UploadRow.owner) == new.owner, col(UploadRow.path).is_(None), col(UploadRow.expires_at) > now)
         counted = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(col(UploadRow.max_bytes)), 0)).where(*is_open)
@@ -79,16 +78,16 @@ class Uploads(Aggregate):
             connection.execute(sa.insert(UploadRow).values(**row))
 
     def get(self, upload_id: str, owner: str | None) -> UploadView:
-        """An upload of the owner's."""
+        """An upload of the owner."""
         with self._read() as connection:
             return as_view(UploadView, get_owned(connection, UploadRow, upload_id, owner))
 
     def begin_file(self, upload_id: str, file: str, name: str) -> str:
-        """Note that a file arrives in pieces called `name`; the name of those that do not count any more, or ""."""
+        """Record that a file arrives in pieces called `name`. Returns the name of its replaced pieces, or ""."""
         return self._note(upload_id, file, name, 0)
 
     def arrived(self, upload_id: str, file: str, name: str, pieces: int) -> None:
-        """Note that a file is whole, in so many pieces. ConflictError when it has begun to arrive anew."""
+        """Record that a file is complete with `count` pieces. ConflictError if it is being sent again."""
         self._note(upload_id, file, name, pieces)
 
     def _note(self, upload_id: str, file: str, name: str, pieces: int) -> str:
@@ -102,9 +101,9 @@ class Uploads(Aggregate):
         return before
 
     def finish(self, upload: UploadView, saved: CheckpointSaved) -> str:
-        """Make the rows of the checkpoint that the upload becomes, unless it has become one; the path of that.
+        """Insert the rows of the upload's checkpoint unless they exist. Returns the checkpoint's path.
 
-        saved: what the store has committed. ConflictError when the upload was removed meanwhile.
+        saved: the commit in the store. ConflictError if the upload was removed meanwhile.
         """
         session = NewSession(upload.owner, "", key_id=upload.key_id, project_id=upload.project_id)
         is_it = col(UploadRow.id) == upload.id
@@ -118,7 +117,7 @@ class Uploads(Aggregate):
         return str(path)
 
     def over(self) -> list[UploadView]:
-        """At most 100 uploads, finished or not, that expired an hour ago: nobody is at work on them any more."""
+        """At most 100 uploads, finished or not, that expired over an hour ago, so that nobody uses them any more."""
         expired = sa.select(UploadRow).where(col(UploadRow.expires_at) < self._now() - _GRACE)
         return self._views(UploadView, expired.order_by(col(UploadRow.expires_at)).limit(100))
 

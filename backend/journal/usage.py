@@ -1,8 +1,8 @@
-"""Usage: tokens and checkpoints in hourly buckets by session and base model, and the bytes that are stored.
+"""Usage: tokens and checkpoints in hourly buckets by session and base model, and stored bytes.
 
-Tokens are added up in the transaction that answers their request (requests.py). So nothing is counted twice, or lost,
-or counted for work that was thrown away. Stored bytes are not counted: they follow from when checkpoints were saved
-and deleted.
+Tokens are counted in the transaction that answers their request (results.py). Each answer therefore counts exactly
+once, and discarded work does not count. Stored bytes are computed from the times when checkpoints were saved and
+deleted.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ HOUR = timedelta(hours=1)
 MOST_BYTES = 2**26  # texts of the usage of one answer
 
 _KEY_NAME: sa.ColumnElement[str | None] = col(ApiKey.name).label("key_name")
-# The project of a checkpoint is that of its run's session; one whose run is not here belongs to its owner.
+# The project of a checkpoint is that of its run's session, or the checkpoint's owner if the run has no row.
 _STORED_PROJECT = sa.func.coalesce(col(Session.project_id), col(Checkpoint.owner))
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a session used of one kind on a base model, in the hour from bucket_start on.
+    """The usage of one kind by a session on a base model, in the hour that starts at bucket_start.
 
-    project: the session's today. key_id, key_name: of the key that made the session, "" and None without keys.
+    project: the session's current project. key_id, key_name: of the session's key, "" and None without keys.
     """
 
     bucket_start: datetime
@@ -53,9 +53,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class TotalUsage:
-    """What all sessions of a project used of one kind in the hour from bucket_start on.
+    """The usage of one kind by all sessions of a project, in the hour that starts at bucket_start.
 
-    owner: the tenant. project: the label of the sessions inside it, or the owner when they have none.
+    owner: the tenant. project: the label of the sessions, or the owner if they have none.
     """
 
     bucket_start: datetime
@@ -67,7 +67,7 @@ class TotalUsage:
 
 @dataclass(frozen=True)
 class StoredUsage:
-    """What checkpoints of a base model took up in the hour from bucket_start on, in byte-hours."""
+    """The byte-hours of a base model's checkpoints in the hour that starts at bucket_start."""
 
     bucket_start: datetime
     base_model: str
@@ -79,7 +79,7 @@ class StoredUsage:
 
 @dataclass(frozen=True)
 class StoredNow:
-    """How many checkpoints of a project and key there are, and their bytes."""
+    """The number of checkpoints of a project and key, and their bytes."""
 
     project: str
     key_id: str
@@ -89,12 +89,12 @@ class StoredNow:
 
 
 class UsageReports(Aggregate):
-    """What was used and stored."""
+    """Reports of usage and storage."""
 
     def hourly(self, owner: str | None, start: datetime, end: datetime) -> list[Usage]:
-        """Tokens and saved checkpoints in the hours that begin in [start, end), by hour and then the most first.
+        """Tokens and saved checkpoints in the hours that begin in [start, end), by hour, then largest first.
 
-        One statement. UserError when the rows have more than MOST_BYTES: usage is never cut.
+        One statement. UserError if the rows have more than MOST_BYTES, because usage must be complete.
         """
         bucket = col(UsageBucket.bucket_start)
         statement = (
@@ -118,7 +118,7 @@ class UsageReports(Aggregate):
         return usage
 
     def totals(self, owner: str | None, start: datetime, end: datetime) -> list[TotalUsage]:
-        """What projects used in the hours that begin in [start, end), by hour. One statement."""
+        """The usage of projects in the hours that begin in [start, end), by hour. One statement."""
         bucket, kind = col(UsageBucket.bucket_start), col(UsageBucket.kind)
         quantity = sa.cast(sa.func.sum(col(UsageBucket.quantity)), sa.BigInteger).label("quantity")
         statement = (
@@ -131,9 +131,9 @@ class UsageReports(Aggregate):
         return self._views(TotalUsage, statement)
 
     def stored(self, owner: str | None, start: datetime, end: datetime) -> list[StoredUsage]:
-        """Byte-hours of checkpoints in each hour of [start, end), which are whole hours, up to now. One statement.
+        """Byte-hours of checkpoints in each whole hour of [start, end), up to now. One statement.
 
-        From saving until deletion or expiry. A checkpoint that was saved again under its name counts from then on only.
+        A checkpoint counts from its save until its deletion or expiry. Saving a path again restarts its time.
         """
         until = min(end, self._now())
         gone = sa.func.coalesce(col(Checkpoint.deleted_at), until)
@@ -161,7 +161,7 @@ class UsageReports(Aggregate):
         )
 
     def stored_now(self, owner: str | None, project: str | None = None) -> list[StoredNow]:
-        """How many checkpoints there are and their bytes, by project and key; of one project when it is given.
+        """The number of checkpoints and their bytes, by project and key; only of one project if it is given.
 
         One statement.
         """
@@ -176,7 +176,7 @@ class UsageReports(Aggregate):
 
 
 def _checkpoints(owner: str | None) -> sa.Select[Any]:
-    """Checkpoints with the project and the key that they count for."""
+    """Checkpoints with their project and key."""
     columns = (
         col(Checkpoint.base_model),
         col(Checkpoint.size_bytes),

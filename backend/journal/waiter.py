@@ -20,7 +20,7 @@ class Waiter:
     async def wait(self, seconds: float) -> bool:
         """Whether the answer is there, or comes within `seconds`.
 
-        Of a sampler: whether there was an answer since the last wait. It may be another clone's.
+        For a sampler: True if any of its clones was answered since the last wait.
         """
         try:
             async with asyncio.timeout(seconds):

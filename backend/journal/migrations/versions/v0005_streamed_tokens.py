@@ -1,4 +1,4 @@
-"""Tokens of samples on their way to those who listen. There are none from before."""
+"""Tokens of streamed samples. There are none from before."""
 
 from __future__ import annotations
 

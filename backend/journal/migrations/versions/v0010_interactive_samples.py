@@ -1,4 +1,4 @@
-"""Samples for which somebody waits are found before the others. None of those that wait is known to be one."""
+"""An index finds interactive samples before other samples. None of those that wait is known to be one."""
 
 from __future__ import annotations
 
