@@ -126,7 +126,7 @@ class GroupTurns:
             if pools[name].trouble:
                 await self._note_failure(name, pools[name].trouble)
         wanted = [name for name in asked if name in turns.held or not pools[name].pausing]
-        roomless = {name for name, pool in pools.items() if pool.lacks_room}
+        roomless = {name for name, pool in pools.items() if pool.lacks_capacity}
         for name, turn in turns.held.items():
             turn.ending &= pools[name].ending  # unless it crashed before it was released, and was started again
         ready = {name for name, pool in pools.items() if pool.ready}
@@ -164,7 +164,7 @@ class GroupTurns:
             others = f"{len(turns.line)} other base model(s) wait"
             return f"its worker group takes nothing new: {others}" if pool.draining else None
         if name in turns.held:
-            lacking = "waits for room on a host" if pool.lacks_room else "is being started"
+            lacking = "waits for room on a host" if pool.lacks_capacity else "is being started"
             text = f"its worker group {lacking}"
         elif name in turns.line:
             before = turns.line.index(name)

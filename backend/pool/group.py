@@ -200,13 +200,13 @@ class Group:
 
     async def _read(self, member: Member, link: LoopLink) -> None:
         try:
-            await member.read(link, lambda index, message: self._take(member, index, message))
+            await member.read(link, lambda index, message: self._handle(member, index, message))
         except ValueError as error:
             self._fail(f"rank {member.rank} sent garbage: {error}")
         else:
             await self._note_lost(member, "closed its connection")
 
-    def _take(self, member: Member, index: int, message: PoolMessage) -> None:
+    def _handle(self, member: Member, index: int, message: PoolMessage) -> None:
         """Handle a message of a rank. ValueError for a message that is not due."""
         match message:
             case _ if index:

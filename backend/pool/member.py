@@ -46,15 +46,15 @@ class Member:
         except OSError as error:  # `read` ends, too, once it has read the last frames
             log.info("the connection to rank %d broke (%s)", self.rank, error)
 
-    async def read(self, link: LoopLink, take: Callable[[int, PoolMessage], None]) -> None:
-        """Call `take` with the index and the message of each received frame, until the connection is closed.
+    async def read(self, link: LoopLink, handle: Callable[[int, PoolMessage], None]) -> None:
+        """Call `handle` with the index and the message of each received frame, until the connection is closed.
 
-        ValueError when the bytes are not a message, or when `take` refuses the message.
+        ValueError when the bytes are not a message, or when `handle` refuses the message.
         """
         try:
             while True:
                 frame = await link.read()
-                take(frame.index, codec.decode(frame.body))
+                handle(frame.index, codec.decode(frame.body))
         except (EOFError, OSError):
             self._drained.set()
 

@@ -129,7 +129,7 @@ class Pool:
         return self._generations.state is PoolState.PAUSING
 
     @property
-    def lacks_room(self) -> bool:
+    def lacks_capacity(self) -> bool:
         """Whether a group waits to be started until hosts have capacity for it."""
         return self._generations.state is PoolState.WAITING
 

@@ -191,7 +191,7 @@ class Inbox:
             except OSError as error:
                 log.info("the driver does not listen any more (%s)", error)  # the reader thread handles this
 
-    def tell(self, text: str) -> None:
+    def send_progress(self, text: str) -> None:
         """Send a line of progress."""
         self.send(0, codec.encode(Progress(text)))
 
@@ -318,9 +318,9 @@ def main() -> None:
     threading.excepthook = lambda args: _end(inbox, args.exc_value or args.exc_type())
     inbox.serve(spec)
     threading.Thread(target=inbox.receive, args=(sys.stdin.buffer,), name="specs", daemon=True).start()
-    notices, told = os.pipe()
-    os.set_blocking(told, False)
-    signal.set_wakeup_fd(told)  # Python runs handlers only in the main thread, which may be busy for a long time
+    notices, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)  # Python runs handlers only in the main thread, which may be busy for a long time
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_await_notice, args=(inbox, notices), name="notice", daemon=True).start()
     answers = ReplyCollector(inbox.send, spec.rank)
@@ -338,7 +338,7 @@ def main() -> None:
                 continue
             answers.drain()  # so that a device failure in an earlier driver's command ends the process before Ready
             assert isinstance(message, Start), "a driver begins with Start"
-            executor = _begin(executor, message, spec, inbox.tell)
+            executor = _begin(executor, message, spec, inbox.send_progress)
             inbox.transfers = Transfers(executor, message.config, spec.rank)
             inbox.send(0, codec.encode(_ready(executor, inbox.transfers)), driver)
     except BaseException as error:  # noqa: BLE001  (SystemExit too: no barrier at exit)
@@ -373,9 +373,9 @@ def _begin(
 
 
 def _ready(executor: CommandExecutor, transfers: Transfers) -> Ready:
-    told = {name: getattr(executor, name) for name in Ready.__struct_fields__ if name != "reaches_store"}
-    told["programs"] = hashlib.sha256(f"{code_version()}; {told['programs']}".encode()).hexdigest()[:16]
-    return Ready(**told, reaches_store=transfers.reach_store)
+    fields = {name: getattr(executor, name) for name in Ready.__struct_fields__ if name != "reaches_store"}
+    fields["programs"] = hashlib.sha256(f"{code_version()}; {fields['programs']}".encode()).hexdigest()[:16]
+    return Ready(**fields, reaches_store=transfers.reach_store)
 
 
 def _give_back_memory() -> None:

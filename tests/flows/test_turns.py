@@ -93,7 +93,7 @@ class FakePool:
     resting: bool = True
     draining: bool = False
     pausing: bool = False
-    lacks_room: bool = False
+    lacks_capacity: bool = False
     trouble: str = ""
     began: list[float] = field(default_factory=list)
     now: float = 0.0

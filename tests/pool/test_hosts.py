@@ -146,11 +146,11 @@ async def test_a_group_says_that_no_host_has_room_for_it(bench: Bench, wait_unti
     first = await starting
     second = await bench.start(1, on_demand=True)
     second.begin()
-    await wait_until(lambda: second.lacks_room)
+    await wait_until(lambda: second.lacks_capacity)
     assert not second.resting and not second.ready
     await first.stop()
     await second.serving()
-    assert not second.lacks_room
+    assert not second.lacks_capacity
 
 
 async def test_a_killed_process_is_named_with_its_host(bench: Bench) -> None:
@@ -403,8 +403,8 @@ class Cable:
     """A connection between an agent and the driver. A cut stops its bytes without closing it."""
 
     def __init__(self, port: int) -> None:
-        self.whole = asyncio.Event()
-        self.whole.set()
+        self.intact = asyncio.Event()
+        self.intact.set()
         self._port = port
 
     async def lay(self) -> int:
@@ -429,10 +429,10 @@ class Cable:
 
     async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         while data := await source.read(65536):
-            await self.whole.wait()
+            await self.intact.wait()
             sink.write(data)
             await sink.drain()
-        await self.whole.wait()
+        await self.intact.wait()
         sink.close()
 
 
@@ -444,13 +444,13 @@ async def test_a_cut_link_is_noticed_at_both_ends_and_heals(
     pool = await bench.start(1)
     (pid,) = pool.pids
     executing = await busy(pool)
-    cable.whole.clear()
+    cable.intact.clear()
     with pytest.raises(errors.SuspectError, match=r"rank 0 was lost with host .+: it was silent for 3 s \(cut off"):
         await executing
     await wait_until(lambda: len(bench.said) == 2)
     assert "it was silent for 3 s" in bench.said[1]
     assert not alive(pid)
-    cable.whole.set()
+    cable.intact.set()
     await serves(pool, 2)
     await bench.close()
     await cable.remove()

@@ -114,9 +114,9 @@ async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: 
             say(f"joined the group at {where} from {link.address} with capacity for {config.processes} process(es)")
             if doubt := await asyncio.to_thread(doubt_about_name, link.address):
                 say(doubt)
-            talk = Conversation(link, silence)
-            why = await processes.serve(talk, link.address)
-            if talk.closed and processes.leave():
+            conversation = Conversation(link, silence)
+            why = await processes.serve(conversation, link.address)
+            if conversation.closed and processes.leave():
                 kept = f"are kept for its next driver, {config.keep_seconds:g} s"
             else:
                 await processes.end()
@@ -196,7 +196,7 @@ class HostProcesses:
 
     def __init__(self, config: HostConfig) -> None:
         """No process runs yet."""
-        self._talk: Conversation | None = None  # with the current driver
+        self._conversation: Conversation | None = None  # with the current driver
         self._address = ""
         self._config = config
         self._watches: dict[_Worker, asyncio.Task[None]] = {}
@@ -210,16 +210,16 @@ class HostProcesses:
             OrphanedWorker(worker.child.pid, worker.rank, worker.salt, worker.plan) for worker in self._without_driver()
         )
 
-    async def serve(self, talk: Conversation, address: str) -> str:
-        """Obey the driver at the other end of `talk` until it is lost. Returns the reason of the loss.
+    async def serve(self, conversation: Conversation, address: str) -> str:
+        """Obey the driver at the other end of `conversation` until it is lost. Returns the reason of the loss.
 
         address: of this host, in the driver's network.
         """
-        self._talk, self._address = talk, address
+        self._conversation, self._address = conversation, address
         try:
-            return await talk.run(self._obey)
+            return await conversation.run(self._obey)
         finally:
-            self._talk = None
+            self._conversation = None
 
     async def _obey(self, message: object) -> None:
         match message:
@@ -228,11 +228,11 @@ class HostProcesses:
                     child = await self._spawn(message)
                 except OSError as error:
                     log.exception("rank %d of generation %d cannot be started", message.rank, message.generation)
-                    self._tell(Ended(message.process, f"could not be started: {error}", crashed=False))
+                    self._send(Ended(message.process, f"could not be started: {error}", crashed=False))
                 else:
-                    self._tell(Spawned(message.process, child.pid, child.coordinator))
+                    self._send(Spawned(message.process, child.pid, child.coordinator))
             case TakeOver():
-                self._tell(self._take_over(message))
+                self._send(self._take_over(message))
             case Signal():
                 for worker in self._watches:  # without a match, the process has ended
                     if worker.number == message.process:
@@ -240,9 +240,9 @@ class HostProcesses:
             case _:
                 raise ValueError(f"unexpected {type(message).__name__}")
 
-    def _tell(self, message: PoolMessage) -> None:
-        if self._talk is not None:
-            self._talk.tell(message)
+    def _send(self, message: PoolMessage) -> None:
+        if self._conversation is not None:
+            self._conversation.send(message)
 
     async def _spawn(self, asked: Spawn) -> LocalWorker:
         """Start a process. First end the processes without a driver that have the same plan, or all processes without
@@ -330,4 +330,4 @@ class HostProcesses:
         ending = await worker.child.ended()
         del self._watches[worker]
         if worker.number is not None:
-            self._tell(Ended(worker.number, ending.how, ending.crashed))
+            self._send(Ended(worker.number, ending.how, ending.crashed))

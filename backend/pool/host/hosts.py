@@ -52,7 +52,7 @@ class HostProcess:
 
     def signal(self, number: int) -> None:
         """Have the host send a signal to the process."""
-        self._host.talk.tell(Signal(self._number, number))
+        self._host.conversation.send(Signal(self._number, number))
 
     async def ended(self) -> Ending:
         """Wait until the host reports the end of the process, or until the host is lost."""
@@ -85,11 +85,11 @@ class HostSlot:
 class Host:
     """One agent's connection, from its offer until it is lost."""
 
-    def __init__(self, site: Hosts, offer: Offer, talk: Conversation) -> None:
+    def __init__(self, site: Hosts, offer: Offer, conversation: Conversation) -> None:
         """Call `serve` next."""
         self.site = site
         self.offer = offer
-        self.talk = talk
+        self.conversation = conversation
         self.taken = 0
         self.held = list(offer.held)
         self._starting: dict[int, asyncio.Future[Spawned]] = {}
@@ -102,21 +102,21 @@ class Host:
 
     async def spawn(self, launch: Launch, rank: int, held: OrphanedWorker | None = None) -> WorkerProcess:
         """Start a process, or take over the process `held`. OSError when this fails or the host is lost meanwhile."""
-        if self.talk.over is not None:
-            raise OSError(f"host {self.offer.host} is lost: {self.talk.over}")
+        if self.conversation.over is not None:
+            raise OSError(f"host {self.offer.host} is lost: {self.conversation.over}")
         number, loop = next(self.site.numbers), asyncio.get_running_loop()
         starting = self._starting[number] = loop.create_future()
         ending = self._endings[number] = loop.create_future()
         self.site.launched.add(launch.salt)
         if held is None:
             self.held = [held for held in self.held if held.plan != launch.plan]  # the agent first ends the others
-            self.talk.tell(Spawn(number, launch.generation, rank, launch.port, launch.salt, launch.plan))
+            self.conversation.send(Spawn(number, launch.generation, rank, launch.port, launch.salt, launch.plan))
         else:
-            self.talk.tell(TakeOver(number, held.pid, launch.generation, launch.port, launch.salt))
+            self.conversation.send(TakeOver(number, held.pid, launch.generation, launch.port, launch.salt))
         try:
             return HostProcess(self, await starting, ending)
         except asyncio.CancelledError:
-            self.talk.tell(Signal(number, signal.SIGKILL))
+            self.conversation.send(Signal(number, signal.SIGKILL))
             raise
         finally:
             del self._starting[number]
@@ -124,16 +124,16 @@ class Host:
     async def serve(self) -> str:
         """Exchange messages until the host is lost. Returns the reason of the loss."""
         try:
-            return await self.talk.run(self._take)
+            return await self.conversation.run(self._handle)
         finally:
-            how = f"was lost with host {self.offer.host}: {self.talk.over}"
+            how = f"was lost with host {self.offer.host}: {self.conversation.over}"
             for starting in self._starting.values():
                 if not starting.done():
                     starting.set_exception(OSError(f"a process {how}"))
             for ending in self._endings.values():
                 ending.set_result(Ending(how, crashed=False))
 
-    async def _take(self, message: object) -> None:
+    async def _handle(self, message: object) -> None:
         match message:
             case Spawned() if (starting := self._starting.get(message.process)) is not None and not starting.done():
                 starting.set_result(message)
@@ -182,7 +182,7 @@ class Hosts:
         self._door.cancel()
         tasks = {self._door, *self._connections}
         for host in self._hosts:
-            host.talk.end("the group ends")
+            host.conversation.end("the group ends")
         await asyncio.wait(tasks, timeout=1.0)
         for task in tasks:
             task.cancel()
@@ -230,10 +230,10 @@ class Hosts:
             for held in host.held:
                 if held.plan == plan and held.salt not in self.launched:
                     groups.setdefault(held.salt, {})[held.rank] = host, held
-        whole = next((group for group in groups.values() if len(group) == processes), {})
-        for host, held in whole.values():
+        complete = next((group for group in groups.values() if len(group) == processes), {})
+        for host, held in complete.values():
             host.held.remove(held)
-        return [HostSlot(*whole[rank]) for rank in sorted(whole)]
+        return [HostSlot(*complete[rank]) for rank in sorted(complete)]
 
     # ------------------------------------------------------------------ for its hosts
     def notify(self) -> None:
@@ -253,7 +253,7 @@ class Hosts:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 link = await accept(sock, self._secret, 0, 1)
-                offer = await self._hear_offer(link)
+                offer = await self._receive_offer(link)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
             log.warning("a stranger connected where hosts join: %r", error)
             return
@@ -261,9 +261,9 @@ class Hosts:
             return
         for earlier in self._hosts:
             if earlier.offer.agent == offer.agent:
-                earlier.talk.end("it joined again")
+                earlier.conversation.end("it joined again")
         host = Host(self, offer, Conversation(link, self._silence))
-        host.talk.tell(Welcome(self._silence))
+        host.conversation.send(Welcome(self._silence))
         self._hosts.append(host)
         log.info("host %s joined from %s with capacity for %d process(es)", offer.host, offer.address, offer.processes)
         self.notify()
@@ -276,7 +276,7 @@ class Hosts:
             self._hosts.remove(host)
             self.notify()
 
-    async def _hear_offer(self, link: LoopLink) -> Offer | None:
+    async def _receive_offer(self, link: LoopLink) -> Offer | None:
         """Receive the client's offer. A host with other software gets a Refusal, and the result is None."""
         try:
             offer = codec.decode((await link.read(LARGEST_OF_HOSTS)).body)

@@ -31,7 +31,7 @@ class Conversation:
         """Why the conversation has ended; None while it goes on."""
         return self._over.result() if self._over.done() else None
 
-    def tell(self, message: PoolMessage) -> None:
+    def send(self, message: PoolMessage) -> None:
         """Queue a message behind the earlier messages. Messages are lost when the conversation ends."""
         self._outbox.put_nowait(message)
 
@@ -40,13 +40,13 @@ class Conversation:
         if not self._over.done():
             self._over.set_result(why)
 
-    async def run(self, take: Callable[[PoolMessage], Awaitable[None]]) -> str:
-        """Call `take` with each received message, in order, until the conversation ends. Returns why it ended.
+    async def run(self, handle: Callable[[PoolMessage], Awaitable[None]]) -> str:
+        """Call `handle` with each received message, in order, until the conversation ends. Returns why it ended.
 
-        take: raises ValueError for a message that the other end should not have sent, which ends the conversation.
-        Raises any other error of `take`.
+        handle: raises ValueError for a message that the other end should not have sent, which ends the conversation.
+        Raises any other error of `handle`.
         """
-        works = [asyncio.create_task(work) for work in (self._send(), self._receive(take), self._hear())]
+        works = [asyncio.create_task(work) for work in (self._send(), self._receive(handle), self._watch_silence())]
         try:
             await asyncio.wait((*works, self._over), return_when=asyncio.FIRST_COMPLETED)
             for task in works:
@@ -69,13 +69,13 @@ class Conversation:
         except OSError as error:
             return f"its connection broke ({error})"
 
-    async def _receive(self, take: Callable[[PoolMessage], Awaitable[None]]) -> str:
+    async def _receive(self, handle: Callable[[PoolMessage], Awaitable[None]]) -> str:
         try:
             while True:
                 frame = await self._link.read(LARGEST_OF_HOSTS)
                 message = codec.decode(frame.body)
                 if not isinstance(message, KeepAlive):
-                    await take(message)
+                    await handle(message)
         except (EOFError, ConnectionResetError):
             self.closed = True
             return "it closed the connection"
@@ -85,7 +85,7 @@ class Conversation:
             return f"it sent a wrong message: {error}"
 
     async def _beat(self) -> None:
-        self.tell(KeepAlive())
+        self.send(KeepAlive())
 
-    async def _hear(self) -> str:
+    async def _watch_silence(self) -> str:
         return f"it was silent for {await self._monitor.silence():g} s (cut off, or stopped?)"
