@@ -1,4 +1,4 @@
-"""The heartbeat of a part: it writes a line to `up` every second while its event loop runs.
+"""The heartbeat of a part, which writes a line to `up` every second while its event loop runs.
 
 A thread writes the lines, so a part also writes them while it imports and loads. After the first call of `turns`, the
 lines stop when the loop has not called it for HUNG_SECONDS. A stopped process (SIGSTOP) writes no lines either.

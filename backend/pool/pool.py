@@ -196,9 +196,9 @@ class Pool:
         seconds.
 
         Raises the executor's error when it is for the client (UserError, NotFoundError, ConflictError, StateLostError,
-        StoreError), and ServerError for any other exception of the executor. DeadlineError: this command missed its
-        deadline. SuspectError: the group ended while executing it. GroupFailedError: the group ended before. TypeError
-        or ValueError: the command cannot be encoded, and nothing was sent.
+        StoreError), and ServerError for any other exception of the executor. DeadlineError when the command missed its
+        deadline. SuspectError when the group ended while executing it. GroupFailedError when the group ended before.
+        TypeError or ValueError when the command cannot be encoded, and nothing was sent.
         """
         seconds = self._config.command_deadline if deadline is None else deadline
         if generation is not None:
@@ -210,7 +210,7 @@ class Pool:
     async def transfer(self, job: FetchState | WriteState, *, generation: int | None = None) -> Mapping[str, Digest]:
         """Have every process read or write its part of a state in the store while it executes commands.
 
-        Call it only when `reaches_store`. Returns the digests of the written files by name.
+        Call it only when `reaches_store`. Returns the digest of each written file.
 
         generation: the only group that may do the transfer; None: the group that serves now.
         Raises the error of a process, StoreAwayError when the transfer takes longer than a command may, and

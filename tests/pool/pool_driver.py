@@ -1,8 +1,8 @@
 """A driver process that tests kill. It starts a pool, prints the workers' process ids, and keeps the workers busy.
 
 Its arguments are the executor and the number of processes. A port and the group's secret follow for hosts that join.
-Each line of its standard input is a word: `busy` for a command of a minute, `brief` for less than a second, `steps` for
-three commands, `uneven` for a command that reaches only rank 0.
+Each line of its standard input is a word. `busy` submits a command of a minute, and `brief` one of less than a second.
+`steps` submits three commands, and `uneven` sends a command only to rank 0.
 """
 
 from __future__ import annotations

@@ -482,7 +482,7 @@ async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCapture
         (
             SECRET,
             b"TkF1" + bytes(12) + (2**36).to_bytes(8, "big"),
-            f"a frame of {2**36} bytes; it must have at most {2**20}",
+            f"a frame of {2**36} bytes is over the limit of {2**20} bytes",
         ),
         (SECRET, header(0, 0, [bytes(9)]) + bytes(9), "9 bytes are not a message"),
     ],
@@ -514,7 +514,7 @@ async def test_a_malformed_frame_costs_one_warning(
 async def test_other_software_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkerflow.backend.pool.host.agent.software", lambda: "python 2.7")
     with pytest.raises(
-        errors.UserError, match=r"host .+ has python 2.7, the driver has python 3.+; both must be the same"
+        errors.UserError, match=r"host .+ has python 2.7, the driver has python 3.+, and both must be the same"
     ):
         await bench.join("a")
     assert "none has joined" in bench.hosts.missing(1)

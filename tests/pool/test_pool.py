@@ -229,9 +229,9 @@ async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blam
     os.kill(pool.pids[0], signal.SIGKILL)
     await wait_until(lambda: pool.ready and pool.generation > generation)
     replies = await asyncio.gather(*together(pool, step(), step()))
-    assert replies == [OptimResult(1.0, 1), OptimResult(2.0, 2)], "what was left of the care is the next one's"
+    assert replies == [OptimResult(1.0, 1), OptimResult(2.0, 2)], "the next group continues the probation"
     replies = await asyncio.gather(*together(pool, step(), step()))
-    assert replies == [OptimResult(4.0, 3), OptimResult(4.0, 4)], "and then they have company again"
+    assert replies == [OptimResult(4.0, 3), OptimResult(4.0, 4)], "the probation is over"
 
 
 async def failure_of(task: asyncio.Task[Reply]) -> GroupFailedError:
@@ -317,7 +317,7 @@ async def test_errors_that_all_ranks_raise_arrive_and_leave_the_group_alive(
 
 # ------------------------------------------------------------------ a group that fails
 async def test_a_killed_rank_ends_the_group_and_a_new_one_serves(start_pool: StartPool, wait_until: WaitUntil) -> None:
-    """Only the command that was being executed is suspected."""
+    """The command that was being executed is suspected, and no other command."""
     lines: list[str] = []
     pool = await start_pool(processes=2, on_progress=lines.append)
     old = pool.pids

@@ -283,7 +283,7 @@ class Hosts:
             if not isinstance(offer, Offer):
                 raise ValueError(f"{type(offer).__name__} instead of an offer")
             if offer.software != software():
-                why = f"host {offer.host} has {offer.software}, the driver has {software()}; both must be the same"
+                why = f"host {offer.host} has {offer.software}, the driver has {software()}, and both must be the same"
                 log.warning("refused: %s", why)
                 await link.write(0, codec.encode(Refusal(why)))
                 link.close()

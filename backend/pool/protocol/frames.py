@@ -42,7 +42,7 @@ def _parse(raw: bytes | bytearray, generation: int, largest: int) -> tuple[int, 
     if magic != MAGIC:
         raise ValueError(f"garbage instead of a frame: {bytes(raw[:16])!r}")
     if length > largest:
-        raise ValueError(f"a frame of {length} bytes; it must have at most {largest}")
+        raise ValueError(f"a frame of {length} bytes is over the limit of {largest} bytes")
     if theirs != generation:
         raise ValueError(f"a frame of generation {theirs} in generation {generation}")
     return index, length
