@@ -146,7 +146,7 @@ def environment(overlay: str, container: dict[str, Any]) -> dict[str, str]:
 
 
 def commands(container: dict[str, Any]) -> list[list[str]]:
-    """The commands that a container runs; those of its shell's script, when a shell starts it."""
+    """The commands of a container. If it starts a shell, these are the commands of the shell's script."""
     words = container.get("command", [])
     if words[:2] == ["sh", "-c"]:
         return [line.split("&")[0].split() for line in words[2].splitlines() if line.startswith("tinkerflow ")]
@@ -154,7 +154,7 @@ def commands(container: dict[str, Any]) -> list[list[str]]:
 
 
 def given_secrets() -> set[tuple[str, str]]:
-    """(name, key) of what the page has people create."""
+    """(name, key) of each secret that the page creates."""
     text = (ROOT / "docs" / "kubernetes.md").read_text().replace("\\\n", "")
     found = re.findall(r"create secret generic (\w+) (.*)", text)
     return {(name, key) for name, rest in found for key in re.findall(r"--from-(?:literal|file)=([\w.]+)=", rest)}
@@ -381,7 +381,7 @@ def test_probes_see_who_listens_and_who_has_joined() -> None:
         words: list[str] = container["readinessProbe"]["exec"]["command"]
         return words
 
-    alone = ["unshare", "--map-root-user", "--net"]  # a network in which nobody else listens
+    alone = ["unshare", "--map-root-user", "--net"]  # a network without other servers
     if shutil.which("ip") is None or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine makes no network namespaces")
     words = [*alone, sys.executable, "-c", _SOCKETS, json.dumps([probe("engine"), probe("worker")])]

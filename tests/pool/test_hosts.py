@@ -182,18 +182,6 @@ async def test_a_group_goes_on_when_a_lost_host_is_replaced(bench: Bench, wait_u
     assert (bench.tmp_path / "c").exists()
 
 
-async def test_a_group_lives_on_spare_hosts(bench: Bench, wait_until: WaitUntil) -> None:
-    lost = bench.join("a")
-    await wait_until(lambda: not bench.hosts.missing(1))
-    pool = await bench.start(1)
-    bench.join("b")
-    await wait_until(lambda: not bench.hosts.missing(1))
-    lost.cancel()
-    await wait_until(lambda: not pool.ready)
-    await serves(pool, 2)
-    assert not bench.waits
-
-
 class Driver:
     """Another process (pool_driver.py) that drives the hosts of a bench until it is killed."""
 

@@ -126,20 +126,16 @@ def together(pool: Pool, *commands: Command) -> list[asyncio.Task[Reply]]:
     return [asyncio.create_task(pool.submit(command)) for command in commands]
 
 
-@both
-async def test_a_command_is_begun_while_the_one_before_it_is_computed(start_pool: StartPool, processes: int) -> None:
-    pool = await start_pool("Ahead", processes=processes)
+async def test_a_command_is_begun_while_the_one_before_it_is_computed(start_pool: StartPool) -> None:
+    pool = await start_pool("Ahead", processes=2)
     replies = await asyncio.gather(*together(pool, step(), step(), Ping()))
     assert replies[0] in (OptimResult(2.0, 1), OptimResult(3.0, 1))
     assert replies[1:] == [OptimResult(3.0, 2), Done()]
     assert await pool.submit(Ping()) == Done()  # without an earlier command
 
 
-@both
-async def test_what_fails_in_the_end_fails_alone_when_it_is_the_users_fault(
-    start_pool: StartPool, processes: int
-) -> None:
-    pool = await start_pool("Ahead", processes=processes)
+async def test_what_fails_in_the_end_fails_alone_when_it_is_the_users_fault(start_pool: StartPool) -> None:
+    pool = await start_pool("Ahead", processes=2)
     first, second = together(pool, step(1), step())
     with pytest.raises(UserError, match="the norm is not finite"):
         await first
@@ -147,9 +143,8 @@ async def test_what_fails_in_the_end_fails_alone_when_it_is_the_users_fault(
     assert pool.generation == 1
 
 
-@both
-async def test_what_fails_on_the_devices_ends_the_group(start_pool: StartPool, processes: int) -> None:
-    pool = await start_pool("Ahead", processes=processes)
+async def test_what_fails_on_the_devices_ends_the_group(start_pool: StartPool) -> None:
+    pool = await start_pool("Ahead", processes=2)
     first, second = together(pool, step(2), step())
     with pytest.raises(SuspectError, match="OptimStep failed on the devices"):
         await first
@@ -461,14 +456,6 @@ async def test_a_stopped_rank_is_noticed_while_nothing_is_asked_of_it(
         lost = await anext(first)
     assert lost == GroupLost(1, "worker group 1 ended: rank 1 was silent for 3 s (stopped?)")
     await first.aclose()  # type: ignore[attr-defined]
-    await serves_again(pool)
-
-
-async def test_a_stopped_rank_misses_a_deadline(start_pool: StartPool) -> None:
-    pool = await start_pool(processes=2)
-    os.kill(pool.pids[0], signal.SIGSTOP)
-    with pytest.raises(errors.DeadlineError, match=r"no word from rank \[0\]"):
-        await pool.submit(Ping(), deadline=5.0)
     await serves_again(pool)
 
 

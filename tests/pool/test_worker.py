@@ -41,10 +41,7 @@ async def start_driver(executor: str, processes: int) -> asyncio.subprocess.Proc
     )
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-async def test_workers_end_when_their_driver_is_killed(
-    stopped: bool, alive: Callable[[int], bool], wait_until: WaitUntil
-) -> None:
+async def test_workers_end_when_their_driver_is_killed(alive: Callable[[int], bool], wait_until: WaitUntil) -> None:
     driver = await start_driver("Echo", 2)
     assert driver.stdout
     pids = [int(word) for word in (await driver.stdout.readline()).split()]
@@ -52,8 +49,7 @@ async def test_workers_end_when_their_driver_is_killed(
     assert all(alive(pid) for pid in pids)
     assert driver.stdin
     driver.stdin.write(b"busy\n")
-    if stopped:
-        os.kill(pids[1], signal.SIGSTOP)  # so that only the kernel can end it
+    os.kill(pids[1], signal.SIGSTOP)  # so that only the kernel can end it
     driver.kill()
     await driver.communicate()
     await wait_until(lambda: not any(alive(pid) for pid in pids))
