@@ -1,4 +1,4 @@
-"""Models as files: where base models come from, what can be served, imports from PEFT, merges, champions."""
+"""Models as files: sources and cards of base models, imports from PEFT, merges, and champions."""
 
 __all__ = [
     "champions",

@@ -1,6 +1,6 @@
-"""Champions: which weights are the best so far under a name, as the pipelines keep them in their work folder.
+"""Champions: the best weights so far under a name, stored by pipelines in their work folder.
 
-    champions/<name>/<n>.json     the champions of a name, one after another
+    champions/<name>/<n>.json     the n-th champion of a name
 
 A new champion is a new entry, so the history stays. `tasks/pipelines/champions.py` writes them.
 """
@@ -20,17 +20,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def champion_names(work: Blobs) -> list[str]:
-    """The names under which there are champions, sorted."""
+    """The names with champions, sorted."""
     return work.children(_FOLDER)
 
 
 def champion_key(name: str, number: int) -> str:
-    """Where the champion of `name` with this number lies."""
+    """The key of the champion of `name` with this number."""
     return f"{_folder(name)}/{number:08d}.json"
 
 
 def newest_champion(work: Blobs, name: str) -> dict[str, Any] | None:
-    """The newest champion of `name` as it was written; None when nothing has been promoted yet."""
+    """The newest champion of `name` as it was written; None if there is none."""
     folder = _folder(name)
     numbers = sorted(work.children(folder))
     return None if not numbers else dict(orjson.loads(work.read(f"{folder}/{numbers[-1]}")))
@@ -43,7 +43,7 @@ def champion_history(work: Blobs, name: str) -> list[dict[str, Any]]:
 
 
 def checked_name(field: str, value: str) -> str:
-    """The name `value`, which becomes a part of a key; UserError when it could lead to another folder."""
+    """The name `value` as a part of a key; UserError if it could lead to another folder."""
     if not _NAME.fullmatch(value):
         raise UserError(f"{field} {value!r}: must be 1 to 128 of A-Z a-z 0-9 . _ - and begin with a letter or digit")
     return value

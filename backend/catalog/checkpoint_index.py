@@ -1,4 +1,4 @@
-"""The journal's rows of checkpoints are made again from the store's commits, when they are lost."""
+"""Rebuilds lost rows of checkpoints in the journal from the store's commits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinkerflow.backend.store import RECOVERY, CheckpointPath, Store
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What became of the checkpoints in a store. damaged: sentences that name those whose commit cannot be read."""
+    """The result of a rebuild. damaged: sentences that name the checkpoints with unreadable commits."""
 
     restored: tuple[str, ...]
     known: int
@@ -19,10 +19,10 @@ class Rebuilt:
 
 
 def rebuild(journal: Journal, store: Store) -> Rebuilt:
-    """Make the journal know every checkpoint that is committed in the store; what it knows already stays as it is.
+    """Insert rows for all committed checkpoints in the store. Existing rows stay as they are.
 
-    Repeated after a crash it goes on. Recovery snapshots are left out: without the requests since, nothing can be
-    continued from them.
+    Repeating the call after a crash continues the work. Recovery snapshots are left out, because they are useless
+    without the later requests.
     """
     restored, known, damaged = [], 0, []
     for path in store.upkeep.paths():

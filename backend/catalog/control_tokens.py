@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
-# Noncharacters of Unicode, which are not for texts; then characters for private use, should a model need so many.
+# Noncharacters of Unicode, which texts do not contain, then characters for private use in case a model needs more.
 _START, *_STAND_INS = map(chr, (*range(0xFDD0, 0xFDF0), *range(0x10F000, 0x10FFFE)))
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -25,8 +25,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class ControlTokens:
     """The tokens that structure a conversation of one model.
 
-    These are the special tokens, and those added tokens that the chat template names, such as `<tool_call>`. Texts of
-    the assistant may hold the latter: earlier answers and training data have their reasoning and calls in the content.
+    These are the special tokens, and the added tokens that the chat template names, such as `<tool_call>`. Texts of the
+    assistant may contain the latter: earlier answers and training data have their reasoning and calls in the content.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
@@ -49,7 +49,7 @@ class ControlTokens:
     def hide(self, value: Any, *, assistant: bool = False) -> Any:
         """The value with all texts in it hidden, keys included.
 
-        assistant: the texts are the assistant's, which may hold control tokens that are not special.
+        assistant: whether the texts are the assistant's, which may contain control tokens that are not special.
         """
         if isinstance(value, str):
             return self._hide_text(value, self._in_assistants if assistant else self._in_users)
@@ -73,7 +73,7 @@ class ControlTokens:
 
     def _hide_text(self, text: str, starts: re.Pattern[str]) -> str:
         hidden = starts.sub(lambda match: self._stand_in[match[0]], text.translate(self._foreign))
-        # A template may put the next text right behind this one, so the beginning of a control token at the end counts.
+        # A template may append the next text directly, so the beginning of a control token at the end counts.
         end = len(hidden.rstrip())
         for size in range(1, min(end, self._longest) + 1):
             if hidden[end - size : end] in self._beginnings and hidden[end - size] in self._stand_in:
@@ -94,7 +94,7 @@ class ControlTokens:
         return text.translate(self._original)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a rendered text, without those that a tokenizer puts around every text."""
+        """The tokens of a rendered text, without the tokens that a tokenizer adds around every text."""
         restored = self.restore(text)
         if restored == text:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -119,15 +119,15 @@ class ControlTokens:
         plain, ids = self._plain
         if before is None:
             tokens = plain.encode(text, add_special_tokens=False).ids
-        else:  # behind a token, the text does not stand at the beginning, where some tokenizers put a space
+        else:  # after a token, the text is not at the beginning, where some tokenizers add a space
             tokens = plain.encode(_START + text, add_special_tokens=False).ids[1:]
         return [ids.get(token, token) for token in tokens]
 
     @cached_property
     def _plain(self) -> tuple[Tokenizer, Mapping[int, int]]:
-        """The tokenizer without control tokens, to which they are text; and the ids of the added tokens that it has.
+        """A tokenizer that encodes control tokens as text, and the model's ids of its added tokens.
 
-        The ids are by those in the plain tokenizer, which numbers its added tokens without gaps.
+        The ids are keyed by the plain tokenizer's ids, because it numbers its added tokens without gaps.
         """
         from tokenizers import AddedToken, Tokenizer
 

@@ -1,10 +1,10 @@
-"""Merged models: a base model's Hugging Face folder with an adapter added to its weights, for tools that know no LoRA.
+"""Merged models: a base model's Hugging Face folder with an adapter added to its weights, for tools without LoRA.
 
-Or with trained weights in place of its own, where all parameters were trained.
+If all parameters were trained, the trained weights replace those of the base model.
 
 The folder is read and written tensor by tensor, so that one tensor is in memory at a time. Names and dtypes are those
-of the base model's files. Experts in MXFP4 are written in bfloat16 if the adapter has MLPs, and matrices in FP8 always:
-the sum of both has no such form.
+of the base model's files. Experts in MXFP4 are written in bfloat16 if the adapter has MLPs. Matrices in FP8 are always
+written in bfloat16, because the sum cannot be represented in FP8.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WIDENED = "BF16"  # of tensors that were quantised
 
 @dataclass(frozen=True)
 class _Written:
-    """A tensor of the merged model. dtype: safetensors' name of the one that it is written in."""
+    """A tensor of the merged model. dtype: safetensors' name of its dtype in the file."""
 
     name: str
     tensor: Tensor
@@ -62,9 +62,9 @@ class _Written:
 def merge(folder: Path, state: AdapterState, to: Path, progress: Callable[[str], None] = lambda _: None) -> None:
     """Write the base model in `folder` with the adapter `state` added, or its weights, as the new folder `to`.
 
-    Its tokenizer and its config go with it; the config names no quantisation when a quantised tensor was widened, and
-    no tied embeddings when the adapter changes the unembedding alone. progress: gets a line for each file. UserError:
-    the adapter is not one of this model, or `to` exists. `to` is made last, so it is whole if it is there.
+    Tokenizer and config are copied. The config loses its quantization if a quantized tensor was widened, and its tied
+    embeddings if the adapter changes only the unembedding. progress: called with a line for each file. UserError: the
+    adapter does not fit this model, or `to` exists. `to` is created last, so it is complete if it exists.
     """
     if to.exists():
         raise UserError(f"folder {str(to)!r} exists: give a new one")
@@ -93,7 +93,7 @@ def merge(folder: Path, state: AdapterState, to: Path, progress: Callable[[str],
 
 
 class _Merger:
-    """Adds one adapter to tensors of its base model, or puts trained weights in their place."""
+    """Adds an adapter to tensors of its base model, or replaces them by trained weights."""
 
     def __init__(self, cfg: ModelConfig, state: AdapterState) -> None:
         self.cfg = cfg
@@ -107,7 +107,7 @@ class _Merger:
         """All tensors of the merged model, in the order of the files."""
         plain = self.family.plain(self.cfg, stored) if self._state.spec.train_mlp else stored
         found = dict(plain)
-        if self.unties:  # the embedding stays what it is
+        if self.unties:  # the embedding does not change
             found[self._head] = next(
                 tensor for name, tensor in plain.items() if self.family.names.embed in self._parts(name, tensor)
             )
@@ -117,7 +117,7 @@ class _Merger:
         ]
 
     def check(self, tensors: Iterable[_Written]) -> None:
-        """UserError when the adapter has a tensor for which the base model has none, or one of another shape."""
+        """UserError if a tensor of the adapter has no tensor in the base model, or another shape."""
         places = {name: part.shape for one in tensors for name, part in self._parts(one.name, one.tensor).items()}
         unused = set(self._state.weights)
         for name, shape in places.items() if self._state.spec.full else ():
@@ -136,7 +136,7 @@ class _Merger:
             raise UserError(f"saved tensor {min(unused)!r} belongs to no tensor of this {self.family.title} model")
 
     def merged(self, one: _Written) -> npt.NDArray[Any] | None:
-        """The sum, of the dtype that is written; None for a tensor of the files that stays what it is."""
+        """The sum in the dtype of the file; None for an unchanged tensor."""
         changed = [name for name in self._parts(one.name, one.tensor) if self._source(name) in self._state.weights]
         if not changed and isinstance(one.tensor, StoredTensor):
             return None
@@ -153,7 +153,7 @@ class _Merger:
         return whole
 
     def _source(self, name: str) -> str:
-        """The saved tensor that changes a tensor, if there is one: A of its pair, or the trained one in its place."""
+        """The saved tensor that changes a tensor: A of its pair, or its trained replacement; None if there is none."""
         if not self._state.spec.full:
             return pair_names(name.removesuffix(".weight"))[0]
         return self.family.names.embed if self.cfg.tied and name == self._head else name
@@ -165,7 +165,7 @@ class _Merger:
         return update * np.float32(LORA_ALPHA / own / peft_factor(spec.rank, own))
 
     def _parts(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        """What we compute with of a tensor of the files, by our names: itself, or the matrices fused into it."""
+        """A tensor of the files by our names: the tensor itself, or views of the matrices that are fused into it."""
         return self.family.unpack(self.cfg, {name: tensor})
 
 
@@ -179,7 +179,7 @@ def _shards(tensors: list[_Written]) -> list[list[_Written]]:
 
 
 def _write(path: Path, shard: list[_Written], merger: _Merger) -> None:
-    """A safetensors file, one tensor in memory at a time: its header tells the places of all beforehand."""
+    """Write a safetensors file with one tensor in memory at a time, after a header with the places of all tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for one in shard:

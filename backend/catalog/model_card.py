@@ -1,4 +1,4 @@
-"""What the service knows of a base model without loading it: read from its Hugging Face folder, kept as JSON."""
+"""The facts about a base model that need no loading: read from its Hugging Face folder, stored as JSON."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT, MODEL_CONTEXT
 
 TOKENIZER = "tokenizer.json"
-EMBEDDED = "tinkerflow/tiny"  # what clients may call the embedded model, whose own name is its folder
+EMBEDDED = "tinkerflow/tiny"  # another name of the embedded model, whose name is its folder
 EMBEDDED_FOLDER = ("models", "tinkerflow", "tiny-qwen3")  # in the data dir
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A base model in a few facts.
+    """The facts about a base model.
 
-    name: as it was given, and as clients call it. path: the absolute folder that holds it on this machine.
-    tokenizer_id: what `transformers.AutoTokenizer.from_pretrained` takes: the hub id, or the folder.
-    max_context: the longest sequence served, in tokens. eos_token_ids: what ends an answer; may be empty.
-    context_rule: why no longer sequence is served, as an error says it. parameters: numbers in the weights, a tied
-    unembedding counted once. experts_per_token: 0 without experts.
+    name: the configured name, which clients use. path: its absolute folder on this machine. tokenizer_id: the hub id or
+    folder for `transformers.AutoTokenizer.from_pretrained`. max_context: the longest sequence served, in tokens.
+    eos_token_ids: tokens that end an answer; may be empty. context_rule: the reason for max_context, for errors.
+    parameters: numbers in the weights; a tied unembedding counts once. experts_per_token: 0 without experts.
     """
 
     name: str
@@ -51,9 +50,9 @@ class ModelCard:
 
     @classmethod
     def load(cls, name: str, *, max_context: int = 0) -> Self:
-        """The card of the model that `name` means (`find_model`), which is copied to this host on first use.
+        """The card of the model called `name` (`find_model`), which is copied to this host on first use.
 
-        max_context 0 = what the model allows, up to 32768. UserError says what is missing, unreadable or not supported.
+        max_context: 0 = the model's limit, up to 32768. UserError names a missing, unreadable or unsupported part.
         """
         folder = find_model(name)
         config = load_config(folder, name=name)
@@ -74,7 +73,7 @@ class ModelCard:
         )
 
     def served_by(self, group: GroupInfo) -> Self:
-        """The card with the context that fits the devices of the group that serves the model."""
+        """The card with a context that fits the devices of the model's worker group."""
         if group.context >= self.max_context:
             return self
         return replace(self, max_context=group.context, context_rule=group.context_rule)
@@ -85,7 +84,7 @@ class ModelCard:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`, also of cards from before a field existed; ValueError when it is not a card."""
+        """The inverse of `to_json`, which also accepts cards without newer fields; ValueError if it is not a card."""
         values = json.loads(text)
         known = {field.name for field in fields(cls)}
         needed = {field.name for field in fields(cls) if field.default is MISSING}
@@ -95,23 +94,23 @@ class ModelCard:
 
 
 def alias_of(name: str) -> str:
-    """The other name of a base model that clients may use; "" when it has none."""
+    """The other name of a base model for clients; "" if it has none."""
     return EMBEDDED if Path(name).parts[-len(EMBEDDED_FOLDER) :] == EMBEDDED_FOLDER else ""
 
 
 @cache
 def image_processor(folder: str) -> ImageProcessor | None:
-    """The image processor of the model in a card's folder; None when the model takes text.
+    """The image processor of the model in a card's folder; None if the model only takes text.
 
-    UserError when it asks for something not done here.
+    UserError if the processor needs an unsupported step.
     """
     return open_processor(load_config(folder), folder)
 
 
 def context_of(name: str, config: ModelConfig, wanted: int) -> int:
-    """The longest sequence to serve of a model, in tokens; UserError when `wanted` is more than it allows.
+    """The longest sequence to serve of a model, in tokens; UserError if `wanted` exceeds the model's limit.
 
-    wanted: 0 = what it allows, up to 32768.
+    wanted: 0 = the model's limit, up to 32768.
     """
     if wanted > config.max_positions:
         raise UserError(f"base model {name!r}: max_context {wanted}; the model allows at most {config.max_positions}")
@@ -119,7 +118,7 @@ def context_of(name: str, config: ModelConfig, wanted: int) -> int:
 
 
 def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """generation_config.json is what generation follows; config.json is the fallback, as in transformers."""
+    """The end tokens in generation_config.json, or else in config.json, as in transformers."""
     for file in ("generation_config.json", "config.json"):
         path = folder / file
         values = read_object(path, name) if path.is_file() else {}

@@ -1,11 +1,11 @@
-"""Where a base model's files are: a folder, a model on the hub, or a folder in Google Cloud Storage.
+"""The files of a base model: in a folder, on the hub, or in a folder of Google Cloud Storage.
 
-The files of the last are copied to this host once, beside those of the hub, and checked against the bucket's MD5 sums:
+Files of a bucket are copied to this host once, next to the cache of the hub, and checked against the bucket's MD5 sums:
 
     $HF_HOME/tinkerflow/<bucket>--<prefix>/<version>/config.json, model-00001-of-00004.safetensors, ...
 
-A version is what the bucket lists: names, sizes and generations. A model that is replaced there has another folder
-here, so weights in use never change.
+A version is a hash of the listed names, sizes and generations. A model that is replaced in the bucket gets another
+folder here, so weights in use never change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 HUB_FILES = ("*.safetensors", *TEXT_FILES)
 _BUCKET = "gs://"
-_PART = 16 * 2**20  # bytes read at once
+_PART = 16 * 2**20  # bytes of one read
 _THREADS = 8  # parts read at the same time
 _TOLD_SECONDS = 10.0  # between two lines of progress
 _GIB = 2**30
@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 
 
 def find_model(name: str, files: Sequence[str] = HUB_FILES) -> Path:
-    """The folder on this host that holds a base model.
+    """The folder of a base model on this host.
 
     name: a folder, its `file://` URL, a hub id, a hub id with a revision (`org/model@revision`), or
     `gs://bucket/prefix`. Files of the hub or a bucket are copied here unless they are here. files: patterns of the
-    files' names. UserError when there is no such model, or it cannot be read.
+    files' names. UserError if the model does not exist, or cannot be read.
     """
     if not name:
         raise UserError("base model '': give a folder, a hub id or a gs:// URL")
@@ -115,7 +115,7 @@ def _version(listed: dict[str, Stamp]) -> str:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock against the other processes of this host, which wait; the kernel releases it when a holder dies."""
+    """Lock out the other processes of this host, which wait. The kernel releases the lock when its process dies."""
     with open_private(lock, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -131,7 +131,7 @@ def _check_room(url: str, home: Path, needed: int) -> None:
 
 
 def _copy(url: str, read: Callable[[str, int, int], bytes], files: dict[str, Stamp], folder: Path) -> None:
-    """Copy the files; each has its name only once it is whole, right and on the disk. OSError when one is not right."""
+    """Copy the files. Each is renamed after it is complete, verified and on disk. OSError if a file is wrong."""
     make_folder(folder)
     told, done, whole = time.monotonic(), 0, sum(stamp.size for stamp in files.values())
     with ThreadPoolExecutor(_THREADS, "model") as threads:
@@ -158,7 +158,7 @@ def _copy_part(read: Callable[[str, int, int], bytes], draft: Path, name: str, s
 
 
 def _check_sum(name: str, draft: Path, stamp: Stamp) -> None:
-    """OSError unless the draft is the object. Objects composed of others have no MD5: only their size is compared."""
+    """OSError unless the draft equals the object. Composed objects have no MD5, so only their size is compared."""
     with draft.open("rb") as file:
         md5 = hashlib.file_digest(file, "md5").digest() if stamp.md5 else b""
     if draft.stat().st_size != stamp.size or md5 != stamp.md5:

@@ -1,7 +1,7 @@
-"""adapter_config.json as PEFT writes it: its fields are checked, and compared with the tensors beside it.
+"""PEFT's adapter_config.json: checks of its fields, and of its agreement with the adapter's tensors.
 
-PEFT loads the tensors of the modules that the config targets, and passes over all others without an error. Here, a
-tensor that the config leaves out is refused: the file and the config contradict each other.
+PEFT loads the tensors of the modules that the config targets, and ignores all others without an error. Here, tensors
+that the config leaves out are refused, because the two files contradict each other.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from tinkerflow.backend.spec.limits import MAX_RANK
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, EXPERT
 
 _EXACT = {"peft_type": "LORA", "bias": "none"}
-# Fields that do not change what the adapter computes, or that its tensors show.
+# Fields that do not change the adapter's function, or that its tensors determine.
 _READ = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "init_lora_weights", "qalora_group_size"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type", "auto_mapping"),
     *("base_model_name_or_path", "revision", "peft_version", "inference_mode", "megatron_config", "megatron_core"),
 }
-_INITS = (None, True, False, "gaussian", "orthogonal", "eva")  # the others change the base model's weights, too
+_INITS = (None, True, False, "gaussian", "orthogonal", "eva")  # other values change the base model's weights
 _KEY = re.compile(r"\^?(experts\.\\d\+\.)?[\w.]+")
-_ALL_LINEAR = "all-linear"  # PEFT's word for every linear module but the unembedding
-_PATTERN_SECONDS = 5.0  # that the patterns of a config may take; one that backtracks without end is refused
+_ALL_LINEAR = "all-linear"  # PEFT's name for every linear module except the unembedding
+_PATTERN_SECONDS = 5.0  # limit for all patterns of a config; a pattern that backtracks without end is refused
 
 
 def read_fields(config: bytes) -> Mapping[str, Any]:
-    """The fields of adapter_config.json; UserError for one that asks for something we do not compute."""
+    """The fields of adapter_config.json; UserError for a field that we do not support."""
     try:
         values = orjson.loads(config)
-        orjson.dumps(values)  # fails for what nests too deeply to be shown
+        orjson.dumps(values)  # fails for values that nest too deeply to be shown
     except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
         raise wrong_file(ADAPTER_CONFIG, f"it cannot be read as JSON ({error})") from error
     if not isinstance(values, dict):
@@ -58,22 +58,22 @@ def read_fields(config: bytes) -> Mapping[str, Any]:
 
 
 class Scales:
-    """rank_pattern and alpha_pattern of a config: of every module the first key that is the end of its name."""
+    """rank_pattern and alpha_pattern of a config. The first key that is the end of a module's name applies."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """UserError for a key that is not the end of a name, and for values that are no sizes."""
+        """UserError for a key that is not the end of a name, and for values that are not sizes."""
         self._rank, self._alpha = values["r"], _alpha("lora_alpha", values.get("lora_alpha", 8))
         self._ranks, self._alphas = (_pattern(values, field) for field in ("rank_pattern", "alpha_pattern"))
 
     def alpha(self, module: str, own: int) -> float:
-        """The alpha of a module whose tensors have the rank `own`; UserError when the config gives it another rank."""
+        """The alpha of a module whose tensors have the rank `own`; UserError if the config has another rank."""
         if (rank := _of(self._ranks, module, self._rank)) != own:
             raise wrong_file(ADAPTER_CONFIG, f"the rank of {module!r} is {rank!r}: must be {own}, that of its tensors")
         return _alpha(f"alpha_pattern of {module!r}", _of(self._alphas, module, self._alpha))
 
 
 def _pattern(values: Mapping[str, Any], field: str) -> Mapping[str, tuple[int, Any]]:
-    """The keys of a pattern; of each, which one it is, and its value."""
+    """The position and value of each key of a pattern."""
     pattern = values.get(field) or {}
     if not isinstance(pattern, dict):
         raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(pattern)}: must be an object")
@@ -86,12 +86,12 @@ def _pattern(values: Mapping[str, Any], field: str) -> Mapping[str, tuple[int, A
 
 
 def _of(pattern: Mapping[str, tuple[int, Any]], module: str, default: Any) -> Any:
-    """The value of the first key that fits a module, as PEFT looks it up (`get_pattern_key`).
+    """The value of the first key that matches a module, as in PEFT's `get_pattern_key`.
 
-    A hundred thousand keys take no longer than one.
+    The time does not depend on the number of keys.
     """
     keys = [f"^{module}"]
-    for name in {module, EXPERT.sub(r".experts.\\d+.", module)}:  # the second as keys call all experts
+    for name in {module, EXPERT.sub(r".experts.\\d+.", module)}:  # the second form stands for all experts
         parts = name.split(".")
         keys += (".".join(parts[n:]) for n in range(len(parts)))
     return min((pattern[key] for key in keys if key in pattern), default=(0, default))[1]
@@ -106,7 +106,7 @@ def _alpha(field: str, value: Any) -> float:
 class Targets:
     """The modules that a config targets: target_modules, exclude_modules, layers_to_transform and layers_pattern.
 
-    Names are looked up by their ends, so a hundred thousand of them take no longer than one.
+    Names are looked up by their ends, so the time does not depend on their number.
     """
 
     def __init__(self, values: Mapping[str, Any], unembed: str) -> None:
@@ -126,7 +126,7 @@ class Targets:
         self._layers = frozenset([layers] if type(layers) is int else layers or ())
 
     def check(self, modules: Collection[str]) -> None:
-        """UserError for one of the `modules`, of which the file has tensors, that the config does not target."""
+        """UserError for the first module that the config does not target. modules: those with tensors in the file."""
         rules = {
             "exclude_modules": lambda module: not self._fits("exclude_modules", module),
             "target_modules": self._is_targeted,
@@ -149,14 +149,14 @@ class Targets:
     def _is_in_layers(self, module: str) -> bool:
         targets, patterns = self._names["target_modules"], self._values.get("layers_pattern") or []
         if not targets or module in targets:
-            return True  # PEFT looks at layers only for the ends of names
+            return True  # PEFT checks layers only for ends of names
         parts = module.split(".")
         names = {patterns} if isinstance(patterns, str) else self._names["layers_pattern"]
         places = [n for n in range(1, len(parts) - 1) if parts[n].isdecimal() and (not names or parts[n - 1] in names)]
         return bool(places) and int(parts[places[-1]]) in self._layers
 
     def _fits(self, field: str, module: str) -> bool:
-        """Whether a field names a module: by its whole name or its end, or by a pattern of the whole name."""
+        """Whether a field matches a module by its full name, by an end of it, or by a pattern of the full name."""
         pattern = self._values[field]
         if not isinstance(pattern, str):
             parts = module.split(".")
@@ -176,5 +176,5 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 
 def wrong_file(file: str, why: str) -> UserError:
-    """The error for something wrong in one of an adapter's files."""
+    """The error for a wrong part of one of an adapter's files."""
     return UserError(f"{file}: {why}")

@@ -1,7 +1,7 @@
-"""Adapters that PEFT wrote: read, checked against the base model, and made into checkpoints that can be trained on.
+"""Import of PEFT adapters: checks against the base model, and conversion to checkpoints for further training.
 
-PEFT scales the update of a module by lora_alpha / r. Ours have one alpha, so the quotient of the two goes into B, which
-rounds nothing if it is a power of two.
+PEFT scales the update of a module by lora_alpha / r. Our adapters share one alpha, so B is multiplied by the quotient
+of the two scales. A power of two causes no rounding.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
     """The state to save for an adapter in PEFT's files; its optimizer starts fresh.
 
     cfg: the base model. config, adapter: the bytes of adapter_config.json and adapter_model.safetensors, of float32,
-    float16 or bfloat16. asked: its rank and targets; None: as the files have them. UserError names the field or the
-    tensor, its value and the rule, for whatever this service cannot compute or train.
+    float16 or bfloat16. asked: its rank and targets; None: those of the files. UserError names the field or tensor that
+    this service cannot compute or train, its value, and the rule.
     """
     values = read_fields(config)
     try:
@@ -57,7 +57,7 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
 
 
 def largest_size(cfg: ModelConfig, spec: LoraSpec) -> int:
-    """The most bytes that adapter_model.safetensors of such an adapter can have: float32, experts of the whole rank."""
+    """The most bytes that adapter_model.safetensors of such an adapter can have: float32, experts of full rank."""
     each = [(projection, spec.rank) for projection in modules(cfg, replace(spec, expert_rank=None)).values()]
     numbers = sum(rank * (projection.inputs + projection.outputs) for projection, rank in each)
     return 4 * numbers + _HEADER_BYTES * (2 * len(each) + 8)
@@ -73,11 +73,11 @@ def save_import(
     name: str = NAME,
     request_id: str = "",
 ) -> Saved:
-    """Commit an imported adapter as a training checkpoint of its own run; the same request again gives the same one.
+    """Commit an imported adapter as a training checkpoint of its own run. Repeating a request returns its checkpoint.
 
-    store: where. session_id: made for this import. state: of `import_adapter`. base_model: as clients call it. owner:
-    the project. name: of the checkpoint. request_id: "" = the session is imported once. ConflictError when another
-    request has saved something under the name.
+    session_id: of the import. state: of `import_adapter`. base_model: the name for clients. owner: the project. name:
+    of the checkpoint. request_id: "" = the session is imported once. ConflictError if another request has used the
+    name.
     """
     meta = CheckpointMeta(base_model=base_model, owner=owner, request_id=request_id or session_id)
     path = import_path(session_id, name)
@@ -85,14 +85,14 @@ def save_import(
 
 
 def import_path(session_id: str, name: str = NAME) -> CheckpointPath:
-    """Where the checkpoint of an import lies."""
+    """The path of an imported checkpoint."""
     return CheckpointPath(model_id(session_id, 0), CheckpointKind.WEIGHTS, name)
 
 
 def _spec(
     cfg: ModelConfig, values: Mapping[str, Any], tensors: Mapping[str, Floats], asked: LoraSpec | None
 ) -> LoraSpec:
-    """The adapter's shape: what was asked for, or what the files show; the rank of experts is the files' own."""
+    """The adapter's shape: as requested, or else as in the files. The rank of experts comes from the files."""
     rank = values["r"]
     if asked is None:
         none = LoraSpec(rank, **dict.fromkeys(_SWITCHES, False))

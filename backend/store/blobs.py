@@ -1,4 +1,4 @@
-"""Objects that are written whole under a name: all that a store needs from a file system or an object store."""
+"""Objects with a key, each written atomically: the interface that a store needs from files or object storage."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from tinkerflow.backend.core.disk import folder_of_url
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.store.local import LocalBlobs
 
-# Without this, gcsfs first asks another API over gRPC what kind of bucket it is: 88 s against an emulator. It reads the
-# variable when it is imported, and fsspec imports it, too: for data of pipelines, and for results of Prefect.
+# Otherwise gcsfs first requests the kind of the bucket from another API over gRPC, which takes 88 s with an emulator.
+# gcsfs reads the variable when it is imported. fsspec imports gcsfs, too, for pipeline data and results of Prefect.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 class Blobs(Protocol):
-    """Objects by key (`a/b/c`), each written whole. Safe for many threads and processes. Failures are OSErrors."""
+    """Objects by key (`a/b/c`), written atomically. Safe for many threads and processes. Failures are OSErrors."""
 
     def create(self, key: str, data: bytes) -> None:
-        """Write a new object; FileExistsError when it exists. Of several creators exactly one succeeds."""
+        """Write a new object; FileExistsError if it exists. Exactly one of several creators succeeds."""
         ...
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Write `new` over `old`. False: the object holds other bytes by now, or is gone, and nothing was written.
+        """Replace `old` by `new`. False: the object is missing or has other bytes, and nothing was written.
 
-        Of several writers that replace the same bytes exactly one succeeds. A reader sees the old or the new bytes.
+        Exactly one of several writers that replace the same bytes succeeds. A reader sees the old or the new bytes.
         """
         ...
 
     def read(self, key: str) -> bytes:
-        """An object's bytes; FileNotFoundError when there is none."""
+        """An object's bytes; FileNotFoundError if there is none."""
         ...
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        """At most `length` bytes of an object from `start` on; FileNotFoundError when there is none."""
+        """At most `length` bytes of an object from `start` on; FileNotFoundError if there is none."""
         ...
 
     def signed_url(self, key: str, seconds: int) -> str | None:
-        """A URL by which anybody can read the object for `seconds`; None when this kind of store has no such URLs."""
+        """A URL that lets anybody read the object for `seconds`; None if this kind of store has no such URLs."""
         ...
 
     def size(self, key: str) -> int:
-        """An object's size in bytes; FileNotFoundError when there is none."""
+        """An object's size in bytes; FileNotFoundError if there is none."""
         ...
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
-        """Remove an object; whether it was removed. With `old`, remove it only if it holds these bytes."""
+        """Remove an object. Returns whether it was removed. With `old`, remove it only if it has these bytes."""
         ...
 
     def remove_folder(self, prefix: str) -> None:
@@ -55,7 +55,7 @@ class Blobs(Protocol):
         ...
 
     def clear_drafts(self, prefix: str, before: datetime) -> int:
-        """Remove unfinished files directly below `prefix` whose writers died before `before`; how many."""
+        """Remove unfinished files directly below `prefix` whose writers died before `before`. Returns their number."""
         ...
 
     def children(self, prefix: str) -> list[str]:
@@ -63,7 +63,7 @@ class Blobs(Protocol):
         ...
 
     def written_at(self, prefix: str) -> datetime | None:
-        """When the newest object directly below `prefix` was written, by the store's clock; None when there is none."""
+        """When the newest object directly below `prefix` was written, by the store's clock; None if there is none."""
         ...
 
 
@@ -82,7 +82,7 @@ def open_blobs(url: str) -> Blobs:
             raise UserError(f"store {url!r}: the folder must be absolute, as in file:///var/lib/tinkerflow")
         return LocalBlobs(folder)
     if scheme == "memory":
-        import fsspec  # by those who need it: worker processes open local stores
+        import fsspec  # not at the top, because worker processes only open local stores
 
         from tinkerflow.backend.store.objects import MEMORY_LOCK, ObjectBlobs
 

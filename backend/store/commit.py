@@ -1,7 +1,4 @@
-"""The commit object, which names a checkpoint's files with size and hash: how it is written and read, and its files.
-
-Every byte that is read is verified.
-"""
+"""The format of the commit object, which lists a checkpoint's files with sizes and hashes, and verified reads."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 
 FORMAT = "tinkerflow-checkpoint-1"
 OPTIMIZER = "optimizer.safetensors"
-MODEL = "model.safetensors"  # of a model of which all parameters are trained: its weights by Hugging Face's names
+MODEL = "model.safetensors"  # full-parameter weights by Hugging Face's names
 _FACTS = {fact.name for fact in fields(CheckpointMeta)}
 PIECES = re.compile(r"part-\d{5}\.safetensors")  # of a recovery snapshot that the worker processes wrote
 
@@ -83,7 +80,7 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
             raise StoreError(f"checkpoint {path}: its commit.json belongs to {commit['path']!r}")
         if commit.pop("sha256") != _sha256(commit):
             raise StoreError(f"checkpoint {path}: commit.json does not have the SHA-256 that it was saved with")
-        # facts that only another release knows are left out: an earlier one wrote a topology, later ones may add some
+        # Unknown facts are left out: an earlier release wrote a topology, and later releases may add some.
         meta = {key: value for key, value in commit["meta"].items() if key in _FACTS}
         expires_at = meta["expires_at"]
         saved = Saved(
@@ -154,7 +151,7 @@ def paths(blobs: Blobs, run_id: str | None = None, kinds: Collection[str] = KIND
 
 
 def read_bytes(blobs: Blobs, path: CheckpointPath) -> bytes | None:
-    """The commit object of `path`, None when there is none."""
+    """The bytes of the commit object of `path`; None if there is none."""
     try:
         return blobs.read(path.commit)
     except FileNotFoundError:
@@ -191,7 +188,7 @@ def read_file(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> by
 def read_range(blobs: Blobs, folder: str, file: str, digest: Digest, start: int, length: int) -> bytes:
     """At most `length` bytes, from `start` on, of a file in `blobs`. Whole blocks are read and verified.
 
-    folder: the key of the file's folder (`CheckpointPath.attempt`). file: its name. digest: what was saved. Errors are
+    folder: the key of the file's folder (`CheckpointPath.attempt`). file: its name. digest: from the commit. Errors are
     as in `read_file`.
     """
     first, end = start // BLOCK, min(start + length, digest.size)
@@ -214,7 +211,7 @@ def read_files(blobs: Blobs, path: CheckpointPath, wanted: Callable[[str], bool]
         try:
             return saved, {file: read_file(blobs, path, saved, file) for file in saved.files if wanted(file)}
         except FileNotFoundError as error:
-            # The checkpoint may have been overwritten or deleted after its commit was read: then read again.
+            # Read again if the checkpoint was overwritten or deleted after its commit was read.
             before, saved = saved, get_commit(blobs, path)
             if saved.attempt == before.attempt:
                 raise StoreError(f"checkpoint {path}: a file of attempt {saved.attempt} is missing") from error

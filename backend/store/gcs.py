@@ -1,7 +1,7 @@
 """Objects in Google Cloud Storage through gcsfs: every write has a precondition, and every failure is an OSError.
 
-gcsfs repeats a request six times, with growing pauses, after a 5xx, 408, 429 or a broken connection. So the answer to a
-write may be lost, and the repeated write is refused with 412. Then we check whether the object holds our own bytes.
+gcsfs repeats a request six times, with growing pauses, after a 5xx, 408, 429 or a broken connection. If the answer to a
+write is lost, the repeated write is refused with 412. Then we check whether the object has our own bytes.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class LocalBlobs:
 
     @contextmanager
     def _draft(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
-        """A flushed draft beside its target, and the target. At the end, flush the folder and remove the draft."""
+        """A flushed draft next to its target, and the target. Afterwards, flush the folder and remove the draft."""
         target = self._root / key
         make_folder(target.parent)
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")

@@ -1,4 +1,4 @@
-"""Objects in an fsspec file system that writes whole objects at once, as object stores do."""
+"""Objects in an fsspec file system that writes objects atomically, as object stores do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ObjectBlobs:
     def __init__(
         self, filesystem: AbstractFileSystem, root: str, *, guard: Callable[[str], AbstractContextManager[Any]]
     ) -> None:
-        """Objects below `root`. Every use of the file system is in `guard(key)`: a lock, or what mends its errors."""
+        """Objects below `root`. Every use of the file system is in `guard(key)`, a lock or a translation of errors."""
         self._fs = filesystem
         self._guard = guard
         self._root = root.rstrip("/")
@@ -57,7 +57,7 @@ class ObjectBlobs:
             return bytes(self._fs.cat_file(self._path(key), start=start, end=start + length))
 
     def signed_url(self, key: str, seconds: int) -> str | None:
-        """None: these objects have no URLs of their own; the API serves them."""
+        """None, because these objects have no URLs of their own. The API serves them."""
         return None
 
     def size(self, key: str) -> int:

@@ -1,6 +1,6 @@
-"""States that worker processes write and read themselves: each its own part, one safetensors file for each process.
+"""Parts of states that worker processes write and read directly, with one safetensors file for each process.
 
-No process holds more of a state than it needs. Whoever commits sees names and digests alone.
+No process loads more of a state than it needs. The engine commits the parts by their names and digests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tinkerflow.backend.store.peft import Floats
 Shape = tuple[int, ...]
 Wants = Callable[[Mapping[str, Shape]], Collection[str]]
 
-MARK = "store-id"  # an object with a random text: two folders of the same URL, on two hosts, differ in it
+MARK = "store-id"  # an object with a random text, which distinguishes folders with the same URL on two hosts
 PART = "part-{:05d}.safetensors"
 _LENGTH = struct.Struct("<Q")
 _THREADS = 4
@@ -34,7 +34,7 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor lies: its file, and from which byte to which."""
+    """The location of a tensor: its file, and its first byte and end."""
 
     file: str
     shape: Shape
@@ -43,7 +43,7 @@ class _Stored:
 
 
 def is_store(blobs: Blobs, mark: str) -> bool:
-    """Whether these are the objects of the store with that mark, and may be written. OSError when nothing answers."""
+    """Whether `blobs` are the store with that mark and can be written. OSError if the store cannot be reached."""
     try:
         if blobs.read(MARK).decode() != mark:
             return False
@@ -55,7 +55,7 @@ def is_store(blobs: Blobs, mark: str) -> bool:
 
 
 def write_part(blobs: Blobs, folder: str, rank: int, pieces: Mapping[str, Floats]) -> dict[str, Digest]:
-    """Write the part of one process: the digest of its file by name; nothing when it holds no piece."""
+    """Write the part of one process. Returns its file's digest by name; empty if the process has no shard."""
     if not pieces:
         return {}
     file, data = PART.format(rank), peft.encode(pieces)
@@ -65,10 +65,10 @@ def write_part(blobs: Blobs, folder: str, rank: int, pieces: Mapping[str, Floats
 
 
 def read_tensors(blobs: Blobs, state: StoredState, wants: Wants) -> dict[str, Floats]:
-    """The tensors of a state that are wanted, by name; every byte is verified.
+    """The requested tensors of a state by name. Every byte is verified.
 
-    wants: given the shapes of all tensors by name, names those to read. NotFoundError: the state was deleted
-    meanwhile; StoreError names a damaged file, StoreAwayError: the store does not answer.
+    wants: returns the names to read, given the shapes of all tensors by name. NotFoundError: the state was deleted
+    meanwhile. StoreError names a damaged file. StoreAwayError: the store cannot be reached.
     """
     files = {file: digest for file, digest in state.files.items() if file.endswith(".safetensors")}
 
@@ -91,7 +91,7 @@ def read_tensors(blobs: Blobs, state: StoredState, wants: Wants) -> dict[str, Fl
 
 
 def _listed(file: str, size: int, part: Callable[[str, int, int], bytes]) -> dict[str, _Stored]:
-    """What a safetensors file holds: its length and its JSON header come first, and offsets count from their end."""
+    """The tensors of a safetensors file, from its JSON header. Offsets count from the end of the header."""
     try:
         first = part(file, 0, min(size, BLOCK))
         (length,) = _LENGTH.unpack_from(first)
@@ -112,7 +112,7 @@ def _listed(file: str, size: int, part: Callable[[str, int, int], bytes]) -> dic
 
 
 def _runs(wanted: list[tuple[str, _Stored]]) -> Iterator[list[tuple[str, _Stored]]]:
-    """Tensors that lie close to each other are read at once, but no run is much longer than some blocks."""
+    """Groups of neighboring tensors that are read together, each of at most about 16 blocks."""
     run: list[tuple[str, _Stored]] = []
     for name, one in sorted(wanted, key=lambda item: (item[1].file, item[1].begin)):
         last = run[-1][1] if run else None
@@ -126,7 +126,7 @@ def _runs(wanted: list[tuple[str, _Stored]]) -> Iterator[list[tuple[str, _Stored
 
 @contextmanager
 def _failures(doing: str) -> Iterator[None]:
-    """Raise OSErrors as StoreAwayErrors; a missing file as NotFoundError: the state was deleted meanwhile."""
+    """Raise OSErrors as StoreAwayErrors, and a missing file as NotFoundError, because the state was deleted."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints: saved whole or not at all, and verified byte by byte when they are read."""
+"""Checkpoints: saved atomically, and verified byte by byte when they are read."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ _log = logging.getLogger(__name__)
 class Store:
     """The checkpoints under one URL. All methods block, and may be called from any thread and from many processes.
 
-    A checkpoint exists when its commit object does. That is written last, so a crash before it leaves no checkpoint.
+    A checkpoint exists if its commit object does. The commit is written last, so an earlier crash leaves no checkpoint.
+
+    uploads: files of uploads and images. upkeep: damage and leftovers.
     """
 
     def __init__(self, url: str, blobs: Blobs, clock: Clock) -> None:
-        """A store over `blobs`; `url` is for messages. Callers use `open`."""
+        """A store over `blobs`; `url` identifies it in messages. Callers use `open`."""
         self.url = url
         self.blobs = blobs
         self.uploads = UploadedFiles(url, blobs)
@@ -61,8 +63,8 @@ class Store:
     ) -> Saved:
         """Save `state` and the facts `meta` as `tinker://run_id/kind/name`; kind is `weights` or `sampler_weights`.
 
-        ConflictError when the name is taken, unless `overwrite`. A repetition with the same `meta.request_id` returns
-        the checkpoint that the request saved. UserError for a malformed name; StoreError when the store fails.
+        ConflictError if the name is taken, unless `overwrite`. A repetition with the same `meta.request_id` returns the
+        checkpoint that the request saved. UserError for a malformed name; StoreError if the store fails.
         """
         path = CheckpointPath(run_id, str(kind), name)
         if path.kind == EXTERNAL_WEIGHTS:
@@ -81,9 +83,9 @@ class Store:
     ) -> Saved:
         """Save the weights of `state` as `tinker://run_id/external_weights/name`, a PEFT folder for downloads.
 
-        Of a model of which all parameters are trained it has their file, by Hugging Face's names.
-        With age `recipients`, each file is encrypted to them, under its name with `.age`. What `meta` and `overwrite`
-        are, repetition and errors are as in `save`.
+        If all parameters are trained, the folder has the model's weights by Hugging Face's names.
+        With age `recipients`, each file is encrypted to them, and `.age` is added to its name. `meta`, `overwrite`,
+        repetition and errors are as in `save`.
         """
         path = CheckpointPath(run_id, EXTERNAL_WEIGHTS, name)
         plain = state.copy_with(moments={})
@@ -95,7 +97,7 @@ class Store:
         return self._save(path, state, meta, files, overwrite)
 
     def copy(self, source: str, run_id: str, *, owner: str, expires_at: datetime | None, request_id: str) -> Saved:
-        """Copy all files of the checkpoint `source` to one of the same kind and name in `run_id`, which is `owner`'s.
+        """Copy the checkpoint `source` with the same kind and name into the run `run_id` of `owner`.
 
         expires_at: of the copy, None: never. Every file is verified. Errors are as in `load`; repetition with the same
         `request_id` is as in `save`.
@@ -134,7 +136,7 @@ class Store:
         meta: CheckpointMeta,
         files: Mapping[str, Digest],
     ) -> Saved:
-        """A commit as of now. attempt: whose files they are. state: what has its shape, steps and optimizer."""
+        """A commit with the current time. attempt: of its files. state: for its shape, steps and optimizer."""
         return Saved(
             path=str(path),
             run_id=path.run_id,
@@ -152,7 +154,7 @@ class Store:
     def load(self, path: str, *, optimizer: bool = True) -> tuple[AdapterState, Saved]:
         """The state saved under `path`, and its commit. Without `optimizer`, moments are neither read nor returned.
 
-        NotFoundError when there is no checkpoint; UserError for a malformed path; StoreError names the damaged file.
+        NotFoundError if there is no checkpoint; UserError for a malformed path; StoreError names the damaged file.
         """
         where = CheckpointPath.parse(path)
         if where.kind == EXTERNAL_WEIGHTS:
@@ -168,7 +170,7 @@ class Store:
         return AdapterState(saved.spec, saved.step, weights, moments, saved.optimizer), saved
 
     def stored(self, path: str, *, optimizer: bool = True) -> tuple[StoredState, Saved]:
-        """The same as `load`, for processes that read the state themselves."""
+        """The location and shape of a state, for processes that read it themselves. Errors are as in `load`."""
         where = CheckpointPath.parse(path)
         with self._errors(f"look up {where}"):
             saved = commit.get_commit(self.blobs, where)
@@ -176,7 +178,7 @@ class Store:
         return StoredState(saved.spec, saved.step, saved.optimizer, where.attempt(saved.attempt), files), saved
 
     def mark(self) -> str:
-        """A text that no other store has: who reads the same text under the same URL reaches the same objects."""
+        """A unique text of this store. Hosts that read the same text under the same URL use the same objects."""
         with self._errors("read its mark"):
             while True:
                 try:
@@ -186,13 +188,13 @@ class Store:
                         self.blobs.create(parts.MARK, new_id("store").encode())
 
     def new_folder(self, run_id: str, kind: str, name: str) -> str:
-        """The key of a folder into which processes write their parts of a state, for `commit_parts`."""
+        """The key of a new folder, into which processes write their parts of a state for `commit_parts`."""
         return CheckpointPath(run_id, kind, name).attempt(new_id("attempt"))
 
     def commit_parts(self, folder: str, kept: AdapterKept, meta: CheckpointMeta, files: Mapping[str, Digest]) -> Saved:
-        """Commit what processes have written into `folder`; StoreError when a file is not there as it was written.
+        """Commit the parts that processes wrote into `folder`; StoreError if a file has another size.
 
-        folder: of `new_folder`. kept: the state's shape. meta: see CheckpointMeta. files: digests, by file.
+        folder: of `new_folder`. kept: the state's shape. meta: see CheckpointMeta. files: digests by file.
         """
         path = CheckpointPath.of_folder(folder)
         saved = self._new_commit(path, folder.rpartition("/")[2], kept, meta, files)
@@ -200,7 +202,7 @@ class Store:
             return self._writer.commit_files(path, saved, overwrite=False)
 
     def discard(self, folder: str) -> None:
-        """Remove what was written for a commit that does not come."""
+        """Remove files that were written for an abandoned commit."""
         self._writer.remove_leftovers(folder)
 
     def find(self, path: str) -> Saved | None:
@@ -216,8 +218,8 @@ class Store:
     def read_range(self, saved: Saved, file: str, start: int, length: int) -> bytes:
         """At most `length` bytes, from `start` on, of a file that the commit `saved` names.
 
-        The blocks in which these bytes lie (commit.BLOCK) are read whole and verified. NotFoundError when the
-        checkpoint was deleted or overwritten meanwhile; StoreError names the damaged file.
+        Whole blocks (commit.BLOCK) around these bytes are read and verified. NotFoundError if the checkpoint was
+        deleted or overwritten meanwhile; StoreError names the damaged file.
         """
         where = CheckpointPath.parse(saved.path)
         with self._errors(f"read {file} of {where}"):
@@ -231,13 +233,13 @@ class Store:
                 ) from error
 
     def signed_url(self, path: str, attempt: str, file: str, seconds: int) -> str | None:
-        """A URL by which anybody can read the file for `seconds`; None when this kind of store has no such URLs."""
+        """A URL that lets anybody read the file for `seconds`; None if this kind of store has no such URLs."""
         where = CheckpointPath.parse(path)
         with self._errors(f"sign {file} of {where}"):
             return self.blobs.signed_url(f"{where.attempt(attempt)}/{file}", seconds)
 
     def amend(self, path: str, attempt: str, *, public: bool, expires_at: datetime | None) -> bool:
-        """Change `public` and `expires_at` in the commit of `path`; False when it is gone, or of another attempt."""
+        """Change `public` and `expires_at` in the commit of `path`; False if it is missing or of another attempt."""
         where = CheckpointPath.parse(path)
         with self._errors(f"amend {where}"):
             while (data := commit.read_bytes(self.blobs, where)) is not None:
@@ -250,15 +252,15 @@ class Store:
             return False
 
     def delete(self, path: str, attempt: str = "") -> bool:
-        """Remove a checkpoint, its commit first; whether there was one.
+        """Remove a checkpoint, its commit first. Returns whether there was one.
 
-        With `attempt`, remove it only if it is of this attempt, and was not overwritten. A call that is repeated after
-        a crash finishes the work. A damaged commit is removed together with its files.
+        With `attempt`, remove only this attempt, and not a later overwrite. Repeating the call after a crash finishes
+        the work. A damaged commit is removed together with its files.
         """
         where = CheckpointPath.parse(path)
         with self._errors(f"delete {where}"):
             found, of = False, attempt
-            # Only the commit that was read: another process may have replaced or amended it since.
+            # Remove only the bytes that were read, because another process may have replaced or amended the commit.
             while not found and (data := commit.read_bytes(self.blobs, where)) is not None:
                 try:
                     saved = commit.from_json(data, where)
@@ -274,9 +276,9 @@ class Store:
             return found
 
     def checkpoints(self, run_id: str | None = None) -> list[Saved]:
-        """All checkpoints of a run, or of all runs, oldest first; read from the commits.
+        """All checkpoints of a run, or of all runs, oldest first, read from the commits.
 
-        A damaged commit is logged and left out, so that it does not hide the others. UserError for a malformed run id.
+        Damaged commits are logged and left out, so that they do not hide the others. UserError for a malformed run id.
         """
         if run_id is not None:
             check_run_id(run_id)

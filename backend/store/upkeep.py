@@ -1,4 +1,4 @@
-"""Maintenance of a store: it finds damage in committed checkpoints, and files that interrupted saves left behind."""
+"""Maintenance of a store: damage in committed checkpoints, and files that interrupted saves left behind."""
 
 from __future__ import annotations
 
