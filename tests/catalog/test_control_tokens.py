@@ -1,4 +1,4 @@
-"""Control tokens in texts of a conversation are text, for every kind of tokenizer and every place of a text."""
+"""Control tokens in the texts of a conversation are text, for all kinds of tokenizers and all places."""
 
 from __future__ import annotations
 

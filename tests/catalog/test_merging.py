@@ -1,4 +1,4 @@
-"""Merged models: the sums, quantised and fused tensors, tied embeddings, shards, and the files beside them."""
+"""Merged models: sums, quantized and fused tensors, tied embeddings, shards, and other files."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_weights_that_were_all_trained_take_the_place_of_the_models_own(tmp_path
     _, base = of_base(tie_word_embeddings=tied)
     trained = {name: array + 1 for name, array in base.items()}
     files = {name: array.astype(ml_dtypes.bfloat16) for name, array in base.items()}
-    if tied:  # some files have it beside the embedding
+    if tied:  # some files contain it in addition to the embedding
         files["lm_head.weight"] = files["model.embed_tokens.weight"]
     folder = written(tmp_path / "base", files, tie_word_embeddings=tied)
     merging.merge(folder, AdapterState(LoraSpec(0), 3, trained), tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The card of a base model: read from its folder, and clear about what is wrong with one."""
+"""The card of a base model: read from its folder, with clear errors."""
 
 from __future__ import annotations
 

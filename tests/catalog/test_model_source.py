@@ -1,4 +1,4 @@
-"""Base models in a bucket are copied to the host once, whole and as the bucket says they are."""
+"""Base models in a bucket are copied to the host once, completely and verified."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS = save({"a": np.arange(5_000_000, dtype=np.float32)})  # two parts
 
 @pytest.fixture
 def gcs(tmp_path: Path) -> Iterator[FakeGcs]:
-    """A bucket with a model in it, and a home for what is copied."""
+    """A bucket with a model in it, and a folder for the copies."""
     with FakeGcs() as fake, pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", fake.url)
         patch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files: what comes in computes the same; what we cannot compute is refused by name."""
+"""Import of PEFT's adapters: the same results as in PEFT, and errors that name unsupported parts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_the_files_adapt_is_found(parts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("experts", [EXPERTS, ROUTED, MINIMAX])
 @pytest.mark.parametrize("own", [1, 2, None])
 def test_experts_have_the_rank_of_their_tensors(own: int | None, experts: dict[str, Any]) -> None:
-    """And no others: shared experts, and layers that are dense, have the rank of the adapter."""
+    """Shared experts and dense layers have the rank of the adapter."""
     cfg, spec = parse_config({**CONFIG, **experts}, name="tiny"), LoraSpec(4, expert_rank=own)
     arrays = tensors(cfg, spec)
     config = adapter_config("tiny", spec, arrays)
@@ -220,7 +220,7 @@ ALL = [name.rpartition(".")[2] for name in modules(DENSE, SPEC)]
         {"target_modules": r".*(_proj|lm_head)"},
         {"target_modules": sorted(set(ALL)), "exclude_modules": "vision.*"},
         {"target_modules": sorted(set(ALL)), "exclude_modules": [], "layers_to_transform": []},
-        {"target_modules": [*modules(DENSE, SPEC)], "layers_to_transform": 0},  # whole names: layers do not matter
+        {"target_modules": [*modules(DENSE, SPEC)], "layers_to_transform": 0},  # with full names, layers do not matter
     ],
 )
 def test_a_config_that_targets_its_tensors_is_taken(fields: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ def test_a_config_that_targets_its_tensors_is_taken(fields: dict[str, Any]) -> N
     ],
 )
 def test_a_config_that_leaves_out_tensors_of_the_file_is_refused(fields: dict[str, Any], said: str) -> None:
-    """PEFT would pass over these tensors without an error, and compute something else than we."""
+    """PEFT would ignore these tensors without an error, and compute other results."""
     with pytest.raises(UserError, match=said):
         taken(tensors(), **fields)
 

@@ -44,7 +44,7 @@ def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def postgres_migrated(postgres_database: Callable[[str], str]) -> str:
-    """The URL of a migrated database, which tests empty instead of making their own: making one takes seconds."""
+    """The URL of a migrated database. Tests empty it, because creating a database takes seconds."""
     url = postgres_database("migrated")
     migrate(url)
     return url
@@ -93,7 +93,7 @@ def journal(url: str, clock: ManualClock) -> Iterator[Journal]:
 
 @dataclass(frozen=True)
 class Scene:
-    """A journal with the few things that most tests need made in one call each."""
+    """A journal with factories for the rows that most tests need."""
 
     journal: Journal
     owner: str = OWNER
@@ -104,7 +104,7 @@ class Scene:
     def model(
         self, session_id: str | None = None, n: int = 0, *, live: bool = True, base_model: str = "tiny", **said: Any
     ) -> str:
-        """A model, live unless told otherwise, whose creation (seq 0) is done."""
+        """A model with a finished creation (seq 0), unless `live` is False."""
         session_id = session_id or self.session()
         name = model_id(session_id, n)
         self.journal.models.create(
@@ -143,7 +143,7 @@ class Scene:
         return [pending.seq_id for pending in self.journal.requests.ready(model, limit)]
 
     def execute(self, model: str, limit: int = 64) -> list[Pending]:
-        """Answer what is ready."""
+        """Answer the ready requests."""
         pending = self.journal.requests.ready(model, limit)
         self.journal.results.finish([one.done(b"result", "proto") for one in pending])
         return pending
@@ -156,7 +156,7 @@ def scene(journal: Journal) -> Scene:
 
 @pytest.fixture
 def save(scene: Scene, clock: ManualClock) -> Callable[..., str]:
-    """save(model, name, kind, ttl, step): saves a checkpoint by a request; its path. Its attempt is {name}-{number}."""
+    """save(model, name, kind, ttl, step) saves a checkpoint and returns its path. The attempt is {name}-{number}."""
     seqs: dict[str, int] = {}
 
     def saving(
@@ -211,7 +211,7 @@ def notifier(url: str) -> Iterator[Notifier]:
 
 @pytest.fixture
 def statements() -> Callable[[], AbstractContextManager[list[str]]]:
-    """`with statements() as made:` collects the SQL statements made inside, transactions' own words left out."""
+    """`with statements() as made:` collects the SQL statements in the block, without BEGIN."""
 
     @contextmanager
     def counting() -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""The audit log: in the same transaction as the change, by day, resource and project, and with who did it."""
+"""The audit log: written with the change, read by day, resource and project, with the actor of each entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was answered since a cursor: nothing twice, nothing left out, whoever answers and whoever asks."""
+"""Reading a sampler's answers by a cursor, with concurrent writers and readers: each answer comes exactly once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_cursor_gives_each_answer_once_in_order(scene, sampler):
     assert [row.request_id for row in page.rows] == first
     assert {(row.done, row.size) for row in page.rows} == {(True, 5)}
     assert after(scene, sampler, page.cursor).rows == ()
-    assert after(scene, sampler, 0) == page  # an answer that was lost on the way is asked for again
+    assert after(scene, sampler, 0) == page  # a lost response is requested again
     second = scene.sample(sampler, 3)
     (pending,) = scene.journal.requests.pending_samples(10)
     scene.journal.results.finish([pending.failed("no", "user")])
@@ -70,7 +70,7 @@ def test_the_cursor_outlives_the_process_and_another_sampler_has_its_own(scene, 
     reopened.close()
     assert [row.request_id for row in page.rows] == [later]
     assert after(scene, other, 0).cursor == 0
-    # a cursor from a journal that was restored to an earlier state must not wait for what has happened
+    # a cursor may be ahead of a journal that was restored from a backup: the reader must not wait
     assert len(after(scene, sampler, page.cursor + 100).rows) == 4
 
 
@@ -82,7 +82,7 @@ def test_whatever_answers_is_seen(scene, as_owner):
     ids.append(scene.sample(sampler, 2))
     scene.sample(other, 0)
     scene.journal.sessions.finish(session, "local")
-    ids.append(scene.sample(sampler, 3))  # fails at once: its session is over
+    ids.append(scene.sample(sampler, 3))  # it is stored as failed, because its session has ended
     assert [row.request_id for row in after(scene, sampler, 0).rows] == ids
     assert len(after(scene, other, 0).rows) == 1
     with pytest.raises(NotFoundError):

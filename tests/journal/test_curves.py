@@ -1,4 +1,4 @@
-"""The figures of each step are kept with its answer, once, and averaged when there are many."""
+"""The figures of each step are stored once, with its answer, and averaged if there are many."""
 
 from __future__ import annotations
 

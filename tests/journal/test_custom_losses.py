@@ -1,4 +1,4 @@
-"""Traced losses: stored once, answered at once, their session's alone."""
+"""Custom losses: stored once, answered when stored, and visible in their session only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transactions: two processes write at once, the partial indexes are used, URLs are understood."""
+"""Transactions of two writing processes, use of the partial indexes, and database URLs."""
 
 from __future__ import annotations
 

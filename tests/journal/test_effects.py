@@ -1,4 +1,4 @@
-"""Answers: the first one wins, its effects come with it, and nothing that waits is forgotten when something ends."""
+"""Answers: the first answer wins with its effects, and an end answers all waiting requests."""
 
 from __future__ import annotations
 

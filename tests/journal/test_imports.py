@@ -1,4 +1,4 @@
-"""Checkpoints that come in otherwise than by a save: copies, and what only the store knows."""
+"""Rows of checkpoints without a save: copies, and checkpoints found only in the store."""
 
 from __future__ import annotations
 

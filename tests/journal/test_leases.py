@@ -1,4 +1,4 @@
-"""One engine at a time: a fenced-off one changes nothing. And sessions outlive a server that was away."""
+"""One engine at a time: a fenced engine changes nothing. Sessions survive an API that was away."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_fenced_off_engine_changes_nothing(scene, other):
         scene.journal.results.finish([pending.done(b"old", "json")])
     with pytest.raises(FencedError):
         scene.journal.leases.renew()
-    scene.journal.leases.release()  # of what is not ours any more
+    scene.journal.leases.release()  # the lease belongs to another engine, so nothing happens
     assert other.results.get(request, "local") is None
     assert other.results.finish([pending.done(b"new", "json")]) == [request]
 

@@ -1,4 +1,4 @@
-"""Migrations and models agree, from an empty database on, with several processes starting at once."""
+"""Migrations and tables agree, starting with an empty database and several concurrent processes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_processes_that_start_together_migrate_once(empty_url):
 
 
 def test_indexes_are_the_same_as_the_models(empty_url):
-    """compare_metadata does not look at the conditions of partial indexes."""
+    """compare_metadata ignores the conditions of partial indexes."""
     migrate(empty_url)
     engine = sa.create_engine(driver_url(empty_url))
     with engine.connect() as connection:

@@ -63,7 +63,7 @@ async def test_listeners_in_the_same_process_hear_their_topics_once(notifier):
         assert await take(everything, 3) == ["model:a", "sample", "model:b"]
         notifier.publish("model:a")
         assert await take(models, 1) == ["model:a"]
-        await asyncio.sleep(0.2)  # an echo through the carrier would come by now
+        await asyncio.sleep(0.2)  # time for an echo through the carrier
         notifier.publish("model:end")
         assert await take(models, 1) == ["model:end"]
 

@@ -1,4 +1,4 @@
-"""Lists are bounded in bytes: a page of long rows is shorter, and the pages after it have the rest."""
+"""Lists are bounded in bytes: a page of long rows is shorter, and later pages have the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNT = 12
 
 @pytest.fixture
 def long_rows(scene, save, monkeypatch, clock):
-    """Sessions, runs, checkpoints and audit entries with long texts, of which a page may have three."""
+    """Sessions, runs, checkpoints and audit entries with long texts. Three of them fit into a page."""
     monkeypatch.setattr(database, "PAGE_BYTES", 4000)
     for n in range(COUNT):
         words = {"user_metadata": {"words": "x" * 1000}}

@@ -1,4 +1,4 @@
-"""SQLite finds what waits through the partial indexes, so that the cost does not grow with what is done."""
+"""SQLite finds pending requests through the partial indexes, so the cost does not grow with the finished requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas of a project: nobody gets past them, they name their setting, and they cost one look at an index."""
+"""Quotas of a project: exact under concurrency, errors that name the setting, and one index read for each check."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_samples_beyond_the_limit_are_not_stored(scene, as_owner):
     theirs = them.sampler(them.session())
     assert them.journal.requests.submit(a_sample(theirs, 0, "them"), limits)  # another project has its own
     scene.journal.requests.cancel(first, "local")
-    assert scene.journal.requests.submit(a_sample(sampler, 2), limits)  # the same sequence id: it was not used up
+    assert scene.journal.requests.submit(a_sample(sampler, 2), limits)  # its sequence id is still free
     with pytest.raises(TooManyError):
         scene.journal.requests.submit(a_sample(sampler, 3), limits)
 
@@ -94,7 +94,7 @@ def test_training_tokens_wait_up_to_the_limit_and_more_fail_by_name(scene):
     assert scene.journal.results.get(requests[2], "local").error is None
     again = scene.journal.requests.submit(replace(scene.operation(model, 5), tokens=60), limits)
     assert scene.journal.results.get(again, "local") is None
-    # what was refused is refused again when it is sent again
+    # a repeated request gets its stored refusal
     repeated = replace(scene.operation(model, 2), tokens=41)
     assert scene.journal.requests.submit(repeated, limits) == requests[1]
 
@@ -174,9 +174,9 @@ def test_each_limit_is_one_look_at_an_index(scene, url, statements):
     engine.dispose()
 
 
-# ------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------ kept rows
 def kept_rows(scene):
-    """For each kind of row that a project keeps, a function that makes the n-th one."""
+    """For each kind of kept row, a function that creates the n-th row."""
     session, sampler_session, now = scene.session(), scene.session(), scene.journal.sessions._now()
 
     def model(n: int, limits: Limits) -> None:
@@ -224,7 +224,7 @@ def test_rows_of_every_kind_are_kept_up_to_a_limit(scene):
         before = total(scene, kept), total(scene, "kept_bytes")
         with pytest.raises(UserError, match=rf"keeps {limits.__dict__[kept]} .* and this adds 1: .* \(max_{kept}\)"):
             create(2, limits)
-        assert (total(scene, kept), total(scene, "kept_bytes")) == before  # nothing of the refused one is left
+        assert (total(scene, kept), total(scene, "kept_bytes")) == before  # the refused row was rolled back
         create(2, Limits())
 
 
@@ -305,7 +305,7 @@ def test_a_long_request_that_failed_at_once_is_not_kept(scene, url):
 
 
 # ------------------------------------------------------------------ every column and every table has a bound
-# What bounds the rows of each table that clients can make. A new table without a line here fails.
+# The bound on the rows of each table. A new table without a line here fails.
 BOUNDS = {
     "api_key": "admins alone make keys",
     "audit_event": "an entry for each change of something that is bounded; refused keys: 1,000 an hour",

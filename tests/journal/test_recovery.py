@@ -1,4 +1,4 @@
-"""What is replayed, which payloads stay for it, and which snapshots go."""
+"""Replays, the payloads that are kept for them, and superfluous snapshots."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_save_that_others_have_overtaken_is_passed_by_a_replay_and_no_snapshot
 
 
 def published(scene, session, model, seq):
-    """An unnamed save that is answered: its id."""
+    """The id of an answered unnamed save."""
     asked = replace(scene.operation(model, seq), kind=Kind.SAVE_FOR_SAMPLER, payload=b"{}")
     request = scene.journal.requests.submit(asked)
     (pending,) = scene.journal.requests.ready(model)

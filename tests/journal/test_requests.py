@@ -1,4 +1,4 @@
-"""Taking requests in: replays, conflicts, races, and what is stored as failed at once."""
+"""Submitting requests: replays, conflicts, races, and requests that are stored as failed."""
 
 from __future__ import annotations
 

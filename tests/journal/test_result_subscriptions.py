@@ -1,4 +1,4 @@
-"""Waiting: woken by notifications, found without them, and cheap for thousands."""
+"""Waiting for answers with notifications, without them, and for thousands of clients."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_an_answer_from_another_process(scene, url):
 
 
 class Deaf:
-    """The journal's answers without its notifications, counting the questions."""
+    """The journal's answers without its notifications. Counts the queries."""
 
     def __init__(self, journal, url: str) -> None:
         self._journal = journal

@@ -1,4 +1,4 @@
-"""Samples are found again by project and by the run whose weights they sampled."""
+"""Samples are found by project, and by the run of their weights."""
 
 from __future__ import annotations
 

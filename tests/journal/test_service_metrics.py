@@ -1,4 +1,4 @@
-"""The numbers of the whole service: what was used, what lives, and what no snapshot holds yet."""
+"""The numbers of the whole service: usage, live models, and changes without a snapshot."""
 
 from __future__ import annotations
 

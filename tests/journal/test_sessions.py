@@ -1,4 +1,4 @@
-"""Sessions: heartbeat, finish, expiry, and what ends with them."""
+"""Sessions: heartbeat, finish, expiry, and the ends of their models and samplers."""
 
 from __future__ import annotations
 

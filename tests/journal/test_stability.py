@@ -1,4 +1,4 @@
-"""What sampling records for stable_reinforce: found by sequence id in its session, for a day after its last use."""
+"""Records for stable_reinforce: found by sequence id in their session, for a day after the last use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_use_begins_its_day_anew(scene, clock):
     assert scene.journal.custom_losses.stability(session, {"used"}).keys() == {"used"}
     with pytest.raises(NotFoundError, match="'unused'"):
         scene.journal.custom_losses.stability(session, {"unused"})
-    record(scene, session, "new")  # and what nobody used for a day is gone
+    record(scene, session, "new")  # this deletes records that were not used for a day
     clock.advance(-24 * 3600)
     with pytest.raises(NotFoundError, match="'unused'"):
         scene.journal.custom_losses.stability(session, {"unused"})

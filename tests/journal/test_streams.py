@@ -1,4 +1,4 @@
-"""Streams: rows of new tokens on both databases, and listeners that get each token once whatever is written twice."""
+"""Streams: rows of new tokens on both databases. Listeners get each token once, even if it is written twice."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_who_listens_gets_what_is_written_from_then_on(journal: Journal) -> None
 def test_an_engine_that_begins_again_repeats_no_token_to_a_listener(
     length: int, lives: list[list[int]], takes: set[int], top: bool
 ) -> None:
-    """Each life of the engine writes the same tokens from the start, in chunks of its own, and dies anywhere."""
+    """Each engine writes the same tokens from the start, in other chunks, and stops anywhere."""
     listener, heard, written, number = Listener(), [], 0, 0
     for life in lives:
         at = 0
@@ -113,7 +113,7 @@ def test_an_engine_that_begins_again_repeats_no_token_to_a_listener(
 def test_what_does_not_join_on_is_left_to_the_result_and_a_slow_listener_is_bounded() -> None:
     listener = Listener()
     listener.put(new(0, 2))
-    listener.put(new(4, 6))  # what came between was lost
+    listener.put(new(4, 6))  # the tokens between were lost
     assert [one.tokens_T.tolist() for one in listener.take()] == [[0, 1]]
     slow = Listener()
     for start in range(0, 100_000, 10):
@@ -137,7 +137,7 @@ def test_two_processes_hear_the_same(journal: Journal, url: str) -> None:
                 assert [got.tokens_T.tolist() for got in listener.take()] == [[0, 1, 2, 3]]
 
     asyncio.run(scene())
-    other.close()  # when no thread asks the database any more: a connection in use would stay open
+    other.close()  # after all threads are idle, because a connection in use would stay open
 
 
 def test_a_database_that_is_away_is_asked_again() -> None:

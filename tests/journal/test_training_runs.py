@@ -1,4 +1,4 @@
-"""Models: paused, revived, ended, and forgotten when nobody can revive them."""
+"""Models: pauses, revival, ends, and payloads that are dropped when a model cannot be revived."""
 
 from __future__ import annotations
 

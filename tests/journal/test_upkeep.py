@@ -1,4 +1,4 @@
-"""What the sweeper asks the journal: what is not kept, and what the store is to be told."""
+"""The lists for the sweep of the store: deleted checkpoints, and changes for their commits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_bite_is_bounded_and_takes_the_oldest_first(scene, steps):
 
 
 def test_what_others_rely_on_is_kept(scene, save, clock):
-    """Published, opened by a token, sampled now, given a time of its own, exported: each, and nothing else."""
+    """Published, shared, sampled, expiring and exported checkpoints are kept, and no others."""
     model = scene.model()
     names = ("public", "shared", "revoked", "over", "sampled", "unsampled", "ttl", "plain", "newest")
     path = {name: save(model, name, ttl=3600 if name == "ttl" else None) for name in names}
@@ -85,7 +85,7 @@ def test_runs_are_counted_apart(scene, save):
     assert set(left(scene)) == set(paths)
 
 
-# ------------------------------------------------------------------ what the commit is to be told
+# ------------------------------------------------------------------ changes for the commit
 def test_changes_are_told_to_the_store_once(scene, save, clock):
     model = scene.model()
     one, two = save(model, "a"), save(model, "b")

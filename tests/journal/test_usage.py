@@ -1,4 +1,4 @@
-"""Usage: counted once, with the answer; stored bytes follow from the lives of checkpoints."""
+"""Usage: counted once, with the answer. Stored bytes follow from the lifetimes of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores of all kinds, and adapter states to keep in them."""
+"""Stores of all kinds, and adapter states to save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinkerflow.backend.store import CheckpointMeta, Store
 
 @pytest.fixture(scope="package")
 def gcs() -> Iterator[FakeGcs]:
-    """The fake of Google Cloud Storage, to which gs:// goes meanwhile."""
+    """The fake of Google Cloud Storage. gs:// uses it while this fixture is active."""
     with FakeGcs() as fake, pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", fake.url)
         yield fake
@@ -52,7 +52,7 @@ def store(url: str, clock: ManualClock) -> Store:
 
 @pytest.fixture
 def make_state() -> Callable[..., AdapterState]:
-    """A small adapter state, with moments unless told otherwise; `fill` tells states apart."""
+    """A small adapter state, with moments by default. `fill` distinguishes states."""
 
     def make(fill: float = 1.0, *, optimizer: bool = True) -> AdapterState:
         rng = np.random.default_rng(int(fill * 1000))

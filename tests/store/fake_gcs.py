@@ -1,7 +1,7 @@
 """A fake of Google Cloud Storage's JSON API over real HTTP: objects with generations and preconditions, in memory.
 
-Uploads (media, multipart, resumable), reads with ranges, metadata, listing in pages, deletion. `faults` says what goes
-wrong with the requests to come. See https://cloud.google.com/storage/docs/json_api/v1/objects
+Uploads (media, multipart, resumable), reads with ranges, metadata, listing in pages, deletion. `faults` is the
+list of failures of later requests. See https://cloud.google.com/storage/docs/json_api/v1/objects
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with the next `times` requests of `method` whose URL contains `where`.
+    """A failure of the next `times` requests of `method` whose URL contains `where`.
 
-    status: answered without doing it. before / after: the line breaks before / after doing it. delay: seconds first.
-    cut: the answer's body ends so many bytes early.
+    status: the answer, without executing the request. before / after: the connection breaks before / after the
+    execution. delay: seconds before it. cut: number of missing bytes at the end of the answer's body.
     """
 
     method: str
@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
     _cut = 0
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         self._serve("GET")
@@ -218,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
         if (found := re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", self.headers.get("Content-Range") or "")) is None:
             return 499, {}, {}  # DELETE
         start, total = int(found[1]), found[3]
-        session.data[start:] = body  # what is there already is sent again
+        session.data[start:] = body  # the stored beginning is sent again
         if total == "*" or len(session.data) < int(total):
             return 308, {"Range": f"bytes=0-{len(session.data) - 1}"}, b""
         session.about = self.gcs.write(session.name, bytes(session.data), session.match)

@@ -1,4 +1,4 @@
-"""An fsspec file system in memory on which things go wrong as planned: crashes, cut writes, lost answers, refusals."""
+"""An fsspec file system in memory with planned failures: crashes, truncated writes, lost answers, refusals."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from fsspec import AbstractFileSystem
 
-# What happens to one operation. before / after: it is not done / it is done, and then ...
+# The failure of an operation. "before" and "after" refer to its effect.
 Wrong = Literal[
     "crash before",  # the process is gone
     "crash after",
-    "crash, cut",  # half of what was to be written is there, and the process is gone
+    "crash, cut",  # half of the bytes were written, and the process is gone
     "503 before",  # the answer is an error
     "503 after",  # a proxy's: the request had arrived
     "timeout after",
@@ -30,7 +30,7 @@ class Crash(BaseException):
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with the next `operation` on a path that contains `where`."""
+    """A failure of the next `operation` on a path that contains `where`."""
 
     operation: Operation
     where: str
@@ -38,7 +38,7 @@ class Fault:
 
 
 class FaultyFileSystem(AbstractFileSystem):
-    """Whole objects by path. `faults` are met once each; `calm()` is the look of another process, which meets none."""
+    """Objects by path. Each fault occurs once. Another process meets no faults in `calm()`."""
 
     cachable = False
     protocol = "faulty"
@@ -52,7 +52,7 @@ class FaultyFileSystem(AbstractFileSystem):
         self._lock = threading.RLock()
 
     def restart(self) -> None:
-        """A new process begins: what was planned for the old one is off."""
+        """Start a new process, without the planned faults of the old process."""
         self.dead, self.faults = False, []
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The promises of `Blobs`, kept by each implementation."""
+"""The guarantees of `Blobs`, for each implementation."""
 
 from __future__ import annotations
 

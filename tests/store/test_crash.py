@@ -1,4 +1,4 @@
-"""What a crash, a full disk or a lost answer leaves: the checkpoint from before, or the new one, never a part."""
+"""A crash, a full disk or a lost answer leaves the old checkpoint or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FailingBlobs:
         return self._write(lambda: self.blobs.replace(key, old, new))
 
     def _write(self, write: Callable[[], Any]) -> Any:
-        with self.lock:  # the files of a save are written at once, and which of them fails does not matter
+        with self.lock:  # the files of a save are written in parallel, and any of them may fail
             self.writes += 1
             number = self.writes
         if number < self.failing:
@@ -157,7 +157,7 @@ def test_a_store_that_stays_away_is_reported_with_its_first_failure(
 
 
 def test_kill_9_at_any_time_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
-    """A process that saves as fast as it can is killed: what it said it saved is there, and what is there loads."""
+    """A process that saves in a loop is killed. Every reported checkpoint exists, and every existing one loads."""
     url, child = f"file://{tmp_path}/store", _start_saver(f"file://{tmp_path}/store")
     try:
         assert child.stdout is not None

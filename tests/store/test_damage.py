@@ -1,4 +1,4 @@
-"""Damaged, cut and foreign objects: refused by name, never loaded, and found by `problems`; on every kind of store."""
+"""Damaged, truncated and foreign objects are refused with their names and found by `problems`, on every store."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_is_not_committed_has_no_problems(store: Store) -> None:
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
 def test_a_damaged_commit_is_refused(store: Store, meta: CheckpointMeta, make_state: Make, damage: str) -> None:
-    """Every character of a commit counts: it says whose the checkpoint is, and of which shape."""
+    """Every character of a commit counts, because it contains the owner and the shape of the checkpoint."""
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
     store.save("sess-2:train:0", "weights", "x", make_state(1), meta)
     key = f"{FOLDER}/commit.json"

@@ -1,7 +1,7 @@
-"""Saves, overwrites, deletions and sweeps on a store where everything goes wrong, against a dict of what must be there.
+"""Saves, overwrites, deletions and sweeps on a faulty store, compared with a dict of the expected checkpoints.
 
-Hypothesis chooses what is done and what goes wrong. After every step another process looks at the store: it must find
-what was acknowledged, whole; what failed may have happened or not, and stays as it was first found.
+Hypothesis chooses the actions and the faults. After every step another process reads the store. It must find all
+acknowledged checkpoints complete. A failed action may have had its effect or not, and this must not change later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetens
 
 @dataclass(frozen=True)
 class Kept:
-    """What is under a path: the state with this fill."""
+    """The state under a path, identified by its fill."""
 
     fill: int
     public: bool = False
@@ -66,7 +66,7 @@ class StoreMachine(RuleBasedStateMachine):
     def of(self, path: CheckpointPath) -> set[Candidate]:
         return self.model.get(path, {None})
 
-    # -------------------------------------------------------------- what is done
+    # -------------------------------------------------------------- actions
     @rule(path=PATHS, overwrite=st.booleans(), planned=PLANS)
     def save(self, path: CheckpointPath, overwrite: bool, planned: list[Fault]) -> None:
         self.fs.faults += planned
@@ -142,7 +142,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(path=PATHS)
     def load(self, path: CheckpointPath) -> None:
-        """A reader who meets faults itself gets the truth or an error."""
+        """A reader with faults gets the correct state or an error."""
         try:
             found, _ = self.store.load(str(path))
         except NotFoundError:
@@ -162,7 +162,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(path=PATHS, file=st.sampled_from(FILES), cut=st.booleans())
     def rot(self, path: CheckpointPath, file: str, cut: bool) -> None:
-        """Bytes change where they lie: it is refused by name from then on, until it is deleted."""
+        """Stored bytes change. The checkpoint is then refused with its name until it is deleted."""
         self._restart()
         attempt = self._attempt(path)
         key = f"root/{path.commit}" if file == "commit.json" else f"root/{path.attempt(attempt)}/{file}"
@@ -179,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
         error: BaseException,
         source: CheckpointPath | None = None,
     ) -> None:
-        """`candidates` are possible now; a commit that is cut when its process dies is damage, and stays."""
+        """`candidates` are possible now. A truncated commit of a killed process is damage, and stays."""
         if isinstance(error, StoreError):
             assert self.fs.met or DAMAGED in self.of(path) | self.of(source or path), f"no fault was met: {error}"
             assert str(source or path) in str(error) or str(path) in str(error) or "faulty://" in str(error)
@@ -193,7 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.fs.restart()
         self.fs.met.clear()
 
-    # -------------------------------------------------------------- what must hold
+    # -------------------------------------------------------------- invariants
     @invariant()
     def another_process_finds_what_must_be_there(self) -> None:
         planned, self.fs.faults = self.fs.faults, []
@@ -237,7 +237,7 @@ class StoreMachine(RuleBasedStateMachine):
         return saved.attempt if saved else ""
 
     def teardown(self) -> None:
-        """After a last sweep there is nothing but what the commits name."""
+        """After a last sweep the store contains only files that commits name."""
         self._restart()
         for orphan in self.store.upkeep.orphans(LATER):
             assert self.store.upkeep.remove_orphan(orphan)

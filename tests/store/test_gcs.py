@@ -1,4 +1,4 @@
-"""gs:// on a bad day: errors, lost answers, cut bodies; and what it does for large objects, and for links."""
+"""gs:// with errors, lost answers and truncated bodies, with large objects, and with signed links."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Same = Callable[[AdapterState, AdapterState], None]
 
 @pytest.fixture
 def bad(gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
-    """The fake, with gcsfs's pauses between tries taken out; without faults afterwards."""
+    """The fake without gcsfs's pauses between tries. Its faults are removed afterwards."""
 
     async def at_once(seconds: float) -> None:
         assert 0 < seconds <= 33

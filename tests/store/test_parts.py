@@ -1,4 +1,4 @@
-"""States that processes write part by part: committed together or not at all, and only what is wanted is read."""
+"""States that processes write in parts: committed together or not at all, and read selectively."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A saved attempt is a folder that `peft` loads; its logits are those of base weights with our update added by hand.
 
-Tensors cross as they are, whatever their layout in memory.
+Tensors keep their values for every layout in memory.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def test_a_damaged_commit_does_not_hide_the_others(
     assert bad.path in caplog.text
 
 
-# ------------------------------------------------------------------ what may not be saved
+# ------------------------------------------------------------------ refused saves
 @pytest.mark.parametrize(
     "run", ["", ".", "..", "a/b", "../a", "a/../..", "a\\b/", "a\0b", ":a", ".a", "ä", "a b", "a" * 201, "a\n"]
 )

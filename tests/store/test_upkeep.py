@@ -1,4 +1,4 @@
-"""What saves that never were leave behind, and what is written into a commit after its save; on every kind of store."""
+"""Leftovers of failed saves, and changes of a commit after its save, on every kind of store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Same = Callable[[AdapterState, AdapterState], None]
 
 
 def soon() -> datetime:
-    """After all that was written so far: stores keep the time of a write by clocks of their own."""
+    """A time after all writes so far, because stores use their own clocks."""
     return SystemClock().now() + timedelta(seconds=5)
 
 
