@@ -1,4 +1,4 @@
-"""`tinkerflow.local`: the whole service for a block of a program or for a notebook, and a client of it."""
+"""`tinkerflow.local`: the complete service and a client of it, for a block of a program or for a notebook."""
 
 from __future__ import annotations
 

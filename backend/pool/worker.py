@@ -236,8 +236,8 @@ class Inbox:
 class ReplyCollector:
     """Sends replies in the order of their commands, also while the devices are still computing.
 
-    When an executor starts a command without waiting for its devices, a thread of this object waits. The devices
-    compute the next command meanwhile, while the last results are copied to the host and sent.
+    When an executor starts a command without waiting for its devices, a thread of this object waits. The devices can
+    then compute the next command while the last results are copied to the host and sent.
     """
 
     def __init__(self, send: Callable[[int, Sequence[codec.Buffer], WorkerLink | None], None], rank: int) -> None:

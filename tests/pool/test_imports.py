@@ -1,4 +1,4 @@
-"""A worker process loads what computes, and nothing of requests or stores."""
+"""A worker process loads compute code, and no code of requests or stores."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ async def test_a_caller_that_gives_up_leaves_the_forward_running(start_pool: Sta
     assert executed == ["Forward", *["NextMicroBatch"] * 3, "OptimStep"]
 
 
-# ------------------------------------------------------------------ what the devices are still computing
+# ------------------------------------------------------------------ commands that the devices still compute
 def together(pool: Pool, *commands: Command) -> list[asyncio.Task[Reply]]:
     return [asyncio.create_task(pool.submit(command)) for command in commands]
 
@@ -201,7 +201,9 @@ async def test_the_last_word_of_a_rank_is_heard_also_when_nothing_can_be_sent_to
         await guilty
     for ended in await asyncio.gather(*innocent, return_exceptions=True):
         assert not isinstance(ended, SuspectError)
-        assert isinstance(ended, GroupFailedError) or ended == Done(), "the next group answers what was not sent before"
+        assert isinstance(ended, GroupFailedError) or ended == Done(), (
+            "the next group answers commands that were not sent before"
+        )
 
 
 async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
