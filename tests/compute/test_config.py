@@ -57,7 +57,7 @@ def test_rope_is_found_where_either_generation_keeps_it(rope):
     ("change", "named"),
     [
         ({"model_type": "mamba"}, "'mamba'"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0 in config.json; it must be a positive whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0 in config.json; must be a positive whole number"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),

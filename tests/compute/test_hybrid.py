@@ -99,8 +99,8 @@ def test_types_of_layers_may_be_listed():
         (changed(layer_types=["full_attention"] * 32), "layer_types are all 'full_attention'"),
         (changed(linear_num_key_heads=5), "linear_num_key_heads 5.*key heads must divide value heads"),
         (changed(linear_conv_kernel_dim=1), "linear_conv_kernel_dim 1.*at least 2"),
-        (changed(attn_output_gate=False), "attn_output_gate False is not supported; it must be True"),
-        (QWEN3_5_9B | {"text_config": None}, "text_config is None in config.json; it must be an object"),
+        (changed(attn_output_gate=False), "attn_output_gate False is not supported; must be True"),
+        (QWEN3_5_9B | {"text_config": None}, "text_config is None in config.json; must be an object"),
     ],
 )
 def test_what_is_not_computed_is_named(values, named):

@@ -92,7 +92,7 @@ def test_published_models_have_the_sizes_that_are_told_of_them():
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        (GLM_4_5_AIR | {"n_group": 3}, "n_group 3 of 128 experts; it must divide them"),
+        (GLM_4_5_AIR | {"n_group": 3}, "n_group 3 of 128 experts; must divide them"),
         (GLM_4_5_AIR | {"n_group": 128}, "n_group 128 of 128 experts.*groups of at least 2"),
         (GLM_4_5_AIR | {"n_group": 4, "topk_group": 5}, "topk_group 5 of n_group 4.*at most n_group"),
         (GLM_4_5_AIR | {"n_group": 64, "topk_group": 3}, "must have num_experts_per_tok 8 experts"),

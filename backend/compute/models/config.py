@@ -104,7 +104,7 @@ class ModelConfig:
 
     @property
     def attentions(self) -> list[Attention | LatentAttention]:
-        """Of every layer that has keys and values, in order."""
+        """The attention of every layer that has keys and values, in order."""
         mixers = (layer.attention for layer in self.decoder_layers)
         return [mixer for mixer in mixers if not isinstance(mixer, GatedDeltaNet)]
 

@@ -42,7 +42,7 @@ def _check_types(fields: ConfigFields, layers: Sequence[DecoderLayer]) -> None:
     types = fields.get("layer_types")
     computed = [LINEAR if not layer.attends else SLIDING if layer.window else FULL for layer in layers]
     if types is not None and types != computed:
-        raise fields.error(f"layer_types {types!r} is not supported; it must be {computed}")
+        raise fields.error(f"layer_types {types!r} is not supported; must be {computed}")
 
 
 def windows(fields: ConfigFields, usual: Sequence[str]) -> list[int | None]:
@@ -66,7 +66,7 @@ def text_fields(fields: ConfigFields, *types: str, defaults: Mapping[str, Any] =
     inner = fields.inner("text_config")
     if inner.get("model_type", types[0]) not in types:
         raise fields.error(
-            f"model_type {inner['model_type']!r} in text_config is not supported; it must be {' or '.join(types)}"
+            f"model_type {inner['model_type']!r} in text_config is not supported; must be {' or '.join(types)}"
         )
     text = inner.values
     tied = {} if fields.get("tie_word_embeddings") is None else {"tie_word_embeddings": fields["tie_word_embeddings"]}

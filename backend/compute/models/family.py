@@ -39,7 +39,7 @@ class Family:
 
     model_type: as in `config.json`.
     title: the name in the documentation.
-    parse: makes the config from the fields of `config.json`; UserError for what is not computed here.
+    parse: makes the config from the fields of `config.json`; raises UserError for unsupported values.
     names: of tensors; the names in a layer come from its parts.
     unpack: the tensors of a folder by the names that the config's layers have, if its files have others (fused or
     quantized). Given some of them, it returns those made from them, as views if they are arrays in memory.

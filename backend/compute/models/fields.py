@@ -32,14 +32,14 @@ class ConfigFields:
         if value is None:
             value = self[key] if default is None else default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{key} is {value!r} in config.json; it must be a positive whole number")
+            raise self.error(f"{key} is {value!r} in config.json; must be a positive whole number")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A field that is true or false; `default` when it is absent or null. UserError for anything else."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.error(f"{key} is {value!r} in config.json; it must be true or false")
+            raise self.error(f"{key} is {value!r} in config.json; must be true or false")
         return default if value is None else value
 
     def number(self, key: str, default: float) -> float:
@@ -48,21 +48,21 @@ class ConfigFields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.error(f"{key} is {value!r} in config.json; it must be a positive number")
+            raise self.error(f"{key} is {value!r} in config.json; must be a positive number")
         return float(value)
 
     def items(self, key: str) -> list[Any] | None:
         """A field that is a list; None when it is absent, null or empty. UserError for anything else."""
         value = self.get(key)
         if value is not None and not isinstance(value, list):
-            raise self.error(f"{key} is {value!r} in config.json; it must be a list")
+            raise self.error(f"{key} is {value!r} in config.json; must be a list")
         return value or None
 
     def inner(self, key: str) -> ConfigFields:
         """The fields of an object that a field holds; UserError when it is absent or holds something else."""
         value = self[key]
         if not isinstance(value, dict):
-            raise self.error(f"{key} is {value!r} in config.json; it must be an object")
+            raise self.error(f"{key} is {value!r} in config.json; must be an object")
         return replace(self, values=value)
 
     def with_values(self, **values: Any) -> ConfigFields:
@@ -89,7 +89,7 @@ class ConfigFields:
         """UserError when a field is present, not null, and differs from the only supported value."""
         for key, value in supported.items():
             if self.get(key) not in (None, value):
-                raise self.error(f"{key} {self[key]!r} is not supported; it must be {value!r}")
+                raise self.error(f"{key} {self[key]!r} is not supported; must be {value!r}")
 
     def error(self, text: str) -> UserError:
         """An error about this model."""

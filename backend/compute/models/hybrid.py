@@ -1,7 +1,7 @@
 """The hybrid decoder of Qwen3-Next and Qwen3.5: three layers with gated DeltaNet, then one with gated attention.
 
-Their files differ in names: the prefix of the layers' names, which matrices are one tensor, and whether the fields of
-the text model are inside those of a model that also takes images. No JAX.
+Their files differ in the prefix of the layers' names, and in the matrices that are one tensor. The fields of Qwen3.5's
+text model may be inside those of a model that also takes images. No JAX.
 """
 
 from __future__ import annotations

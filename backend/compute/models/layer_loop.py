@@ -1,8 +1,8 @@
 """The loop over the layers of a model, alike or not.
 
 Layers of one kind are computed by one loop. Where kinds alternate (three layers with a window, one without), the loop
-goes over what repeats, and computes the layers of a period one after the other. A matrix is stacked over those layers
-that have it (`families.layers_with`), so layers with other matrices take no room in each other's stacks.
+goes over the repeated periods, and computes the layers of a period one after the other. A matrix is stacked over the
+layers that have it (`families.layers_with`), so the other layers take no memory in its stack.
 
 Letters: L layers that have a matrix.
 """
@@ -43,14 +43,14 @@ def over_layers(
 ) -> Carry:
     """The carry after `layer` of every layer.
 
-    cfg: has the kinds. layer: is given its kind, the carry, and (place, weights, adapter pairs) of the layer. Its place
-    is that of `ModelConfig.place`. The kind is known when it is traced, the place only if the
-    weights are by layer. carry: what the first layer is given. params: stacked weights are looped over; weights by
-    layer are computed one after the other. lora: stacked or by layer, as `params` are. in_place: the stacked matrices
-    of which, and of whose pairs, `layer` is given `OfLayer`. kept: `jax.checkpoint` of a step, with what a backward
-    pass keeps of it. A step takes a layer's weights out of their stack itself: as its arguments, copies of them all
-    would be kept, too. grouped: a backward pass keeps what `kept` keeps of one group of layers at a time (`groups`),
-    and of the other groups only the carry before them, so it computes each group again; stacked weights only.
+    cfg: the decoder's layers. layer: takes the layer's kind, the carry, and (place, weights, adapter pairs). The place
+    follows `ModelConfig.place`. The kind is static. The place is static only if the weights are separate for each
+    layer. carry: the input of the first layer. params: a loop goes over stacked weights; separate layers are computed
+    one after the other. lora: stacked or by layer, like `params`. in_place: names of stacked matrices; `layer` gets
+    these, and their pairs, as `OfLayer`. kept: wraps a step in `jax.checkpoint` with a policy. A step takes a layer's
+    weights out of their stack itself. As arguments of the step, copies of all weights would be saved as well.
+    grouped: a backward pass saves the values that `kept` selects for one group of layers at a time (`groups`). Of
+    every other group, the pass saves only the input carry, and computes the group again. Stacked weights only.
     """
     kinds = cfg.decoder_layers
     if isinstance(params, tuple):
@@ -87,7 +87,7 @@ def over_layers(
 
 
 def runs(kinds: tuple[DecoderLayer, ...]) -> Iterator[tuple[int, int, int]]:
-    """(start, period, repeats) of what repeats, in order: layers from `start`, `period` of them, `repeats` times.
+    """(start, period, repeats) of each run, in order: the `period` layers from `start` on occur `repeats` times.
 
     From the first layer on, each run is the one that holds the most layers, and of these the one with the shortest
     period.
@@ -106,10 +106,10 @@ def runs(kinds: tuple[DecoderLayer, ...]) -> Iterator[tuple[int, int, int]]:
 
 
 def groups(kinds: tuple[DecoderLayer, ...]) -> Iterator[tuple[int, int, int, int]]:
-    """(start, period, repeats, size), as of `runs`, in order: `size` repeats, which divide `repeats`, are a group.
+    """(start, period, repeats, size), as in `runs`, in order. A group has `size` repeats, which divide `repeats`.
 
-    The sizes are those that keep the fewest carries: one before each group, and one before each layer of a group. What
-    a size leaves of a run is a group of its own.
+    The chosen sizes keep the fewest carries. A carry is kept before each group, and before each layer of one group.
+    The remaining repeats of a run are a group of their own.
     """
     for start, period, repeats in runs(kinds):
         size = min(range(1, repeats + 1), key=lambda size: (-(-repeats // size) + size * period, repeats % size))

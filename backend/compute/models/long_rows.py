@@ -1,10 +1,9 @@
 """Parts of a layer computed for a few tokens at a time, forward and backward.
 
-The arrays inside a layer are larger than what it is given: gate and up of 32,768 tokens of Qwen3-4B are 0.6 GB each,
-and their backward pass holds five of that size. But around attention each token is computed by itself. So where a
-backward pass computes a layer again, it computes these parts again for some tokens, differentiates them, and goes on to
-the next ones. Only queries, keys and values are computed once more than without, because attention needs them of all
-tokens.
+The arrays inside a layer are larger than its input. For 32,768 tokens of Qwen3-4B, gate and up take 0.6 GB each, and
+their backward pass holds five arrays of that size. Apart from attention, a layer computes each token independently. So
+a backward pass that computes a layer again does this for some tokens, differentiates, and goes on to the next tokens.
+Attention needs the queries, keys and values of all tokens, so these are computed one more time.
 
 Letters: B rows, T tokens.
 """
@@ -28,10 +27,10 @@ Tree = TypeVar("Tree")
 def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any, own_buffers: bool = False) -> Tree:
     """part(*arrays), which computes each token by itself, for at most `most` tokens of each device at a time.
 
-    arrays: pytrees of [B, T, ...], as what `part` gives; the first is an array. T is a power of two. A backward pass
-    keeps nothing of `part` but its arguments. own_buffers: each loop writes to memory of its own, for GPUs, where a
-    backward pass computes this twice: XLA fills what a loop writes to with zeros, and all loops of one shape share
-    these zeros there, so they stay from the first loop to the last.
+    arrays: pytrees of [B, T, ...], like the result of `part`; the first is an array. T is a power of two. A backward
+    pass keeps only the arguments of `part`. own_buffers: each loop writes to memory of its own. GPUs need this where a
+    backward pass computes the loop twice. XLA fills the output of a loop with zeros, and all loops of one shape share
+    these zeros, so the memory stays in use from the first loop to the last.
     """
     B, T = arrays[0].shape[:2]
     size = T
@@ -57,9 +56,9 @@ def join_chunks(x: jax.Array) -> jax.Array:
 
 
 def _into_own_buffers(mesh: Mesh, part: Callable[[Any], Tree], split: Any) -> Tree:
-    """As `jax.lax.map`. part: gives arrays of [B, T, heads, ...].
+    """Like `jax.lax.map`. part: returns arrays of [B, T, heads, ...].
 
-    What the loop writes to is filled with a number of its arguments: no other loop fills memory with that number.
+    The loop's output is filled with a number from its arguments, which no other loop fills memory with.
     """
     first = jax.lax.stop_gradient(jax.tree.leaves(split)[0])
 
@@ -79,10 +78,10 @@ def _into_own_buffers(mesh: Mesh, part: Callable[[Any], Tree], split: Any) -> Tr
 
 
 def gather_matrices(mesh: Mesh, weights: Mapping[str, Any], sums_inputs: Mapping[str, bool]) -> dict[str, Any]:
-    """The matrices of one layer, gathered over fsdp once: otherwise every chunk would gather them again.
+    """The matrices of one layer, gathered over fsdp once, so that not every chunk gathers them again.
 
-    weights: the layer's tensors by name. sums_inputs: which of them are matrices, and whether the tensor axis splits
-    their inputs (`Projection.sums_inputs`).
+    weights: maps names to the layer's tensors. sums_inputs: maps the names of its matrices to whether the tensor axis
+    splits their inputs (`Projection.sums_inputs`).
     """
 
     def pinned(array: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:

@@ -1,8 +1,8 @@
-"""LoRA adapters (arXiv 2106.09685): low-rank updates besides frozen matrices, as pytrees of their own rank and targets.
+"""LoRA adapters (arXiv 2106.09685): low-rank updates of frozen matrices, as pytrees with their own rank and targets.
 
-The update of y = x @ W is (alpha / rank) * (x @ A.T) @ B with A [R, in] and B [R, out]. The rank leads in both: this
-order was the fastest of those measured on CPU, forward and backward, and padding to a larger rank is one axis of zeros.
-Every expert of a mixture has updates of its own, of the rank that the spec has for experts.
+The update of y = x @ W is (alpha / rank) * (x @ A.T) @ B with A [R, in] and B [R, out]. The rank leads in both. Of the
+orders measured on CPU, forward and backward, this one was the fastest, and padding to a larger rank adds zeros along
+one axis. Every expert of a mixture has updates of its own, with the spec's rank for experts.
 
 Letters: L layers, E experts, R rank, S rows.
 """
@@ -40,14 +40,14 @@ class LoraPair:
 
 @flax.struct.dataclass
 class Lora:
-    """An adapter's weights. layers: the adapted projections, by name. unembed: None when not adapted."""
+    """An adapter's weights. layers: maps projections to pairs. unembed: None when the unembedding is not adapted."""
 
     layers: dict[str, LoraPair]
     unembed: LoraPair | None
 
 
 class LoraApply(Protocol):
-    """lora_apply(x, pairs): one update for each pair, the scale in it; with no pairs, ().
+    """lora_apply(x, pairs) returns one scaled update for each pair, or () without pairs.
 
     The pairs adapt projections that share the input x [..., in]. With `groups`, x [M, in] is sorted by expert and the
     pairs are the experts'.
@@ -60,7 +60,7 @@ class LoraApply(Protocol):
 
 
 def scale(rank: int) -> float:
-    """The factor of an update: alpha / rank, alpha 32. rank: of the matrix, so that of experts in theirs."""
+    """The factor of an update: alpha / rank, alpha 32. rank: of the pair; experts' pairs may have another one."""
     return LORA_ALPHA / rank
 
 
@@ -108,7 +108,7 @@ def _update(x: jax.Array, pair: LoraPair, groups: Groups | None) -> jax.Array:
 
 
 def low_rank(x: jax.Array, pair: LoraPair) -> jax.Array:
-    """What B multiplies: x [..., in] times A.T, scaled, [..., R] in the dtype of x."""
+    """The input of B: x [..., in] times A.T, scaled, [..., R] in the dtype of x."""
     A = jnp.asarray(pair.A).astype(x.dtype)
     return checkpoint_name(x @ A.T, "low") * scale(A.shape[-2])
 
@@ -117,7 +117,7 @@ def shardings(mesh: Mesh, tree: Tree) -> Tree:
     """Where each array of an adapter (or of anything shaped like one) lies: split over all devices of the mesh.
 
     A pair's long side, `in` or `out`, is split over all axes; of pairs with experts, E is split over the expert axis.
-    What is no part of a pair (a count) is on every device.
+    Leaves outside of pairs (counts) are on every device.
     """
 
     def where(leaf: Any) -> NamedSharding:
@@ -133,7 +133,7 @@ def gathered(mesh: Mesh, lora: Lora) -> Lora:
     """Inside a jitted function: the adapter as every device needs it for all layers; experts' pairs as they are.
 
     Gathered once, because a transfer for each matrix and layer would wait for the network more often than it computes.
-    Experts' pairs are large: these are gathered where they are used.
+    Experts' pairs are large, so they are gathered where they are used.
     """
 
     def whole(pair: LoraPair) -> LoraPair:
@@ -144,7 +144,7 @@ def gathered(mesh: Mesh, lora: Lora) -> Lora:
 
 
 def by_name(lora: Lora) -> dict[str, Any]:
-    """The leaves of an adapter by name: `q.A`, `q.B`, …, `unembed.B`."""
+    """Maps the names `q.A`, `q.B`, …, `unembed.B` to the leaves of an adapter."""
     return {f"{name}.{side}": getattr(pair, side) for name, pair in all_pairs(lora).items() for side in ("A", "B")}
 
 
@@ -155,7 +155,7 @@ def from_names(leaves: Mapping[str, Any]) -> Lora:
 
 
 def all_pairs(lora: Lora) -> dict[str, LoraPair]:
-    """The pairs of an adapter by name, that of the unembedding included."""
+    """Maps projections to the pairs of an adapter, including the pair of the unembedding."""
     return lora.layers if lora.unembed is None else {**lora.layers, "unembed": lora.unembed}
 
 

@@ -44,7 +44,7 @@ from tinkerflow.backend.core.errors import UserError
 
 Loaded = TypeVar("Loaded", bound=Weight)
 Array = npt.NDArray[Any]
-Axis = str | tuple[str, ...] | None  # of the mesh: what splits a dimension
+Axis = str | tuple[str, ...] | None  # mesh axes that split a dimension
 Part = Callable[..., None]  # (out, stored tensor or layer, slices...): write that part into `out`
 _THREADS = 8  # or one for each processor, if these are fewer
 _ROWS = 4096  # of an embedding that are copied by one thread
@@ -114,10 +114,10 @@ def _params(load: _Loader, progress: Callable[[str], None] = lambda _: None) -> 
 
 @dataclass(frozen=True)
 class _Loader:
-    """Reads tensors of one folder and puts them on the mesh. dtype: of what it makes. int8: matrices are rounded.
+    """Reads tensors of one folder and puts them on the mesh. dtype: of the arrays there. int8: matrices are rounded.
 
-    stored: the folder's tensors; None = make shapes and shardings alone. threads: read, and convert on the way; None =
-    there is nothing to read.
+    stored: the folder's tensors; None = make only shapes and shardings. threads: read and convert tensors; None = there
+    is nothing to read.
     """
 
     cfg: ModelConfig
@@ -177,10 +177,11 @@ class _Loader:
         return stacked(_copy, shape, axes, self.dtype)
 
     def axes(self, long: int) -> tuple[Any, Any]:
-        """What splits the dimensions of a matrix: WEIGHTS its first, of size `long`; else each axis one of the two.
+        """The mesh axes that split a matrix: WEIGHTS split the first dimension, if they divide its size `long`.
 
-        The first is that which a device computes a part of by itself, in training on the tensor axis and in sampling
-        on all of WEIGHTS (`mesh.sampling_mesh`). Its parts are gathered over fsdp in training.
+        Otherwise, one axis splits each dimension. Each device computes its part of the first dimension alone: in
+        training along the tensor axis, in sampling along all of WEIGHTS (`mesh.sampling_mesh`). Training gathers the
+        parts over fsdp.
         """
         devices = math.prod(self.mesh.shape[axis] for axis in WEIGHTS)
         return (TENSOR, FSDP) if long % devices else (WEIGHTS, None)
@@ -264,9 +265,9 @@ def by_layer(cfg: ModelConfig, params: Params) -> Params:
 
     XLA:CPU copies a layer out of the stack before it multiplies by it, which takes most of a decode step's time
     (81.8M parameters, one row: 98 ms against 35). Other platforms read the stack in place and prefer the shorter
-    program of a loop. Int8 matrices stay stacked: in a program without a loop, XLA:CPU converts the matrices of all
-    layers to floats before it decodes, and holds them through the chunk (for 3.15 MB of matrices it takes 3.3 MB,
-    against 0.9 MB in a loop).
+    program of a loop. Int8 matrices stay stacked. In a program without a loop, XLA:CPU converts the matrices of all
+    layers to floats before it decodes, and keeps these through the chunk: 3.3 MB for 3.15 MB of matrices, against
+    0.9 MB in a loop.
     """
     if not on_cpu() or isinstance(params.layers, tuple) or _has_int8(params.layers):
         return params
@@ -303,5 +304,5 @@ def _check_expert_axis(cfg: ModelConfig, folder: str | Path, mesh: Mesh) -> None
     size = mesh.shape[EXPERT]
     if size > 1 and (not cfg.experts or cfg.experts % size):
         raise UserError(
-            f"base model {str(folder)!r}: {cfg.experts} experts, expert_parallel {size}; it must divide their number"
+            f"base model {str(folder)!r}: {cfg.experts} experts, expert_parallel {size}; must divide their number"
         )

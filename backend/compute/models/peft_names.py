@@ -1,4 +1,4 @@
-"""The tensors of an adapter as PEFT's files have them: which there are, their names and their shapes. No JAX."""
+"""The tensors of an adapter as PEFT's files have them: their names and their shapes. No JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tinkerflow.backend.compute.models.families import projections
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.spec.commands import LoraSpec
 
-_PEFT = "base_model.model."  # what PEFT puts before a module's name
+_PEFT = "base_model.model."  # PEFT's prefix of a module's name
 
 
 def targets(cfg: ModelConfig, spec: LoraSpec) -> tuple[str, ...]:

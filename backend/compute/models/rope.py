@@ -41,7 +41,7 @@ class Llama3Rope:
 class YarnRope:
     """YaRN (arXiv 2309.00071): slow frequencies are divided by `factor`, fast ones stay, those between are blended.
 
-    attention: what cos and sin are multiplied by. truncate: the blend begins and ends at whole dimensions. query_beta:
+    attention: the factor of cos and sin. truncate: the blend begins and ends at whole dimensions. query_beta:
     queries at position p are multiplied by 1 + query_beta * log(1 + floor(p / original_max_positions)) (Llama 4).
     """
 
@@ -58,7 +58,7 @@ class YarnRope:
 class LongRope:
     """LongRoPE (arXiv 2402.13753): a factor for each frequency, one list for short contexts and one for long ones.
 
-    attention: what cos and sin are multiplied by. long: which list is used; `for_context` sets it.
+    attention: the factor of cos and sin. long: which list is used; `for_context` sets it.
     """
 
     short_factor: Frequencies
@@ -139,7 +139,7 @@ def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> 
     newer, older = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
     for key, values in {"rope_parameters": newer, "rope_scaling": older}.items():
         if not isinstance(values, dict):
-            raise fields.error(f"{key} is {values!r} in config.json; it must be an object")
+            raise fields.error(f"{key} is {values!r} in config.json; must be an object")
     if newer and older and {**newer, **older} != newer:
         raise fields.error(f"rope_parameters {newer!r} and rope_scaling {older!r} contradict each other")
     values = newer or older
@@ -166,9 +166,9 @@ def read_rope(
 ) -> Rope:
     """The embedding that a `rope_parameters` or `rope_scaling` of `config.json` describes.
 
-    values: that object, empty for the default. theta: where it has no `rope_theta`. head_dim: of a head. max_positions:
-    the model's longest sequence, for scalings that are given by their ratio to it. error: makes the UserError for a
-    type without fixed frequencies and for a field that is missing or no number.
+    values: the fields of the object; empty for the default. theta: where it has no `rope_theta`. head_dim: of a head.
+    max_positions: the model's longest sequence, for scalings that are given by their ratio to it. error: makes the
+    UserError for a type without fixed frequencies and for a field that is missing or no number.
     """
 
     def number(key: str, default: float | None = None, least: float = 0.0) -> float:
@@ -179,7 +179,7 @@ def read_rope(
         if value is None:
             raise error(f"config.json has no field {key!r}, which rope_type {kind!r} needs")
         if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:
-            raise error(f"{key} is {value!r} in config.json; it must be a number above {least:g}")
+            raise error(f"{key} is {value!r} in config.json; must be a number above {least:g}")
         return float(value)
 
     def share_of(key: str) -> float:
@@ -201,7 +201,7 @@ def read_rope(
     rope = Rope(number("rope_theta", theta, least=1.0), head_dim if kind == "proportional" else int(head_dim * share))
     original = int(number("original_max_position_embeddings", max_positions, least=1.0))
     if rope.dims < 2 or rope.dims % 2:
-        raise error(f"partial_rotary_factor {share} of head_dim {head_dim} is {rope.dims}; it must be even, at least 2")
+        raise error(f"partial_rotary_factor {share} of head_dim {head_dim} is {rope.dims}; must be even, at least 2")
     match kind:
         case "default":
             return rope

@@ -19,8 +19,8 @@ CosSin = tuple[jax.Array, jax.Array]  # [B, T, dims / 2], float32
 def rope_table(rope: Rope, positions: jax.Array, axes: Sequence[int] | None = None) -> tuple[CosSin, CosSin]:
     """cos and sin for queries, and for keys.
 
-    positions: int32 [B, T]; or [B, T, 3], time, row and column, with `axes`: for each pair of dimensions, which of the
-    three it rotates with (M-RoPE).
+    positions: int32 [B, T], or with `axes` [B, T, 3] with time, row and column. axes: for each pair of dimensions, the
+    index of the position that rotates it (M-RoPE).
     """
     rotated_by = positions[..., None] if axes is None else positions[..., np.array(axes)]
     angles = rotated_by.astype(jnp.float32) * jnp.asarray(rope_frequencies(rope), jnp.float32)

@@ -57,10 +57,10 @@ def without_predictors(_: ModelConfig, tensors: Tensors) -> Tensors:
 def _check_groups(fields: ConfigFields, router: SigmoidRouter, count: int) -> None:
     groups = router.groups
     if groups > 1 and (count % groups or count < 2 * groups):
-        raise fields.error(f"n_group {groups} of {count} experts; it must divide them into groups of at least 2")
+        raise fields.error(f"n_group {groups} of {count} experts; must divide them into groups of at least 2")
     if router.groups_per_token > groups or router.per_token > count // groups * router.groups_per_token:
         raise fields.error(
-            f"topk_group {router.groups_per_token} of n_group {groups}, {count // groups} experts each; it must be "
+            f"topk_group {router.groups_per_token} of n_group {groups}, {count // groups} experts each; must be "
             f"at most n_group, and these groups must have num_experts_per_tok {router.per_token} experts"
         )
 

@@ -4,8 +4,8 @@ Training, prefill and decode share `DecoderLayer`. They differ in the `Mixers` (
 keys and values are kept) and in `lora_apply` (one adapter for all rows, or one for each row). `forward` here and
 `sampler.decode` loop over the layers with `layer_loop.over_layers`.
 
-What the layers of a pool keep (pages of keys, states) is stacked over these layers (`ModelConfig.numbers`), and a
-layer's place in it comes with its weights.
+The caches of a pool (pages of keys, states) are stacked over the pool's layers (`ModelConfig.numbers`). A layer's place
+in the stack comes with its weights.
 
 Letters: B rows, T tokens, D hidden, V vocabulary, L layers, E vectors of an image's token, P width of a layer's input.
 """
@@ -39,12 +39,14 @@ Carry = tuple[jax.Array, Shared, jax.Array]  # from layer to layer: hidden state
 
 
 class Keep(Enum):
-    """What a backward pass has of the forward pass, from the most memory to the least; it computes the rest again.
+    """The values that a forward pass saves for the backward pass, from the most memory to the least.
 
-    RESULTS: of every layer its input, and what `kept_names` lists.
-    INPUTS: every layer's input.
-    GROUPS: the inputs of the layers of one group, and of every other group that of the first layer
-    (`layer_loop.groups`): one more forward pass.
+    The backward pass computes all other values again.
+
+    RESULTS: the input of every layer, and the results in `kept_names`.
+    INPUTS: the input of every layer.
+    GROUPS: the inputs of the layers of one group, and the input of every other group (`layer_loop.groups`). This costs
+    one more forward pass.
     """
 
     RESULTS = 0
@@ -53,7 +55,7 @@ class Keep(Enum):
 
 
 def kept_names(cfg: ModelConfig) -> tuple[str, ...]:
-    """What a layer keeps for its backward pass (`Keep.RESULTS`): the results of matmuls and of attention.
+    """The names of saved results of a layer (`Keep.RESULTS`): the results of matmuls and of attention.
 
     low: an adapter's x @ A.T. Attention names `attended` and `log_totals`. Keeping everything took twice the memory,
     and on CPU more time too, for writing it out.
@@ -73,7 +75,7 @@ class Params:
     unembed_VD: None when the embedding is tied.
     tower: the tensors of `vision_config.tower_tensors`, complete on each device; None in models that take text only.
     inputs: of `LayerInput.model_tensors`; None in most models.
-    softcap: that of the config.
+    softcap: as in the config.
     """
 
     embed_VD: jax.Array
@@ -119,7 +121,7 @@ class ForwardInputs:
     lora_apply: computes the adapter's updates.
     images: the images among the tokens, whose positions replace positions_BT; None = there are none.
     constrain: pins the sharding of [B, T, D] activations between layers.
-    keep: what a backward pass has of this one.
+    keep: the values that are saved for the backward pass.
     tokens_at_once: as in `LayerStep`; a backward pass computes these parts again.
     """
 
@@ -136,7 +138,7 @@ class ForwardInputs:
 def forward(cfg: ModelConfig, mesh: Mesh, params: Params, lora: Lora, inputs: ForwardInputs) -> jax.Array:
     """Final hidden states [B, T, D] for training, in the dtype of the weights.
 
-    cfg, mesh, params: the base model and its devices. lora: one adapter, float32 A and B.
+    cfg, mesh, params: the base model and its devices. lora: an adapter, A and B in float32.
     """
     images, mixers, constrain, keep = inputs.images, inputs.mixers, inputs.constrain, inputs.keep
     rope = rope_tables(cfg, inputs.positions_BT if images is None else jnp.asarray(images.positions_BT3))

@@ -113,7 +113,7 @@ def open_processor(cfg: ModelConfig, folder: str | Path) -> ImageProcessor | Non
         raise fields.error(f"image_processor_type {kind!r} in {PROCESSOR}; supported: {', '.join(_KINDS)}")
     fields.refuse_others(**_PLAIN, patch_size=vision.patch, merge_size=vision.merge, temporal_patch_size=vision.frames)
     if not math.isclose(float(fields.get("rescale_factor") or 1 / 255), 1 / 255, rel_tol=1e-6):
-        raise fields.error(f"rescale_factor {fields['rescale_factor']} in {PROCESSOR}; it must be 1 / 255")
+        raise fields.error(f"rescale_factor {fields['rescale_factor']} in {PROCESSOR}; must be 1 / 255")
     size: Any = fields.get("size") or {}
     edges = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
     bounds = replace(fields, values={edge: fields.get(old) or size.get(edge) for edge, old in edges.items()})
@@ -131,5 +131,5 @@ def _colours(fields: ConfigFields, key: str) -> tuple[float, ...]:
     values = fields[key]
     numbers = isinstance(values, list) and all(isinstance(one, int | float) for one in values)
     if not numbers or len(values) != COLOURS:
-        raise fields.error(f"{key} is {values!r} in {PROCESSOR}; it must be {COLOURS} numbers")
+        raise fields.error(f"{key} is {values!r} in {PROCESSOR}; must be {COLOURS} numbers")
     return tuple(map(float, values))

@@ -1,8 +1,8 @@
-"""What a frozen tower sees in images (Qwen3-VL, Qwen3.5): vectors in place of the embeddings of placeholder tokens.
+"""The frozen vision tower of Qwen3-VL and Qwen3.5: vectors that replace the embeddings of placeholder tokens.
 
-An image is computed alone, in patches padded to one of a few counts, and the tower is whole on each device. So its
-vectors have the same bits whatever else is in the batch. They pass through the host, which lays them out beside the
-tokens: the programs of training depend on the shape of a micro-batch alone.
+Each image is computed alone, with its patches padded to one of a few counts, on a complete copy of the tower on every
+device. Its vectors have the same bits in every batch. The host copies the vectors into arrays shaped like the tokens,
+so the programs of training depend only on the shape of a micro-batch.
 
 Letters: P patches, N tokens of an image, E vectors of a token, C numbers of a patch, W width of the tower, H its heads;
 B rows, T tokens, D hidden.
@@ -33,7 +33,7 @@ from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS
 from tinkerflow.backend.spec.packing import bucket
 
 LEAST_PATCHES = 256
-_QUERIES = 256  # patches whose attention is computed at once
+_QUERIES = 256  # patches whose attention is computed together
 _EPS = 1e-6  # of the tower's norms
 _THETA = 10_000.0
 _MASKED = -1e30
@@ -63,7 +63,7 @@ def most_patches(vision: Vision, max_context: int) -> int:
 
 
 def tower_bytes(vision: Vision, max_context: int, item: int) -> int:
-    """About what the tower needs of a device for the largest image. item: bytes of a number of the weights' dtype."""
+    """About how many bytes of a device the tower needs for the largest image. item: bytes of each of the weights."""
     patches = most_patches(vision, max_context)
     rows = patches * (4 * (8 * vision.hidden + 3 * vision.patch**2) + 2 * item * (vision.mlp + 2 * vision.hidden))
     return rows + 2 * 4 * _QUERIES * patches * vision.heads
@@ -109,7 +109,9 @@ def _between(grid: int, count: int) -> tuple[Int32, Int32, npt.NDArray[np.float3
 
 @partial(jax.jit, static_argnums=(0, 1))
 def see(cfg: ModelConfig, mesh: Mesh, tower: Tower, scale: jax.Array, patches: Patches) -> jax.Array:
-    """vectors_NED of an image, replicated: in place of the embedding, then DeepStack's; of padding, nothing to use.
+    """vectors_NED of an image, replicated: first the vector that replaces the embedding, then DeepStack's.
+
+    The vectors of padding are not used.
 
     cfg, mesh: the base model's shape, and the devices. tower: its tensors. scale: float32 [2, 3], mean and standard
     deviation of each colour, of 0 to 1. patches: the image.
@@ -205,7 +207,7 @@ class VisionTower:
         return ImageFeatures(np.zeros((rows, tokens), np.bool_), np.zeros((rows, tokens, 3), np.int32), vectors)
 
     def encode(self, image: ImagePixels) -> jax.Array:
-        """What `see` gives of an image."""
+        """The vectors of an image, as `see` returns them."""
         patches = put(to_patches(self.vision, image.pixels_HWC), replicated(self._mesh))
         return see(self._cfg, self._mesh, self._weights, self._scale, patches)
 
@@ -240,7 +242,7 @@ def patches_like(vision: Vision, patches: int) -> Patches:
 def image_positions(vision: Vision, length: int, images: Sequence[ImagePixels]) -> Int32:
     """Time, row and column [T, 3] of each token of a sequence of `length`, its images in order (M-RoPE of Qwen3-VL).
 
-    All tokens of an image have the time at which it begins; the next token's is as much later as its longer side.
+    All tokens of an image have the time of its first token. The next token is later by the image's longer side.
     """
     positions_T3 = np.empty((length, 3), np.int32)
     done = now = 0
@@ -258,7 +260,7 @@ def image_positions(vision: Vision, length: int, images: Sequence[ImagePixels]) 
 
 
 def image_shift(vision: Vision, images: Sequence[ImagePixels]) -> int:
-    """How much later than it stands in its sequence a token behind all images turns; most images make it less than 0.
+    """The rotary position of a token behind all images, minus its index. Most images make this negative.
 
     vision: the tower. images: of the sequence.
     """

@@ -101,12 +101,12 @@ def _check_quantization(fields: ConfigFields, family: Family) -> None:
         method, block = own.get("quant_method"), own.get("weight_block_size")
         if method not in family.quantizations:
             raise fields.error(
-                f"quantization_config.quant_method {method!r} is not supported; it must be one of "
+                f"quantization_config.quant_method {method!r} is not supported; must be one of "
                 f"{', '.join(family.quantizations)}"
             )
         if method == FP8 and block not in (None, [BLOCK, BLOCK]):
             raise fields.error(
-                f"quantization_config.weight_block_size {block!r} is not supported; it must be {[BLOCK, BLOCK]}"
+                f"quantization_config.weight_block_size {block!r} is not supported; must be {[BLOCK, BLOCK]}"
             )
 
 

@@ -183,7 +183,7 @@ def _experts(fields: ConfigFields, norm: RMSNorm, mlp: MLP) -> MLPBesideExperts:
         module="router.proj",
     )
     if fields.flag("use_double_wide_mlp"):
-        raise fields.error("use_double_wide_mlp true is not supported with enable_moe_block; it must be false")
+        raise fields.error("use_double_wide_mlp true is not supported with enable_moe_block; must be false")
     width = fields.size("moe_intermediate_size")
     experts = Experts(mlp.hidden, count, width, router, activation="gelu", module="experts.{}.")
     return MLPBesideExperts(replace(mlp, prefix="shared_"), experts, norm)

@@ -46,7 +46,7 @@ def _gpt_oss(fields: ConfigFields) -> ModelConfig:
 
 
 def _unpack(cfg: ModelConfig, tensors: Tensors) -> Tensors:
-    """The tensors with one matrix and bias for each expert in place of the fused ones, quantised or not."""
+    """The tensors with one matrix and bias for each expert instead of the fused ones, quantised or not."""
     assert cfg.mixture is not None
     width, count = cfg.mixture.width, cfg.mixture.count
     sizes = {"gate_up_proj": (cfg.hidden, 2 * width), "down_proj": (width, cfg.hidden)}  # inputs, outputs

@@ -95,7 +95,7 @@ class Attention:
         kv_heads, head_dim = fields.size("num_key_value_heads", heads), fields.size("head_dim", hidden // heads)
         ropes = read_ropes(fields, head_dim, rope_theta)
         if one_rope and len(set(ropes.values())) > 1:
-            raise fields.error(f"rope_parameters {fields.rope!r} is not supported; it must be the same for all layers")
+            raise fields.error(f"rope_parameters {fields.rope!r} is not supported; must be the same for all layers")
         rope = ropes.get("") or ropes.get(FULL) or next(iter(ropes.values()))
         if heads % kv_heads or head_dim % 2:
             raise fields.error(
@@ -163,7 +163,7 @@ class Attention:
         from tinkerflow.backend.compute.platforms import TPU, platform
 
         def attended(x_BTD: jax.Array) -> jax.Array:
-            # Twice the tokens of the MLP: these arrays are narrow. With as many, XLA:GPU would keep zeros for both.
+            # Twice the tokens of the MLP: these are narrow, and XLA:GPU would keep zeros for loops of equal shapes.
             q_BTHd, k_BTGd, v_BTGd, gate_BTHd = step.by_token(
                 lambda x_BTD, tables: self._heads(step, step.norm(before, "attn_norm", x_BTD), tables),
                 x_BTD,

@@ -1,4 +1,4 @@
-"""A layer of a decoder: what it is made of, in which order, and its computation.
+"""A layer of a decoder: its parts, their order, and its computation.
 
 Letters: B rows, T tokens, D hidden.
 """
@@ -121,7 +121,7 @@ class DecoderLayer:
         return tensors
 
     def __call__(self, step: LayerStep, x_BTD: jax.Array) -> jax.Array:
-        """The layer's hidden states, [B, T, D] in the dtype of the weights. x_BTD: those of the layer before."""
+        """The layer's hidden states, [B, T, D] in the dtype of the weights. x_BTD: from the layer before."""
         step = step.of_layer({plain_name(name): matrix for name, matrix in self.projections().items()})
         mixed = self.attention.mix(step, x_BTD, self.norm)
 

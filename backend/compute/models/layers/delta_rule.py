@@ -1,16 +1,17 @@
-"""Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5: a matrix a head in place of keys and values.
+"""Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5: one matrix for each head instead of keys and values.
 
 A token changes the matrix S of its head by the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464,
-equation 10): S decays by exp(g), forgets what it held for the token's key by the share beta, and holds the token's
-value for it; the token reads S by its query. Queries, keys and values come out of a short causal convolution.
+equation 10). First S decays by exp(g). Then the share beta of the value stored for the token's key is replaced by the
+token's value. The token's query reads S. Queries, keys and values come out of a short causal convolution.
 
-Training and prefill compute chunks of some tokens at once (section 3.3 there): within a chunk the tokens' changes are
-the solution of one triangular system, and only S goes from chunk to chunk. Chunks begin at multiples of their size, as
-the pieces of a prompt do, so how a prompt was cut changes only the last bits. Examples that share a row share nothing
-else: a chunk's decays are 0 between segments, and so are the convolution's terms.
+Training and prefill compute the tokens of a chunk together (section 3.3 of the paper). Within a chunk, the tokens'
+changes are the solution of one triangular system. Only S goes from chunk to chunk. Chunks begin at multiples of their
+size, and so do the pieces of a prompt: another division of a prompt changes only the last bits. Examples in one row do
+not affect each other, because a chunk's decays and the convolution's terms are 0 between segments.
 
-Letters: B rows, T tokens, C channels of the convolution, W its taps, h key heads, r value heads of each, H = h * r
-value heads, k and v the dimensions of a key and a value head, n chunks, c and s tokens of a chunk, L layers, N states.
+Letters: B rows, T tokens, C channels of the convolution, W its taps, h key heads, r value heads of each key head.
+H = h * r value heads, k and v the dimensions of a key and a value head, n chunks, c and s tokens of a chunk.
+L layers, N states.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _EPS = 1e-6  # of the norms of queries and keys
 
 @flax.struct.dataclass
 class Pooled:
-    """The matrices of the rows where they lie in the pool of all layers and sequences: a kernel changes them there.
+    """The pool with the states of all layers and sequences, and the rows' places in it. A kernel updates it in place.
 
     S float32 [L, N, H, k, v]. layer: int32 scalar. places_B int32: the state of each row; 0 = none. fresh_B bool: which
     rows have no token yet.
@@ -51,16 +52,16 @@ class Pooled:
 
 @flax.struct.dataclass
 class DeltaState:
-    """What a layer keeps of earlier tokens: conv [B, W-1, C], the convolution's last inputs; float32 S [B, H, k, v]."""
+    """A layer's state after earlier tokens: the convolution's last inputs conv [B, W-1, C], float32 S [B, H, k, v]."""
 
     conv: jax.Array
     S: jax.Array | Pooled
 
 
 def chunk_tokens() -> int:
-    """How many tokens are computed at once: they divide the smallest piece of a prompt.
+    """The number of tokens in a chunk. The smallest piece of a prompt is a multiple of this number.
 
-    Off CPUs a state that is read and written by twice as many tokens costs more than a larger triangular system.
+    On GPUs and TPUs, reading and writing the state twice as often costs more than a larger triangular system.
     """
     return 32 if on_cpu() else 64
 
@@ -96,13 +97,13 @@ def mix(
     segments_BT: jax.Array | None = None,
     valid_B: Array | None = None,
 ) -> tuple[jax.Array, DeltaState]:
-    """What the tokens read, [B, T, H, v] in the dtype of qkv, and the state after them.
+    """The values that the tokens read, [B, T, H, v] in the dtype of qkv, and the state after these tokens.
 
     shape: of the layer. mesh: heads are split over its tensor axis where that divides the key heads. weights: conv
     [C, 1, W] in the dtype of qkv, A_log and dt_bias float32 [H]. state: before the first token; `Pooled` only for one
     token. qkv_BTC: queries, keys and values side by side, before the convolution. decay_BTH and beta_BTH: the results
     of `in_a` and `in_b`. rows: the mesh axes that rows are split over. segments_BT: the segment of each token; None =
-    all are of one. valid_B: how many tokens of each row count, the rest fill up; None = all.
+    all are of one. valid_B: the number of real tokens in each row, before the padding; None = all.
     """
     B, T, _ = qkv_BTC.shape
     mixed_BTC, conv = _convolved(weights.conv[:, 0], state.conv, qkv_BTC, segments_BT, valid_B)
@@ -222,7 +223,7 @@ def _chunks(
 
     alike = jnp.einsum("nbhck,nbhsk->nbhcs", k_, k_)[:, :, :, None]
     system = jnp.tril(alike * decay * beta[..., None], -1)
-    # The values, and the keys by which S is read.
+    # The values, and the keys that read S.
     wanted = jnp.concatenate([v_ * beta[..., None], k_[:, :, :, None] * (beta * kept)[..., None]], axis=-1)
     solved = _inverse(system) @ wanted
     reads = jnp.einsum("nbhck,nbhsk->nbhcs", q, k_)[:, :, :, None] * decay
@@ -245,10 +246,10 @@ _exact = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)  # a rounded i
 
 
 def _inverse(below: jax.Array) -> jax.Array:
-    """The inverse of 1 + `below` [..., c, c], whose diagonal and what is above it are 0; c is a power of two.
+    """The inverse of 1 + `below` [..., c, c], where `below` is strictly lower triangular; c is a power of two.
 
-    Blocks along the diagonal are inverted, two of them make one of twice the size: matmuls alone, on every platform.
-    As a sum of powers of `below` it would lose all digits where keys are alike.
+    Pairs of inverted blocks on the diagonal are combined into blocks of twice the size, by matmuls on every platform.
+    A sum of powers of `below` would lose all digits where keys are alike.
     """
     c = below.shape[-1]
     inverse, size = jnp.ones((*below.shape[:-1], 1, 1), below.dtype), 1  # [..., blocks, size, size]

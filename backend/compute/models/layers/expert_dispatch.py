@@ -1,14 +1,14 @@
-"""How tokens reach their experts, and what these compute: one grouped matmul for each projection.
+"""Sends tokens to their experts, and computes the experts: one grouped matmul for each projection.
 
-Tokens are sorted by expert, so no token is dropped, and the number of tokens of an expert changes no shape: no routing
-needs a compilation. Over the mesh's `expert` axis every device holds some of the experts. The rest of a layer has rows
-split over that axis, too: here each device gets the tokens of all devices along it, computes the rows of its own
-experts, and the devices' parts are summed where their tokens belong. With k experts a token that moves no more than
-sending every token to its experts while the axis is not larger than k. A device has as many rows as all tokens along
-the axis have experts, so any imbalance of a routing fits.
+Tokens are sorted by expert, so no token is dropped. The number of tokens of an expert changes no shape, so no routing
+needs a compilation. The experts are split over the mesh's `expert` axis, and so are the rows of a layer's other parts.
+Each device gathers the tokens of all devices along the axis, and computes the rows of its own experts. The results are
+summed on the devices that the tokens came from. While the axis is not larger than k, this moves no more data than
+sending each token to its k experts. A device has a row for each token along the axis and each of its experts, so it
+can hold any imbalance of the routing.
 
-Letters: B rows, T tokens, D hidden, E experts (of this device, inside `_local`), k experts of a token, M = B * T * k
-rows to compute, F the width of an expert.
+Letters: B rows, T tokens, D hidden, E experts (of this device, inside `_local`), k experts of a token.
+M = B * T * k rows to compute, F the width of an expert.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def mixture(
     """The experts' results for y_BTD, summed by share: [B, T, D] in its dtype.
 
     mesh: experts are split over its `expert` axis. linears: gate and up [E, D, F] and down [E, F, D], their biases
-    [E, F] or [E, D] and their pairs [E, R, ...]; matrices and pairs may be `OfLayer`. gated: what `down` is multiplied
-    with. y_BTD: normalized hidden states. chosen_BTk, shares_BTk: from the router. lora_apply: computes the adapters'
-    updates.
+    [E, F] or [E, D] and their pairs [E, R, ...]; matrices and pairs may be `OfLayer`. gated: computes the input
+    of `down`. y_BTD: normalized hidden states. chosen_BTk, shares_BTk: from the router. lora_apply: computes the
+    adapters' updates.
     """
     weights = {linear.name: linear.weight for linear in linears}
     biases = {linear.name: linear.bias for linear in linears if linear.bias is not None}
@@ -85,7 +85,7 @@ def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any
 
 
 def _of_layer(specs: Any) -> Any:
-    """For a stack of all layers, of what a layer has."""
+    """The specs for a stack of all layers. specs: of one layer."""
     whole: Any = PartitionSpec()
     return OfLayer(jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs), whole)
 
@@ -111,9 +111,9 @@ def _local(
     biases: Mapping[str, jax.Array],
     pairs: Mapping[str, LoraPair],
 ) -> jax.Array:
-    """The part that this device's experts, and its share of F, have in the result for its rows, then the sum of all.
+    """The results of this device's experts for its share of F, summed with those of the other devices.
 
-    moved: rows are split over the expert axis, too, and come from all its devices.
+    moved: rows are split over the expert axis as well, and come from all its devices.
     """
     if moved:
         everyone = functools.partial(jax.lax.all_gather, axis_name=EXPERT, tiled=True)
@@ -122,7 +122,7 @@ def _local(
     D, E = y_BTD.shape[-1], jax.tree.leaves(weights["gate"])[0].shape[-3]
     here_M = chosen_BTk.reshape(-1) - jax.lax.axis_index(EXPERT) * E
     mine_M = (here_M >= 0) & (here_M < E)
-    here_M = jnp.where(mine_M, here_M, E)  # what other devices compute is sorted to the end
+    here_M = jnp.where(mine_M, here_M, E)  # rows of other devices are sorted to the end
     order_M = jnp.argsort(here_M, stable=True)
     place_M = jnp.argsort(order_M)
     first = jax.lax.axis_index(FSDP) * B if rows_are_split else 0
@@ -147,7 +147,7 @@ def _local(
     copies_MD = jnp.broadcast_to(y_BTD.reshape(-1, 1, D), (B * T, k, D)).reshape(-1, D)
     x_MD = jnp.where(mine_M1, _permuted(copies_MD, order_M, place_M), 0)
     gate_MF, up_MF = project(x_MD, "gate", "up")
-    # A row's share is multiplied in before `down`, so that a backward pass does not need what comes out of that.
+    # A row's share is multiplied in before `down`, so that a backward pass does not need the output of `down`.
     share_M1 = _permuted(shares_BTk.reshape(-1, 1), order_M, place_M).astype(y_BTD.dtype)
     (down_MD,) = project(gated(gate_MF, up_MF) * share_M1, "down")
     if "down" in biases:  # once, though F is split over devices whose parts are summed

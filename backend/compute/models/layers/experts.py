@@ -144,7 +144,7 @@ class Experts:
         return mixture(step.mesh, weights, self._gated, y_BTD, chosen_BTk, shares_BTk, step.lora_apply)
 
     def _gated(self, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
-        """SwiGLU or GeGLU; clamped as in gpt-oss: both parts are bounded, the gate is steeper, and up is moved by 1."""
+        """SwiGLU or GeGLU. Clamped as in gpt-oss, both parts are bounded, the gate is steeper, and up is moved by 1."""
         import jax
         import jax.numpy as jnp
 

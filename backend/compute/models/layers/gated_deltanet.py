@@ -2,8 +2,8 @@
 
 `delta_rule` has the recurrence over the tokens.
 
-Letters: B rows, T tokens, D hidden, C channels of the convolution, W its taps, h key heads, H value heads, k and v the
-dimensions of a key head and of a value head.
+Letters: B rows, T tokens, D hidden, C channels of the convolution, W its taps, h key heads, H value heads.
+k and v are the dimensions of a key head and of a value head.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The keys and values of all heads are made from one small vector of a token, its latent. A key also has a rotated part,
 which all heads share.
 
-Letters: B rows, T tokens, D hidden, H heads, c the width of a latent, p and r the dimensions of a head of q and k
+Letters: B rows, T tokens, D hidden, H heads, c the width of a latent. p and r are the dimensions of a head of q and k
 without rotation and with it, d = p + r, v the dimensions of a head of values.
 """
 
@@ -107,7 +107,7 @@ class LatentAttention:
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """What is kept of each token: one head, and the widths of its key and value. The value is a part of the key."""
+        """The cache of a token: one head, and the widths of its key and value. The value is a part of the key."""
         return 1, self.cell, 0
 
     def for_context(self, context: int) -> LatentAttention:

@@ -65,7 +65,7 @@ class LayerTensor:
     tensor: Hugging Face's name, with a `{}` for the layer; a layer's own declaration has none.
     split: the mesh's tensor axis splits its first dimension.
     layers: the numbers of the layers that have it; None = all.
-    wide: it is kept in float32.
+    wide: its dtype is always float32.
     frozen: full-parameter training does not change it; transformers has it as a buffer.
     """
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from tinkerflow.backend.compute.models.layers.step import LayerStep
 
-_NOT_ZERO = 1e-20  # of a sum that is divided by
+_NOT_ZERO = 1e-20  # added to divisors
 
 
 class RouterWeights(NamedTuple):
-    """Of one layer. router [E, D]. The rest is [E], None if the router has none of it; correction is float32."""
+    """Of one layer. router [E, D]. The rest is [E], or None in routers without; correction is float32."""
 
     router: jax.Array
     router_bias: jax.Array | None
@@ -79,7 +79,7 @@ class SigmoidRouter:
     experts in these groups. The scores alone are the shares.
 
     per_token: k. groups, groups_per_token: g and j. normalized: a token's shares are made to sum to 1.
-    scale: of the shares. module: Hugging Face's name of the router's matrix. correction: that of the corrections.
+    scale: of the shares. module, correction: Hugging Face's names of the router's matrix and of the corrections.
     """
 
     per_token: int

@@ -77,8 +77,8 @@ class Mixers:
 
     attend: attention.
     delta_rule: gated DeltaNet's; None in models without such layers.
-    attend_latents: latent attention over latents alone; None: it makes the keys and values of all heads, and `attend`
-    takes them.
+    attend_latents: latent attention over latents alone. None = the layer computes the keys and values of all heads for
+    `attend`.
     recompute_heads: a backward pass that computes a layer again makes queries, keys and values twice, so that they take
     no memory while it differentiates the MLP. Not in models whose layers share keys and values.
     """
@@ -110,7 +110,7 @@ class LayerStep:
     lora_apply: computes the adapters' updates.
     layer_input_BTP: the layer's part of `LayerInput.all_layers`; None in models without.
     tokens_at_once: how many tokens of each device go through matrices at a time, except around attention; 0 = all.
-    matrices: those that the layer declares, by plain name (`of_layer`).
+    matrices: maps plain names to the layer's declared matrices (`of_layer`).
     """
 
     mesh: Mesh
