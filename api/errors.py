@@ -58,7 +58,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
 def renamed(message: str, names: Mapping[str, str]) -> str:
     """An error's message with the client's names of the fields that it begins with and that it counts up to.
 
-    names: how the client's field is called, by the beginning of ours; the longest one that fits counts.
+    names: the client's field, by the beginning of our field. The longest beginning that matches is used.
     """
     if not names:
         return message
@@ -118,7 +118,7 @@ def install(app: FastAPI) -> None:
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status that says an error of ours."""
+    """The HTTP status of an error."""
     return next((code for kind, code in _STATUS if isinstance(error, kind)), 503)
 
 

@@ -95,7 +95,7 @@ async def submit_for_model(
 
     call: its request. kind: of the operation. check: raises UserError for wrong content, which then fails the request.
     body: its JSON, stored as it is; None: as it came. not_content: fields in which a repeated submit may differ.
-    UserError: the body does not name its model or its seq_id. NotFoundError, ConflictError: as of the journal.
+    UserError: the body does not name its model or its seq_id. NotFoundError, ConflictError: see `Requests.submit`.
     """
     payload = await call.body() if body is None else body
 

@@ -111,7 +111,7 @@ class Detokenizer:
         self._special = special
         self._known: list[int] = []  # tokens whose text is settled; the context in which later ones decode
         self._fresh: list[int] = []  # tokens after them
-        self._held = ""  # settled text that may be the beginning of a stop string
+        self._held = ""  # settled text that may begin a stop string
         self.stopped: str | None = None  # the stop string that ended the text
         self.characters = 0  # that were given
 

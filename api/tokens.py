@@ -20,10 +20,10 @@ _USER = "tml:user:"
 
 
 class BadTokenError(Exception):
-    """The token is not one of ours, or has expired; the text names the reason."""
+    """The token was not signed here, or has expired. The text gives the reason."""
 
     def __init__(self, reason: str, *, expired: bool = False) -> None:
-        """expired: whether the token was one of ours."""
+        """expired: whether the token is signed correctly, but has expired."""
         super().__init__(reason)
         self.expired = expired
 

@@ -41,9 +41,9 @@ async def sampled(
     top_logprobs: int = 0,
     priority: Priority = "interactive",
 ) -> Generation:
-    """Sample answers to a prompt, held to its schema. Errors as of `generate`.
+    """Sample answers to a prompt, which follow its schema. Raises the errors of `generate`.
 
-    call, target, num_samples, stream, top_logprobs, priority: as of `generate`. prompt: of `prompt_of`. params:
+    call, target, num_samples, stream, top_logprobs, priority: see `generate`. prompt: of `prompt_of`. params:
     sampling_params without a constraint.
     """
     wanted = dict(params)

@@ -185,7 +185,7 @@ def called_tool(call_id: str, name: str, given: str, field: str) -> dict[str, An
 
 
 def content_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) -> str | list[dict[str, Any]]:
-    """The content of a user's message: as of `text_of`, or its parts when some are images."""
+    """The content of a user's message: a text like that of `text_of`, or parts when some are images."""
     if content is None or isinstance(content, str):
         return content or ""
     return joined([part_of(part, f"{field}[{i}]") for i, part in enumerate(content)])

@@ -83,7 +83,7 @@ class Visit:
         return HTMLResponse(render(template, self._common() | values), 200, {"Cache-Control": "no-store"})
 
     def go(self, path: str) -> Response:
-        """Send the browser to another page of ours."""
+        """Redirect the browser to another page of the console."""
         return RedirectResponse(base_of(self.call.services) + path, 303)
 
     def _common(self) -> dict[str, object]:
@@ -98,7 +98,7 @@ class Visit:
 async def visiting(request: Request) -> Visit:
     """The visit, when the visitor is signed in or needs not be; SignInError otherwise.
 
-    HTTPException 403 for a change that no page of ours has sent, 404 for a URL that no database has a name for.
+    HTTPException 403 for a change that our own pages did not send, 404 for a URL with a NUL character.
     """
     services: Services = request.app.state.services
     identity = await _identity(request, services)

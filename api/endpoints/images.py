@@ -1,7 +1,7 @@
 """Images in conversations: parts of OpenAI's messages and blocks of Anthropic's, and where they stand in a prompt.
 
-A chat template writes one placeholder token for each image. The image then stands in its place, with as many tokens as
-the model's image processor makes of it.
+A chat template writes one placeholder token for each image. As many placeholders replace it as the model's image
+processor computes for the image.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ async def chat_completions(call: Authorised) -> Response:
 
 
 async def _begin(call: Call) -> tuple[Generation, ChatAnswer, bool]:
-    """The samples, their answer, and whether it is streamed. The body is not in memory any more when they are there."""
+    """The samples, their answer, and whether it is streamed. The body is freed before."""
     body = await parsed_prompt(call, ChatCompletion)
     options = AnswerOptions(
         created=int(call.services.clock.now().timestamp()),

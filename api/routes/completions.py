@@ -221,7 +221,7 @@ class _Answer:
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, row: Sequence[tuple[int, float]], token: int, logprob: float) -> dict[str, float]:
-        """The most likely tokens, and the one that is there."""
+        """The most likely tokens, and the token of the text."""
         found: dict[str, float] = {}
         for one, value in (*row, (token, logprob)):
             found.setdefault(self._named(one), value)

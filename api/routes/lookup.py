@@ -84,7 +84,7 @@ class ActiveStatus(Wire):
 
 
 class CancelledStatus(Wire):
-    """The session's client fell silent, and none of its requests had failed."""
+    """The session's client sent no more heartbeats, and none of its requests had failed."""
 
     type: Literal["cancelled"] = "cancelled"
     detail: str | None = None

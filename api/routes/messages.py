@@ -84,7 +84,7 @@ class AnthropicMessage(Strict):
 class Counting(Strict):
     """The fields of a request that its prompt is made of. cache_control: is accepted.
 
-    allow_special_tokens: as of chat completions.
+    allow_special_tokens: see `AnswerFields`.
     """
 
     model: str
@@ -125,12 +125,12 @@ async def messages(call: Authorised) -> Response:
 
 
 async def _begin(call: Call) -> tuple[Generation, MessageAnswer, bool]:
-    """The sample, its answer, and whether it is streamed. The body is not in memory any more when they are there."""
+    """The sample, its answer, and whether it is streamed. The body is freed before."""
     body = await parsed_prompt(call, MessagesBody)
     target, prompt = await _prompt(call, body)
     stops = [text for text in body.stop_sequences or () if text]
     params: dict[str, Any] = {
-        # Agents ask for a constant; the answer ends at the end of the context anyway.
+        # Agents send a constant that may exceed the context, where the answer ends in any case.
         "max_tokens": max(1, min(body.max_tokens, target.card.max_context - len(prompt.tokens))),
         "stop": stops,
         "stop_token_ids": [*target.card.eos_token_ids, *prompt.ends],

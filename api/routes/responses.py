@@ -112,7 +112,7 @@ async def responses(call: Authorised) -> Response:
 
 
 async def _begin(call: Call) -> tuple[Generation, ResponseAnswer, bool]:
-    """The sample, its answer, and whether it is streamed. The body is not in memory any more when they are there."""
+    """The sample, its answer, and whether it is streamed. The body is freed before."""
     body = await parsed_prompt(call, ResponsesBody)
     with naming(_NAMES):
         generation, prompt, reader = await begun(call, _fields(body), _messages(body))

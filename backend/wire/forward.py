@@ -398,7 +398,7 @@ def _require(
 
 
 def _example(tokens_T: Int32, inputs: Inputs, declared: Sequence[str] | None) -> Example:
-    """declared: the inputs of a traced loss, None = the loss is one of ours."""
+    """declared: the inputs of a traced loss; None for a built-in loss."""
     flat = inputs[_TARGETS].ndim == 1
 
     def columns(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -363,7 +363,7 @@ class StartUpload(WireModel):
 
 
 class FinishUpload(WireModel):
-    """external_weights_upload_finish: everything is there."""
+    """external_weights_upload_finish: all files are uploaded."""
 
     upload_id: Text
 

@@ -62,7 +62,7 @@ async def create_key(visit: Visiting) -> Response:
 
 @router.post("/keys/{key_id}/revoke")
 async def revoke_key(key_id: str, visit: Visiting) -> Response:
-    """Revoke a key: any for an admin, one's own for everybody."""
+    """Revoke a key. Only admins may revoke keys of others."""
     if key_id != visit.call.key_id:
         _only_admins(visit)
     await asyncio.to_thread(visit.journal.keys.revoke, key_id, actor=actor_of_key(visit.call.key_id))
@@ -81,7 +81,7 @@ async def confirm_revoke_page(key_id: str, visit: Visiting) -> Response:
 
 @router.get("/usage")
 async def usage_page(visit: Visiting) -> Response:
-    """What was used in the last thirty days, by day and by project."""
+    """The usage of the last thirty days, by day and by project."""
     today = visit.call.services.clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
     start, end = today - timedelta(days=_DAYS - 1), today + timedelta(days=1)
 
@@ -105,7 +105,7 @@ async def usage_page(visit: Visiting) -> Response:
 
 
 def _visible(visit: Visit) -> list[KeyView]:
-    """All keys for an admin, one's own for everybody else; the newest first, revoked ones last."""
+    """The keys that the visitor may see, newest first and revoked ones last. Admins see all keys."""
     keys = visit.journal.keys.all()
     mine = [key for key in keys if visit.call.admin or key.id == visit.call.key_id]
     return sorted(mine, key=lambda key: (key.revoked_at is not None, -key.created_at.timestamp()))
