@@ -211,7 +211,7 @@ class PagePool:
         return False
 
     def keep_state(self, key: Key, table: PageTable) -> None:
-        """Give the table's state a key, by which it can be found until it is reused."""
+        """Give the table's state a key. `find_state` finds it until it is reused."""
         if self.states and table.state:
             self.states.keep_prefix([key], table.state)
 
@@ -238,7 +238,7 @@ class PagePool:
         return table
 
     def keep_prefix(self, keys: Sequence[Key], table: PageTable) -> None:
-        """Give the table's first pages these keys, by which they can be found until they are reused.
+        """Give the table's first pages these keys. `find_prefix` finds them until they are reused.
 
         Pages that will be zeroed when their users are gone get no key.
         """

@@ -6,7 +6,7 @@
 
 A prompt is prefilled when its pages are free, and one more for each sequence that decodes. Sequences get pages as they
 grow. When pages run out, the youngest sequence returns to the queue. It joins again when all pages up to its limit are
-free, and reserves them. So no sequence is preempted twice.
+free, and reserves them. No sequence is preempted twice.
 
 Projects share the slots fairly (`waiting`). All decisions follow from commands and from tokens that were read, so every
 process of a group decides alike.
@@ -36,7 +36,7 @@ from tinkerflow.backend.spec.commands import Int32, SampleResult
 
 
 class Scheduler:
-    """All requests: those that wait, the group in prefill, and those that decode."""
+    """All requests: waiting, in prefill, or decoding."""
 
     def __init__(self, shapes: Shapes, max_slots: int, pool: PagePool) -> None:
         """No requests.

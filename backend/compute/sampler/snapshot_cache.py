@@ -284,7 +284,7 @@ def usual_spec(cfg: ModelConfig, rule: RankRule) -> LoraSpec:
 
 
 def divisor_of(cfg: ModelConfig, spec: LoraSpec) -> int:
-    """The factor by which an adapter has fewer columns for experts: a power of two.
+    """How many times fewer columns an adapter has for experts, a power of two.
 
     It is at most the number of a token's experts and _RANK_UNIT.
 

@@ -89,7 +89,7 @@ def _save(folder: Path, architecture: str) -> None:
         "max_position_embeddings": 2048,
         "initializer_range": 0.3,
         "bos_token_id": None,
-        "eos_token_id": None,  # else Hugging Face stops there
+        "eos_token_id": None,  # otherwise Hugging Face stops there
     }
     own: dict[str, dict[str, Any]] = {
         "llama": {
@@ -103,7 +103,7 @@ def _save(folder: Path, architecture: str) -> None:
                 "original_max_position_embeddings": 64,
             },
         },
-        # As long as its short factors reach: then transformers takes these, too.
+        # The range of its short factors. Then transformers uses them, too.
         "phi3": {"hidden_size": 32, **FAMILY_SHAPE["phi3"], "max_position_embeddings": 512},
         "gemma4_text": {**FAMILY_SHAPE["gemma4_text"], "vocab_size_per_layer_input": VOCAB},
         "qwen2": {"tie_word_embeddings": False},
@@ -145,7 +145,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture(scope="session", params=["qwen", "llama"])
 def tiny(request: pytest.FixtureRequest) -> Tiny:
-    """Both, one after the other."""
+    """Each of the two models."""
     model = request.getfixturevalue(request.param)
     assert isinstance(model, Tiny)
     return model
@@ -159,7 +159,7 @@ def modeled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sampler]:
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows and tokens of every piece of prompts that is computed, as it happens."""
+    """Rows and tokens of each computed piece of a prompt, in order."""
     computed: list[tuple[int, int]] = []
     real = SamplerModel.prefill_piece
 
@@ -197,7 +197,7 @@ def prompt() -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="session")
 def training_logprobs() -> Callable[..., np.ndarray[Any, Any]]:
-    """training_logprobs(tiny, lora, tokens): what the training forward says of tokens[1:], float32 [T - 1]."""
+    """training_logprobs(tiny, lora, tokens): the training logprobs of tokens[1:], float32 [T - 1]."""
     from tinkerflow.backend.compute.training.packing import pack
     from tinkerflow.backend.compute.training.token_losses import choose
     from tinkerflow.backend.compute.training.train import make_steps, to_devices

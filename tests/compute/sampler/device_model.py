@@ -30,7 +30,7 @@ Cell = tuple[int, Any, bool] | None  # a digest of the tokens up to here, the sn
 
 
 class Snapshot:
-    """snapshot_id: as requests name it. wild: now and then it computes NaN."""
+    """snapshot_id: the id in requests. wild: some of its results are NaN."""
 
     def __init__(self, snapshot_id: str, *, wild: bool = False) -> None:
         self.snapshot_id, self.wild = snapshot_id, wild
@@ -65,7 +65,7 @@ class Snapshots:
 
 
 class Matcher:
-    """Replaces a constraint's matcher: it allows every token. seen: the tokens of the last call."""
+    """Replaces a constraint's matcher, and allows every token. seen: the tokens of the last call."""
 
     def __init__(self, *_: Any) -> None:
         self.seen: list[int] = []
@@ -84,7 +84,7 @@ def digests(tokens: Any) -> list[int]:
 
 
 def next_token(digest: int, index: int) -> int:
-    """The token after a text in sample `index`; now and then the stop token."""
+    """The token after a text in sample `index`. About 3 % are the stop token."""
     drawn = hash((digest, index)) % (VOCABULARY + 3)
     return drawn if drawn < VOCABULARY else STOP
 
@@ -109,7 +109,7 @@ def answers(request: SampleRequest, max_tokens: int) -> list[list[int]]:
 class Devices:
     """Replaces `SamplerModel`. The cells of a page are a list; page 0 of each shard stays empty.
 
-    events: each call, by name, with the ids of its requests and its size. on_event: called before each; it may raise.
+    events: the name of each call, the ids of its requests, and its size. on_event: called before each, and may raise.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Devices:
     def read(self, table: PageTable, known: list[int], parent: Any) -> bool:
         """Whether all of the row's pages are finite: masked values are multiplied by 0, and 0 * NaN is NaN.
 
-        known: digests of the tokens whose cells are read; they must be of this text and computed with these weights.
+        known: digests of the tokens whose cells are read. Each cell must be of this text and of the parent's weights.
         """
         finite = all(cell is None or cell[2] for page in table.pages for cell in self.cells[page])
         first = 0 if self.window is None else max(0, len(known) - self.window + 1)
@@ -265,7 +265,7 @@ def modeled_sampler(
     budget: int = 1024,
     ahead: bool = False,
 ) -> Sampler:
-    """A sampler on a model of the devices. ahead: it dispatches a chunk before it reads the last one."""
+    """A sampler on a model of the devices. ahead: a chunk is dispatched before the last one is read."""
     for name, stand_in in {
         "SamplerModel": Devices,
         "SnapshotCache": Snapshots,

@@ -13,7 +13,7 @@ import numpy as np
 def main() -> None:
     """argv[1]: JSON with folder, devices (of this process), processes, rank, port, fsdp, tensor, ahead, kv_cache.
 
-    ahead: whether the sampler asks for chunks before the last one is read, as it does off CPUs.
+    ahead: whether a chunk is dispatched before the last one is read, as on GPUs and TPUs.
     """
     told: dict[str, Any] = json.loads(sys.argv[1])
     jax.config.update("jax_num_cpu_devices", told["devices"])

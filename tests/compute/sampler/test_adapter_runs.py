@@ -1,4 +1,4 @@
-"""Of a wide stack each row is multiplied by its own adapter's columns, and the samples stay what they are."""
+"""In a wide stack each row is multiplied by its own adapter's columns, and the samples do not change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
 from tinkerflow.backend.spec.commands import LoraSpec
 
 WIDTH = 256
-PLACES = [(0, 32), (32, 40), (40, 168), (176, 200), (224, 256)]  # one begins in the middle of a block, and is wide
+PLACES = [(0, 32), (32, 40), (40, 168), (176, 200), (224, 256)]  # a wide adapter begins in the middle of a block
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -31,7 +31,7 @@ def test_updates_are_those_of_the_whole_stack(tokens: int) -> None:
     found = jax.jit(lambda c, x, p: by_runs(c, WIDTH)(x, p))(columns_B2, x_BTi, pairs)
     expected = jax.jit(lambda c, x, p: stack_apply(c, WIDTH)(x, p))(columns_B2, x_BTi, pairs)
     for one, other in zip(found, expected, strict=True):
-        assert not np.any(np.asarray(one)[[0, 22]]), "the base model's rows see no column"
+        assert not np.any(np.asarray(one)[[0, 22]]), "rows of the base model use no column"
         close(one, other, ulps=64, scale=100.0)
 
 

@@ -1,4 +1,4 @@
-"""Biases and penalties: the formulas against NumPy, over several chunks, for whoever asks and for nobody else."""
+"""Biases and penalties against formulas in NumPy, over several chunks. They change only the rows that have them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WISHES = {
 
 
 def expected(logits_V: Any, asked: Adjustments, prompt: list[int], tokens: list[int]) -> Any:
-    """What one row's logits become."""
+    """The adjusted logits of one row."""
     logits_V = logits_V.astype(np.float64)
     for token, bias in asked.bias:
         logits_V[token] += bias
@@ -68,7 +68,7 @@ def test_logits_are_changed_as_the_formulas_say(
         rows = generated(rows, np.asarray([token, 0]))
     found_SV = np.asarray(adjusted(logits_SV, rows))
     np.testing.assert_allclose(found_SV[0], expected(logits_SV[0], asked, prompt, tokens), rtol=1e-5, atol=1e-4)
-    np.testing.assert_array_equal(found_SV[1], logits_SV[1], "a row that asks for nothing keeps its own")
+    np.testing.assert_array_equal(found_SV[1], logits_SV[1], "a row without adjustments is unchanged")
 
 
 @pytest.mark.parametrize("name", ["bias", "presence", "frequency", "negative"])
@@ -76,7 +76,7 @@ def test_every_token_of_an_answer_is_the_best_of_the_changed_logits(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, name: str
 ) -> None:
     tokens, vocab, asked = prompt(20), qwen.cfg.vocab, replace(WISHES[name], repetition=1.0)
-    sampler = qwen.sampler(decode_chunk=4)  # the counts go on from chunk to chunk
+    sampler = qwen.sampler(decode_chunk=4)  # the counts continue over chunks
     (found,) = run_all(sampler, ask("a", tokens, 30, topk_sample=vocab, adjustments=asked))["a"].sequences
     said = found.tokens_T.tolist()
     for place, token in enumerate(said):
@@ -84,7 +84,9 @@ def test_every_token_of_an_answer_is_the_best_of_the_changed_logits(
         logprobs_V[found.top.tokens_Nk[place]] = found.top.logprobs_Nk[place]
         changed_V = expected(logprobs_V, asked, tokens, said[:place])
         assert changed_V[token] >= changed_V.max() - 1e-4
-        np.testing.assert_allclose(found.logprobs_T[place], logprobs_V[token], atol=1e-5)  # of the logits before
+        np.testing.assert_allclose(
+            found.logprobs_T[place], logprobs_V[token], atol=1e-5
+        )  # of the logits before adjustment
     (plain,) = run_all(sampler, ask("b", tokens, 30))["b"].sequences
     assert plain.tokens_T.tolist() != said
 
@@ -99,11 +101,11 @@ def test_repetition_counts_the_prompt(qwen: Any, ask: Any, run_all: Any, prompt:
     (free,) = run_all(sampler, ask("c", [*tokens, first], 1))["c"].sequences
     assert int(kept.tokens_T[0]) not in {*tokens, first} or int(free.tokens_T[0]) == int(kept.tokens_T[0])
     (long,) = run_all(sampler, ask("d", tokens, 60, adjustments=asked))["d"].sequences
-    assert len(set(long.tokens_T.tolist())) == 60, "nothing is said twice"
+    assert len(set(long.tokens_T.tolist())) == 60, "no token comes twice"
 
 
 def test_others_in_the_batch_change_nothing(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
-    """A row that asks has the same tokens alone and among others; one that does not has its own bit for bit."""
+    """Adjusted rows have the same tokens alone and in a batch. Other rows are unchanged bit for bit."""
     sampler = qwen.sampler(decode_chunk=4)
     requests = [ask("plain", prompt(9), 25, temperature=1.0, seed=8), ask("greedy", prompt(40), 25)]
     requests += [
@@ -116,7 +118,7 @@ def test_others_in_the_batch_change_nothing(qwen: Any, ask: Any, run_all: Any, p
         (alone,) = run_all(sampler, request).values()
         for one, other in zip(alone.sequences, together[request.request_id].sequences, strict=True):
             assert one.tokens_T.tolist() == other.tokens_T.tolist(), request.request_id
-    for name in ("plain", "greedy"):  # the same slots, and the other program
+    for name in ("plain", "greedy"):  # the same slots, but another program
         (one,), (other,) = together[name].sequences, unadjusted[name].sequences
         np.testing.assert_array_equal(one.logprobs_T, other.logprobs_T)
 

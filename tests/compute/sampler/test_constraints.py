@@ -1,4 +1,4 @@
-"""Constrained answers: they parse, they end where they may, and nobody else notices but by the clock."""
+"""Constrained answers parse and end where the grammar allows it. Other requests are unchanged, except in speed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(folder: Path) -> Any:
-    """text(sequence): what it says, without its end-of-text token, which it must have."""
+    """text(sequence): its text. The sequence must end with the end-of-text token, which is removed."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -73,7 +73,7 @@ def test_a_constraint_is_compiled_once_for_each_owner(
 
 
 def fits(found: Any) -> bool:
-    """Whether an object is one of SCHEMA."""
+    """Whether a value validates against SCHEMA."""
     assert list(found) == ["name", "age", "tags"]
     assert found["name"] in ("Ada", "Bo") and type(found["age"]) is int and 0 <= found["age"] <= 99
     return len(found["tags"]) <= 3 and all(type(tag) is bool for tag in found["tags"])
@@ -107,7 +107,7 @@ def test_answers_are_what_was_asked_and_others_stay_as_they_are(
         for one, other in zip(alone.sequences, together[request.request_id].sequences, strict=True):
             assert one.tokens_T.tolist() == other.tokens_T.tolist(), request.request_id
     run_all(sampler, ask("a", prompt(5), 9, constraint=REGEX), ask("b", prompt(5), 9, constraint=LARK))
-    assert decode._cache_size() <= known + 3, "a program for each number of slots, whatever the constraint"
+    assert decode._cache_size() <= known + 3, "one program for each number of slots, for all constraints"
 
 
 @pytest.mark.parametrize("rows_are_dear", [True, False])
@@ -136,7 +136,7 @@ def test_others_decode_in_chunks_beside_constrained_sequences_where_rows_are_dea
         assert [steps for names, steps in asked if names == "regex"] == [1] * len(regex.tokens_T)
     else:
         assert asked[: len(regex.tokens_T)] == [("free regex", 1)] * len(regex.tokens_T)
-    assert len({names for names, _ in asked}) == 2, "in few dispatches, and never in both ways"
+    assert len({names for names, _ in asked}) == 2, "few dispatches, and no sequence is decoded in both ways"
 
 
 def test_what_cannot_be_obeyed_fails_alone(
@@ -180,7 +180,7 @@ def test_masks_have_a_bit_for_every_token() -> None:
 
 
 def test_work_is_limited(folder: Path) -> None:
-    """Of an ambiguous grammar every token costs more than the one before."""
+    """In an ambiguous grammar every token costs more than the last one."""
     matcher = new_matcher(folder, 320, Constraint("grammar", 'start: "a" | start start | start start start', (END,)))
     letter = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["a"]
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What XLA makes of decode: guards against copies that no result would show."""
+"""The compiled decode program has no copies of the cache, which no result would show."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> Non
     lowered = decode.lower(qwen.cfg, qwen.mesh, chunk, 0, params, stack, cache, rows, np.int32(chunk))
     text = lowered.compile().as_text()
     copied = [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]\S* copy\(", text)]
-    assert copied, "the pattern must find copies for this test to mean anything"
+    assert copied, "the pattern must match the copies of another program"
     parts = {part.size for part in jax.tree.leaves(cache)}
     weights = {np.prod(leaf.shape) for leaf in jax.tree.leaves(params) if leaf.ndim > 1}
     forbidden = parts | weights

@@ -1,4 +1,4 @@
-"""The sampler and the trainer give the same text the same logprobs: what `kl_sample_train` is when nothing drifts."""
+"""Sampler and trainer give the same text the same logprobs: `kl_sample_train` is near 0 without drift."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tinkerflow.backend.spec.drift import KL_MAX, KL_MEAN
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.wire import drift_metrics
 
-# In nats. float32: logprobs within 1e-5 of each other, so d**2 / 2 below 1e-10. bfloat16 has 8 bits, and attention and
-# matrix products are rounded in other places.
+# In nats. float32: logprobs differ by at most 1e-5, so d**2 / 2 is below 1e-10. bfloat16 has 8 bits, and attention and
+# matrix products are rounded at other places.
 LARGEST = {"float32": (1e-5, 1e-10), "bfloat16": (0.3, 0.01)}
 
 

@@ -1,4 +1,4 @@
-"""Snapshots whose experts have a divided rank: a narrower stack for experts, and the samples of the trained adapter."""
+"""Snapshots whose experts have a divided rank need a narrower stack, and sample like the trained adapter."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_experts_have_columns_for_their_rank(moe, per_token, spec, widths):
 
 
 def test_the_usual_adapter_follows_the_rule(moe):
-    cfg = load_config(moe.folder)  # 3 experts a token
+    cfg = load_config(moe.folder)  # 3 experts for each token
     assert usual_spec(cfg, "divided") == LoraSpec(32, expert_rank=10)
     assert usual_spec(cfg, "full") == LoraSpec(32)
     assert divisor_of(cfg, LoraSpec(32, expert_rank=10)) == 2
 
 
 def test_adapters_with_divided_and_full_rank_are_sampled_together(moe, adapter, ask, run_all, forward):
-    """One after the other, and in one batch: the second, of full rank, makes the stack one of full width."""
+    """Alone and in one batch. The second adapter has the full rank, so the stack becomes full width."""
     executor = moe.executor()
     for number, (name, own) in enumerate({"divided": 2, "full": None}.items()):
         adapter(executor, name, 8, seed=number, expert_rank=own)

@@ -1,4 +1,4 @@
-"""Sampling from models of which all parameters were trained: their own logprobs, beside others, and in turns."""
+"""Samples of models with all parameters trained: logprobs, batches with other requests, and changes of weights."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 ALL = LoraSpec(0)
 STEP = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
-PROMPT = np.random.default_rng(0).integers(0, 90, 140).tolist()  # more than a page: found again by the next request
+PROMPT = (
+    np.random.default_rng(0).integers(0, 90, 140).tolist()
+)  # more than a page, so the next request finds it in the prefix cache
 Ask = Callable[..., SampleRequest]
 
 
 @pytest.fixture(scope="module")
 def executor(qwen3: Reference, examples: Any, forward: Any, adapter: Any) -> Executor:
-    """With the model `w` after one step as snapshot `one`, after two as `two`, and an adapter's as `beside`."""
+    """With snapshots of the model `w` after one step (`one`) and after two (`two`), and of an adapter (`beside`)."""
     executor = qwen3.executor()
     executor.execute(CreateAdapter("w", ALL, 0))
     for snapshot in ("one", "two"):
@@ -49,7 +51,7 @@ def executor(qwen3: Reference, examples: Any, forward: Any, adapter: Any) -> Exe
 
 
 def served(executor: Executor, *requests: SampleRequest) -> dict[str, SampledSequence]:
-    """The first sequence of each request, which come at the same time."""
+    """The first sequence of each request. All are admitted in one step."""
     progress, found = executor.execute(SampleStep(requests)), {}
     for _ in range(500):
         found |= {result.request_id: result for result in progress.finished}
@@ -65,7 +67,7 @@ def bits(found: SampledSequence) -> tuple[bytes, bytes]:
 
 
 def assert_same(one: SampledSequence, other: SampledSequence) -> None:
-    """Up to rounding: they were in batches of other sizes."""
+    """Equal up to rounding, because the batches had other sizes."""
     assert one.tokens_T.tolist() == other.tokens_T.tolist()
     np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=1e-5)
 
@@ -99,7 +101,7 @@ def test_each_gets_what_it_gets_without_the_others(executor: Executor, ask: Ask)
 def test_a_stored_state_samples_as_the_published_one(executor: Executor, ask: Ask) -> None:
     state = executor.execute(ExportAdapter("w", optimizer=False))
     executor.execute(LoadSnapshot("stored", state))
-    executor.execute(LoadSnapshot("stored", state))  # it is there already
+    executor.execute(LoadSnapshot("stored", state))  # the snapshot exists already
     found = served(executor, ask("x", PROMPT, 6, snapshot_id="stored"), ask("y", PROMPT, 6, snapshot_id="two"))
     assert_same(found["x"], found["y"])
 
@@ -136,7 +138,7 @@ def test_a_request_in_line_can_be_cancelled_or_sent_again(executor: Executor, as
 
 
 def finished(executor: Executor, *steps: SampleStep) -> list[str]:
-    """The ids in the order in which they are answered."""
+    """The ids in the order of their answers."""
     found: list[str] = []
     for step in [*steps, *[SampleStep()] * 500]:
         progress = executor.execute(step)
@@ -152,7 +154,7 @@ def test_an_owner_does_not_wait_for_all_that_another_asked_for(executor: Executo
     few = [ask(f"few {number}", PROMPT, 6, snapshot_id="two", owner="b") for number in range(2)]
     order = finished(executor, SampleStep(tuple(many)), SampleStep(tuple(few)))
     assert sorted(order) == sorted(one.request_id for one in (*many, *few))
-    assert max(order.index(one.request_id) for one in few) < 6, "one batch of four goes before"
+    assert max(order.index(one.request_id) for one in few) < 6, "one batch of four is served first"
 
 
 def test_who_is_sent_again_is_answered_once(executor: Executor, ask: Ask) -> None:

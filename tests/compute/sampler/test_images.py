@@ -1,4 +1,4 @@
-"""Prompts with images: tokens and logprobs of transformers and of training, and what their pages may be shared with."""
+"""Prompts with images: tokens and logprobs equal those of transformers and training, and equal images share pages."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tinkerflow.backend.spec.commands import (
 )
 
 LENGTH = 200  # tokens of the longest prompt: more than a page
-IMAGES = ((20, 2, 3), (120, 4, 4))  # the second one lies across the end of a page
+IMAGES = ((20, 2, 3), (120, 4, 4))  # the second image crosses the end of a page
 
 
 @pytest.fixture(scope="module")
 def sees(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """A model that sees, in torch, and its folder."""
+    """A vision model in torch, and its folder."""
     return build(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl", tied=True)
 
 
@@ -44,14 +44,14 @@ def executor(sees: Reference) -> Executor:
 
 @pytest.fixture
 def sampler(executor: Executor) -> Sampler:
-    """One that has no pages of earlier tests, with programs that are compiled already."""
+    """A sampler without pages of earlier tests. Its programs are compiled already."""
     executor._sampler.clear()
     return executor._sampler.adapters
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shape of every image that the tower looks at, as it happens."""
+    """The shape of every image that the tower encodes, in order."""
     seen: list[tuple[int, ...]] = []
     real = VisionTower.encode
 
@@ -64,7 +64,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def example(seed: int = 0, images: Sequence[tuple[int, int, int]] = IMAGES, length: int = LENGTH) -> Example:
-    """Random text with images; its targets are its own next tokens."""
+    """Random text with images. Its targets are its next tokens."""
     made = seeing(random_example(np.random.default_rng(seed), length), *images)
     targets_T1 = np.append(made.tokens_T[1:], 0)[:, None].astype(np.int32)
     return replace(made, targets_TK=targets_T1, weights_TK=np.ones((length, 1), np.float32), inputs={})
@@ -76,7 +76,7 @@ def asked(ask: Any, name: str, shown: Example, max_tokens: int = 6, **changes: A
 
 
 def scored(executor: Executor, shown: Example, tokens: Sequence[int] = ()) -> np.ndarray[Any, Any]:
-    """What training says of the tokens of a prompt and those after it, but the first."""
+    """The training logprobs of a prompt and the tokens after it, without the first."""
     whole_T = np.append(shown.tokens_T, tokens).astype(np.int32)
     after = replace(
         shown,
@@ -99,7 +99,7 @@ def test_tokens_are_those_of_transformers_and_logprobs_those_of_training(
     executor.execute(CreateAdapter("plain", LoraSpec(4), 0))
     shown = example()
     request = asked(ask, "seen", shown, 40, prompt_logprobs=True, num_samples=2)
-    text = ask("text", shown.tokens_T % IMAGE_TOKEN, 12)  # beside it
+    text = ask("text", shown.tokens_T % IMAGE_TOKEN, 12)  # in the same batch
     both = run_all(sampler, request, text)
     first, second = both["seen"].sequences
     assert_same(first, second)
@@ -153,7 +153,7 @@ def test_pages_are_shared_by_what_was_seen(sampler: Sampler, ask: Any, run_all: 
     assert (warm.prompt_cache_hit_tokens, len(looks)) == (LENGTH - 1, 2)
     assert_same(cold.sequences[0], warm.sequences[0])
     first, second = shown.images
-    # The same tokens, and another image, or the same pixels in another shape: nothing from there on is shared.
+    # The same tokens with another image, or with the same pixels in another shape. No page from there on is shared.
     darker = replace(second, pixels_HWC=second.pixels_HWC ^ 1)
     turned = replace(first, pixels_HWC=first.pixels_HWC.reshape(24, 16, 3))
     assert run("other", replace(shown, images=(first, darker))).prompt_cache_hit_tokens == 0
@@ -176,14 +176,14 @@ def test_who_is_preempted_sees_the_images_again(sampler: Sampler, ask: Any, run_
     (sequence,) = sampler._scheduler.slots.sequences
     sampler._scheduler.slots.remove(sequence)
     sampler._scheduler._requeue(sequence)
-    sampler.pages.drop_keys(lambda scope: True)  # its pages are taken for something else
+    sampler.pages.drop_keys(lambda scope: True)  # its pages are reused
     (found,) = run_all(sampler)["one"].sequences
     assert found.tokens_T.tolist() == expected.tokens_T.tolist()
     assert len(looks) == 3
 
 
 def test_the_warm_up_compiles_what_prompts_with_images_need(sees: Reference, ask: Any, run_all: Any) -> None:
-    executor = sees.executor(sample_slots=1, decode_chunk=3)  # no other test's programs
+    executor = sees.executor(sample_slots=1, decode_chunk=3)  # a shape that no other test compiles
     needed = [
         one
         for one in executor._sampler.adapters.programs()

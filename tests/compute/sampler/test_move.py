@@ -1,4 +1,4 @@
-"""A snapshot that takes over another's id, while that is being sampled."""
+"""A snapshot is renamed over another snapshot that is being sampled."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tinkerflow.backend.spec.commands import LoraSpec, SampleStep
 def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
 ) -> None:
-    # Adapters of the unembedding only: what is cached is then the same for both, and the outcome can be said exactly.
+    # The adapters have only an unembedding, so both snapshots have the same cache, and the expected result is exact.
     sampler, spec = qwen.sampler(decode_chunk=8), LoraSpec(8, train_attn=False, train_mlp=False)
     for seed, name in enumerate(("shared", "newer", "same")):
         sampler.publish(name, random_lora(qwen.cfg, spec, min(seed, 1)), spec)
-    # Never fewer than two requests at once: so few shapes are compiled.
+    # There are always at least two requests, so that few shapes are compiled.
     start, bystander = prompt(20), ask("bystander", prompt(20, 1), 40)
     running = ask("running", start, 40, snapshot_id="shared")
     undisturbed = run_all(sampler, running, bystander)

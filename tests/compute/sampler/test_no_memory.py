@@ -1,4 +1,4 @@
-"""A step for which the devices have no memory left costs the request that it was for, and no other."""
+"""If a step fails without memory on the devices, only the newest request of that step fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinkerflow.backend.spec.commands import Constraint, LoraSpec, SampleStep
 
 
 def requests_in(work: Any) -> set[str]:
-    """The requests that a dispatch is for: of a group of prompts, a list of slots, or a chunk."""
+    """The requests of a dispatch: of a group of prompts, a list of slots, or a chunk."""
     if hasattr(work, "jobs"):
         return {job.parent.id for job in work.jobs}
     return {sequence.parent.id for _, sequence in getattr(work, "slots", work)}
@@ -28,7 +28,7 @@ def requests_in(work: Any) -> set[str]:
     ("method", "place", "tokens", "ahead"),
     [
         ("prefill_piece", 0, 12, False),
-        ("prefill_piece", 0, 2, False),  # beside the batch
+        ("prefill_piece", 0, 2, False),  # without the batch
         ("decode_chunk", 1, 12, True),
         ("decode_chunk", 1, 2, True),
         ("read_chunk", 0, 12, True),
@@ -51,7 +51,7 @@ def test_the_last_request_is_answered_and_the_others_get_what_they_would_have_go
 
     def short_of_memory(model: SamplerModel, *args: Any) -> Any:
         if "last" in requests_in(args[place]):
-            jax.tree.map(lambda leaf: leaf.delete(), model.cache)  # as when it was donated to what failed
+            jax.tree.map(lambda leaf: leaf.delete(), model.cache)  # as after its donation to the program that failed
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return real(model, *args)
 
@@ -92,7 +92,7 @@ def test_the_old_cache_is_gone_before_the_next_one_is_made(
 
     monkeypatch.setattr(model_module, "empty_cache", watched)
     monkeypatch.setattr(model_module, "prefill", out_of_memory)
-    monkeypatch.setattr(sampler_module.log, "disabled", True)  # pytest keeps what is logged, tracebacks included
+    monkeypatch.setattr(sampler_module.log, "disabled", True)  # pytest keeps log records, tracebacks included
     (result,) = sampler.step(SampleStep(admit=(ask("a", prompt(20), 12),))).finished
     assert "no memory left" in result.error
     assert gone == [True]

@@ -1,4 +1,4 @@
-"""The kernels of GPUs and TPUs, on a CPU, against the loop over pages; how caches for them are written."""
+"""The attention kernels of GPUs and TPUs, interpreted on a CPU, against the loop over pages. Writes to their caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.sampler.kv_cache import KVCache, cache_sharding,
 from tinkerflow.backend.spec.commands import CacheFormat
 
 SMALL = QWEN3_0_6B | {"num_hidden_layers": 2}
-ENDS = {1: [160, 129, 128, 65, 33, 32, 2, 1], 32: [160, 96, 64, 32]}  # by queries of a row: its last position + 1
+ENDS = {1: [160, 129, 128, 65, 33, 32, 2, 1], 32: [160, 96, 64, 32]}  # by queries of a row: the last position + 1
 
 
 def stacked(queries: int, head_dim: int) -> tuple[KVCache, Any, Any, Any]:
@@ -36,11 +36,11 @@ def stacked(queries: int, head_dim: int) -> tuple[KVCache, Any, Any, Any]:
 
 
 def together(cache: KVCache) -> Any:
-    """The same cache as TPUs have it."""
+    """The same cache in the layout of TPUs."""
     return paged_tpu.interleaved(cache.k.transpose(0, 1, 4, 2, 3), cache.v.transpose(0, 1, 3, 2, 4))
 
 
-@pytest.mark.parametrize("programs", [1, 264], ids=["one program a row", "several programs a row"])
+@pytest.mark.parametrize("programs", [1, 264], ids=["one program for each row", "several programs for each row"])
 @pytest.mark.parametrize(("head_dim", "window"), [(16, None), (24, 40)])
 @pytest.mark.parametrize("queries", ENDS)
 def test_the_kernel_of_gpus(
@@ -83,7 +83,7 @@ def test_the_kernel_of_gpus_takes_values_that_are_a_part_of_keys(queries: int) -
 
 
 def as_its_authors_define_it(*args: Any, num_kv_pages_per_block: int, num_queries_per_block: int, **more: Any) -> Any:
-    """JAX's interpreter of TPU kernels cannot run this one: it knows no reshaped references."""
+    """JAX's interpreter of TPU kernels does not support reshaped references."""
     return ref_ragged_paged_attention(*args, **more)
 
 
@@ -102,7 +102,7 @@ def test_the_kernel_of_tpus_is_given_what_it_takes(
 @pytest.mark.parametrize("queries", ENDS)
 def test_a_cache_is_written_alike_on_all_platforms(queries: int) -> None:
     cache, tables_SW, start_S, q = stacked(queries, 16)
-    tables_SW = tables_SW.at[-1].set(0)  # a row without pages: nothing of it is kept
+    tables_SW = tables_SW.at[-1].set(0)  # a row without pages is not written
     new = q[:, :, :2], q[:, :, 2:4]
     expected = kv_cache._written(cache, jnp.int32(1), tables_SW, start_S, *new)
     assert (expected.k != cache.k).any()
@@ -119,7 +119,7 @@ def test_a_cache_is_written_alike_on_all_platforms(queries: int) -> None:
 
 
 def taken_in_float8(heads: int) -> bool:
-    """Whether JAX's kernel takes so many key-value heads."""
+    """Whether JAX's kernel supports this number of key-value heads."""
     try:
         get_min_heads_per_blk(heads, 2 * heads, jnp.bfloat16, jnp.float8_e4m3fn)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Pages by reference count: who shares which, what is copied, what is found again, and what is zeroed. No device."""
+"""Pages on the host: sharing, copies, the prefix cache, and zeroed pages. No device is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEYS = [Key("one", bytes([number])) for number in range(3)]
 
 @pytest.fixture
 def pool() -> PagePool:
-    """Seven pages of 32 positions, one of them that of zeros."""
+    """Seven pages of 32 positions, the page of zeros included."""
     return PagePool(7, page=32)
 
 
@@ -29,7 +29,7 @@ def test_a_sequence_takes_a_page_when_it_needs_one(pool: PagePool) -> None:
     assert 0 not in table.pages, "page 0 holds zeros"
     assert pool.reserve(table, 33, 64) and len(table.pages) == 2
     assert pool.reserve(table, 64, 65) and len(table.pages) == 3
-    assert pool.pop_copies() == [], "nothing was shared, so nothing is copied"
+    assert pool.pop_copies() == [], "no page was shared, so none is copied"
     pool.release(table)
     assert (pool.free(0), pool.used, table.pages) == (6, 0, [])
 
@@ -40,14 +40,16 @@ def test_pages_before_the_window_are_released() -> None:
     whole = list(table.pages)
     pool.keep_prefix(KEYS[:1], table)
     pool.release_outside_window(table, 70)
-    assert table.pages == whole, "position 31 is the first that a query at 70 sees"
+    assert table.pages == whole, "a query at 70 sees positions from 31 on"
     pool.release_outside_window(table, 104)
     assert table.pages == [0, 0, *whole[2:]] and pool.free(0) == 3
     found = pool.find_prefix(KEYS[:1])
-    assert found.pages == whole[:1], "others may still begin with it"
+    assert found.pages == whole[:1], "other prompts may still begin with it"
     pool.release(found)
     pool.release(table, tainted_from=1)
-    assert pool.used == 0 and [copy.into for copy in pool.pop_copies()] == whole[:1:-1], "those it still had are zeroed"
+    assert pool.used == 0 and [copy.into for copy in pool.pop_copies()] == whole[:1:-1], (
+        "its remaining pages are zeroed"
+    )
 
 
 def test_without_a_state_nothing_changes() -> None:
@@ -75,7 +77,7 @@ def test_without_pages_nothing_changes(pool: PagePool) -> None:
     table, other = grown(pool, 100), PageTable(0)
     before = list(table.pages)
     assert not pool.reserve(table, 100, 250)
-    assert not pool.reserve(other, 0, 64, spare=1), "one page is to stay free"
+    assert not pool.reserve(other, 0, 64, spare=1), "one page must stay free"
     assert (table.pages, other.pages, pool.free(0)) == (before, [], 2)
     assert pool.reserve(other, 0, 64)
 
@@ -92,7 +94,7 @@ def test_a_shared_page_is_copied_before_it_is_written(pool: PagePool) -> None:
     assert first.pages[0] == whole and first.pages[1] != part
     assert pool.pop_copies() == [PageCopy(part, first.pages[1])]
     assert pool.reserve(second, 40, 48)
-    assert second.pages == [whole, part], "the last one that shares it writes into it"
+    assert second.pages == [whole, part], "its last user writes to it"
     assert pool.pop_copies() == []
 
 
@@ -104,9 +106,9 @@ def test_a_prompt_is_found_until_its_pages_are_taken(pool: PagePool) -> None:
     assert pool.free(0) == 6
     assert pool.find_prefix(KEYS).pages == pages
     again = pool.find_prefix([KEYS[0], Key("two", KEYS[1].digest)])
-    assert again.pages == pages[:1], "only as far as everything is alike"
+    assert again.pages == pages[:1], "only the equal beginning"
     assert pool.find_prefix([Key("two", KEYS[0].digest)]).pages == []
-    assert pool.reserve(again, 20, 32) and again.pages != pages[:1], "what others may find is not written into"
+    assert pool.reserve(again, 20, 32) and again.pages != pages[:1], "a page with a key is not written"
 
 
 def test_the_end_of_a_prompt_makes_room_before_its_beginning(pool: PagePool) -> None:
@@ -127,7 +129,7 @@ def test_what_may_not_be_finite_is_zeroed_before_anybody_gets_it(pool: PagePool)
     assert sample is not None
     first, *written = prompt.pages
     pool.release(prompt, tainted_from=1)
-    assert pool.pop_copies() == [], "somebody still reads them"
+    assert pool.pop_copies() == [], "they still have a user"
     assert pool.find_prefix(KEYS).pages == [first]
     pool.release(sample)
     assert sorted(pool.pop_copies()) == [PageCopy(0, page) for page in sorted(written)]
@@ -149,12 +151,12 @@ def test_pages_of_one_sequence_lie_in_one_shard() -> None:
     pool = PagePool(4, shards=2, page=32)
     assert pool.capacity == 96
     here = grown(pool, 64, shard=1)
-    assert all(page in (5, 6, 7) for page in here.pages), "page 4 is the other shard's page of zeros"
+    assert all(page in (5, 6, 7) for page in here.pages), "page 4 is the page of zeros of the other shard"
     assert pool.emptiest_shard() == 0
     there = pool.fork(here, 0)
     assert there is not None
     assert pool.pop_copies() == [PageCopy(*pair) for pair in zip(here.pages, there.pages, strict=True)]
-    assert pool.fork(here, 0) is None, "there is one page left"
+    assert pool.fork(here, 0) is None, "one page is left"
     pool.release(here, tainted_from=0)
     assert {copy.source for copy in pool.pop_copies()} == {4}
 
@@ -190,8 +192,10 @@ def test_a_page_that_is_to_be_zeroed_gets_no_key(pool: PagePool) -> None:
     one = grown(pool, 80)
     pool.keep_prefix(KEYS, one)
     two = pool.find_prefix(KEYS)
-    pool.release(one, tainted_from=0)  # as when it is cancelled before a chunk, while another computes the same prompt
+    pool.release(
+        one, tainted_from=0
+    )  # as after a cancellation before the first chunk, while another request computes the same prompt
     pool.keep_prefix(KEYS, two)
     pool.release(two)
     assert len(pool.pop_copies()) == 3
-    assert pool.find_prefix(KEYS).pages == [], "nobody finds zeros for a prompt"
+    assert pool.find_prefix(KEYS).pages == [], "no prompt finds a zeroed page"

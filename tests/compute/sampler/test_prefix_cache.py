@@ -1,4 +1,4 @@
-"""The prefix cache: what is hit, for whom, and that a hit changes nothing but what is computed."""
+"""The prefix cache: hits, their owners, and equal results with fewer computed tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEC = LoraSpec(4)
 
 @pytest.fixture
 def computed_sizes(pieces: list[tuple[int, int]]) -> Callable[[], tuple[int, ...]]:
-    """computed_sizes(): the size of every piece of a prompt that was computed since the last call."""
+    """computed_sizes(): the sizes of the pieces of prompts that were computed since the last call."""
 
     def read() -> tuple[int, ...]:
         sizes = tuple(size for _, size in pieces)
@@ -40,7 +40,7 @@ def published(qwen: Any, random_lora: Any) -> Sampler:
 
 @pytest.fixture
 def hit(run_all: Any) -> Callable[[Sampler, SampleRequest], int]:
-    """hit(sampler, request): how many tokens of its prompt were cached; nobody else is there."""
+    """hit(sampler, request): how many tokens of its prompt were cached. The sampler has no other request."""
 
     def run(sampler: Sampler, request: SampleRequest) -> int:
         result = run_all(sampler, request)[request.request_id]
@@ -51,7 +51,7 @@ def hit(run_all: Any) -> Callable[[Sampler, SampleRequest], int]:
 
 
 def assert_same(result: SampleResult, other: SampleResult) -> None:
-    """Bit for bit."""
+    """Equal bit for bit."""
     assert result.error is None and len(result.sequences) == len(other.sequences) > 0
     for one, same in zip(result.sequences, other.sequences, strict=True):
         np.testing.assert_array_equal(one.tokens_T, same.tokens_T)
@@ -61,7 +61,7 @@ def assert_same(result: SampleResult, other: SampleResult) -> None:
 def test_a_conversation_goes_on_from_what_is_cached_and_nothing_changes(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, computed_sizes: Any
 ) -> None:
-    # Each turn is the beginning of the next; their caches are of two lengths.
+    # Each turn is the beginning of the next one. Their caches have two lengths.
     whole = prompt(480)
     turns = [ask("turn", whole[:length], 6, temperature=1.0, seed=length) for length in (100, 129, 300, 480)]
     cold, computed = [], []
@@ -124,13 +124,13 @@ def test_what_is_wanted_of_a_prompt_is_computed(qwen: Any, ask: Any, run_all: An
 
 
 def test_pages_that_were_not_used_for_longest_make_room(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:
-    sampler = qwen.sampler(pages=6)  # two for each prompt, and one for what it decodes
+    sampler = qwen.sampler(pages=6)  # two for each prompt, and one for its decoded tokens
     a, b, c = (ask(str(seed), prompt(250, seed), 2) for seed in range(3))
     assert [hit(sampler, one) for one in (a, b, a, c)] == [0, 0, 249, 0]
     assert [hit(sampler, one) for one in (a, c)] == [249, 249]
     assert hit(sampler, b) == 0
     small, long = qwen.sampler(pages=6), ask("long", prompt(500, 9), 2)
-    assert [hit(small, one) for one in (long, long, a, long)] == [0, 499, 0, 256]  # a took the end of the four pages
+    assert [hit(small, one) for one in (long, long, a, long)] == [0, 499, 0, 256]  # a used the last of the four pages
 
 
 def test_pages_go_with_their_snapshot(
@@ -147,7 +147,7 @@ def test_pages_go_with_their_snapshot(
     published.drop_snapshot("one")
     published.publish("one", random_lora(qwen.cfg, SPEC, 0), SPEC)
     published.step(SampleStep(admit=(one,)))
-    published.drop_snapshot("one")  # while it decodes: it finishes, and leaves nothing
+    published.drop_snapshot("one")  # while the request decodes, which finishes and leaves no pages
     assert not run_all(published)["a"].prompt_cache_hit_tokens
     published.publish("one", random_lora(qwen.cfg, SPEC, 0), SPEC)
     assert hit(published, one) == 0
@@ -156,7 +156,7 @@ def test_pages_go_with_their_snapshot(
 def test_a_prompt_begun_with_weights_that_were_replaced_is_not_kept(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any, random_lora: Any
 ) -> None:
-    sampler = qwen.sampler(prefill_budget=128)  # a piece a step
+    sampler = qwen.sampler(prefill_budget=128)  # one piece for each step
     for seed, name in enumerate(("shared", "newer")):
         sampler.publish(name, random_lora(qwen.cfg, SPEC, seed), SPEC)
     request = ask("a", prompt(250), 4, snapshot_id="shared")
@@ -189,7 +189,7 @@ def test_nothing_is_kept_of_what_failed(
     with monkeypatch.context() as patch:
         patch.setattr(SamplerModel, "decode_chunk", broken)
         assert "RESOURCE_EXHAUSTED" in run_all(sampler, good)["b"].error
-    assert hit(sampler, good) == 0  # the pages are gone with the batch
+    assert hit(sampler, good) == 0  # the failed batch lost the pages
 
 
 def test_hits_compile_nothing_once_each_length_of_cache_was_met(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:

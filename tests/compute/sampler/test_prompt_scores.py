@@ -1,4 +1,4 @@
-"""What is asked of a prompt, and of sampled tokens, against the logits of Hugging Face's plain forward."""
+"""Scores of prompts and of sampled tokens, against the logits of Hugging Face's forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinkerflow.backend.spec.commands import NO_LOGPROB, PromptWishes
 
 @pytest.fixture(scope="module")
 def log_probs(qwen: Any) -> Any:
-    """log_probs(tokens): Hugging Face's logprobs of what follows each token, [T, V]."""
+    """log_probs(tokens): Hugging Face's logprobs of the token after each token, [T, V]."""
     import torch
     import transformers
 
@@ -50,18 +50,18 @@ def test_all_of_it_is_what_the_plain_forward_says_and_does_not_depend_on_the_bat
         assert np.isnan(result.prompt_logprobs_T[:-last_n]).all()
         wanted = np.take_along_axis(rows, np.array(tokens[1:])[:, None], 1)[:, 0]
         close_logprobs(result.prompt_logprobs_T[-last_n:], wanted[-last_n:], ulps=1024)
-        # the most likely tokens, none before the last n
+        # the most likely tokens, only for the last n
         assert result.top.tokens_Nk.shape == (40, k) and result.top.tokens_Nk.dtype == np.int32
         assert (result.top.logprobs_Nk[:-last_n] == NO_LOGPROB).all() and not result.top.tokens_Nk[:-last_n].any()
         best = np.sort(rows, -1)[:, ::-1][-last_n:, :k]
         close_logprobs(result.top.logprobs_Nk[-last_n:], best, ulps=1024)
         own = np.take_along_axis(rows[-last_n:], result.top.tokens_Nk[-last_n:], 1)
         close_logprobs(result.top.logprobs_Nk[-last_n:], own, ulps=1024)
-        # given tokens, everywhere
+        # given tokens, at all positions
         given = np.where(targets_TK >= 0, np.take_along_axis(rows, np.maximum(targets_TK, 0), 1), 0)
         close_logprobs(result.targets_TK, given, ulps=1024)
         assert (result.targets_TK[targets_TK == -1] == 0).all()
-        # alternatives: logprobs untempered, the draws those of the request's own numbers
+        # alternatives: logprobs without temperature, drawn by the request's own random numbers
         drawn, uniforms = result.alternatives.tokens_Nk, UniformStream(9, ALTERNATIVES).draw(78).reshape(39, 2)
         assert drawn.shape == (39, 2) and len(np.unique(drawn)) > 10
         close_logprobs(result.alternatives.logprobs_Nk, np.take_along_axis(rows, drawn, 1), ulps=1024)
@@ -78,7 +78,7 @@ def test_all_of_it_is_what_the_plain_forward_says_and_does_not_depend_on_the_bat
 
 
 def _in_their_share(weights_NV: Any, drawn_Nk: Any, uniforms_Nk: Any) -> bool:
-    """Whether each draw inverts the distribution at its number, in the sampler's order: by column of 128, then row."""
+    """Whether each draw inverts the distribution at its number, in the sampler's order (by column of 128, then row)."""
     padded = np.pad(weights_NV, ((0, 0), (0, -weights_NV.shape[1] % 128)))
     order = np.arange(padded.shape[1]).reshape(-1, 128).T.reshape(-1)
     ends = np.cumsum(padded[:, order], -1) / padded.sum(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Chunks that are asked for before the last one is read: the same results, and devices that need not wait."""
+"""Chunks that are dispatched before the last one is read give the same results, and the devices do not wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = {"sample_slots": 4, "decode_chunk": 4}
 
 @pytest.fixture
 def ahead(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """ahead(…): a sampler that runs ahead, as those off CPUs do."""
+    """ahead(…): a sampler that runs ahead, as on GPUs and TPUs."""
 
     def make(**changes: Any) -> Any:
         with monkeypatch.context() as patch:
@@ -45,7 +45,7 @@ def test_the_results_are_those_of_a_sampler_that_reads_every_chunk_first(
         ask("constrained", prompt(25), 20, **drawn, constraint=Constraint("regex", r"[ab]{3,9}-\d\d", (END,))),
         ask("scored", prompt(33), 3, prompt_logprobs=True, topk_sample=2),
     ]
-    shape = {"pages": 10, "page": 32, "model_path": str(tmp_path)}  # too few for all: some are preempted
+    shape = {"pages": 10, "page": 32, "model_path": str(tmp_path)}  # too few pages for all, so some are preempted
     expected = run_all(qwen.sampler(**SMALL, **shape), *requests)
     sampler = ahead(**shape)
     found = run_all(sampler, *requests)
@@ -77,7 +77,7 @@ def test_a_chunk_is_asked_for_before_the_last_one_is_read(
     assert happened == ["decode_chunk", "decode_chunk", "read_chunk", "decode_chunk", "read_chunk", "read_chunk"]
     happened.clear()
     run_all(ahead(), ask("a", prompt(20), 12, adjustments=Adjustments(frequency=1.0)))
-    assert happened == ["decode_chunk", "read_chunk"] * 3, "penalties count tokens that the host must know"
+    assert happened == ["decode_chunk", "read_chunk"] * 3, "penalties count tokens, so the host must read them"
 
 
 def test_a_step_that_is_to_wait_leaves_no_chunk_unread(
@@ -98,7 +98,7 @@ def test_a_step_that_is_to_wait_leaves_no_chunk_unread(
 def test_sequences_that_ended_unread_keep_no_state_from_the_next_ones(
     ask: Any, run_all: Any, prompt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hybrid, slots = make_tiny(tmp_path, "qwen3_5"), 64  # for so many there are fewer states than two for each
+    hybrid, slots = make_tiny(tmp_path, "qwen3_5"), 64  # fewer than two states for each sequence
     monkeypatch.setattr(sampler_module, "on_cpu", lambda: False)
     sampler = hybrid.sampler(sample_slots=slots, decode_chunk=4)
     results = run_all(sampler, *(ask(name, prompt(20), 4, num_samples=slots) for name in "ab"))

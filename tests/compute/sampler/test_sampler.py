@@ -1,4 +1,4 @@
-"""The sampler as a whole: what requests get, whatever else is in the batch."""
+"""The whole sampler: results of requests do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(
             close_logprobs(one.logprobs_T, other.logprobs_T, ulps=128)
     assert tokens_of(together["greedy"].sequences[0]) != tokens_of(together["adapted"].sequences[0])
     samples = {tuple(tokens_of(s)) for s in together["warm"].sequences}
-    assert len(samples) == 3, "each sample has its own numbers"
+    assert len(samples) == 3, "each sample has its own random numbers"
 
 
 def test_samples_of_one_prompt_are_prefilled_once(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, pieces: list[tuple[int, int]]
 ) -> None:
     result = run_all(qwen.sampler(), ask("a", prompt(30), 5, num_samples=20, temperature=1.0))["a"]
-    assert len(result.sequences) == 20  # more than the 16 slots there are
+    assert len(result.sequences) == 20  # more than the 16 slots
     assert pieces == [(1, 32)]
 
 
@@ -130,7 +130,7 @@ def test_a_stop_string_may_cross_token_borders(qwen: Any, ask: Any, run_all: Any
     sampler = qwen.sampler()
     free = tokens_of(run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4))["a"].sequences[0])
     text = "".join(words[token] for token in free)
-    stop = text[25:30]  # the second letter of token 12 to the first of token 14, unless it comes earlier
+    stop = text[25:30]  # from the second letter of token 12 to the first of token 14, unless an earlier match exists
     (cut,) = run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4, stop_strings=("zz", stop)))[
         "a"
     ].sequences
@@ -152,13 +152,13 @@ def test_a_cancelled_prompt_leaves_nothing_behind(qwen: Any, ask: Any, prompt: A
     sampler, spec = qwen.sampler(max_context=2000, sample_slots=4), LoraSpec(4)
     lora = random_lora(qwen.cfg, spec, 0)
     for pair in lora.layers.values():
-        pair.A[...], pair.B[...] = 1e20, 1e25  # finite, and what it computes is not
+        pair.A[...], pair.B[...] = 1e20, 1e25  # finite weights with results that are not finite
     sampler.publish("diverged", lora, spec)
     sampler.step(SampleStep((ask("beside it", prompt(21), 400),)))
     bad = ask("bad", prompt(1020), 50, snapshot_id="diverged", owner="another")
     progress = sampler.step(SampleStep((bad,)))
     while "bad" not in dict(sampler.decoding):
-        assert not progress.finished  # in the step that brings it into its slot nothing is decoded
+        assert not progress.finished  # the step that gives it a slot decodes nothing
         progress = sampler.step(SampleStep(()))
     progress = sampler.step(SampleStep((ask("next", prompt(20), 200),), cancel=("bad",)))
     finished = [*progress.finished]
@@ -175,7 +175,7 @@ def test_a_long_request_that_is_over_costs_nobody_a_slot(qwen: Any, ask: Any, pr
     while "long" not in {one.request_id for one in progress.finished}:
         progress = sampler.step(SampleStep(()))
     busy = set()
-    for _ in range(40):  # there are always some that wait
+    for _ in range(40):  # some requests always wait
         wanted = 20 - progress.active - progress.waiting
         progress = sampler.step(SampleStep(tuple(ask(next(names), prompt(10), 32) for _ in range(wanted))))
         busy.add(len(sampler.decoding))
@@ -204,10 +204,10 @@ def test_who_wants_little_waits_for_no_slot_and_the_batch_goes_on(
     def ended(*admit: Any) -> dict[str, Any]:
         return {result.request_id: result for result in sampler.step(SampleStep(admit=admit)).finished}
 
-    found = ended(little[0])  # at once, although no slot is free
+    found = ended(little[0])  # in the same step, although no slot is free
     assert set(found) == {"little0"}
-    assert not ended(little[1], little[2])  # now it is the batch's turn, in every second step
-    found |= ended()  # two sequences and three are more than are served beside the batch at once
+    assert not ended(little[1], little[2])  # the batch decodes in every second step
+    found |= ended()  # five sequences are more than one step serves without the batch
     assert set(found) == {"little0", "little1"}
     found |= run_all(sampler)
     assert set(found) == {"little0", "little1", "little2", "busy"} and len(found["busy"].sequences) == 4
@@ -221,7 +221,7 @@ def test_requests_join_while_others_decode(qwen: Any, ask: Any, run_all: Any, pr
     first, second = ask("first", prompt(5), 60), ask("second", prompt(40), 20)
     expected = run_all(sampler, first) | run_all(sampler, second)
     sampler.step(SampleStep(admit=(first,)))
-    sampler.step(SampleStep(admit=(first,)))  # sent again: still one
+    sampler.step(SampleStep(admit=(first,)))  # sent again, but served once
     results = run_all(sampler, second)
     assert set(results) == {"first", "second"}
     for name, result in results.items():
@@ -229,12 +229,12 @@ def test_requests_join_while_others_decode(qwen: Any, ask: Any, run_all: Any, pr
 
 
 def test_the_batch_waits_for_many_who_are_to_join_but_not_for_one(qwen: Any, ask: Any, prompt: Any) -> None:
-    sampler = qwen.sampler(prefill_budget=160)  # one prompt a step
+    sampler = qwen.sampler(prefill_budget=160)  # one prompt for each step
     requests = tuple(ask(f"r{i}", prompt(150, seed=i), 40) for i in range(6))
     steps = [SampleStep(admit=requests), *(SampleStep() for _ in range(8))]
     assert [sampler.step(step).active for step in steps] == [1, 2, 3, 3, 4, 5, 5, 6, 6]
     chunks = [tokens // 8 for _, tokens in sampler.decoding]
-    # Three steps only prefill, then the batch has waited long enough; after two more, the last is too few to wait for.
+    # Three steps only prefill, and then the batch decodes. After two more, it does not wait for one last request.
     assert chunks == [3, 3, 3, 2, 2, 1]
 
 
@@ -246,7 +246,7 @@ def test_a_batch_does_not_wait_for_one_long_prompt(qwen: Any, ask: Any, prompt: 
     for _ in range(6):
         sampler.step(SampleStep())
         made.append(dict(sampler.decoding)["first"])
-    # Every other step decodes while the prompt's four pieces are computed, but for the last: it is about to join.
+    # Every other step decodes while the prompt's first pieces are computed. The batch waits for the last piece.
     assert made == [8, 16, 16, 24, 24, 24, 32]
 
 
@@ -278,8 +278,8 @@ def test_a_prompt_that_overflows_fails_alone_and_leaves_nothing_behind(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
 ) -> None:
     sampler, spec = qwen.sampler(), LoraSpec(8)
-    # The good one is long, so that attention reads the second block of every slot: there the wild one leaves nan,
-    # and the later one, which gets its slot, writes nothing.
+    # The good prompt is long, so attention reads the second block of every slot. The wild request leaves NaN there,
+    # and the later request, which gets its slot, does not write to it.
     good, later = ask("good", prompt(140), 60), ask("later", prompt(20), 8)
     expected = run_all(sampler, good) | run_all(sampler, later)
     wild = random_lora(qwen.cfg, spec, 0)
@@ -304,7 +304,7 @@ def test_a_batch_that_fails_is_answered_and_the_next_one_works(
     expected = run_all(sampler, request)["a"]
 
     def broken(model: SamplerModel, *args: Any) -> Any:
-        jax.tree.map(lambda leaf: leaf.delete(), model.cache)  # as when a dispatch fails after it was given the cache
+        jax.tree.map(lambda leaf: leaf.delete(), model.cache)  # as after a dispatch that failed with the donated cache
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     with monkeypatch.context() as patch:
@@ -322,7 +322,7 @@ def test_the_same_traffic_compiles_nothing_the_second_time_and_few_shapes_the_fi
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
 ) -> None:
     counter = CompileCounter()
-    sampler, spec = qwen.sampler(decode_chunk=4), LoraSpec(8)  # a chunk that no other test has compiled for
+    sampler, spec = qwen.sampler(decode_chunk=4), LoraSpec(8)  # a chunk that no other test compiles
     sampler.publish("snap", random_lora(qwen.cfg, spec, 0), spec)
 
     def traffic() -> None:
@@ -366,7 +366,7 @@ def test_a_short_request_of_more_samples_than_there_are_slots(
 
 def test_a_prompt_that_fills_the_pool_is_served(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     request = ask("a", prompt(200), 20)
-    full = qwen.sampler(pages=3)  # two pages, and the last of the prompt's is kept for others
+    full = qwen.sampler(pages=3)  # two pages, and the prefix cache keeps the prompt's last page
     expected = run_all(qwen.sampler(), request)["a"].sequences[0]
     (got,) = run_all(full, request)["a"].sequences
     assert tokens_of(got) == tokens_of(expected)
@@ -401,11 +401,11 @@ def test_a_prompt_for_which_there_are_too_few_pages_is_refused_by_name(
     sampler = qwen.sampler(pages=3)
     results = run_all(sampler, ask("long", prompt(257), 5), ask("fits", prompt(250), 50))
     assert results["long"].error == "prompt: 257 tokens; must be at most 256, the capacity of the KV cache"
-    assert len(results["fits"].sequences[0].tokens_T) == 6, "as many as there are positions for"
+    assert len(results["fits"].sequences[0].tokens_T) == 6, "the context has positions for six tokens"
 
 
 def test_what_streams_is_the_result_in_pieces(qwen: Any, ask: Any, prompt: Any) -> None:
-    """Also of a request that is preempted, and of one that is served beside the batch."""
+    """Requests that are preempted or served without the batch stream, too."""
     sampler = qwen.sampler(pages=8)
     wishes = {"temperature": 1.0, "stream": True, "topk_sample": 3}
     asked = [
@@ -419,7 +419,7 @@ def test_what_streams_is_the_result_in_pieces(qwen: Any, ask: Any, prompt: Any) 
         progress = sampler.step(SampleStep())
         results += progress.finished
         streamed += progress.streamed
-        for result in progress.finished:  # what streamed is told no later than the result
+        for result in progress.finished:  # the stream ends no later than the result
             of = [new for new in streamed if new.request_id == result.request_id]
             assert sum(new.stop_reason is not None for new in of) in (0, len(result.sequences))
     assert {new.request_id for new in streamed} == {"long 0", "long 1", "long 2", "short"}

@@ -1,4 +1,4 @@
-"""Draws against NumPy: which tokens may be drawn, how often each is, and that the numbers of a row are its own."""
+"""Draws against NumPy: the possible tokens, their frequencies, and independent random numbers for each row."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_tokens_are_drawn_as_often_as_they_should(temperature: float, top_k: int
     assert not counts_V[expected_V == 0].any()
     spread_V = np.sqrt(ROWS * expected_V * (1 - expected_V))
     assert (np.abs(counts_V - ROWS * expected_V) <= 5 * spread_V + 2).all()
-    large = ROWS * expected_V >= 5  # chi-square over what is frequent enough, with a bound of five sigma
+    large = ROWS * expected_V >= 5  # chi-square over frequent tokens, with a bound of five sigma
     square = (((counts_V - ROWS * expected_V) ** 2)[large] / (ROWS * expected_V[large])).sum()
     assert square <= large.sum() + 5 * np.sqrt(2 * large.sum())
-    # logprobs are those of the untempered, unfiltered softmax
+    # logprobs are those of the softmax without temperature and filters
     close_logprobs(logprobs_S, np.log(reference(logits_V, 1.0, -1, 1.0))[np.asarray(tokens_S)], ulps=16)
 
 
@@ -74,7 +74,7 @@ def test_temperature_zero_takes_the_first_of_the_most_likely() -> None:
     logits_SV = np.zeros((ROWS, VOCAB), np.float32)
     logits_SV[:, [17, 40]] = 3
     mixed = choice(ROWS, 0.0, 5, 0.5)
-    mixed.temperature_S[1::2] = 1.0  # drawing rows beside them change nothing
+    mixed.temperature_S[1::2] = 1.0  # other rows of the batch change nothing
     tokens_S, _ = jitted_sample(logits_SV, mixed, np.full(ROWS, 0.7, np.float32))
     assert (np.asarray(tokens_S)[::2] == 17).all()
 
@@ -102,8 +102,8 @@ def test_filters_keep_what_sorting_would(seed: int, top_k: int, top_p: float, mi
     np.testing.assert_array_equal(kept_V[kept], weights_V[kept])
     expected_V = reference(logits_V, 1.0, top_k, top_p, min_p)
     different = np.flatnonzero(kept != (expected_V > 0))
-    # float32 sums may put the border of top_p one token further; no more than that
-    # and another rounding of a weight, whether it is above min_p
+    # float32 sums may move the border of top_p by one token
+    # and rounding may decide whether a weight is above min_p
     assert len(different) <= (top_p < 1) + (min_p > 0)
 
 

@@ -1,4 +1,4 @@
-"""The host state machine alone: no arrays of any device."""
+"""The scheduler's state on the host, without device arrays."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def admit(line: Scheduler, ask: Any) -> Any:
 
 
 def advance(line: Scheduler) -> list[ActiveSequence]:
-    """Prefill the next group wholly, and let its sequences join: those that do."""
+    """Prefill all of the next group, and let its sequences join. Returns the sequences that joined."""
     group, before = line.next_group(), len(line.slots.sequences)
     assert group is not None
     while group.remaining > 0:
@@ -70,7 +70,7 @@ def test_short_prompts_go_together_and_long_ones_alone(line: Scheduler, admit: A
 
 
 def served(line: Scheduler) -> list[str]:
-    """Who is prefilled and gets a slot, one after the other; nobody keeps theirs."""
+    """The order in which requests are prefilled and get a slot. Each slot is freed immediately."""
     names = []
     while (group := line.next_group()) is not None:
         names += [job.parent.id for job in group.jobs]
@@ -106,7 +106,7 @@ def test_interactive_requests_go_before_their_owners_batch_and_no_other(line: Sc
     names = served(line)
     assert [name for name in names if name[0] == "a"] == ["a4", "a5", "a7", "a1", "a2", "a3", "a6"]
     assert [name for name in names if name[0] == "b"] == ["b0", "b1", "b2", "b3", "b4"]
-    # The shares are what they were: 4 sequences of b by when 4 of a, after its first, are served.
+    # The shares are unchanged: after the first of a, 4 sequences of each are served.
     assert names.index("b3") <= names.index("a7") + 1
 
 
@@ -153,7 +153,7 @@ def test_samples_of_one_request_share_a_row(line: Scheduler, admit: Any) -> None
 def test_a_group_waits_staged_until_every_sample_had_a_slot(line: Scheduler, admit: Any) -> None:
     sequences = admit("a", samples=13)
     admit("b")
-    assert len(advance(line)) == 10  # max_slots, though 16 exist
+    assert len(advance(line)) == 10  # max_slots, although 16 exist
     assert line.group is not None and line.next_group() is line.group
     for ended, joined in (((4, 7), (10, 11)), ((0,), (12,))):
         for index in ended:
@@ -195,7 +195,7 @@ def test_removing_frees_slots_queue_group_and_pages(line: Scheduler, admit: Any,
     admit("d")
     for request_id in ("a", "b", "d", "unknown"):
         line.remove_request(request_id)
-    assert line.slots.busy == 0 and line.group is group  # c is still in it
+    assert line.slots.busy == 0 and line.group is group  # c is still in the group
     assert group is not None and [(job.row, len(job.table.pages)) for job in group.jobs] == [(0, 0), (1, 1)]
     assert [sequence.parent.id for sequence in advance(line)] == ["c"]
     line.remove_request("c")
@@ -247,8 +247,8 @@ def test_without_pages_the_youngest_waits_and_then_keeps_all_that_it_may_need(as
     advance(line)
     assert [len(one.table.pages) for one in line.slots.sequences] == [1, 1, 1]
     grow(line, 6)
-    assert [one.parent for one in line.slots.sequences] == parents[:2], "six pages: three for each of two"
-    assert line.next_group() is None, "three pages for all that c may need are not free"
+    assert [one.parent for one in line.slots.sequences] == parents[:2], "six pages: three for each of two sequences"
+    assert line.next_group() is None, "c may need three pages, which are not free"
     grow(line, 2)
     line.slots.remove(line.slots.sequences[0])
     group = line.next_group()
@@ -258,7 +258,7 @@ def test_without_pages_the_youngest_waits_and_then_keeps_all_that_it_may_need(as
     pages = list(again.table.pages)
     line.slots.remove(line.slots.sequences[0])
     grow(line, 3)
-    assert again.table.pages == pages and pool.pop_copies() == [], "it takes no page any more"
+    assert again.table.pages == pages and pool.pop_copies() == [], "it needs no further page"
 
 
 def test_a_prompt_waits_until_all_who_decode_could_take_a_page(ask: Any) -> None:
@@ -278,7 +278,7 @@ def test_what_is_known_of_a_prompt_is_reported_as_it_was_when_it_was_begun(line:
     (sequence,) = admit("a", 200, limit=2)
     group = line.next_group()
     assert group is not None and (group.start, group.remaining, group.piece) == (128, 71, 64)
-    group.begin(199)  # as when it was preempted, and is prefilled again
+    group.begin(199)  # as after a preemption and another prefill
     advance(line)
     sequence.append([1, 2], [0.0, 0.0])
     (result,) = line.pop_finished()
@@ -304,7 +304,7 @@ def test_only_a_prompt_computed_in_shapes_of_its_own_is_shared(line: Scheduler, 
 
 def test_who_wants_little_overtakes_whoever_does_not(line: Scheduler, admit: Any) -> None:
     admit("little", 5, limit=2)
-    assert line.next_short_group(4, 8) is None  # nobody else is there: the batch is theirs
+    assert line.next_short_group(4, 8) is None  # there is no other request, so they use the batch
     admit("long", 5, limit=100)
     admit("many", 5, samples=5, limit=8)
     admit("long prompt", 300, limit=1)
@@ -341,7 +341,7 @@ def test_a_prompt_as_long_as_the_pool_is_computed_in_part_when_no_page_is_left_t
     parent = ActiveRequest(scored, None, 1, scores=prompt_scores(scored, vocab=320))
     line.admit(parent, [ActiveSequence(parent, 0, StopDetector(frozenset(), (), None), UniformStream(0, 0))])
     group = line.next_group()
-    assert group is not None and group.start == 256, "320 are known, in the middle of the last of three pages"
+    assert group is not None and group.start == 256, "320 tokens are known, up to the middle of the last of three pages"
 
 
 def test_pages_of_a_prompt_stay_its_own_until_a_chunk_shows_that_they_are_finite(ask: Any) -> None:
@@ -352,7 +352,7 @@ def test_pages_of_a_prompt_stay_its_own_until_a_chunk_shows_that_they_are_finite
     (page,) = line.slots.sequences[0].table.pages
     line.reserve_pages(8)
     assert line.slots.sequences[0].table.pages != [page], "the prompt is kept, so its last page is copied"
-    assert pool.used == 2, "nobody takes it before the first chunk"
+    assert pool.used == 2, "no other request uses it before the first chunk"
     grow(line, 1)
     line.reserve_pages(4)
     assert pool.used == 1
@@ -398,7 +398,7 @@ def test_short_requests_beside_the_batch_have_a_slot_each_in_their_shard(ask: An
 
 
 def test_full_pages_stay_busy_and_nobody_is_preempted_twice(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1,024 requests of 512 tokens and up to 7,680 more, and pages for a sixteenth of all that they may grow to."""
+    """1,024 requests of 512 tokens and up to 7,680 more, with pages for a sixteenth of their largest size."""
     pool, chunk, most, stop = PagePool(4096), 64, 7680, 99
     line = Scheduler(make_shapes(max_slots=256, fsdp=1, pieces=CUDA.prefill_tokens), 256, pool)
     lengths = np.random.default_rng(0).integers(1, most + 1, 1024).tolist()

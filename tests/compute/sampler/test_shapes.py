@@ -1,4 +1,4 @@
-"""Buckets: few, large enough, and prompts cut into pieces without much waste."""
+"""Buckets are few and large enough, and prompts are cut into pieces without much waste."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = st.sampled_from([CPU.prefill_tokens, CUDA.prefill_tokens])
 
 
 def pages_of(tokens: int) -> int:
-    """The positions of the pages that hold so many tokens."""
+    """The positions of the pages that hold this number of tokens."""
     return -(-tokens // PAGE) * PAGE
 
 
@@ -50,7 +50,7 @@ def test_pieces_cover_a_prompt_within_its_pages(length: int, rows: int, sizes: t
         pieces += 1
     assert start <= max(length + sizes[0] - 1, length * 4 / 3)
     if rows == 1:
-        early = 4 * sizes[-1]  # the largest pieces come after so many tokens
+        early = 4 * sizes[-1]  # the largest pieces come after this number of tokens
         assert pieces <= min(length, early) / sizes[-2] + max(length - early, 0) / sizes[-1] + 8
 
 

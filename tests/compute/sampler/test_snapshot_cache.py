@@ -1,4 +1,4 @@
-"""Snapshots are copies; the stack holds several adapters of different ranks, and each row sees its own only."""
+"""Snapshots are copies. The stack holds adapters of different ranks, and each row uses only its own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_base_model_alone_can_do_without_a_stack(qwen: Any, random_lora: Any
     snapshots.use([snapshots.find("a")])
     assert snapshots.width == 32
     snapshots.use([])
-    assert snapshots.width == 32, "whoever comes back finds it"
+    assert snapshots.width == 32, "a snapshot that returns finds it"
     snapshots.reset_stack()
     assert snapshots.width == 0
 
@@ -88,19 +88,19 @@ def test_those_used_longest_ago_wait_on_the_host(qwen: Any, random_lora: Any) ->
     assert resident() == "ad"
     compiled = placed._cache_size()
     snapshots.use([snapshots.find("d")])
-    snapshots.use([snapshots.find("c")])  # one that was on the host, like "a"
+    snapshots.use([snapshots.find("c")])  # a snapshot that was on the host, like "a"
     assert resident() == "cd"
     snapshots.use(
         [snapshots.find("a"), snapshots.find("c"), snapshots.find("d")]
-    )  # more than may stay, all of them in the stack
-    assert placed._cache_size() == compiled, "wherever a snapshot was, it is the same program"
+    )  # more than the limit of residents, all in the stack
+    assert placed._cache_size() == compiled, "the same program for snapshots on the host and on devices"
     for name, leaves in wanted.items():
         held = jax.tree.leaves(snapshots.find(name).lora)
         assert all((np.array(one) == other).all() for one, other in zip(held, leaves, strict=True))
         assert snapshots.find(name).nbytes == sum(leaf.nbytes for leaf in leaves)
     dropped = snapshots.find("b")
     snapshots.drop("b")
-    snapshots.use([dropped])  # somebody samples it still
+    snapshots.use([dropped])  # a request still samples it
     assert len(snapshots.resident) == 2
     assert snapshots.columns(dropped).end > 0
 
@@ -130,7 +130,7 @@ def test_samples_are_the_same_wherever_their_snapshots_were(
             asked = [ask(f"{names} {name}", prompt(20), 12, snapshot_id=name) for name in names]
             found += [(name, run_all(sampler, one)) for name, one in zip(names, asked, strict=True)]
             found += [run_all(sampler, *(replace(one, request_id=f"all {one.request_id}") for one in asked))]
-        sampler.rename_snapshot("a", "b")  # one that waits on the host, over another
+        sampler.rename_snapshot("a", "b")  # a snapshot on the host is renamed over another
         sampler.drop_snapshot("c")
         found += [run_all(sampler, *(ask(name, prompt(20), 12, snapshot_id=name) for name in "bd"))]
         sampler.publish("e", random_lora(qwen.cfg, spec, 5), spec)
@@ -165,7 +165,7 @@ def test_columns_are_reused_and_cleaned(qwen: Any, snapshots: SnapshotCache, ran
         snapshots.publish(name, random_lora(qwen.cfg, spec, 0), spec)
     a, b, c = (snapshots.find(name) for name in "abc")
     snapshots.use([a])
-    snapshots.use([b])  # a is not wanted any more: b takes its columns, and a's attention part must not stay
+    snapshots.use([b])  # a is not used any more: b gets its columns, and the attention part of a must be gone
     assert snapshots.width == 32
     assert not np.any(snapshots.lora.layers["q"].A) and np.any(snapshots.lora.layers["up"].A)
     snapshots.use([b, c])
@@ -186,6 +186,6 @@ def test_an_id_may_pass_to_another_snapshot(qwen: Any, snapshots: SnapshotCache,
     moved = snapshots.rename("new", "old")
     assert "new" not in snapshots and snapshots.find("old") is moved and moved.lora is new.lora
     snapshots.use([old, moved])
-    assert snapshots.columns(old) != snapshots.columns(moved), "who holds the old one still finds it"
+    assert snapshots.columns(old) != snapshots.columns(moved), "the old snapshot still works for its requests"
     with pytest.raises(NotFoundError, match="'new'"):
         snapshots.rename("new", "old")

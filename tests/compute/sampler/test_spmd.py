@@ -1,4 +1,4 @@
-"""The same results on one device, and on meshes whose axes lie within processes and across them."""
+"""The same results on one device, and on meshes with axes within and across processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_mesh_changes_nothing(
     qwen: Any, alone: dict[str, Any], processes: int, devices: int, fsdp: int, tensor: int, ahead: bool
 ) -> None:
     results = group(qwen.folder, processes=processes, devices=devices, fsdp=fsdp, tensor=tensor, ahead=ahead)
-    assert all(result == results[0] for result in results), "every process sees the same"
+    assert all(result == results[0] for result in results), "every process has the same results"
     for name, expected in alone.items():
         assert results[0][name]["tokens"] == expected["tokens"]
         assert results[0][name]["error"] == expected["error"]

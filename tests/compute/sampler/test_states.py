@@ -34,7 +34,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture
 def hit(run_all: Any) -> Callable[[Sampler, SampleRequest], int]:
-    """hit(sampler, request): how many tokens of its prompt were cached; nobody else is there."""
+    """hit(sampler, request): how many tokens of its prompt were cached. The sampler has no other request."""
     return lambda sampler, request: int(run_all(sampler, request)[request.request_id].prompt_cache_hit_tokens)
 
 
@@ -58,7 +58,7 @@ def test_where_prompts_part_a_state_is_kept_for_the_third(
 ) -> None:
     sampler, common = hybrid.sampler(), prompt(200)
     assert hit(sampler, ask("a", common + prompt(100, 1), 2)) == 0
-    assert hit(sampler, ask("b", common + prompt(150, 2), 2)) == 0  # there are pages, but no state to go on from
+    assert hit(sampler, ask("b", common + prompt(150, 2), 2)) == 0  # pages are cached, but no state to continue from
     third = ask("c", common + prompt(90, 3), 5)
     result = run_all(sampler, third)["c"]
     assert result.prompt_cache_hit_tokens == 128
@@ -97,7 +97,7 @@ def test_samples_of_one_prompt_go_their_own_ways(hybrid: Tiny, ask: Any, run_all
 def test_tokens_do_not_depend_on_who_else_is_there_or_must_wait(
     hybrid: Tiny, ask: Any, run_all: Any, prompt: Any
 ) -> None:
-    """Few pages: the youngest are preempted, and computed again from what they have."""
+    """With few pages, the youngest are preempted and computed again from their tokens."""
     asked = [ask(str(seed), prompt(20 + 10 * seed, seed), 30) for seed in range(4)]
     alone = {one.request_id: run_all(hybrid.sampler(page=32), one)[one.request_id] for one in asked}
     for pages in (40, 7):
@@ -109,7 +109,7 @@ def test_tokens_do_not_depend_on_who_else_is_there_or_must_wait(
 
 
 def test_the_same_commands_give_the_same_bits(hybrid: Tiny, ask: Any, prompt: Any) -> None:
-    """What a worker group that starts again computes, with requests that come, end and are cancelled."""
+    """A restarted worker group computes the same, with requests that come, end and are cancelled."""
 
     def played() -> list[Any]:
         sampler, done = hybrid.sampler(), []
@@ -175,7 +175,7 @@ def test_who_gave_up_while_others_of_the_group_are_computed_leaves_no_state(
 def test_states_that_kernels_change_in_their_pool_are_those_that_are_taken_out(
     hybrid: Tiny, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row goes on from a state, one begins where another sequence ended, and one slot is not used."""
+    """One row continues from a state, a second reuses the place of a finished sequence, and one slot is empty."""
     cfg, mesh, random = hybrid.cfg, hybrid.mesh, np.random.default_rng(0)
     cache = empty_cache(cfg, mesh, 4, PAGE, "float32", False, 5)
     ended = jax.tree.map(

@@ -1,4 +1,4 @@
-"""Stops: tokens, strings, strings across token borders, characters spread over tokens."""
+"""Stop tokens, stop strings within and across tokens, and characters of several tokens."""
 
 from __future__ import annotations
 

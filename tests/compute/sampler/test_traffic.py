@@ -63,10 +63,10 @@ def requests(chance: random.Random, most: int) -> Iterator[SampleRequest]:
 
 
 class Traffic:
-    """Random steps of one sampler, and everything that it answered."""
+    """Random steps of one sampler, and all of its answers."""
 
     def __init__(self, seed: int, shards: int, modeled: Callable[..., Sampler]) -> None:
-        random.seed(seed)  # for numbers that are not finite
+        random.seed(seed)  # for random NaN
         chance = self.chance = random.Random(seed)
         slots = chance.choice([1, 3, 4, 8, 16])
         self.sampler = modeled(
@@ -120,7 +120,7 @@ class Traffic:
             gone = (chance.choice(open_ids),) if open_ids and chance.random() < 0.2 else ()
             self.cancelled |= set(gone)
             self.step(*admitted, cancel=gone)
-            if chance.random() < 0.1:  # requests that were admitted finish with the old one
+            if chance.random() < 0.1:  # admitted requests finish with the old snapshot
                 self.sampler.drop_snapshot("tame")
                 self.snapshots.publish("tame")
         for _ in range(3000):

@@ -1,4 +1,4 @@
-"""A tokenizer with a token for each byte, and one that ends a text."""
+"""A tokenizer with a token for each byte, and an end-of-text token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ END = 256
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Write its tokenizer.json into a model's folder."""
+    """Write the tokenizer.json to a model's folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
