@@ -33,10 +33,10 @@ from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.tasks.execution.full_model_queue import FullModelQueue
 from tinkerflow.tasks.execution.operation import AnswerWriter, ExecutionContext
 from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves
-from tinkerflow.tasks.execution.whole_turns import WholeTurns
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def _serve_base_model(
         saves,
         Snapshots(saves),
         most_drift=settings.most_drift,
-        whole_turns=WholeTurns(settings.host_snapshot_bytes),
+        full_models=FullModelQueue(settings.host_snapshot_bytes),
     )
     stack.callback(context.close)
     _run_beside(stack, CompileStatusWatch(journal, pool, card).watch(), "compile status")

@@ -19,21 +19,22 @@ from tinkerflow.backend.journal import Outcome, Pending
 from tinkerflow.flows.observers import RunObserver
 from tinkerflow.flows.runner import STOPPED, End
 from tinkerflow.tasks.execution.operation import ExecutionContext, Operation
-from tinkerflow.tasks.operations.sample import SampleBatch
+from tinkerflow.tasks.operations.sample import SampleRequests
 
 log = logging.getLogger(__name__)
 
-_MOST_TAKEN = 2**14  # requests of all projects, also of those that hold no place in the line: a look names them all
-_LOOKS = 32  # a look into the journal for more samples comes after this part of the places is free again
+_MOST_TAKEN = 2**14  # requests of all projects, separate ones included: each read of the journal names them all
+_PARTS = 32  # the journal is read for more samples once this part of the places is free again
 
 
 class SamplingRunner:
     """Takes samples from the journal and keeps the decode batch going."""
 
     def __init__(self, context: ExecutionContext, observers: Sequence[RunObserver], most_waiting: int) -> None:
-        """observers: are told what happens. most_waiting: requests taken from the journal at once; more wait there.
+        """context: not bound to a worker group. observers: get reports about what happens.
 
-        Those with images or long bodies do not count, but no project has more taken in all.
+        most_waiting: requests that are taken from the journal at a time; more wait there. Requests with images or long
+        bodies do not count, but no project has more taken in all.
         """
         self._context = context
         self.observers = observers
@@ -42,7 +43,7 @@ class SamplingRunner:
         self._woken.set()
         self._stopping = False
         self._full = False  # more may wait in the journal than was taken
-        self._batch: SampleBatch | None = None
+        self._taken: SampleRequests | None = None
         self._odd_interactive: dict[str | None, bool] = {}  # by owner, of the next odd number of places
 
     def wake(self) -> None:
@@ -78,59 +79,60 @@ class SamplingRunner:
 
     async def _serve(self, group: asyncio.TaskGroup) -> None:
         context = self._context.bound_to(await self._context.pool.serving())
-        batch = self._batch = SampleBatch(context, group, self._freed)
-        decoding = group.create_task(batch.decode(), name="decode")
+        taken = self._taken = SampleRequests(context, group, self._freed)
+        decoding = group.create_task(taken.batch.run(), name="decode")
         self._woken.set()
         try:
             while await self._woken.wait() and not self._stopping:
                 self._woken.clear()
-                await self._take(batch)
+                await self._take(taken)
         finally:
-            await batch.drain()
+            await taken.drain()
             decoding.cancel()
 
     def cancel(self, request_id: str) -> None:
         """The request was cancelled: its place in the decode batch is free after the chunk that runs now."""
-        if self._batch is not None:
-            self._batch.cancel(request_id)
+        if self._taken is not None:
+            self._taken.cancel(request_id)
 
     async def cancel_ended(self) -> None:
         """Stop decoding for requests that somebody else has answered (a notification may be lost)."""
-        if self._batch is None or not (taken := self._batch.requests):
+        if self._taken is None or not self._taken.ids:
             return
-        for request_id in await self._context.read(self._context.journal.results.finished, taken):
-            self._batch.cancel(request_id)
+        for request_id in await self._context.read(self._context.journal.results.finished, self._taken.ids):
+            self._taken.cancel(request_id)
 
     @property
     def busy(self) -> bool:
         """Whether any sample was taken and is not answered."""
-        return self._batch is not None and bool(self._batch.requests)
+        return self._taken is not None and bool(self._taken.ids)
 
-    async def _take(self, batch: SampleBatch) -> None:
+    async def _take(self, taken: SampleRequests) -> None:
+        """Take samples from the journal, up to the free places."""
         if self._context.pool.draining:
             return
-        room = min(self._most - batch.in_line, _MOST_TAKEN - len(batch.requests))
-        if room < max(1, self._most // _LOOKS if self._full else 0):
+        free = min(self._most - taken.places, _MOST_TAKEN - len(taken.ids))
+        if free < max(1, self._most // _PARTS if self._full else 0):
             self._full = True
             return  # an answer wakes us
-        taken = batch.owners
-        many = max(taken.values(), default=0) >= self._most
-        rows = [] if many else await self._pending(batch, room)
-        many = many or max((taken + Counter(row.owner for row in rows)).values(), default=0) > self._most
-        self._full = many or len(rows) == room
+        owners = taken.owners
+        many = max(owners.values(), default=0) >= self._most
+        rows = [] if many else await self._pending(taken, free)
+        many = many or max((owners + Counter(row.owner for row in rows)).values(), default=0) > self._most
+        self._full = many or len(rows) == free
         if self._full:
             waiting = await self._context.read(self._context.journal.queue.waiting_samples, self._context.card.name)
             if many or len(waiting) > 1:
-                more = {owner: min(count, self._most) - taken[owner] for owner, count in waiting.items()}
-                shares = equal_places(room, taken, more)
-                rows = [row for owner, share in shares.items() for row in await self._pending(batch, share, owner)]
+                more = {owner: min(count, self._most) - owners[owner] for owner, count in waiting.items()}
+                shares = equal_places(free, owners, more)
+                rows = [row for owner, share in shares.items() for row in await self._pending(taken, share, owner)]
         for row in rows:
-            answered = batch.take(row)
-            answered.add_done_callback(self._left)
-            for shown in self.observers:
-                shown.sampled(Operation(row, answered))
+            answered = taken.take(row)
+            answered.add_done_callback(self._answered)
+            for observer in self.observers:
+                observer.sampled(Operation(row, answered))
 
-    async def _pending(self, batch: SampleBatch, limit: int, owner: str | None = None) -> list[Pending]:
+    async def _pending(self, taken: SampleRequests, limit: int, owner: str | None = None) -> list[Pending]:
         odd_interactive = self._odd_interactive.get(owner, True)
         if limit % 2:  # else an owner with one place would get it for one kind of sample alone
             self._odd_interactive[owner] = not odd_interactive
@@ -138,7 +140,7 @@ class SamplingRunner:
             self._context.journal.requests.pending_samples,
             limit,
             base_model=self._context.card.name,
-            exclude=batch.requests,
+            exclude=taken.ids,
             owner=owner,
             odd_interactive=odd_interactive,
         )
@@ -147,7 +149,7 @@ class SamplingRunner:
         if self._full:
             self._woken.set()
 
-    def _left(self, answered: asyncio.Task[Outcome | None]) -> None:
+    def _answered(self, answered: asyncio.Task[Outcome | None]) -> None:
         self._freed()
         if not answered.cancelled() and answered.exception() is None and answered.result() is None:
             self._woken.set()  # its worker group ended

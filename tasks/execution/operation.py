@@ -52,10 +52,10 @@ from tinkerflow.backend.spec.commands import (
     Reply,
 )
 from tinkerflow.backend.store import Store
-from tinkerflow.tasks.execution.project_room import ProjectRoom
+from tinkerflow.tasks.execution.full_model_queue import FullModelQueue
+from tinkerflow.tasks.execution.memory_quota import MemoryQuota
 from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves, SaveState, Slot
-from tinkerflow.tasks.execution.whole_turns import WholeTurns
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,8 +78,8 @@ class ExecutionContext:
 
     generation: the only worker group that may execute what is sent through this; None: whichever serves.
     owner: the project whose share of training its commands take; "" where commands serve all projects.
-    most_drift: the mean `kl_sample_train` above which a forward_backward is logged, 0 = none. trained_images: the room
-    of images in operations of models. whole_turns: of samples of models of which all parameters were trained.
+    most_drift: the mean `kl_sample_train` above which a forward_backward is logged, 0 = none. image_memory: quotas for
+    images in operations of models. full_models: the queue of samples of full-parameter models.
     """
 
     journal: Journal
@@ -93,8 +93,8 @@ class ExecutionContext:
     generation: int | None = None
     owner: str = ""
     most_drift: float = 0.0
-    trained_images: ProjectRoom = field(default_factory=ProjectRoom)
-    whole_turns: WholeTurns = field(default_factory=WholeTurns)
+    image_memory: MemoryQuota = field(default_factory=MemoryQuota)
+    full_models: FullModelQueue = field(default_factory=FullModelQueue)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def bound_to(self, generation: int, owner: str = "") -> ExecutionContext:

@@ -62,10 +62,13 @@ async def load_snapshot(context: ExecutionContext, snapshot_id: str, path: str) 
     return await context.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)
 
 
-async def make_room_for_whole(context: ExecutionContext, *, coming: bool) -> None:
-    """Drop snapshots of whole models that wait on the workers' hosts beyond the room there (`Snapshots.surplus`)."""
+async def drop_surplus_full_models(context: ExecutionContext, *, coming: bool) -> None:
+    """Drop snapshots of full-parameter models that exceed the workers' host memory for them (`Snapshots.surplus`).
+
+    coming: another such snapshot is about to be loaded.
+    """
     snapshots = context.snapshots
-    await drop(context, snapshots.surplus(len(snapshots), context.whole_turns.host_bytes, coming=coming))
+    await drop(context, snapshots.surplus(len(snapshots), context.full_models.host_bytes, coming=coming))
 
 
 async def drop(context: ExecutionContext, snapshot_ids: Sequence[str]) -> None:

@@ -51,7 +51,7 @@ async def execute(execution: Execution) -> Outcome:
         pixels = processor.bytes_of(read.image_tokens or 0)
         async with AsyncExitStack() as held:
             async with execution.slot:  # no later operation of the model may take the room that this one waits for
-                decoding = await held.enter_async_context(context.trained_images.hold(request.owner, pixels))
+                decoding = await held.enter_async_context(context.image_memory.reserve(request.owner, pixels))
                 async with decoding:
                     command = await context.decode(INLINE_BYTES + 1, decode)
                 reply = execution.send(command.copy_with(adapter_id=execution.model_id), ForwardResult)

@@ -1,10 +1,10 @@
 """sample: requests join a running decode batch between its chunks, and leave as they end.
 
-Two loops meet in a SampleBatch. Each request has a task (`_perform`): it reads the request, has the snapshot loaded,
-puts its command into `_admit`, and waits until its `ended` is resolved. One loop, `decode`, makes a step as long as
-there is something to decode: a step sends what is in `_admit` to the worker group, and ends the requests that finished.
-The task then writes the answer. When the worker group ends, all that wait get a GroupFailedError: nothing is answered,
-and the runner takes the requests from the journal again.
+Two kinds of tasks meet in a `DecodeBatch`. Each request has a task, which reads the request, has its snapshot loaded,
+and waits in the batch (`DecodeBatch.decode`) until its `ended` is resolved. One loop, `DecodeBatch.run`, makes steps
+while there is anything to decode: a step sends waiting requests to the worker group, and ends those that finished. The
+request's task then writes the answer. When the worker group ends, all waiting requests get a GroupFailedError: nothing
+is answered, and the runner takes them from the journal again.
 """
 
 from __future__ import annotations
@@ -49,25 +49,27 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
+from tinkerflow.tasks.execution.memory_quota import BODIES, MemoryQuota
 from tinkerflow.tasks.execution.operation import INLINE_BYTES, ExecutionContext, attribute_crash, failure
-from tinkerflow.tasks.execution.project_room import BODIES, ProjectRoom
-from tinkerflow.tasks.execution.state_transfers import load_snapshot, make_room_for_whole
+from tinkerflow.tasks.execution.state_transfers import drop_surplus_full_models, load_snapshot
 from tinkerflow.tasks.operations.load_weights import check_readable, gone
 
 log = logging.getLogger(__name__)
 
-_STOPPED = "sampling was stopped: the request was answered already"
-_LOOK_SECONDS = 0.1  # between looks whether published weights are in the store
+_CANCELLED = "sampling was stopped: the request was answered already"
+_POLL_SECONDS = 0.1  # between checks whether published weights are in the store
 
 
 @dataclass
 class _Sample:
-    """One request that was taken and not answered yet, and what its answer needs of its body.
+    """One request that was taken and not answered yet, and the parts of its body that its answer needs.
 
-    The body itself goes: its prompt is a list of 36 bytes for each token. prompt: how many tokens. targets: its
-    target_prompt_logprobs. records: whether its sequences are recorded. ended: resolved with its outcome; None before
-    it waits for the decode batch. joined: when it joined that. stopped: somebody else has answered it. apart: it waits
-    or waited for its own project's requests (`ProjectRoom`), and holds no place in the line of all.
+    The body itself is not kept: its prompt is a list of 36 bytes for each token.
+
+    prompt: number of tokens. targets: its target_prompt_logprobs. records: whether its sequences are recorded. ended:
+    gets its outcome; None before it waits for the decode batch. joined: when it joined the batch. cancelled: it was
+    answered meanwhile, because its client or its session ended. is_separate: it waits or waited for its own project's
+    earlier requests, and does not count among the requests that may wait.
     """
 
     request: Pending
@@ -77,8 +79,8 @@ class _Sample:
     records: bool = False
     ended: asyncio.Future[Outcome] | None = None
     joined: datetime | None = None
-    stopped: bool = False
-    apart: bool = False
+    cancelled: bool = False
+    is_separate: bool = False
     task: asyncio.Task[Outcome | None] = field(init=False)
 
     @property
@@ -87,7 +89,7 @@ class _Sample:
         return self.ended is not None and not self.ended.done()
 
     def end(self, outcome: Outcome | Exception) -> None:
-        """Let it go on with its outcome, or with why there is none, if it still waits."""
+        """If it still waits, let it continue with its outcome, or with the reason why there is none."""
         if self.ended is None or self.ended.done():
             return
         if isinstance(outcome, Outcome):
@@ -95,145 +97,278 @@ class _Sample:
         else:
             self.ended.set_exception(outcome)
 
+    def check_not_cancelled(self) -> None:
+        """UserError when the request was answered meanwhile."""
+        if self.cancelled:
+            raise UserError(_CANCELLED)
 
-class SampleBatch:
-    """The decode batch of one worker group, as the engine sees it. Only `decode` sends SampleSteps."""
+
+# ------------------------------------------------------------------ the requests that were taken
+class SampleRequests:
+    """The sampling requests of one base model that were taken from the journal and not answered yet."""
 
     def __init__(self, context: ExecutionContext, group: asyncio.TaskGroup, freed: Callable[[], object]) -> None:
-        """Empty. Answers are written by tasks of `group`, beside the decoding. freed: called when a sample is apart."""
-        self._context = context
+        """None are taken. Answers are written by tasks of `group`. freed: called when a request becomes separate."""
+        self.batch = DecodeBatch(context, group)
         self._group = group
         self._freed = freed
         self._samples: dict[str, _Sample] = {}
-        self._admit: list[SampleRequest] = []  # they join with the next step
-        self._cancel: list[str] = []  # they leave with the next step
-        self._decoding: set[str] = set()  # in the decode batch
-        self._suspects: set[str] = set()  # a group ended with them: they are decoded alone until they are answered
-        self._some = asyncio.Event()
-        self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
-        self._telling: asyncio.Task[None] | None = None
-        self._images, self._bodies = ProjectRoom(), ProjectRoom(BODIES)
+        self._images, self._bodies = MemoryQuota(), MemoryQuota(BODIES)
 
     @property
-    def requests(self) -> frozenset[str]:
-        """Ids of the requests that were taken and not answered yet."""
+    def ids(self) -> frozenset[str]:
+        """Ids of the requests."""
         return frozenset(self._samples)
 
     @property
     def owners(self) -> Counter[str]:
-        """How many of these each owner has."""
+        """How many requests each owner has."""
         return Counter(sample.request.owner for sample in self._samples.values())
 
     @property
-    def in_line(self) -> int:
-        """How many of these hold a place in the line of all: none that has images or a long body (`_Sample.apart`)."""
-        return sum(not sample.apart for sample in self._samples.values())
-
-    async def decode(self) -> None:
-        """Step after step, as long as there is something to do; never returns."""
-        while True:
-            while not (self._admit or self._cancel or self._decoding):
-                self._some.clear()
-                await self._some.wait()
-            await self._step()
+    def places(self) -> int:
+        """How many requests count among those that may wait: none with images or a long body."""
+        return sum(not sample.is_separate for sample in self._samples.values())
 
     async def drain(self) -> None:
-        """Wait until everything that was taken is answered; `decode` must go on."""
+        """Wait until all are answered; the decode batch must run on."""
         while self._samples:
             await asyncio.wait([sample.task for sample in self._samples.values()])
 
     def take(self, request: Pending) -> asyncio.Task[Outcome | None]:
-        """Begin with a request: check it, have its snapshot loaded, let it join. The task's result is stored.
+        """Begin with a request: read it, have its snapshot loaded, let it join the batch, and answer it.
 
-        None: the worker group ended; the request is still pending in the journal, and can be taken again.
+        The task's result is stored. None: the worker group ended; the request is still pending in the journal, and can
+        be taken again.
         """
         assert request.sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
         sample = self._samples[request.id] = _Sample(request, request.sampler)
         if request.left:
-            self._set_apart(sample)
+            self._separate(sample)
         work = self._perform(sample)
         if request.trace is not None:
-            named = {"request_id": request.id, "sampler_id": sample.sampler.id}
-            work = tracing.inside(request.trace, work, "sample", **named)
+            attributes = {"request_id": request.id, "sampler_id": sample.sampler.id}
+            work = tracing.inside(request.trace, work, "sample", **attributes)
         sample.task = self._group.create_task(work, name=f"sample {request.id}")
         return sample.task
 
     def cancel(self, request_id: str) -> None:
-        """The request was answered by somebody else (cancelled, or its session ended): the next step frees its place.
+        """The request was answered meanwhile, because its client or session ended: the next step frees its slot."""
+        if (sample := self._samples.get(request_id)) is not None:
+            sample.cancelled = True
+            self.batch.remove(sample)
 
-        What was not taken here, or has ended, is passed over.
+    async def _perform(self, sample: _Sample) -> Outcome | None:
+        request, batch = sample.request, self.batch
+        operation = _SampleOperation(sample, batch, self._images, self._bodies, lambda: self._separate(sample))
+        try:
+            try:
+                outcome = await operation.execute()
+            except GroupFailedError as error:
+                log.info("sample %s is taken again: %s", request.id, error)
+                batch.context = batch.context.bound_to(await batch.context.pool.serving())
+                return None
+            except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
+                outcome = failure(request, error)
+            await batch.context.answer(replace(outcome, started_at=sample.joined))
+            batch.clear_of_suspicion(request.id)
+            return outcome
+        finally:
+            del self._samples[request.id]
+
+    def _separate(self, sample: _Sample) -> None:
+        sample.is_separate = True
+        self._freed()
+
+
+# ------------------------------------------------------------------ one request
+class _SampleOperation:
+    """One request, from its body to its outcome."""
+
+    def __init__(
+        self,
+        sample: _Sample,
+        batch: DecodeBatch,
+        images: MemoryQuota,
+        bodies: MemoryQuota,
+        separate: Callable[[], None],
+    ) -> None:
+        """images, bodies: the projects' memory quotas. separate: called when the request waits in its own project."""
+        self._sample = sample
+        self._batch = batch
+        self._images, self._bodies = images, bodies
+        self._separate = separate
+
+    @property
+    def _context(self) -> ExecutionContext:
+        return self._batch.context
+
+    async def execute(self) -> Outcome:
+        """Read the request, and sample. GroupFailedError when the worker group ends meanwhile."""
+        sample = self._sample
+        command = await self._read()
+        sample.prompt = len(command.prompt_T)
+        if not command.images:
+            return await self._sample_weights(command)
+        self._separate()
+        pixels = sum(image.pixels_HWC.size for image in command.images)
+        async with self._images.reserve(sample.request.owner, pixels) as decoding:
+            async with decoding:
+                command = await self._read(blank=False)
+            return await self._sample_weights(command)
+
+    async def _read(self, *, blank: bool = True) -> SampleRequest:
+        """The command for the body. blank: its images are measured and not decoded.
+
+        UserError when the request was answered meanwhile; reading stops.
         """
-        if (sample := self._samples.get(request_id)) is None:
-            return
-        sample.stopped = True
+        request = self._sample.request
+        if not request.left:
+            return await self._parse(request.payload, blank)
+        async with self._bodies.reserve(request.owner, request.left):
+            self._sample.check_not_cancelled()
+            payload = await self._context.read(self._context.journal.requests.payload, request.id)
+            if payload is None:
+                raise UserError(_CANCELLED)
+            return await self._parse(payload, blank)
+
+    async def _parse(self, payload: bytes, blank: bool) -> SampleRequest:
+        sample, card = self._sample, self._context.card
+
+        def processor() -> ImageProcessor | None:
+            sample.check_not_cancelled()  # before every image
+            return image_processor(card.path)
+
+        def parse() -> SampleRequest:
+            body = SampleBody.decode(payload)
+            sample.targets, sample.records = body.target_prompt_logprobs, body.record_stability_info
+            return sample_request(
+                body,
+                request_id=sample.request.id,
+                owner=sample.request.owner,
+                vocab_size=card.vocab_size,
+                max_context=card.max_context,
+                context_rule=card.context_rule,
+                eos=card.eos_token_ids,
+                processor=processor,
+                blank=blank,
+            )
+
+        # Checking a grammar takes longer than its size suggests: never on the loop. Its name may contain escapes.
+        slow = not blank or b'"constraint"' in payload or b"\\" in payload
+        return await self._context.decode(INLINE_BYTES + 1 if slow else len(payload), parse)
+
+    async def _sample_weights(self, command: SampleRequest) -> Outcome:
+        """Sample. A full-parameter model first waits until the workers' host memory has space for its weights."""
+        sample, context = self._sample, self._context
+        if not await _is_full_model(context, sample.sampler):
+            return await self._load_and_sample(command)
+        self._separate()
+        weights = sample.sampler.snapshot_id or sample.sampler.id
+        async with context.full_models.reserve(sample.request.owner, weights):
+            sample.check_not_cancelled()
+            if context.snapshots.held(sample.sampler.snapshot_id) is None:
+                await drop_surplus_full_models(self._context, coming=True)
+            return await self._load_and_sample(command)
+
+    async def _load_and_sample(self, command: SampleRequest) -> Outcome:
+        sampler, command = self._sample.sampler, replace(command, trace=tracing.current.get())
+        snapshot = sampler.snapshot_id  # None: the base model
+        if sampler.model_path is not None:
+            snapshot = f"{sampler.id}@{self._context.pool.generation}"
+        if snapshot is None:
+            return await self._batch.decode(self._sample, command)
+        snapshots = self._context.snapshots
+        with snapshots.using(snapshot):
+            loaded = await _load_unless_there(self._context, sampler, snapshot)
+            if (held := snapshots.held(snapshot)) is not None and held.on_host:
+                self._context.full_models.loaded(held.host_bytes or 0)
+            # Nothing is awaited from here until it waits for its slot: a group that ends gives it back.
+            outcome = await self._batch.decode(self._sample, replace(command, snapshot_id=snapshot))
+            return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))
+
+
+# ------------------------------------------------------------------ the decode batch
+class DecodeBatch:
+    """The decode batch of one worker group, as the engine sees it. Only `run` sends SampleSteps."""
+
+    def __init__(self, context: ExecutionContext, group: asyncio.TaskGroup) -> None:
+        """An empty batch. context: bound to the worker group. Tokens are streamed by tasks of `group`."""
+        self.context = context
+        self._group = group
+        self._waiting: dict[str, _Sample] = {}  # for the batch, or in it
+        self._admit: list[SampleRequest] = []  # they join with the next step
+        self._cancel: list[str] = []  # they leave with the next step
+        self._decoding: set[str] = set()  # in the batch
+        self._suspects: set[str] = set()  # a group ended with them: they are decoded alone until they are answered
+        self._has_work = asyncio.Event()
+        self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
+        self._streaming: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Make a step of the sampler while there is anything to decode, until cancelled."""
+        while True:
+            while not (self._admit or self._cancel or self._decoding):
+                self._has_work.clear()
+                await self._has_work.wait()
+            await self._step()
+
+    async def decode(self, sample: _Sample, command: SampleRequest) -> Outcome:
+        """Let a request join the batch; its outcome. GroupFailedError when the worker group ends meanwhile."""
+        if sample.cancelled:
+            return _cancelled(sample.request)
+        sample.ended = asyncio.get_running_loop().create_future()
+        self._waiting[sample.request.id] = sample
+        self._admit.append(command)
+        self._has_work.set()
+        try:
+            return await sample.ended
+        finally:
+            del self._waiting[sample.request.id]
+
+    def remove(self, sample: _Sample) -> None:
+        """Let a cancelled request leave the batch with the next step, or not join it."""
         if not sample.waits:
-            return  # it did not join yet, and will not; or it is leaving
-        joining = [one for one in self._admit if one.request_id != request_id]
+            return
+        joining = [command for command in self._admit if command.request_id != sample.request.id]
         if len(joining) == len(self._admit):
-            self._cancel.append(request_id)
+            self._cancel.append(sample.request.id)
         self._admit = joining
-        sample.end(_stopped(sample.request))
-        self._some.set()
+        sample.end(_cancelled(sample.request))
+        self._has_work.set()
+
+    def clear_of_suspicion(self, request_id: str) -> None:
+        """The request was answered: it did not end its worker group."""
+        self._suspects.discard(request_id)
 
     async def _step(self) -> None:
-        """One step of the sampler. When the group ends, all that were taken are given back."""
+        """Make one step of the sampler. When the group ends, all waiting requests are given back."""
         command = SampleStep(self._joining(), tuple(self._cancel))
         self._cancel = []
         joining = {request.request_id for request in command.admit}
-        for sample in self._of(joining):
-            sample.joined = self._context.clock.now()
+        for sample in self._samples_of(joining):
+            sample.joined = self.context.clock.now()
         self._decoding = (self._decoding | joining) - set(command.cancel)
         try:
-            progress = await self._context.send(command, SampleProgress)
+            progress = await self.context.send(command, SampleProgress)
         except GroupFailedError as error:
             await self._interrupt(error)
             return
-        except Exception as error:  # noqa: BLE001  each of them is told
-            self._fail(self._samples, error)
+        except Exception as error:  # noqa: BLE001  each request fails with it
+            self._fail(self._waiting, error)
             self._empty()
             return
-        self._tell(progress.streamed)
+        self._stream(progress.streamed)
         for result in progress.finished:
             self._decoding.discard(result.request_id)
-            if (finished := self._samples.get(result.request_id)) is not None:
+            if (finished := self._waiting.get(result.request_id)) is not None:
                 finished.end(_outcome(finished, result))
         if not progress.active and not progress.waiting:
-            self._fail(self._decoding, ServerError("the sampler does not know this request any more"))
+            self._fail(self._decoding, ServerError("the sampler does not have this request any more"))
             self._decoding = set()
 
-    def _tell(self, streamed: Sequence[NewTokens]) -> None:
-        """Let whoever listens have new tokens. What is decoded during one write goes into the next."""
-        for tokens in streamed:
-            if (sample := self._samples.get(tokens.request_id)) is not None and not sample.stopped:
-                self._streamed.append(StreamedTokens(stream_name(sample.sampler.id, sample.request.seq_id), tokens))
-        if self._streamed and (self._telling is None or self._telling.done()):
-            self._telling = self._group.create_task(self._write_streamed(), name="stream tokens")
-
-    async def _write_streamed(self) -> None:
-        while self._streamed:
-            tokens, self._streamed = self._streamed, []
-            try:
-                await asyncio.to_thread(self._context.journal.streams.write, tokens)
-            except (ServerError, *AWAY):
-                # Nothing is lost: listeners get the rest with the result.
-                log.warning("tokens of %d samples were not streamed: the journal is away", len(tokens), exc_info=True)
-
-    def _of(self, request_ids: Iterable[str]) -> list[_Sample]:
-        """The samples of these requests, without those that are answered."""
-        return [self._samples[request_id] for request_id in request_ids if request_id in self._samples]
-
-    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
-        for sample in self._of(request_ids):
-            if sample.waits:
-                sample.end(failure(sample.request, error))
-
-    def _empty(self) -> None:
-        """Nothing is in the decode batch, or about to join or leave it."""
-        self._decoding = set()
-        self._admit, self._cancel = [], []
-
     def _joining(self) -> tuple[SampleRequest, ...]:
-        """Who joins the batch now: all that wait; but a suspect only when it is alone, and while it is, nobody."""
+        """The requests that join the batch now: all that wait, except that a suspect is decoded alone."""
         if self._decoding & self._suspects:
             return ()
         if not any(request.request_id in self._suspects for request in self._admit):
@@ -245,135 +380,59 @@ class SampleBatch:
         self._admit.remove(suspect)
         return (suspect,)
 
+    def _samples_of(self, request_ids: Iterable[str]) -> list[_Sample]:
+        """The samples of these requests, without those that are answered."""
+        return [self._waiting[request_id] for request_id in request_ids if request_id in self._waiting]
+
+    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        for sample in self._samples_of(request_ids):
+            if sample.waits:
+                sample.end(failure(sample.request, error))
+
+    def _empty(self) -> None:
+        """Nothing is in the batch, or about to join or leave it."""
+        self._decoding = set()
+        self._admit, self._cancel = [], []
+
     async def _interrupt(self, error: GroupFailedError) -> None:
-        """The group ended. Whoever it was decoding is under suspicion when it crashed."""
-        executing = [sample.request for sample in self._of(self._decoding)]
-        failed = await attribute_crash(self._context, executing, error)
+        """The group ended. If it crashed, the requests in the batch are suspects."""
+        executing = [sample.request for sample in self._samples_of(self._decoding)]
+        failed = await attribute_crash(self.context, executing, error)
         if isinstance(error, SuspectError) and error.crashed:
             self._suspects |= {request.id for request in executing}
-        for sample in self._of(failed):
+        for sample in self._samples_of(failed):
             sample.end(failed[sample.request.id])
         self._give_back(error)
-        generation = await self._context.pool.serving()
-        self._give_back(error)  # also who came meanwhile, and counts on what the group had
-        self._context = self._context.bound_to(generation)
+        generation = await self.context.pool.serving()
+        self._give_back(error)  # also requests that came meanwhile, and rely on what the group held
+        self.context = self.context.bound_to(generation)
 
     def _give_back(self, error: GroupFailedError) -> None:
-        for sample in self._samples.values():
+        for sample in self._waiting.values():
             sample.end(GroupFailedError(error.message))
         self._empty()
 
-    async def _perform(self, sample: _Sample) -> Outcome | None:
-        request = sample.request
-        try:
+    def _stream(self, streamed: Sequence[NewTokens]) -> None:
+        """Publish new tokens. Tokens that are decoded during one write go into the next."""
+        for tokens in streamed:
+            if (sample := self._waiting.get(tokens.request_id)) is not None and not sample.cancelled:
+                self._streamed.append(StreamedTokens(stream_name(sample.sampler.id, sample.request.seq_id), tokens))
+        if self._streamed and (self._streaming is None or self._streaming.done()):
+            self._streaming = self._group.create_task(self._write_streamed(), name="stream tokens")
+
+    async def _write_streamed(self) -> None:
+        while self._streamed:
+            tokens, self._streamed = self._streamed, []
             try:
-                outcome = await self._decode(sample)
-            except GroupFailedError as error:
-                log.info("sample %s is taken again: %s", request.id, error)
-                self._context = self._context.bound_to(await self._context.pool.serving())
-                return None
-            except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
-                outcome = failure(request, error)
-            await self._context.answer(replace(outcome, started_at=sample.joined))
-            self._suspects.discard(request.id)
-            return outcome
-        finally:
-            del self._samples[request.id]
-
-    async def _decode(self, sample: _Sample) -> Outcome:
-        wanted = await self._read(sample)
-        sample.prompt = len(wanted.prompt_T)
-        if not wanted.images:
-            return await self._join(sample, wanted)
-        self._set_apart(sample)
-        pixels = sum(image.pixels_HWC.size for image in wanted.images)
-        async with self._images.hold(sample.request.owner, pixels) as decoding:
-            async with decoding:
-                wanted = await self._read(sample, blank=False)
-            return await self._join(sample, wanted)
-
-    def _set_apart(self, sample: _Sample) -> None:
-        sample.apart = True
-        self._freed()
-
-    async def _read(self, sample: _Sample, *, blank: bool = True) -> SampleRequest:
-        """The command that the body asks for. blank: its images are measured and not decoded.
-
-        UserError when somebody else has answered the request, of which no more is read then.
-        """
-        request = sample.request
-        if not request.left:
-            return await self._parse(sample, request.payload, blank)
-        async with self._bodies.hold(request.owner, request.left):
-            _check_going_on(sample)
-            payload = await self._context.read(self._context.journal.requests.payload, request.id)
-            if payload is None:
-                raise UserError(_STOPPED)
-            return await self._parse(sample, payload, blank)
-
-    async def _parse(self, sample: _Sample, payload: bytes, blank: bool) -> SampleRequest:
-        request, card = sample.request, self._context.card
-
-        def processor() -> ImageProcessor | None:
-            _check_going_on(sample)  # before every image
-            return image_processor(card.path)
-
-        def parse() -> SampleRequest:
-            body = SampleBody.decode(payload)
-            sample.targets, sample.records = body.target_prompt_logprobs, body.record_stability_info
-            return sample_request(
-                body,
-                request_id=request.id,
-                owner=request.owner,
-                vocab_size=card.vocab_size,
-                max_context=card.max_context,
-                context_rule=card.context_rule,
-                eos=card.eos_token_ids,
-                processor=processor,
-                blank=blank,
-            )
-
-        # A grammar takes longer to check than its bytes tell: never on the loop. A name may be written with escapes.
-        slow = not blank or b'"constraint"' in payload or b"\\" in payload
-        return await self._context.decode(INLINE_BYTES + 1 if slow else len(payload), parse)
-
-    async def _join(self, sample: _Sample, wanted: SampleRequest) -> Outcome:
-        request, sampler = sample.request, sample.sampler
-        if not await _is_whole(self._context, sampler):
-            return await self._join_with_weights(sample, wanted)
-        self._set_apart(sample)
-        async with self._context.whole_turns.hold(request.owner, sampler.snapshot_id or sampler.id):
-            _check_going_on(sample)
-            if self._context.snapshots.held(sampler.snapshot_id) is None:
-                await make_room_for_whole(self._context, coming=True)
-            return await self._join_with_weights(sample, wanted)
-
-    async def _join_with_weights(self, sample: _Sample, wanted: SampleRequest) -> Outcome:
-        sampler, wanted = sample.sampler, replace(wanted, trace=tracing.current.get())
-        snapshot = sampler.snapshot_id  # None: the base model
-        if sampler.model_path is not None:
-            snapshot = f"{sampler.id}@{self._context.pool.generation}"
-        if snapshot is None:
-            return await self._sample(sample, wanted)
-        with self._context.snapshots.using(snapshot):
-            loaded = await _load_unless_there(self._context, sampler, snapshot)
-            if (held := self._context.snapshots.held(snapshot)) is not None and held.on_host:
-                self._context.whole_turns.loaded(held.host_bytes or 0)
-            # Nothing is awaited from here until it waits for its slot: a group that ends gives it back.
-            outcome = await self._sample(sample, replace(wanted, snapshot_id=snapshot))
-            return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))
-
-    async def _sample(self, sample: _Sample, wanted: SampleRequest) -> Outcome:
-        if sample.stopped:
-            return _stopped(sample.request)
-        sample.ended = asyncio.get_running_loop().create_future()
-        self._admit.append(wanted)
-        self._some.set()
-        return await sample.ended
+                await asyncio.to_thread(self.context.journal.streams.write, tokens)
+            except (ServerError, *AWAY):
+                # Nothing is lost: listeners get the rest with the result.
+                log.warning("tokens of %d samples were not streamed: the journal is away", len(tokens), exc_info=True)
 
 
-async def _is_whole(context: ExecutionContext, sampler: SamplerView) -> bool:
-    """Whether all parameters of what it samples were trained."""
+# ------------------------------------------------------------------ weights and outcomes
+async def _is_full_model(context: ExecutionContext, sampler: SamplerView) -> bool:
+    """Whether the sampler's weights are those of a full-parameter model."""
     if sampler.model_path is None and sampler.snapshot_id is None:
         return False
     if (held := context.snapshots.held(sampler.snapshot_id)) is not None:
@@ -383,11 +442,11 @@ async def _is_whole(context: ExecutionContext, sampler: SamplerView) -> bool:
         state, _ = await asyncio.to_thread(context.store.stored, path, optimizer=False)
         return state.spec.full
     except (NotFoundError, StateLostError, StoreError):
-        return False  # loading says what is wrong
+        return False  # loading reports the error
 
 
 async def _load_unless_there(context: ExecutionContext, sampler: SamplerView, snapshot: str) -> SamplerLoaded | None:
-    """Have the worker group hold the sampler's snapshot; the change of the sampler's row when it has another one."""
+    """Have the worker group hold the sampler's snapshot; the change of the sampler's row if it names another one."""
 
     async def load() -> SnapshotHeld:
         if sampler.model_path is None:
@@ -405,19 +464,13 @@ async def _load_unless_there(context: ExecutionContext, sampler: SamplerView, sn
     return None
 
 
-def _stopped(request: Pending) -> Outcome:
-    """What nobody reads: the request was answered before."""
-    return request.failed(_STOPPED, "user")
-
-
-def _check_going_on(sample: _Sample) -> None:
-    """UserError when somebody else has answered the request."""
-    if sample.stopped:
-        raise UserError(_STOPPED)
+def _cancelled(request: Pending) -> Outcome:
+    """An outcome that nobody reads: the request was answered before."""
+    return request.failed(_CANCELLED, "user")
 
 
 async def _load_published(context: ExecutionContext, snapshot_id: str) -> SnapshotHeld:
-    """Load what an unnamed save has committed, or will: the group that it was published in is gone."""
+    """Load the weights that an unnamed save has committed, or will: the group that they were published in has ended."""
     missed = None
     while True:
         path = await _path_of_published(context, snapshot_id)
@@ -426,25 +479,25 @@ async def _load_published(context: ExecutionContext, snapshot_id: str) -> Snapsh
         except NotFoundError:
             if path == missed:
                 raise
-            missed = path  # maybe a later inflight save took its place, and it was deleted: look again
+            missed = path  # a later inflight save may have replaced it: read its path again
 
 
 async def _path_of_published(context: ExecutionContext, snapshot_id: str) -> str:
-    """Where an unnamed save has committed, once it has; StateLostError when it never will."""
+    """The path of an unnamed save's weights, once they are committed; StateLostError when they never will be."""
     recovery = context.journal.recovery
     while True:
-        # First: once it is not coming, it is stored, or lost.
+        # In this order: a save that is not coming any more is stored by then, or lost.
         coming = context.saves.is_being_stored(snapshot_id) or await context.read(recovery.is_unstored, snapshot_id)
         if (stored := await context.read(recovery.sampler_snapshot, snapshot_id)) is not None:
             return stored.path
         if not coming:
             where = "its weights are in no worker group and not in the store"
             raise StateLostError(f"sampling snapshot {snapshot_id}: {where}")
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 def _outcome(sample: _Sample, result: SampleResult) -> Outcome:
-    """The answer, and what it used."""
+    """The answer, with its usage."""
     request = sample.request
     if result.error is not None:
         return request.failed(result.error, result.category)

@@ -53,7 +53,7 @@ from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.wire import SaveExternal, SaveForSampler, SaveWeights, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.operation import Execution
 from tinkerflow.tasks.execution.sequencer import SaveState
-from tinkerflow.tasks.execution.state_transfers import commit, make_room_for_whole, meta_of, record
+from tinkerflow.tasks.execution.state_transfers import commit, drop_surplus_full_models, meta_of, record
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outc
     held = await reply
     context.snapshots.published(request.id, held)
     if held.on_host:
-        await make_room_for_whole(context, coming=False)
+        await drop_surplus_full_models(context, coming=False)
     if not (inflight or context.saves.store_fails(model_id)):
         execution.then = partial(_store_copy, execution, copied)
         return replace(_opened(execution, opened, request.id), replays=True)

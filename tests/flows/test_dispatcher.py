@@ -58,7 +58,7 @@ async def test_a_cancelled_sample_makes_room_at_once(
     client.journal.requests.cancel(request, "local")
     assert (await client.result(request)).error == "cancelled by the client"
     (served,) = dispatcher[0]._served.values()
-    await until(lambda: served.sampling._batch._cancel)
+    await until(lambda: served.sampling._taken.batch._cancel)
     pool.hold.set()
     await until(lambda: any(getattr(command, "cancel", None) == (request,) for command in pool.log))
     assert pool.executor.batch == {}

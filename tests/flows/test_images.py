@@ -19,8 +19,8 @@ from tinkerflow.backend.spec.commands import Forward, SampleStep
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.tasks.execution.memory_quota import MemoryQuota
 from tinkerflow.tasks.execution.operation import ExecutionContext
-from tinkerflow.tasks.execution.project_room import ProjectRoom
 
 CONFIG = {
     "model_type": "qwen3_vl",
@@ -86,7 +86,7 @@ async def test_an_image_reaches_the_group_as_pixels(
     assert image.start == 1
     assert image.pixels_HWC.tolist() == [[[9, 8, 7]] * 24] * 16
     assert "chunks[1].expected_tokens is 5: must be 6, what the model makes of 24 x 16 pixels" in refused.error
-    assert context.trained_images.held(client.owner) == 0
+    assert context.image_memory.reserved(client.owner) == 0
 
 
 def shown(expected: int = 6) -> dict[str, Any]:
@@ -100,8 +100,8 @@ async def test_an_image_of_a_prompt_reaches_the_group_as_pixels(
     journal: Any, connect: Any, context: ExecutionContext, running: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, held = await connect(journal), list[int]()
-    real = ProjectRoom.hold
-    monkeypatch.setattr(ProjectRoom, "hold", lambda room, owner, size: held.append(size) or real(room, owner, size))
+    real = MemoryQuota.reserve
+    monkeypatch.setattr(MemoryQuota, "reserve", lambda room, owner, size: held.append(size) or real(room, owner, size))
     runner = SamplingRunner(context, (), most_waiting=8)
 
     def ask(expected: int) -> Any:
@@ -133,18 +133,18 @@ async def test_images_that_wait_for_room_cost_other_projects_no_place_and_are_no
     monkeypatch.setattr(ImageProcessor, "read", reading)
     pool.hold = asyncio.Event()
     async with running(runner.serve()):
-        await until(lambda: runner._batch is not None)
-        batch = runner._batch
-        assert batch is not None
-        monkeypatch.setattr(batch._images, "_room", 1)  # one request at a time
+        await until(lambda: runner._taken is not None)
+        taken = runner._taken
+        assert taken is not None
+        monkeypatch.setattr(taken._images, "_quota", 1)  # one request at a time
         sampler, its = client.sampler(1), other.sampler(1)
         large = shown() | {"pad": "x" * 70_000}
         asked = [client.sample(sampler, large if number % 2 else shown()) for number in range(9)]
         await until(lambda: decoded and pool.log)
         text = other.sample(its)
-        await until(lambda: text in [one.request_id for one in batch._admit])
-        assert batch.owners == {client.owner: 4, other.owner: 1}
-        waiting = [batch._samples[one] for one in asked if one in batch.requests]
+        await until(lambda: text in [one.request_id for one in taken.batch._admit])
+        assert taken.owners == {client.owner: 4, other.owner: 1}
+        waiting = [taken._samples[one] for one in asked if one in taken.ids]
         assert [len(one.request.payload) for one in waiting if one.request.left] == [0, 0]
         gone = asked[3]
         journal.requests.cancel(gone, client.owner)

@@ -279,7 +279,7 @@ async def test_what_a_sampler_forgot_is_failed_by_name(sampling: Any, client: An
     pool.executor.execute = forgetful
     pool.hold.set()
     failed = await client.result(request)
-    assert failed.category == "server" and "does not know this request" in failed.error
+    assert failed.category == "server" and "does not have this request" in failed.error
 
 
 async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, client: Any, pool: Any, until: Any) -> None:
@@ -304,7 +304,7 @@ async def test_a_cancelled_request_leaves_with_the_next_chunk(
     request = client.sample(sampler, max_tokens=60)
     await until(lambda: pool.log)
     joining = client.sample(sampler, max_tokens=60)
-    await until(lambda: joining in [one.request_id for one in runner._batch._admit])
+    await until(lambda: joining in [one.request_id for one in runner._taken.batch._admit])
     for one in (request, joining):
         client.journal.requests.cancel(one, "local")
         runner.cancel(one)
@@ -443,9 +443,9 @@ async def test_after_a_crash_the_same_tokens_are_told_again(sampling: Any, clien
     request = client.sample(sampler, of={"stream": True}, max_tokens=40)
     assert (await client.result(request)).error is None
     assert pool.deaths == 1
-    batch = sampling[0]._batch
-    await until(lambda: not batch.requests)
-    assert not batch._suspects, "who was answered is suspected no more"
+    taken = sampling[0]._taken
+    await until(lambda: not taken.ids)
+    assert not taken.batch._suspects, "an answered request is suspected no more"
     await until(lambda: written()[-1].stop_reason is not None)  # they are written beside the answer
     listener = Listener()
     found = written()
@@ -464,8 +464,8 @@ async def test_long_samples_of_some_projects_leave_the_line_to_the_others(
     long = {"pad": "x" * 70_000}
     async with running(runner.serve()):
         asked = [(client, client.sample(client.sampler(1), long)) for client in [first] * 4 + [second] * 4]
-        await until(lambda: runner._batch is not None and sum(s.waits for s in runner._batch._samples.values()) == 8)
+        await until(lambda: runner._taken is not None and sum(s.waits for s in runner._taken._samples.values()) == 8)
         asked.append((third, third.sample(third.sampler(1))))
-        await until(lambda: asked[-1][1] in runner._batch.requests)
+        await until(lambda: asked[-1][1] in runner._taken.ids)
         pool.hold.set()
         assert [(await client.result(request)).error for client, request in asked] == [None] * 9

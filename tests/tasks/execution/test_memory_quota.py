@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from tinkerflow.tasks.execution.project_room import ProjectRoom
+from tinkerflow.tasks.execution.memory_quota import MemoryQuota
 
 
 async def test_a_project_waits_for_itself_in_order_and_no_other_does() -> None:
-    room, came, leave = ProjectRoom(10), list[str](), asyncio.Event()
+    quota, came, leave = MemoryQuota(10), list[str](), asyncio.Event()
 
     async def hold(owner: str, name: str, size: int) -> None:
-        async with room.hold(owner, size):
+        async with quota.reserve(owner, size):
             came.append(name)
             await leave.wait()
 
@@ -22,17 +22,17 @@ async def test_a_project_waits_for_itself_in_order_and_no_other_does() -> None:
             group.create_task(hold(owner, name, size))
         await asyncio.sleep(0.01)
         assert came == ["a6", "b10", "c99"]  # a1 would fit, but a5 asked first; what never fits has the room alone
-        assert (room.held("a"), room.held("b")) == (6, 10)
+        assert (quota.reserved("a"), quota.reserved("b")) == (6, 10)
         leave.set()
     assert came == ["a6", "b10", "c99", "a5", "a1"]
-    assert room.held("a") == room.held("c") == 0
+    assert quota.reserved("a") == quota.reserved("c") == 0
 
 
 async def test_who_gives_up_or_fails_leaves_its_room() -> None:
-    room, stay = ProjectRoom(10), asyncio.Event()
+    quota, stay = MemoryQuota(10), asyncio.Event()
 
     async def hold(size: int) -> None:
-        async with room.hold("a", size):
+        async with quota.reserve("a", size):
             await stay.wait()
 
     first, waits = asyncio.create_task(hold(8)), asyncio.create_task(hold(8))
@@ -44,6 +44,6 @@ async def test_who_gives_up_or_fails_leaves_its_room() -> None:
     with pytest.raises(asyncio.CancelledError):
         await first
     with pytest.raises(ValueError, match="wrong"):
-        async with room.hold("a", 10):
+        async with quota.reserve("a", 10):
             raise ValueError("wrong")
-    assert room.held("a") == 0
+    assert quota.reserved("a") == 0

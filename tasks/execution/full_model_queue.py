@@ -23,7 +23,7 @@ class _FullModelRequest:
     admitted: asyncio.Future[None]
 
 
-class WholeTurns:
+class FullModelQueue:
     """The queue of one base model's requests for full-parameter models."""
 
     def __init__(self, host_bytes: int = 0) -> None:
@@ -44,7 +44,7 @@ class WholeTurns:
         self._advance()
 
     @asynccontextmanager
-    async def hold(self, owner: str, weights: str) -> AsyncIterator[None]:
+    async def reserve(self, owner: str, weights: str) -> AsyncIterator[None]:
         """Wait until the owner's request may load these weights and sample them, which it does inside."""
         waiting = _FullModelRequest(weights, asyncio.get_running_loop().create_future())
         ticket = self._queue.push(owner, waiting)

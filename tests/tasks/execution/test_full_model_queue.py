@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from tinkerflow.tasks.execution.whole_turns import WholeTurns
+from tinkerflow.tasks.execution.full_model_queue import FullModelQueue
 
 
 class Line:
     """Requests that go on until they are told to end."""
 
-    def __init__(self, turns: WholeTurns) -> None:
+    def __init__(self, turns: FullModelQueue) -> None:
         self.turns, self.begun = turns, list[str]()
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.ends: dict[str, asyncio.Event] = {}
@@ -24,7 +24,7 @@ class Line:
         await settle()
 
     async def _run(self, name: str, owner: str) -> None:
-        async with self.turns.hold(owner, name[0]):
+        async with self.turns.reserve(owner, name[0]):
             self.begun.append(name)
             await self.ends[name].wait()
 
@@ -43,7 +43,7 @@ async def settle() -> None:
 
 
 async def test_as_many_models_as_have_room_are_sampled_and_nobody_is_passed_for_ever() -> None:
-    line = Line(WholeTurns(host_bytes=25))
+    line = Line(FullModelQueue(host_bytes=25))
     await line.ask("x1", "x2", "y1", "x3", "z1")
     assert line.begun == ["x1", "x2"], "one model until its size is known; later ones wait behind it"
     line.turns.loaded(10)
@@ -56,7 +56,7 @@ async def test_as_many_models_as_have_room_are_sampled_and_nobody_is_passed_for_
 
 
 async def test_owners_take_turns_by_requests() -> None:
-    line = Line(WholeTurns())
+    line = Line(FullModelQueue())
     await line.ask(*(f"{weights}1" for weights in "uvwxy"))
     await line.ask("m1", "n1", owner="b")
     order = ["u1"]
@@ -67,7 +67,7 @@ async def test_owners_take_turns_by_requests() -> None:
 
 
 async def test_who_leaves_the_line_or_fails_holds_up_nobody() -> None:
-    line = Line(WholeTurns())
+    line = Line(FullModelQueue())
     await line.ask("x1", "y1", "z1")
     for name in ("y1", "x1"):
         line.tasks[name].cancel()
