@@ -191,7 +191,7 @@ class Dispatcher:
             label = await asyncio.to_thread(self._journal.models.label, model_id)
             trained = await asyncio.to_thread(self._journal.curves.trained, model_id)
         adopted = self._adopted.get(model_id)
-        observers = self._observer.observe_training_run(model_id, model.base_model, label, adopted, trained)
+        observers = self._observer.observe_training_run(model_id, model.base_model, label, adopted, trained, model.step)
         verb = "is created" if model.state is ModelState.CREATING else "continues"
         for observer in observers:
             observer.log(f"model {model_id} of {model.base_model} {verb} at optimizer step {model.step}")
@@ -236,5 +236,6 @@ class Dispatcher:
         if model.base_model not in self._served:
             raise self._not_served(model.base_model)
         await asyncio.to_thread(self._journal.models.revive, model_id)
+        await asyncio.to_thread(self._journal.models.pause, model_id, None)
         self._adopted[model_id] = flow_run
         self.wake(model_id, restore_now=True)

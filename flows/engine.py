@@ -103,7 +103,7 @@ async def _run(
         connection = await stack.enter_async_context(open_prefect(settings, on_progress))
         if (pools := await _started(starting, stop)) is None:
             return
-        mirror = _open_mirror(settings, journal, connection, cards)
+        mirror = await _open_mirror(settings, journal, connection, cards)
         cards = [card.served_by(pool.info) if pool.ready else card for card, pool in zip(cards, pools, strict=True)]
         await asyncio.to_thread(journal.base_models.register, [(card.name, card.to_json()) for card in cards])
         answers = AnswerWriter(journal.results.finish)
@@ -135,13 +135,14 @@ async def _open_journal(
     return journal, cards, lease
 
 
-def _open_mirror(
+async def _open_mirror(
     settings: Settings, journal: Journal, connection: PrefectConnection, cards: Sequence[ModelCard]
 ) -> Mirror:
     """What shows the runs in Prefect; it reports there that the engine has started."""
     pacing = Pacing(settings.tracked_runs_per_second, SystemClock())
     api_url = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
     mirror = Mirror(connection, pacing, journal=journal, api_url=api_url, budget_tokens=settings.budget_tokens)
+    await mirror.reconcile()
     epoch = journal.leases.epoch or 0  # how many engines have held the lease of this journal
     event = "tinkerflow.engine.restarted" if epoch > 1 else "tinkerflow.engine.started"
     base_models = [card.name for card in cards]

@@ -89,12 +89,12 @@ class EngineObserver(Protocol):
         """Whether runs are shown at all."""
 
     def observe_training_run(
-        self, model_id: str, base_model: str, label: str, adopted: UUID | None, trained: Trained
+        self, model_id: str, base_model: str, label: str, adopted: UUID | None, trained: Trained, steps: int
     ) -> Sequence[RunObserver]:
         """The observers of one model's training run; none when nothing is shown.
 
-        label: the client's name for the run. adopted: the flow run in which a retried run continues. trained: the
-        tokens on which the run was trained before.
+        label: the client's name for the run. adopted: the flow run in which a retried run continues. trained, steps:
+        the tokens and optimizer steps that the run was trained before.
         """
 
     def observe_sampling(self, base_model: str) -> Sequence[RunObserver]:

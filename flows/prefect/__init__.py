@@ -1,4 +1,12 @@
 """Prefect observes: operations start immediately and are mirrored as flow and task runs.
 
-Cancel, Suspend, Resume and Retry act on them. The journal is the truth.
+Cancel, Suspend, Resume and Retry act on them. The journal has the state of all work, and does not depend on Prefect.
+
+Prefect's releases from 3.8.8 to 3.9 are supported. Three uses of Prefect are outside its public client API:
+
+- `prefect.server.api.server.create_app` (server_process.py). Prefect's command line starts the same application, but
+  cannot put guard.py before it or listen on a socket that is open already.
+- `PrefectClient.request` for requests without a method of the client: `PATCH /artifacts/{id}`,
+  `PATCH /task_runs/{id}` (flow_run.py), and `POST /events` (connection.py). Prefect's own events need a websocket.
+- The key `prefect-password` in the browser's local storage (guard.py), where Prefect's pages keep the credential.
 """

@@ -1,4 +1,4 @@
-"""The connection to Prefect: whether its server can be reached, its settings, and the server that we start."""
+"""The connection to Prefect: whether its server can be reached, its settings, requests in order, and our own server."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import hashlib
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import NAMESPACE_URL, uuid5
 
 import httpx
-from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import State
-from prefect.events import emit_event
-from prefect.events.clients import PrefectEventsClient
-from prefect.events.worker import EventsWorker, emit_events_to_cloud
+from prefect.client.orchestration import PrefectClient
+from prefect.events import Event
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
@@ -27,7 +25,6 @@ from prefect.settings import (
     PREFECT_LOGGING_TO_API_ENABLED,
     temporary_settings,
 )
-from prefect.states import Crashed
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.prefect_access import make_credential
@@ -39,12 +36,13 @@ from tinkerflow.flows.prefect.server import is_healthy, listen, start_server
 log = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 2.0  # between two checks
-LATE_SECONDS = 10.0  # a server that takes longer to answer is away; on a busy machine, one that works takes seconds
+LATE_SECONDS = 10.0  # a server that takes longer to answer is away; on a busy machine, a working one takes seconds
 END_SECONDS = 5.0
-# Prefect's loggers for what we log ourselves, once: a server that cannot be reached.
-_SAID_BY_US = ("prefect.events.clients", "prefect._internal.concurrency")
+MOST_FAILURES = 30  # answers such as 500 to one request, from a server that is healthy; about a minute of them
+MOST_OPTIONAL = 1000  # requests that wait for the server before optional ones are dropped
 _BANNED = str.maketrans(dict.fromkeys("/%&<>", "-"))  # Prefect's names of deployments have none of these
-_UNFINISHED = ("PENDING", "RUNNING", "PAUSED")  # controls.py ends the runs that are to be cancelled
+
+Request = Callable[[PrefectClient], Awaitable[object]]
 
 
 def is_away(error: Exception) -> bool:
@@ -55,13 +53,13 @@ def is_away(error: Exception) -> bool:
 
 
 class PrefectConnection:
-    """Knows whether Prefect can be reached, and counts task runs and the operations that none shows."""
+    """Whether Prefect can be reached, and how many task runs and unshown operations there were."""
 
     def __init__(self, api_url: str, journal: str = "", title: str = "training runs") -> None:
         """Prefect is taken for reachable until `watch` finds otherwise.
 
         api_url: the Prefect API, empty for none. journal: the URL of the journal; `mark` is the tag that all flow runs
-        of its engines have. title: the name of the deployment in Prefect that training runs are of.
+        of its engines have. title: the name of the deployment in Prefect to which training runs belong.
         """
         self.api_url = api_url
         self._reachable = asyncio.Event()
@@ -72,7 +70,8 @@ class PrefectConnection:
         self.mark = "tinkerflow:" + hashlib.sha256(journal.encode()).hexdigest()[:8]
         self.title = title
         self._beside: set[asyncio.Task[object]] = set()
-        self._when_back: list[Callable[[], None]] = []
+        self._on_reachable: list[Callable[[], None]] = []
+        self._events = RequestQueue(self, "events")
 
     @contextmanager
     def settings(self, credential: str = "") -> Iterator[None]:
@@ -83,15 +82,13 @@ class PrefectConnection:
         credential: of the server that we start; empty: the environment names the server's. Our server has no CSRF
         tokens; for other servers each client requests one first, which takes 1 ms of CPU.
         """
-        for name in _SAID_BY_US:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
         logging.getLogger("prefect").setLevel(logging.WARNING)
         updates: dict[Any, Any] = {PREFECT_LOGGING_TO_API_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 1}
         if self.api_url:
             updates[PREFECT_API_URL] = self.api_url
         if credential:
             updates |= {PREFECT_API_AUTH_STRING: credential, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}
-        with temporary_settings(updates), _impatient_events(self.api_url):
+        with temporary_settings(updates):
             yield
 
     async def watch(self) -> None:
@@ -99,110 +96,127 @@ class PrefectConnection:
         async with httpx.AsyncClient(timeout=LATE_SECONDS) as client:
 
             async def check() -> None:
-                self.found(await is_healthy(client, self.api_url), "it does not answer")
+                self.note_reachable(await is_healthy(client, self.api_url), "it does not answer")
 
             await repeat(check, HEALTH_SECONDS, on=(), what="", log=log)
 
-    def found(self, reachable: bool, why: str) -> None:
-        """Prefect answered, or did not and `why`: whoever asked to hear that it is back is told."""
+    def note_reachable(self, reachable: bool, why: str) -> None:
+        """Prefect answered, or did not and `why`. Callbacks of `on_reachable` are called when it is back."""
         if self.reachable and not reachable:
             log.warning("Prefect at %s cannot be reached (%s): work goes on untracked", self.api_url, why)
         if not self.reachable and reachable:
             log.warning("Prefect at %s is back; %d operations went untracked", self.api_url, self.untracked)
             self._reachable.set()
-            for tell in list(self._when_back):
-                tell()
+            for callback in list(self._on_reachable):
+                callback()
         if not reachable:
             self._reachable.clear()
 
     @property
     def reachable(self) -> bool:
-        """Whether Prefect answered when it was last asked."""
+        """Whether Prefect answered the last request."""
         return self._reachable.is_set()
 
-    async def back(self) -> None:
+    async def wait_until_reachable(self) -> None:
         """Wait until Prefect can be reached."""
         await self._reachable.wait()
 
-    def when_back(self, tell: Callable[[], None]) -> None:
-        """Call `tell` whenever Prefect can be reached again, until `forget`."""
-        self._when_back.append(tell)
+    def on_reachable(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever Prefect can be reached again, until `forget`."""
+        self._on_reachable.append(callback)
 
-    def forget(self, tell: Callable[[], None]) -> None:
-        """Call `tell` no more."""
-        self._when_back.remove(tell)
+    def forget(self, callback: Callable[[], None]) -> None:
+        """Call `callback` no more."""
+        self._on_reachable.remove(callback)
 
-    def beside(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
-        """Do `work` beside everything else; `close` gives it END_SECONDS."""
+    def run_beside(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
+        """Run `work` beside everything else; `close` gives it END_SECONDS."""
         task = asyncio.create_task(work, name=name)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
         return task
 
-    async def reconcile(self) -> int:
-        """Say of the flow runs that an earlier engine of this deployment left behind that they crashed; how many."""
-        if not self.reachable:
-            return 0
-        left = FlowRunFilter.model_validate({"tags": {"all_": [self.mark]}, "state": {"type": {"any_": _UNFINISHED}}})
-        count = 0
-        try:
-            async with get_client() as client:
-                while runs := await client.read_flow_runs(flow_run_filter=left):  # a page of them
-                    for run in runs:
-                        state: State[None] = Crashed(message="the engine that ran this ended without a word")
-                        await client.set_flow_run_state(run.id, state, force=True)
-                    count += len(runs)
-        except Exception as error:  # noqa: BLE001  the picture may be wrong, the work goes on
-            self.found(False, f"{type(error).__name__}: {error}")
-        return count
-
-    def emit(
-        self,
-        event: str,
-        name: str,
-        of: str,
-        payload: Mapping[str, object],
-        *,
-        send: Callable[[dict[str, Any]], object] | None = None,
-        once: str = "",
-    ) -> None:
-        """Emit a Prefect event about the `of` that is called `name`, such as `tinkerflow.group.ended`; never waits.
-
-        event, name, of: of the event, and of the thing it is about. payload: its facts. send: sends it:
-        `FlowRunRecord.emit` adds the flow run, which automations can suspend or cancel. once: Prefect keeps one event
-        of each thing with this text.
-        """
+    def emit(self, event: Event) -> None:
+        """Send an event that is not about a flow run; never waits."""
         if self.api_url:
-            resource = {"prefect.resource.id": f"tinkerflow.{of}.{name}", "prefect.resource.name": name}
-            send = send or (lambda event: emit_event(**event))
-            key = uuid5(NAMESPACE_URL, f"{event}/{of}/{name}/{once}") if once else None
-            send({"event": event, "resource": resource, "payload": dict(payload), "id": key})
+            self._events.send(lambda client: send_event(client, event), optional=True)
 
     async def close(self) -> None:
-        """Give what was not sent yet END_SECONDS to be sent, requests and events alike."""
+        """Give requests that were not sent yet END_SECONDS to be sent."""
         if self._beside and self.reachable:
             await asyncio.wait(self._beside, timeout=END_SECONDS)
         late = tuple(self._beside)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
-        await cast(Awaitable[object], EventsWorker.drain_all(timeout=END_SECONDS))
 
 
-@contextmanager
-def _impatient_events(api_url: str) -> Iterator[None]:
-    """Let an event that cannot be sent fail at once; the client keeps it, and sends it when it is connected again.
+class RequestQueue:
+    """Requests to Prefect, which are sent in order, beside the work. Nothing waits for them.
 
-    By default Prefect tries for eight seconds for each, also when the process ends: 200 events keep it half an hour.
+    A request that does not reach the server is sent again when the server is back. A request that the server refuses,
+    or fails MOST_FAILURES times, is logged and skipped.
     """
-    if not api_url or emit_events_to_cloud():
-        yield
-        return
-    EventsWorker.set_client_override(PrefectEventsClient, api_url=api_url, reconnection_attempts=1)
-    try:
-        yield
-    finally:
-        EventsWorker.set_client_override(None)
+
+    def __init__(self, connection: PrefectConnection, name: str) -> None:
+        """No request waits. name: for log lines."""
+        self._connection = connection
+        self._name = name
+        self._requests: deque[Request] = deque()
+        self._sending: asyncio.Task[object] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request was sent."""
+        return self._sending is None
+
+    def send(self, request: Request, *, optional: bool = False) -> None:
+        """Send a request after those that wait; an optional one is dropped when MOST_OPTIONAL wait."""
+        if optional and len(self._requests) >= MOST_OPTIONAL:
+            return
+        self._requests.append(request)
+        if self._sending is None:
+            self._sending = self._connection.run_beside(self._send_all(), self._name)
+
+    async def _send_all(self) -> None:
+        failures = 0  # in a row
+        try:
+            while self._requests:
+                await self._connection.wait_until_reachable()
+                try:
+                    async with get_client() as client:
+                        while self._requests:
+                            await self._requests[0](client)
+                            self._requests.popleft()
+                            failures = 0
+                except Exception as error:  # noqa: BLE001  whatever Prefect raises, the work goes on
+                    why = f"{type(error).__name__}: {error}"
+                    failures += isinstance(error, httpx.HTTPStatusError)
+                    if is_away(error) and failures < MOST_FAILURES:
+                        self._connection.note_reachable(False, why)
+                    else:
+                        log.warning("%s: Prefect refused a request: %s", self._name, why)
+                        self._requests.popleft()
+                        failures = 0
+        finally:
+            self._sending = None
+
+
+def event_about(event: str, name: str, of: str, payload: Mapping[str, object], once: str = "") -> Event:
+    """A Prefect event. event: its name. name, of: the thing that it is about, and its kind. payload: its facts.
+
+    once: Prefect keeps one event of each thing with this text; empty: it keeps all.
+    """
+    resource = {"prefect.resource.id": f"tinkerflow.{of}.{name}", "prefect.resource.name": name}
+    values: dict[str, Any] = {"event": event, "resource": resource, "payload": dict(payload)}
+    if once:
+        values["id"] = uuid5(NAMESPACE_URL, f"{event}/{of}/{name}/{once}")
+    return Event.model_validate(values)
+
+
+async def send_event(client: PrefectClient, event: Event) -> None:
+    """Send one event by a request. Prefect's own way needs a thread, a websocket, and its private classes."""
+    await client.request("POST", "/events", json=[event.model_dump(mode="json")])
 
 
 @asynccontextmanager
@@ -227,7 +241,6 @@ async def open_prefect(settings: Settings, say: Callable[[str], None]) -> AsyncI
             connection = PrefectConnection(external, *names)
             stack.enter_context(connection.settings())
         stack.push_async_callback(connection.close)
-        await connection.reconcile()
         yield connection
 
 
@@ -239,7 +252,7 @@ async def _embedded_server(
     keeping = asyncio.create_task(_keep_server(settings, listener, connection, first), name="prefect server")
     try:
         if not await first:
-            connection.found(False, "the embedded server did not start")
+            connection.note_reachable(False, "the embedded server did not start")
         yield
     finally:
         keeping.cancel()
@@ -271,7 +284,7 @@ async def _keep_server(
             try:
                 ending = await server.ended()
                 log.error("the Prefect server %s: it is started again", ending)
-                connection.found(False, ending)
+                connection.note_reachable(False, ending)
                 steady = clock() - began > STEADY_SECONDS
             finally:
                 await server.stop()

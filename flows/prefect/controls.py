@@ -29,6 +29,7 @@ POLL_SECONDS = 2.0
 _ASKED = ("CANCELLING", "PAUSED", "SCHEDULED")
 PAUSED = "the run was paused in Prefect"
 CANCELLED = "the run was cancelled in Prefect"
+_UNCHANGED = "; Retry has changed nothing"
 
 
 class ControlsWatch:
@@ -75,17 +76,17 @@ class ControlsWatch:
                 log.info("model %s: %s", model_id, CANCELLED)
                 await self._controls.cancel(model_id, CANCELLED)
                 if not now_shown:  # otherwise the run itself says that it has ended
-                    await _say(client, run, Cancelled(message=CANCELLED))
+                    await _set_state(client, run, Cancelled(message=CANCELLED))
             case StateType.PAUSED if now_shown:
                 if _is_over(run.state):
-                    await _say(client, run, Running(message="its pause was over"))
+                    await _set_state(client, run, Running(message="its pause was over"))
                     await self._go_on(run.id, model_id)
                 elif not paused:
                     self._paused[run.id] = model_id
                     log.info("model %s: %s", model_id, PAUSED)
                     await self._controls.pause(model_id, f"{PAUSED} (flow run {run.name}); Resume lets it go on")
             case StateType.SCHEDULED if paused and now_shown:  # a suspended run that is resumed
-                await _say(client, run, Running(message="resumed"))
+                await _set_state(client, run, Running(message="resumed"))
                 await self._go_on(run.id, model_id)
             case StateType.SCHEDULED if not now_shown:
                 await self._retry(client, run, model_id)
@@ -98,8 +99,9 @@ class ControlsWatch:
         await self._controls.pause(model_id, None)
 
     async def _retry(self, client: PrefectClient, run: FlowRun, model_id: str) -> None:
+        """Take the model up again. Where Retry can do nothing, the run gets back the state that it had."""
         if (shown := self._controls.shown_in(model_id)) is not None:
-            await _say(client, run, Cancelled(message=f"the model is served already, in flow run {shown}"))
+            await _restore_state(client, run, f"the model is served already, in flow run {shown}")
             return
         state = run.state.id if run.state is not None else run.id
         if self._retried.get(run.id) == state:
@@ -108,7 +110,15 @@ class ControlsWatch:
             await self._controls.retry(model_id, run.id)
             self._retried[run.id] = state
         except UserError as error:
-            await _say(client, run, Failed(message=error.message))
+            await _restore_state(client, run, error.message)
+
+
+async def _restore_state(client: PrefectClient, run: FlowRun, why: str) -> None:
+    """Give the run the last final state that it had before Retry."""
+    final = [state for state in await client.read_flow_run_states(run.id) if state.is_final()]
+    last: State[Any] = max(final, key=lambda state: state.timestamp) if final else Failed()
+    message = f"{(last.message or str(last.name)).partition(_UNCHANGED)[0]}{_UNCHANGED}: {why}"
+    await _set_state(client, run, State(type=last.type, name=last.name, message=message))
 
 
 def _is_over(state: State[Any] | None) -> bool:
@@ -117,5 +127,5 @@ def _is_over(state: State[Any] | None) -> bool:
     return until is not None and until.timestamp() - time.time() < 2 * POLL_SECONDS
 
 
-async def _say(client: PrefectClient, run: FlowRun, state: State[Any]) -> None:
+async def _set_state(client: PrefectClient, run: FlowRun, state: State[Any]) -> None:
     await client.set_flow_run_state(run.id, state, force=True)

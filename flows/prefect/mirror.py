@@ -1,8 +1,8 @@
-"""The mirror: what the runners do, shown as flow runs and task runs. Nothing waits for it, and nothing depends on it.
+"""The mirror: shows the runners' work as flow runs and task runs. Nothing waits for it, and nothing depends on it.
 
-A runner tells its `RunMirror` what begins, what it waits for, and how it ends. The mirror alone decides which flow run
-and which task run show that: above a rate many operations share a task run (pacing.py), after MOST_TASK_RUNS task runs
-the story goes on in another flow run, and while Prefect is away operations are only counted.
+A training run is one flow run from its start to its end, also over restarts of the engine. A runner reports to its
+`RunMirror`, which alone decides which task run shows an operation: above a rate (pacing.py), and with the number of
+task runs (window.py), more operations share one. While Prefect is away, operations are only counted.
 """
 
 from __future__ import annotations
@@ -12,29 +12,34 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 from uuid import UUID
 
+from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import LogCreate
-from prefect.client.schemas.objects import State
-from prefect.states import Cancelled, Completed, Failed, Paused, Running
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pending, Running
 
 from tinkerflow.backend.core.clock import SystemClock
-from tinkerflow.backend.journal import Journal, Kind, Outcome, Trained
+from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.journal import Journal, Kind, ModelState, Outcome, Trained
 from tinkerflow.flows.observers import Batch, RunControls
-from tinkerflow.flows.prefect.connection import PrefectConnection
+from tinkerflow.flows.prefect.client import get_client
+from tinkerflow.flows.prefect.connection import PrefectConnection, event_about
 from tinkerflow.flows.prefect.controls import ControlsWatch
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, TaskRunRecord, sampling, training_run
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect.report import Drawing, RunReport
-from tinkerflow.flows.prefect.window import Window
+from tinkerflow.flows.prefect.window import Window, window_size, windows_of
 from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.execution.restore import Restored
 
-# Task runs of one flow run: with 500, its page takes more than six seconds to open (tests/benchmarks/RESULTS.md).
-MOST_TASK_RUNS = 150
 _LABEL = 60  # characters of a client's name for a run that the flow run's name shows
 _MOST_LINES = 200  # of logs that wait for a flow run
 _FINAL_STATES = {"Completed": Completed, "Failed": Failed, "Cancelled": Cancelled}
+_UNFINISHED = ("PENDING", "RUNNING", "PAUSED")  # controls.py ends the runs that are to be cancelled
+WAITING = "the engine is not executing the run now; it continues with its next request"
 
 
 class Mirror:
@@ -44,22 +49,20 @@ class Mirror:
         self,
         connection: PrefectConnection,
         pacing: Pacing,
-        most_task_runs: int = MOST_TASK_RUNS,
         journal: Journal | None = None,
         api_url: str = "",
         budget_tokens: int = 0,
     ) -> None:
         """Nothing is shown yet.
 
-        connection, pacing: to Prefect, and of task runs. most_task_runs: how many one flow run shows. journal: what
-        the artifacts of training runs are drawn from; None: they have none. api_url: where our console is.
-        budget_tokens: after how many training tokens of a run Prefect is told; 0: never.
+        connection, pacing: to Prefect, and of task runs. journal: for the artifacts of training runs, and the states of
+        runs that an earlier engine left; None: neither. api_url: of our console. budget_tokens: training tokens of a
+        run after which Prefect gets an event; 0: never.
         """
         self.connection = connection
         self._journal, self._api_url = journal, api_url
         self.budget_tokens = budget_tokens
         self.pacing = pacing
-        self.most_task_runs = most_task_runs
 
     @property
     def is_on(self) -> bool:
@@ -68,7 +71,45 @@ class Mirror:
 
     def emit(self, event: str, name: str, of: str = "base-model", **payload: object) -> None:
         """Emit a Prefect event about the `of` called `name`."""
-        self.connection.emit(event, name, of, payload)
+        self.connection.emit(event_about(event, name, of, payload))
+
+    async def reconcile(self) -> int:
+        """Give the flow runs that an earlier engine left unfinished their states in the journal; how many."""
+        if not self.connection.reachable:
+            return 0
+        tags, state = {"all_": [self.connection.mark]}, {"type": {"any_": _UNFINISHED}}
+        left = FlowRunFilter.model_validate({"tags": tags, "state": state})
+        runs: list[FlowRun] = []
+        try:
+            async with get_client() as client:
+                while page := await client.read_flow_runs(flow_run_filter=left, offset=len(runs)):
+                    runs += page
+                for run in runs:
+                    await self._reconcile_one(client, run)
+        except Exception as error:  # noqa: BLE001  the picture may be wrong, the work goes on
+            self.connection.note_reachable(False, f"{type(error).__name__}: {error}")
+        return len(runs)
+
+    async def _reconcile_one(self, client: PrefectClient, run: FlowRun) -> None:
+        state = await asyncio.to_thread(self._state_in_journal, str(run.parameters.get("model_id", "")))
+        paused = run.state is not None and run.state.type is StateType.PAUSED
+        if not (paused and state.type is StateType.PENDING):
+            await client.set_flow_run_state(run.id, state, force=True)
+
+    def _state_in_journal(self, model_id: str) -> State[Any]:
+        """The state of a run that no engine executes."""
+        if self._journal is None or not model_id:
+            return Crashed(message="the engine that ran this ended without a word")
+        try:
+            model = self._journal.models.get(model_id, None)
+        except NotFoundError as error:
+            return Crashed(message=error.message)
+        match model.state:
+            case ModelState.CREATING | ModelState.LIVE:
+                return Pending(name="Waiting", message=WAITING)
+            case ModelState.UNLOADED:
+                return Completed(message=f"unloaded: {model.detail}")
+        return Failed(message=f"{model.state}: {model.detail}")
 
     async def watch(self, controls: RunControls) -> None:
         """Watch Prefect's health, and obey the buttons of its UI, until cancelled; return if there is no Prefect."""
@@ -84,20 +125,22 @@ class Mirror:
         label: str = "",
         adopted: UUID | None = None,
         trained: Trained = Trained(),  # noqa: B008  it is frozen
+        steps: int = 0,
     ) -> list[RunMirror]:
         """The mirror of one model's training run; none without Prefect.
 
         model_id, base_model: of the run. label: the client's name for it. adopted: the flow run, which somebody has
-        retried, in which it continues. trained: the tokens on which the run was trained before.
+        retried, in which it continues. trained, steps: the tokens and optimizer steps that it was trained before.
         """
         if not self.is_on:
             return []
         parameters = {"model_id": model_id, "base_model": base_model}
         name = " ".join((last_part(base_model), *label[:_LABEL].split(), model_id))
-        heading = Heading(training_run, name, parameters, self._tags(base_model), deployed=True)
+        key = f"{self.connection.mark} {model_id}"
+        heading = Heading(training_run, name, parameters, self._tags(base_model), key, deployed=True)
         console = f"{self._api_url}/training_runs/{model_id}"
         drawing = None if self._journal is None else Drawing(self._journal, model_id, name, console)
-        return [RunMirror(self, heading, short_name(model_id), adopted, model_id, drawing, trained)]
+        return [RunMirror(self, heading, short_name(model_id), adopted, model_id, drawing, trained, steps)]
 
     def observe_sampling(self, base_model: str) -> list[RunMirror]:
         """The mirror of one base model's samples; none without Prefect."""
@@ -112,7 +155,7 @@ class Mirror:
 
 
 class RunMirror:
-    """One runner's story, in as many flow runs as it takes. Every method returns immediately."""
+    """One runner's work in one flow run. Every method returns immediately."""
 
     def __init__(
         self,
@@ -123,11 +166,12 @@ class RunMirror:
         model_id: str = "",
         drawing: Drawing | None = None,
         trained: Trained = Trained(),  # noqa: B008  it is frozen
+        steps: int = 0,
     ) -> None:
-        """The first flow run begins now, or as soon as Prefect is back and there is something to show.
+        """The flow run begins now, or as soon as Prefect is back and there is something to show.
 
-        mirror, heading: of the runner, and of its flow runs. short: what the names of task runs begin with. adopted:
-        the flow run to go on in. model_id, drawing, trained: of a training run, of its artifacts, and of its past.
+        mirror, heading: of the runner, and of its flow run. short: the beginning of task runs' names. adopted: the flow
+        run in which it continues. model_id, drawing, trained, steps: of a training run, its artifacts, and its past.
         """
         self._mirror = mirror
         self._connection = mirror.connection
@@ -135,20 +179,20 @@ class RunMirror:
         self._short = short
         self._flow_run: FlowRunRecord | None = None
         self._paused = False
-        self._window: Window | None = None  # a shared one
-        self._task_run: TaskRunRecord | None = None  # that shows the shared window
-        self._windows = 0
+        self._window: Window | None = None
+        self._task_run: TaskRunRecord | None = None  # shows the window
+        self._windows = windows_of(2 * steps)  # a step is two operations or more
         self._first_step = 0
         self._may_split = False
         self._operations = 0
-        self._lines: deque[LogCreate] = deque(maxlen=_MOST_LINES)  # for the first flow run, until there is one
+        self._lines: deque[LogCreate] = deque(maxlen=_MOST_LINES)  # for the flow run, until there is one
         self._model_id, self._drawing = model_id, drawing
         self._drawn = False
         self._draw_next: asyncio.TimerHandle | None = None
         if adopted is not None or self._connection.reachable:
             self._begin_flow_run(adopted)
-        self._report = RunReport(SystemClock(), self.log, self._tell, trained, mirror.budget_tokens)
-        self._connection.when_back(self._on_back)
+        self._report = RunReport(SystemClock(), self.log, self._emit, trained, mirror.budget_tokens)
+        self._connection.on_reachable(self._on_reachable)
 
     @property
     def flow_run(self) -> UUID | None:
@@ -163,22 +207,20 @@ class RunMirror:
             operation.answered.add_done_callback(self._answered)
         if not self._shows():
             return
-        pacing, window = self._mirror.pacing, self._window
-        if window is not None and self._may_split and pacing.seconds == 0:
+        window = self._window
+        if window is not None and self._may_split and window.full and self._mirror.pacing.seconds == 0:
             window.close()
-        if window is None or not window.open or window.full:
-            pacing.open()
+        if window is None or not window.open:
             self._first_step = batch.step
-            if pacing.sharing:
-                window = self._share(shared_name(self._short, batch.step), "steps")
-            else:
-                window = self._open(run_name(self._short, batch), kind_name(batch.kind))
-        for operation in operations:
-            window.add(operation)
-        if window is not self._window:
-            window.close()
+            shared = self._opens_shared()
+            name = shared_name(self._short, batch.step) if shared else run_name(self._short, batch)
+            window = self._open(name, "steps" if shared else kind_name(batch.kind), shared=shared)
         elif self._task_run is not None:
             self._task_run.name = shared_name(self._short, self._first_step, batch.step)
+        for operation in operations:
+            window.add(operation)
+        if self._window is None:
+            window.close()  # it shows this batch alone
         self._may_split = batch.ends_step
 
     def sampled(self, operation: Operation) -> None:
@@ -187,10 +229,8 @@ class RunMirror:
         if not self._shows():
             return
         window = self._window
-        if window is None or not window.open or window.full:
-            self._windows += 1
-            self._mirror.pacing.open()
-            window = self._share(f"{self._short}/sample-{self._windows:06d}", "sample")
+        if window is None or not window.open:
+            window = self._open(f"{self._short}/sample-{self._windows + 1:06d}", "sample", shared=True)
         window.add(operation)
 
     def paused(self, text: str | None) -> None:
@@ -198,7 +238,7 @@ class RunMirror:
         begins = text is not None and not self._paused
         self._paused = text is not None
         if begins and self._flow_run is None:
-            self._on_back()
+            self._on_reachable()
         elif begins and text:
             self._show(Paused(message=text))
 
@@ -216,8 +256,8 @@ class RunMirror:
         self.log(f"{text} ({restored.steps} optimizer steps) after {source}, in {seconds} s")
         for why in restored.unreadable:
             self.log(f"a newer snapshot cannot be read: {why}", logging.ERROR)
-            self._tell("tinkerflow.snapshot.unreadable", why=why)
-        self._tell(
+            self._emit("tinkerflow.snapshot.unreadable", why=why)
+        self._emit(
             "tinkerflow.model.restored",
             generation=generation,
             snapshot_at_request=None if snapshot is None else snapshot.seq_id,
@@ -241,16 +281,21 @@ class RunMirror:
             self._lines.append(line)
 
     def ended(self, state: str, text: str, *, over: bool = True) -> None:
-        """The runner has ended: `Completed`, `Failed` or `Cancelled`. over: no other engine takes its run up again."""
-        self._connection.forget(self._on_back)
+        """The runner has ended: `Completed`, `Failed` or `Cancelled`. over: no other engine continues its run."""
+        self._connection.forget(self._on_reachable)
         self._report.close()
-        self.log(
-            f"ended after {self._operations} operations: {text}", logging.ERROR if state == "Failed" else logging.INFO
-        )
+        level = logging.ERROR if state == "Failed" else logging.INFO
+        self.log(f"ended after {self._operations} operations: {text}", level)
+        continues = bool(self._model_id) and not over
         if self._model_id and over:
-            self._tell("tinkerflow.run.finished", state=state, why=text, operations=self._operations)
+            self._emit("tinkerflow.run.finished", state=state, why=text, operations=self._operations)
         self._draw()
-        self._finish(_FINAL_STATES[state](message=text))
+        waiting: State[Any] = Pending(name="Waiting", message=f"{text}: {WAITING}")
+        if self._window is not None:
+            self._window.close()
+        if self._flow_run is not None:
+            self._flow_run.finish(waiting if continues else _FINAL_STATES[state](message=text))
+        self._window = self._flow_run = self._task_run = None
 
     # ------------------------------------------------------------------ lines, events and artifacts
     def _answered(self, answered: asyncio.Task[Outcome | None]) -> None:
@@ -268,9 +313,10 @@ class RunMirror:
             self._drawn = True
             self._flow_run.draw(self._drawing)
 
-    def _tell(self, event: str, *, once: str = "", **payload: object) -> None:
-        emit = self._flow_run.emit if self._flow_run is not None else None
-        self._connection.emit(event, self._model_id, "model", payload, send=emit, once=once)
+    def _emit(self, name: str, *, once: str = "", **payload: object) -> None:
+        """Emit an event about the model. It is related to the flow run, which automations can suspend or cancel."""
+        emit = self._connection.emit if self._flow_run is None else self._flow_run.emit
+        emit(event_about(name, self._model_id, "model", payload, once))
 
     # ------------------------------------------------------------------ which flow run and which task run
     def _shows(self) -> bool:
@@ -288,7 +334,7 @@ class RunMirror:
             self._flow_run.log(self._lines.popleft())
         return self._flow_run
 
-    def _on_back(self) -> None:
+    def _on_reachable(self) -> None:
         """A paused run needs a flow run at once: its Resume button is the only way to let it go on."""
         if self._paused and self._flow_run is None and self._connection.reachable:
             self._begin_flow_run()
@@ -298,29 +344,20 @@ class RunMirror:
         if self._flow_run is not None:
             self._flow_run.show(state)
 
-    def _share(self, name: str, task: str) -> Window:
-        if self._window is not None:
-            self._window.close()
-        self._window = self._open(name, task, shared=True)
-        return self._window
+    def _opens_shared(self) -> bool:
+        """Whether the next task run shows more than one batch."""
+        return window_size(self._windows) > 1 or self._mirror.pacing.sharing
 
-    def _open(self, name: str, task: str, *, shared: bool = False) -> Window:
-        full = self._flow_run is not None and self._flow_run.task_runs >= self._mirror.most_task_runs
-        if full and not self._paused:  # a paused run stays in the flow run that has the Resume button
-            self._finish(Completed(message="it goes on in another flow run"))
+    def _open(self, name: str, task: str, *, shared: bool) -> Window:
+        """Open a task run. A shared one stays open for later operations."""
+        self._mirror.pacing.open()
         self._connection.tracked += 1
+        size = window_size(self._windows)
+        self._windows += 1
         task_run = (self._flow_run or self._begin_flow_run()).open_task_run(name, task)
-        if not shared:
-            return Window(task_run.end)
-        self._task_run = task_run
-        return Window(task_run.end, linger=lambda: self._mirror.pacing.seconds)
-
-    def _finish(self, state: State[None]) -> None:
-        if self._window is not None:
-            self._window.close()
-        if self._flow_run is not None:
-            self._flow_run.finish(state)
-        self._window = self._flow_run = self._task_run = None
+        window = Window(task_run.end, size, linger=lambda: self._mirror.pacing.seconds)
+        self._window, self._task_run = (window, task_run) if shared else (None, None)
+        return window
 
 
 def kind_name(kind: Kind) -> str:

@@ -14,9 +14,11 @@ import os
 import socket
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
+from packaging.version import Version
 
 from tinkerflow.backend.core.disk import make_folder
 from tinkerflow.backend.core.errors import ServerError
@@ -115,12 +117,22 @@ def server_environment(data_dir: Path, port: int, credential: str) -> dict[str, 
     return inherited | settings
 
 
+def check_versions(prefect: str = version("prefect"), sqlalchemy: str = version("sqlalchemy")) -> None:
+    """Raise ServerError for versions with which the server cannot schedule flow runs."""
+    if Version(sqlalchemy) >= Version("2.1") and Version(prefect) < Version("3.9.1"):
+        raise ServerError(
+            f"prefect {prefect} cannot schedule runs with SQLAlchemy {sqlalchemy}: install prefect 3.9.1 or newer, or "
+            "SQLAlchemy before 2.1"
+        )
+
+
 async def start_server(data_dir: Path, listener: socket.socket, public_url: str = "") -> PrefectServer:
     """A server that answers at `listener`, with its database, pages and log (prefect.log) in `data_dir`.
 
     listener: see `listen`. public_url: of a proxy that serves it to people, if there is one. ServerError when it ends,
-    or does not answer within START_SECONDS; the message holds the end of its log.
+    or does not answer within START_SECONDS; the message holds the end of its log. Also for wrong versions.
     """
+    check_versions()
     credential = make_credential(data_dir)
     make_folder(data_dir / "prefect" / "ui")
     log_file, port = data_dir / "logs" / "prefect.log", listener.getsockname()[1]

@@ -6,45 +6,67 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
+
 from tinkerflow.backend.journal import Outcome
 from tinkerflow.tasks.execution.operation import Operation
 
-MOST = 500  # operations of one task run
+# A run's page takes six seconds to open with 500 task runs (tests/benchmarks/RESULTS.md). So task runs show more and
+# more operations: five million operations of one run are 200 task runs.
+SINGLE = 60  # task runs of one batch each
+GROWTH = 1.1  # of the operations of each later task run
+
+
+def window_size(number: int) -> int:
+    """How many operations the run's window `number`, counted from 0, shows at least."""
+    return max(1, round(GROWTH ** (number - SINGLE)))
+
+
+def windows_of(operations: int) -> int:
+    """How many windows show so many operations."""
+    number = 0
+    while operations > 0:
+        operations -= window_size(number)
+        number += 1
+    return number
 
 
 class Window:
     """The operations that one task run shows. It ends when it is closed and they have ended."""
 
-    def __init__(self, on_end: Callable[[str, str], None], linger: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, on_end: Callable[[State[None]], None], size: int = 1, linger: Callable[[], float] = lambda: 0.0
+    ) -> None:
         """An open window that shows nothing yet.
 
-        on_end: called once with the final state of the task run (`Completed` or `Failed`) and a sentence about it.
-        linger: seconds that an idle window stays open for more operations, asked each time it becomes idle; None: the
-        window closes when it becomes idle.
+        on_end: called once with the final state of the task run. size: operations after which the window may close.
+        linger: seconds that a window of that size stays open for more operations when none of them is in flight.
         """
         self.open = True
         self._on_end = on_end
+        self._size = size
         self._linger = linger
-        self._following = 0
+        self._in_flight = 0
         self._kinds: Counter[str] = Counter()
         self._errors: list[str] = []
         self._idle: asyncio.TimerHandle | None = None
 
     @property
     def full(self) -> bool:
-        """Whether it shows as many operations as one task run may."""
-        return self._kinds.total() >= MOST
+        """Whether it shows as many operations as it should."""
+        return self._kinds.total() >= self._size
 
     def add(self, operation: Operation) -> None:
         """Show one more operation, while the window is open."""
         if self._idle is not None:
             self._idle.cancel()
         self._kinds[operation.request.kind] += 1
-        self._following += 1
+        self._in_flight += 1
         operation.answered.add_done_callback(self._ended)
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more operations."""
         if self._idle is not None:
             self._idle.cancel()
         if self.open:
@@ -52,7 +74,7 @@ class Window:
             self._end_if_over()
 
     def _ended(self, answered: asyncio.Task[Outcome | None]) -> None:
-        self._following -= 1
+        self._in_flight -= 1
         if answered.cancelled() or answered.exception() is not None:
             self._errors.append("not answered: the engine stopped")
         elif (outcome := answered.result()) is None:
@@ -61,15 +83,14 @@ class Window:
             self._errors.append(outcome.error)
         if not self.open:
             self._end_if_over()
-        elif not self._following:
-            seconds = max(self._linger(), 0.01) if self._linger is not None else 0.0
-            self._idle = asyncio.get_running_loop().call_later(seconds, self.close)
+        elif not self._in_flight and self.full:
+            self._idle = asyncio.get_running_loop().call_later(max(self._linger(), 0.01), self.close)
 
     def _end_if_over(self) -> None:
-        if self._following:
+        if self._in_flight:
             return
         text = ", ".join(f"{kind} x{count}" if count > 1 else kind for kind, count in self._kinds.items())
         if self._errors:
-            self._on_end("Failed", f"{text}; {len(self._errors)} failed: {self._errors[0]}")
+            self._on_end(Failed(message=f"{text}; {len(self._errors)} failed: {self._errors[0]}"))
         else:
-            self._on_end("Completed", text)
+            self._on_end(Completed(message=text))

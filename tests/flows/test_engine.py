@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prefect.events import Event
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.process_identity import is_alive
@@ -22,6 +23,7 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.engine import run_engine
 from tinkerflow.flows.prefect.connection import PrefectConnection
+from tinkerflow.flows.prefect.flow_run import FlowRunRecord
 
 HERE = Path(__file__).parent
 Engine = Callable[..., Any]
@@ -100,10 +102,12 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
 ) -> None:
     told: list[tuple[str, str, dict[str, Any]]] = []
 
-    def emit(_: PrefectConnection, event: str, name: str, of: str, payload: dict[str, Any], **__: object) -> None:
-        told.append((event, of, payload))
+    def emit(_: object, event: Event) -> None:
+        of = event.resource["prefect.resource.id"].split(".")[1]
+        told.append((event.event, of, event.payload))
 
     monkeypatch.setattr(PrefectConnection, "emit", emit)
+    monkeypatch.setattr(FlowRunRecord, "emit", emit)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")  # a server that is away
     async with engine(prefect="external") as journal:
         client = await connect(journal, base_model)

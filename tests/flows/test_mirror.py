@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
@@ -58,27 +57,9 @@ async def test_a_server_that_is_away_is_said_once_and_nothing_waits_for_it(caplo
         async with asyncio.timeout(60):
             while mirror.connection.reachable:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert await mirror.connection.reconcile() == 0
+        assert await mirror.reconcile() == 0
         await mirror.connection.close()
     assert len([r for r in caplog.records if "cannot be reached" in r.message]) == 1
-
-
-async def test_a_paused_run_goes_on_in_the_flow_run_that_has_the_resume_button() -> None:
-    connection = PrefectConnection(f"http://127.0.0.1:{free_port()}/api")
-    with connection.settings():
-        mirror = Mirror(connection, Pacing(1000.0, SystemClock()), most_task_runs=1)
-        (run,) = mirror.observe_training_run("sess-1234:train:0", "folder/unigram")
-        shown_in = []
-        for paused in ("somebody suspended it", "somebody suspended it", None):
-            run.paused(paused)
-            request = Pending("req", Kind.OPTIM_STEP, "o", "s", "m", None, 1, b"")
-            answered = asyncio.ensure_future(asyncio.sleep(0, request.done(b"{}", "json")))
-            run.started(Batch(Kind.OPTIM_STEP, (request,), 1), [Operation(request, cast(asyncio.Task[Any], answered))])
-            shown_in.append(run._flow_run)
-        assert shown_in[0] is shown_in[1] is not shown_in[2]
-        run.ended("Cancelled", "the engine was stopped")
-        connection.found(False, "it is away")
-        await connection.close()
 
 
 async def test_external_needs_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

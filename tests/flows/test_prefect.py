@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_server import prefect_http
 
@@ -26,6 +25,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.flows.dispatcher import Dispatcher, observed
 from tinkerflow.flows.groups import ServedModel
+from tinkerflow.flows.prefect import window
 from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.controls import CANCELLED
 from tinkerflow.flows.prefect.mirror import Mirror
@@ -87,8 +87,9 @@ def named(model: str) -> dict[str, Any]:
 class Runner:
     """A model's runner and its mirror, as the dispatcher puts them together."""
 
-    def __init__(self, context: Any, model: str, mirror: Mirror) -> None:
-        self.runner = ModelRunner(context, mirror.observe_training_run(model, BASE), SnapshotPolicy(50, 60.0), model, 0)
+    def __init__(self, context: Any, model: str, mirror: Mirror, steps: int = 0) -> None:
+        observers = mirror.observe_training_run(model, BASE, steps=steps)
+        self.runner = ModelRunner(context, observers, SnapshotPolicy(50, 60.0), model, steps)
         self.wake, self.stop = self.runner.wake, self.runner.stop
         self.serve = partial(observed, self.runner.serve, self.runner.observers)
 
@@ -180,38 +181,73 @@ async def test_samples_share_a_task_run(connection: PrefectConnection, context: 
     assert [(run["name"], run["state"]["message"]) for run in found] == [("unigram/sample-000001", "sample x3")]
 
 
-async def test_a_training_run_goes_on_in_another_flow_run_after_so_many_task_runs(
-    connection: PrefectConnection, context: Any, client: Any
+async def test_a_training_run_is_one_flow_run_over_all_engines(
+    connection: PrefectConnection, context: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(window, "SINGLE", 1)
+    monkeypatch.setattr(window, "GROWTH", 4.0)
     model, created = client.submit_create()
-    runner = Runner(context, model, Mirror(connection, Pacing(1000.0, SystemClock()), most_task_runs=2))
-    serving = asyncio.create_task(runner.serve())
-    await client.result(created)
-    for _ in range(3):
-        await client.result(submit_and_wake(client, runner, model))
-    runner.stop()
-    assert (await asyncio.wait_for(serving, 60)).why is Why.STOPPED
-    found = await runs(connection.api_url, "flow_runs", 2, **named(model))
-    said = sorted(run["state"]["message"] for run in found)
-    assert said == ["it goes on in another flow run", "the engine was stopped"]
-    ids = [run["id"] for run in found]
-    shown = await runs(connection.api_url, "task_runs", 4, flow_runs={"id": {"any_": ids}})
-    assert sorted(run["flow_run_id"] for run in shown) == sorted([*ids, *ids])
+    async with prefect_http(connection.api_url) as http:
+        for engine in range(2):
+            mirror = Mirror(connection, Pacing(1000.0, SystemClock()), journal=client.journal)
+            if engine:
+                assert await mirror.reconcile() >= 1
+            runner = Runner(context, model, mirror, steps=3 * engine)
+            serving = asyncio.create_task(runner.serve())
+            await client.result(created)
+            for _ in range(3):
+                await client.result(submit_and_wake(client, runner, model))
+            runner.stop()
+            assert (await asyncio.wait_for(serving, 60)).why is Why.STOPPED
+            run = await shown(http, model)
+            waiting = await in_state(http, run, "Waiting")
+            assert "continues with its next request" in waiting["message"]
+        runner = Runner(context, model, Mirror(connection, Pacing(1000.0, SystemClock())), steps=6)
+        client.journal.models.request_unload(model, "its session is over")
+        assert (await asyncio.wait_for(runner.serve(), 60)).why is Why.DONE
+        await in_state(http, run, "Completed")
+    assert len(await runs(connection.api_url, "flow_runs", 1, **named(model))) == 1
+    task_runs = await runs(connection.api_url, "task_runs", 5, flow_runs={"id": {"any_": [run["id"]]}})
+    names = sorted(run["name"].rsplit("/", 1)[-1] for run in task_runs)
+    assert names == ["create_model", "optim_step", "steps-000002-000003", "steps-000004-000006", "steps-000007-onwards"]
+    assert {run["state_type"] for run in task_runs} == {"COMPLETED"}
 
 
-async def test_what_an_earlier_engine_left_running_is_said_to_have_crashed(server: PrefectServer) -> None:
+async def test_runs_that_an_earlier_engine_left_get_their_states_in_the_journal(
+    server: PrefectServer, context: Any, client: Any
+) -> None:
     connection = PrefectConnection(server.access.api_url, "another deployment")
+    ended = {"unloaded": ModelState.UNLOADED, "failed": ModelState.FAILED, "live": None}
+    models = {name: await created_by_another_engine(context, client, number) for number, name in enumerate(ended)}
+    for name, state in ended.items():
+        if state is not None:
+            client.journal.models.end(models[name], state, f"it is {name}")
     with connection.settings(server.access.credential):
-        (left,) = Mirror(connection, Pacing(1000.0, SystemClock())).observe_training_run("left", BASE)
+        watching = asyncio.create_task(connection.watch())  # the server may refuse some of several requests
+        mirror = Mirror(connection, Pacing(1000.0, SystemClock()), journal=client.journal)
+        for model in (*models.values(), "unknown"):
+            mirror.observe_training_run(model, BASE)
+        mirror.observe_sampling(BASE)
         async with prefect_http(server.access.api_url) as http:
-            await in_state(http, await shown(http, "left"), "Running")
-        assert left.flow_run is not None
-        assert await PrefectConnection(server.access.api_url, "a third one").reconcile() == 0
-        assert await PrefectConnection(server.access.api_url, "another deployment").reconcile() == 1
-        (run,) = await runs(server.access.api_url, "flow_runs", 1, flow_runs={"name": {"any_": ["unigram left"]}})
-        state = State.model_validate(run["state"])
-        assert state.is_crashed() and "ended without a word" in str(state.message)
+            marked = {"flow_runs": {"tags": {"all_": [connection.mark]}}}
+            async with asyncio.timeout(120):
+                while len(found := await post(http, "/flow_runs/filter", json=marked)) < 5:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            for run in found:
+                await in_state(http, run, "Running")
+            other = Mirror(
+                PrefectConnection(server.access.api_url, "a third one"), mirror.pacing, journal=client.journal
+            )
+            assert await other.reconcile() == 0
+            assert await mirror.reconcile() == len(found)
+            found = await post(http, "/flow_runs/filter", json=marked)
+        watching.cancel()
         await connection.close()
+    states = {run["parameters"].get("model_id", "sampling"): run["state"] for run in found}
+    names = {"unloaded": "Completed", "failed": "Failed", "live": "Waiting"}
+    expected = {models[name]: state for name, state in names.items()} | {"unknown": "Crashed", "sampling": "Crashed"}
+    assert {name: state["name"] for name, state in states.items()} == expected
+    assert "it is failed" in states[models["failed"]]["message"]
 
 
 async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
@@ -275,8 +311,8 @@ async def test_the_end_of_a_group_and_the_recovery_are_seen(
             run = await shown(http, model)
             states = await ask(http, "GET", "/flow_run_states/", params={"flow_run_id": run["id"]})
             events = await post(http, "/events/filter", json={"filter": {"event": {"prefix": ["tinkerflow."]}}})
-            told = {event["event"]: event for event in events["events"]}
-            return [state["name"] for state in states], told
+            ours = [event for event in events["events"] if event["resource"]["prefect.resource.name"] in (model, BASE)]
+            return [state["name"] for state in states], {event["event"]: event for event in ours}
 
         expected = {"tinkerflow.group.ended", "tinkerflow.group.serves", "tinkerflow.model.restored"}
         async with prefect_http(connection.api_url) as http, asyncio.timeout(120):
@@ -319,19 +355,20 @@ async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
 async def test_what_began_untracked_gets_a_flow_run_when_prefect_is_back(
     connection: PrefectConnection, context: Any, client: Any
 ) -> None:
-    connection.found(False, "it is away")
+    connection.note_reachable(False, "it is away")
     model, created = client.submit_create()
     runner = Runner(context, model, Mirror(connection, Pacing(1000.0, SystemClock())))
     serving = asyncio.create_task(runner.serve())
     assert (await client.result(created)).error is None
     assert (connection.tracked, connection.untracked) == (0, 1)
-    connection.found(True, "")
+    connection.note_reachable(True, "")
     assert (await client.result(submit_and_wake(client, runner, model))).error is None
     runner.stop()
     assert (await asyncio.wait_for(serving, 60)).why is Why.STOPPED
     assert (connection.tracked, connection.untracked) == (1, 1)
-    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
-    assert flow_run["state_type"] == "CANCELLED" and flow_run["state"]["message"] == "the engine was stopped"
+    async with prefect_http(connection.api_url) as http:
+        state = await in_state(http, await shown(http, model), "Waiting")
+    assert state["message"].startswith("the engine was stopped: ")
 
 
 def submit_and_wake(client: Any, runner: Runner, model: str) -> str:
@@ -422,7 +459,11 @@ async def test_the_buttons_of_the_ui_are_obeyed(
         assert pool.names[-1] == "DropAdapter"
 
         await press(http, run, type="SCHEDULED", name="AwaitingRetry", message="Retry from the UI")
-        assert "nothing to go on with" in (await in_state(http, run, "Failed"))["message"]
+        async with asyncio.timeout(120):
+            state: dict[str, Any] = {}
+            while "Retry has changed nothing" not in state.get("message", ""):
+                state = await in_state(http, run, "Cancelled")
+        assert state["message"].startswith(CANCELLED) and "nothing to go on with" in state["message"]
 
 
 async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
@@ -445,8 +486,8 @@ async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
         await in_state(http, run, "Cancelled")
 
 
-async def created_by_another_engine(context: Any, client: Any) -> str:
-    model, created = client.submit_create()
+async def created_by_another_engine(context: Any, client: Any, number: int = 0) -> str:
+    model, created = client.submit_create(number)
     runner = Runner(context, model, Mirror(PrefectConnection(""), Pacing(1000.0, SystemClock())))
     serving = asyncio.create_task(runner.serve())
     await client.result(created)
@@ -464,7 +505,7 @@ async def test_the_logs_of_a_flow_run_tell_its_story(
         model = await restored_model(client, pool)
         dispatcher.stop()
     async with prefect_http(connection.api_url) as http, asyncio.timeout(120):
-        (run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
+        run = await shown(http, model)
         asked = {"logs": {"flow_run_id": {"any_": [run["id"]]}}, "sort": "TIMESTAMP_ASC"}
         lines: list[str] = []
         while not any(line.startswith("ended") for line in lines):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from prefect.events import Event
 from sqlalchemy.exc import OperationalError
 
 from tinkerflow.backend.core.errors import ServerError, StoreAwayError, StoreError
@@ -47,7 +48,7 @@ def serve(
         saves = Saves()
         own = replace(context, pool=pool, saves=saves, snapshots=Snapshots(saves))
         connection = PrefectConnection(prefect)
-        connection.found(False, "it is away")
+        connection.note_reachable(False, "it is away")
         if prefect:  # with an address, an event that finds no server would start one
             monkeypatch.setattr(connection, "emit", emit)
         shown = Mirror(connection, mirror.pacing)
@@ -473,8 +474,8 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
 ) -> None:
     told: dict[str, dict[str, Any]] = {}
 
-    def emit(event: str, _: str, of: str, payload: dict[str, Any], **__: object) -> None:
-        told[event] = payload
+    def emit(event: Event) -> None:
+        told[event.event] = event.payload
 
     times = 2 if older == "snapshot" else 1
     async with serve(pool, steps=3):
@@ -520,7 +521,7 @@ async def test_a_load_is_replayed_from_its_checkpoint_only_if_that_is_the_one_of
             await answers(client, [again])
         pool.die()
         if since == "overwritten":
-            assert "was replaced since" in (await client.result(client.optim_step(model))).error
+            assert "was replaced after it was loaded" in (await client.result(client.optim_step(model))).error
             return
         await answers(client, [client.forward_backward(model, [1], forward_only=True)])
         assert state(pool, model) == before
@@ -555,7 +556,7 @@ async def test_a_request_that_ends_groups_is_failed_by_name(serve: Any, client: 
         pool.poison = lambda command: isinstance(command, OptimStep) and command.params.learning_rate == 0.66
         requests = [client.optim_step(model, 0.66), client.optim_step(model, 0.1)]
         bad, good = await client.results(*requests)
-        assert "it is not tried again" in bad.error and bad.category == "server"
+        assert "is not retried" in bad.error and bad.category == "server"
         assert good.error is None
         assert pool.deaths == 2
         await answers(client, work(client, other, 1))
@@ -653,7 +654,7 @@ async def test_a_sample_that_ends_groups_takes_nobody_with_it(serve: Any, client
         pool.hold.set()
         results = await client.results(*samples)
         assert [result.error is None for result in results] == [True, False, True]
-        assert "it is not tried again" in results[1].error
+        assert "is not retried" in results[1].error
 
 
 async def test_clients_are_told_why_they_wait(serve: Any, client: Any, pool: Any, journal: Any, until: Any) -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 
+from prefect.client.schemas.objects import State
+
 from tinkerflow.backend.journal import Kind, Outcome, Pending
-from tinkerflow.flows.prefect.window import Window
+from tinkerflow.flows.prefect.window import SINGLE, Window, window_size, windows_of
 from tinkerflow.tasks.execution.operation import Operation
 
 
@@ -18,11 +20,11 @@ def operation(kind: Kind, until: asyncio.Event | None = None, error: str | None 
     return Operation(request, asyncio.create_task(perform()))
 
 
-class Ended(asyncio.Future[tuple[str, str]]):
+class Ended(asyncio.Future[tuple[str | None, str | None]]):
     """What a window ended with."""
 
-    def __call__(self, state: str, message: str) -> None:
-        self.set_result((state, message))
+    def __call__(self, state: State[None]) -> None:
+        self.set_result((state.name, state.message))
 
 
 async def test_a_window_ends_with_its_operations_and_says_what_they_were() -> None:
@@ -47,15 +49,26 @@ async def test_failures_are_shown() -> None:
 
 async def test_a_shared_window_waits_for_more_and_closes_itself_when_idle() -> None:
     linger, ended, go = 600.0, Ended(), asyncio.Event()
-    window = Window(ended, linger=lambda: linger)
-    first = operation(Kind.OPTIM_STEP)
-    window.add(first)
-    await first.answered
-    await asyncio.sleep(0)
-    assert window.open
+    window = Window(ended, size=3, linger=lambda: linger)
+    for full in (False, False, True):
+        shown = operation(Kind.OPTIM_STEP)
+        window.add(shown)
+        await shown.answered
+        await asyncio.sleep(0)
+        assert (window.open, window.full) == (True, full)
     linger = 0.01
     window.add(operation(Kind.OPTIM_STEP, go))
     assert window.open and not ended.done()
     go.set()
-    assert await ended == ("Completed", "optim_step x2")
+    assert await ended == ("Completed", "optim_step x4")
     assert not window.open
+
+
+def test_five_million_operations_are_two_hundred_task_runs() -> None:
+    sizes = [window_size(number) for number in range(250)]
+    assert sizes[: SINGLE + 1] == [1] * (SINGLE + 1) and sizes == sorted(sizes)
+    assert windows_of(0) == 0 and windows_of(1) == 1 and windows_of(SINGLE) == SINGLE
+    assert windows_of(5_000_000) <= 200
+    for operations in (7, 500, 12_345):
+        number = windows_of(operations)
+        assert sum(sizes[: number - 1]) < operations <= sum(sizes[:number])
