@@ -1,4 +1,4 @@
-"""Tasks: what is done. `operations` has a module per Tinker operation, `execution` what executes them.
+"""The work itself: a module for each Tinker operation in `operations`, and its execution in `execution`.
 
-`pipelines` has the steps of the fine-tuning pipelines. Nothing in the first two knows Prefect.
+`pipelines` has the steps of the fine-tuning pipelines. The other two folders do not depend on Prefect.
 """

@@ -2,8 +2,8 @@
 
 The weights of such a model wait in each worker's host memory while it is sampled, so requests for other models wait
 here. All requests stand in one queue, which owners share fairly (`FairQueue`, one request costs one). The first request
-waits until its weights fit, and later requests wait behind it, even if their weights are loaded already: otherwise a
-steady stream of requests for one model would starve the others.
+waits until its weights fit. Later requests wait behind it, even if their weights are loaded already. Otherwise a steady
+stream of requests for one model would starve the others.
 """
 
 from __future__ import annotations

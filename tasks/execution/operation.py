@@ -1,10 +1,10 @@
-"""One operation from its pending request to its answer in the journal, and what operations work with.
+"""One operation from its pending request to its answer in the journal, and the context that operations share.
 
-A request that ends worker groups is failed by name, instead of being tried for ever. Nothing is written before a
-command is sent: when a group ends, the engine notes what it was executing. A group that crashed blames the request; one
-that was killed from outside (SIGKILL, SIGSTOP) hardly does, so that takes more. Where several were being executed, as
-on GPUs, the first crash may blame the wrong one, and the next group takes them one by one (pool/group.py). A request
-for which the devices had no memory left would fail again, so it is not tried again.
+A request that repeatedly ends worker groups fails with an error that names it. When a group ends, the engine counts
+that for each request that the group was executing; nothing is written before a command is sent. A crash counts more
+than a kill from outside (SIGKILL, SIGSTOP), for which the request is rarely the cause. GPUs execute several requests at
+a time, so the first crash may blame the wrong request. The next group executes these requests one by one
+(pool/group.py). A request for which the devices had no memory left would fail again, so it is not retried.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ MOST_CRASHES = 2  # of worker groups that were executing a request
 MOST_DEATHS = 6  # crashes included
 _MOST = 64  # outcomes of one transaction
 Finish = Callable[[Sequence[Outcome]], object]
-INLINE_BYTES = 64 * 1024  # decoding so much takes less than a millisecond; a thread's round trip costs a third of one
+INLINE_BYTES = 64 * 1024  # decoded in less than 1 ms; the round trip of a thread takes a third of that
 
 
 @dataclass(frozen=True)
 class ExecutionContext:
-    """One base model: its worker group, what is in it, and the journal, store and clock that all base models share.
+    """One base model: its worker group, its saves and snapshots, and the journal, store and clock of all base models.
 
-    generation: the only worker group that may execute what is sent through this; None: whichever serves.
-    owner: the project whose share of training its commands take; "" where commands serve all projects.
-    most_drift: the mean `kl_sample_train` above which a forward_backward is logged, 0 = none. image_memory: quotas for
-    images in operations of models. full_models: the queue of samples of full-parameter models.
+    generation: of the only worker group that may execute these commands; None for any group that serves.
+    owner: the project whose share of training is charged; "" if the commands serve all projects.
+    most_drift: the mean `kl_sample_train` above which a forward_backward is logged; 0 for no limit. image_memory:
+    quotas for images in operations of models. full_models: the queue of samples of full-parameter models.
     """
 
     journal: Journal
@@ -98,15 +98,15 @@ class ExecutionContext:
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def bound_to(self, generation: int, owner: str = "") -> ExecutionContext:
-        """The same, for the worker group of this generation alone, with the context that fits its devices."""
+        """A copy for the worker group of this generation alone, with the context length that fits its devices."""
         return replace(self, generation=generation, owner=owner, card=self.card.served_by(self.pool.info))
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
-        """Start a command; of one adapter, those started earlier are executed earlier. The task holds its reply."""
+        """Start a command. Commands of one adapter are executed in this order. The task returns the reply."""
         return asyncio.create_task(self._reply(command, reply))
 
     async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """A journal method, in a thread that only such reads use; again and again while the database is away."""
+        """Call a journal method in a thread that only reads use. Retries while the database cannot be reached."""
 
         def ask() -> Awaitable[T]:
             return asyncio.get_running_loop().run_in_executor(self.readers, lambda: function(*args, **kwargs))
@@ -114,7 +114,7 @@ class ExecutionContext:
         return await retry(ask, on=AWAY, pauses=READ_PAUSES, what="the journal cannot be read", log=log)
 
     async def decode(self, size: int, function: Callable[[], T]) -> T:
-        """`function()`, which works on `size` bytes: in a thread when it would hold up the loop."""
+        """Call `function`, which works on `size` bytes: in a thread if it would block the event loop."""
         return function() if size <= INLINE_BYTES else await asyncio.to_thread(function)
 
     async def answer(self, outcome: Outcome) -> None:
@@ -140,11 +140,11 @@ class ExecutionContext:
 # ------------------------------------------------------------------ one operation
 @dataclass
 class Execution:
-    """One operation being executed: what was asked, its place in the order of its model, and what it has done so far.
+    """One operation that is being executed: its request, its place in the order of its model, and its progress.
 
-    copy: the state that a replay has copied for this save. as_of: in a replay, when the request was first answered:
-    checkpoints that were saved later do not exist for it. started_at: when its first command was sent. changed: a
-    command that changes the model was sent. then: what is left to do after the answer; it returns how the save ended.
+    copy: the state that a replay has copied for this save. as_of: in a replay, when the request was first answered;
+    checkpoints that were saved later are ignored. started_at: when its first command was sent. changed: a command that
+    changes the model was sent. then: called after the answer; it returns the final state of the save.
     """
 
     context: ExecutionContext
@@ -158,11 +158,11 @@ class Execution:
 
     @property
     def model_id(self) -> str:
-        """The model that the operation is of."""
+        """The operation's model."""
         return str(self.request.model_id)
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
-        """Start a command of this operation, in its slot. The task holds the reply."""
+        """Start a command of this operation, in its slot. The task returns the reply."""
         self.started_at = self.started_at or self.context.clock.now()
         self.changed |= isinstance(command, CreateAdapter | ImportAdapter | OptimStep) or (
             isinstance(command, Forward) and command.backward
@@ -175,7 +175,7 @@ Execute = Callable[[Execution], Awaitable[Outcome]]
 
 @dataclass(frozen=True)
 class OperationTable:
-    """What executes requests. execute: by kind of request. copy_state: copies the model's state for a save."""
+    """The functions that execute requests. execute: by kind of request. copy_state: copies a model's state to save."""
 
     execute: Mapping[Kind, Execute]
     copy_state: Callable[[Execution], Awaitable[AdapterState]]
@@ -183,9 +183,10 @@ class OperationTable:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation on its way; `answered` ends with its outcome when that is in the journal, and nothing left to do.
+    """An operation in flight.
 
-    None: its worker group ended first. It must be begun again.
+    answered: returns its outcome when the journal has it and the operation is finished. It returns None if the worker
+    group ended first. The operation must then start again.
     """
 
     request: Pending
@@ -193,9 +194,9 @@ class Operation:
 
 
 def begin(execute: Execute, execution: Execution, group: asyncio.TaskGroup) -> Operation:
-    """Start an operation with `execute`. Whatever happens to it becomes its outcome, and later operations go on.
+    """Start an operation with `execute`. Any error becomes its outcome, and later operations continue.
 
-    Only an answer that the journal does not take ends `group`.
+    `group` ends only if the journal refuses the answer.
     """
     request, work = execution.request, _perform(execute, execution)
     if request.trace is not None:
@@ -204,7 +205,7 @@ def begin(execute: Execute, execution: Execution, group: asyncio.TaskGroup) -> O
 
 
 async def _perform(execute: Execute, execution: Execution) -> Outcome | None:
-    """Execute, wait until every earlier operation is answered, answer, and do what is left."""
+    """Execute, wait until every earlier operation is answered, answer, and call `execution.then`."""
     request, slot = execution.request, execution.slot
     answered, stored = request.answered, SaveState.LOST
     try:
@@ -219,7 +220,7 @@ async def _perform(execute: Execute, execution: Execution) -> Outcome | None:
             except GroupFailedError as interrupted:
                 return await _interrupted(execution, interrupted)
             outcome = failure(request, error)
-            execution.changed &= not isinstance(error, AllocationError)  # which leaves all as it was
+            execution.changed &= not isinstance(error, AllocationError)  # an AllocationError changes nothing
         if not answered:
             replays = outcome.replays or execution.changed
             await execution.context.answer(replace(outcome, replays=replays, started_at=execution.started_at))
@@ -254,7 +255,7 @@ async def _interrupted(execution: Execution, error: GroupFailedError) -> Outcome
 def failure(request: Pending, error: Exception) -> Outcome:
     """The outcome of a request that ended with `error`, which is logged here and nowhere else.
 
-    Ours speak for themselves. Of others the client gets type and text; the trace is in the log.
+    The client gets the message of a TinkerflowError, and the type and text of any other error, whose trace is logged.
     """
     name = f"{request.kind} {request.id}" + (f" of {request.model_id}" if request.model_id else "")
     effects: tuple[Effect, ...] = ()
@@ -288,7 +289,7 @@ async def attribute_crash(
             request = by_id[request_id]
             text = (
                 f"{request.kind} was being executed when a worker group ended, {deaths} times "
-                f"({crashes} by a crash): it is not tried again. Last: {error.message}"
+                f"({crashes} by a crash), and is not retried. Last error: {error.message}"
             )
             log.error("request %s: %s", request_id, text)
             failed[request_id] = request.failed(text, "server")
@@ -297,9 +298,9 @@ async def attribute_crash(
 
 # ------------------------------------------------------------------ answers on their way into the journal
 class AnswerWriter:
-    """Writes outcomes in the order of `put`. Its thread is its own: no slow store or decoder delays an answer.
+    """Writes outcomes in the order of `put`. It has a thread, so that no slow store or decoder delays an answer.
 
-    A write takes about a millisecond; what comes meanwhile shares the next one, so many models cost few transactions.
+    A write takes about a millisecond. The outcomes that arrive during a write share the next transaction.
     """
 
     def __init__(self, finish: Finish, pauses: Sequence[float] = WRITE_PAUSES) -> None:
@@ -311,7 +312,7 @@ class AnswerWriter:
         self._writer: asyncio.Task[None] | None = None
 
     async def put(self, outcome: Outcome) -> None:
-        """Return when the outcome is in the journal. What AWAY names when the database stays away."""
+        """Return when the outcome is in the journal. Raises one of AWAY if the database stays away."""
         written = asyncio.get_running_loop().create_future()
         self._line.append((outcome, written))
         if self._writer is None:
@@ -333,7 +334,7 @@ class AnswerWriter:
             self._writer = None
 
     async def _write_batch(self, batch: list[tuple[Outcome, asyncio.Future[None]]]) -> None:
-        """Store all together. When the database refuses the content of one of them, the others must not suffer."""
+        """Store all in one transaction. If the database refuses the content of one, store each by itself."""
         together = await self._store([outcome for outcome, _ in batch])
         for outcome, written in batch:
             error = together
@@ -343,7 +344,7 @@ class AnswerWriter:
                 log.exception("the answer of request %s cannot be stored", outcome.request_id, exc_info=error)
                 text = f"the answer cannot be stored ({type(error).__name__}: {error})"
                 error = await self._store([replace(outcome, result=None, error=text, category="server", effects=())])
-            if written.done():  # whoever put it was cancelled
+            if written.done():  # the caller of `put` was cancelled
                 continue
             if error is None:
                 written.set_result(None)
@@ -351,13 +352,13 @@ class AnswerWriter:
                 written.set_exception(error)
 
     async def _store(self, outcomes: list[Outcome]) -> Exception | None:
-        """Why these cannot be stored; None when they are."""
+        """Store these outcomes. Returns the error if that fails."""
 
         def write() -> Awaitable[object]:
             return asyncio.get_running_loop().run_in_executor(self._thread, self._finish, outcomes)
 
         try:
             await retry(write, on=AWAY, pauses=self._pauses, what="the journal cannot be written", log=log)
-        except Exception as error:  # noqa: BLE001  whoever put them decides
+        except Exception as error:  # noqa: BLE001  the caller handles it
             return error
         return None

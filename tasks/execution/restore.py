@@ -1,9 +1,9 @@
-"""A live model made again in a worker group: a snapshot of it, and what was executed since, in order.
+"""The restoring of a live model in a worker group: a snapshot is loaded, and later requests are replayed in order.
 
-The newest snapshot that can be read is taken, of those after which the journal still has everything: the two newest,
-and the model's creation before there are two. One that cannot be read is forgotten once an older one can be, so that
-none that is recorded later counts on it; its files stay in the store, for people to look at (`tinkerflow checkpoint gc`
-removes them when the model has ended). A store that is away for some minutes is waited for.
+The newest readable snapshot is used. The journal keeps all requests after the two newest snapshots, or from the model's
+creation before there are two. Once an older snapshot was read, an unreadable one is forgotten, so that no later
+snapshot depends on it. Its files stay in the store for inspection, until the model has ended and `tinkerflow checkpoint
+gc` removes them. The restore waits some minutes for a store that is away.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from tinkerflow.tasks.execution.state_transfers import bring, record
 log = logging.getLogger(__name__)
 
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 20)  # seconds between attempts: a store is away, or memory is short
-_PAGE = 16  # requests replayed at once; their payloads are in memory
+_PAGE = 16  # requests that are replayed together; their payloads are in memory
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What it took: the snapshot (None: from the model's creation), and how much was replayed after it.
+    """How a model was restored.
 
-    steps: optimizer steps among the `requests`. last: the seq_id of the last of these, or of the snapshot. unreadable:
-    newer snapshots that could not be read, and why. copies: the states of saves that must be stored again, by request.
+    snapshot: None if the replay began with the model's creation. requests, steps: replayed requests, and the optimizer
+    steps among them. last: the seq_id of the last replayed request, or of the snapshot. seconds: of the whole restore.
+    unreadable: errors of newer snapshots. copies: states of saves that must be stored again, by request.
     """
 
     snapshot: SnapshotView | None
@@ -60,21 +61,21 @@ async def restore(
     operations: OperationTable,
     detached: Collection[str] = (),
 ) -> Restored:
-    """Make a live model in the worker group that `context` is bound to, as its answered requests have left it.
+    """Restore a live model to the state that its answered requests have left.
 
-    context: bound to that worker group. operations: execute the requests. detached: ids of saves that are being
-    written; other saves that are not answered, or not stored, are copied again.
+    context: bound to the worker group that gets the model. operations: execute the requests. detached: ids of saves
+    that are being written; other saves that are not answered, or not stored, are copied again.
 
-    GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored. Where the
-    devices have no memory left, as they had when it was first executed, it is tried again for some minutes.
+    Raises GroupFailedError when that group ends. Any other error explains why this model cannot be restored. While the
+    devices have no memory left, the restore is retried for some minutes.
     """
 
     async def attempt() -> Restored:
         try:
             return await _restore(context, model_id, operations, detached)
         except AllocationError as error:
-            await _tell(context, model_id, f"waiting for memory of the devices ({error})")
-            await context.send(DropAdapter(model_id), Done)  # others may need it to go on
+            await _note_progress(context, model_id, f"waiting for memory of the devices ({error})")
+            await context.send(DropAdapter(model_id), Done)  # other models may need the memory
             raise
 
     what = f"model {model_id} waits for memory of the devices"
@@ -105,18 +106,18 @@ async def _restore(
 
 
 async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView | None, tuple[str, ...]]:
-    """Put the newest snapshot that can be read into the group; which one, and what is wrong with newer ones."""
+    """Put the newest readable snapshot into the group. Returns it, and the errors of newer snapshots."""
     recovery, floor, unreadable = context.journal.recovery, -1, dict[str, str]()
     while True:
-        found = await context.read(recovery.restorable, model_id)
-        floor = max(floor, *(one.seq_id for one in found[1:]), -1)  # up to there requests may be gone
+        snapshots = await context.read(recovery.restorable, model_id)
+        floor = max(floor, *(view.seq_id for view in snapshots[1:]), -1)  # earlier requests may be deleted
         good: tuple[SnapshotView, AdapterState | StoredState, Saved] | None = None
-        for snapshot in (one for one in found if one.path not in unreadable and one.seq_id >= floor):
-            await _tell(context, model_id, "loading its snapshot")
+        for snapshot in (view for view in snapshots if view.path not in unreadable and view.seq_id >= floor):
+            await _note_progress(context, model_id, "loading its snapshot")
             try:
-                state, saved = await _read(context, model_id, snapshot.path)
+                state, saved = await _read_snapshot(context, model_id, snapshot.path)
             except StoreAwayError:
-                raise  # no snapshot is to be forgotten for that
+                raise  # the snapshot may be intact, so it is not forgotten
             except (StoreError, NotFoundError) as error:
                 log.error("the snapshot of model %s at request %d cannot be read: %s", model_id, snapshot.seq_id, error)
                 unreadable[snapshot.path] = str(error)
@@ -127,35 +128,37 @@ async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView 
             raise ServerError(
                 "none of its snapshots can be read: " + ("; ".join(unreadable.values()) or "none is left")
             )
-        if not (bad := [one.path for one in found if one.path in unreadable]):
+        if not (bad := [view.path for view in snapshots if view.path in unreadable]):
             if good is not None:
                 await context.send(ImportAdapter(model_id, good[1]), Done)
                 _compare_programs(context, model_id, good[2])
             return good[0] if good else None, tuple(unreadable.values())
-        for path in bad:  # and look again: one that was recorded before this has counted on them
+        for path in bad:  # then read the list again: a snapshot may have been recorded that depends on them
             await context.read(recovery.forget_snapshot, path)
 
 
 def _compare_programs(context: ExecutionContext, model_id: str, saved: Saved) -> None:
-    """Say so in the log where the snapshot was computed by other programs than those of this worker group."""
+    """Log a warning if the snapshot was computed by other programs than those of this worker group."""
     if saved.meta.programs not in ("", now := context.pool.info.programs):
         log.warning(
-            "model %s: its snapshot was computed by the programs %s, and this worker group has %s (another release, "
-            "device, flag or setting): what it computes from here on may differ in the last bits",
+            "the snapshot of model %s was computed by the programs %s, and this worker group has %s (another release, "
+            "device, flag or setting). Later results may differ in the last bits",
             model_id,
             saved.meta.programs,
             now,
         )
 
 
-async def _read(context: ExecutionContext, model_id: str, path: str) -> tuple[AdapterState | StoredState, Saved]:
-    """What the store has under `path`; a store that is away is asked again for some minutes."""
+async def _read_snapshot(
+    context: ExecutionContext, model_id: str, path: str
+) -> tuple[AdapterState | StoredState, Saved]:
+    """Read the state under `path`. Retries for some minutes while the store is away."""
 
     async def load() -> tuple[AdapterState | StoredState, Saved]:
         try:
             return await bring(context, model_id, path)
         except StoreAwayError as error:
-            await _tell(context, model_id, f"waiting for the store ({error})")
+            await _note_progress(context, model_id, f"waiting for the store ({error})")
             raise
 
     return await retry(load, on=StoreAwayError, pauses=_PAUSES, what=f"model {model_id} waits for the store", log=log)
@@ -166,12 +169,12 @@ async def _begins_with_creation(context: ExecutionContext, model_id: str) -> boo
     return bool(first) and first[0].request.seq_id == 0
 
 
-async def _tell(context: ExecutionContext, model_id: str, what: str) -> None:
-    await context.read(context.journal.models.note_progress, model_id, f"restoring model {model_id}: {what}")
+async def _note_progress(context: ExecutionContext, model_id: str, progress: str) -> None:
+    await context.read(context.journal.models.note_progress, model_id, f"restoring model {model_id}: {progress}")
 
 
 class _Replay:
-    """Executes again what came after request `after`; their answers are in the journal already, and stay."""
+    """Executes the requests after request `after` again. Their answers stay in the journal as they are."""
 
     def __init__(
         self,
@@ -190,23 +193,23 @@ class _Replay:
         self._detached = detached
 
     async def run(self, *, older: bool) -> None:
-        """Execute page by page; `older`: the newest snapshot could not be read, which people are told."""
+        """Execute the requests, page by page. older: the newest snapshot could not be read; the progress shows it."""
         context, recovery = self._context, self._context.journal.recovery
         total = await context.read(recovery.count_executed, self._model_id, self.after)
         why = " after an older snapshot: the newest cannot be read" if older else ""
         while page := await context.read(recovery.executed, self._model_id, self.after, _PAGE):
-            await _tell(context, self._model_id, f"replaying {self.requests} of {total}{why}")
-            await self._execute([one for one in page if one.request.id not in self._detached])
-            self.requests += sum(one.answered_at is not None for one in page)
-            self.steps += sum(one.request.kind == Kind.OPTIM_STEP for one in page)
+            await _note_progress(context, self._model_id, f"replaying {self.requests} of {total}{why}")
+            await self._execute([executed for executed in page if executed.request.id not in self._detached])
+            self.requests += sum(executed.answered_at is not None for executed in page)
+            self.steps += sum(executed.request.kind == Kind.OPTIM_STEP for executed in page)
             self.after = int(page[-1].request.seq_id or 0)
 
     async def _execute(self, page: Sequence[Executed]) -> None:
         sequencer = Sequencer(self._model_id, Saves())  # the replay detaches no saves, and waits for none
         running = []
-        for one in page:
-            execution = Execution(self._context, one.request, sequencer.slot(), as_of=one.answered_at)
-            running.append(asyncio.create_task(self._again(one, execution)))
+        for executed in page:
+            execution = Execution(self._context, executed.request, sequencer.slot(), as_of=executed.answered_at)
+            running.append(asyncio.create_task(self._execute_again(executed, execution)))
         try:
             for task in running:
                 await task
@@ -215,14 +218,14 @@ class _Replay:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _again(self, one: Executed, execution: Execution) -> None:
-        request = one.request
+    async def _execute_again(self, executed: Executed, execution: Execution) -> None:
+        request = executed.request
         try:
-            if one.answered_at is None or request.kind is Kind.SAVE_FOR_SAMPLER:
+            if executed.answered_at is None or request.kind is Kind.SAVE_FOR_SAMPLER:
                 self.copies[request.id] = await self._operations.copy_state(execution)
                 return
             outcome = await self._operations.execute[request.kind](execution)
-            if one.succeeded is False and outcome.error is None:  # the answer could not be stored, or came too late
+            if executed.succeeded is False and outcome.error is None:  # its answer was not stored, or came too late
                 log.error(
                     "%s (seq_id %s) of model %s is answered as failed, and succeeds when it is replayed",
                     request.kind,
@@ -230,12 +233,12 @@ class _Replay:
                     request.model_id,
                 )
             for effect in outcome.effects:
-                if isinstance(effect, SnapshotTaken):  # of a load, whose first one could not be read
+                if isinstance(effect, SnapshotTaken):  # of a load, whose first snapshot could not be read
                     await record(self._context, effect)
-        except (GroupFailedError, AllocationError):  # which says nothing about the request
+        except (GroupFailedError, AllocationError):  # not a failure of the request
             raise
         except TinkerflowError as error:
-            if one.succeeded or (one.succeeded is None and not isinstance(error, UserError)):
+            if executed.succeeded or (executed.succeeded is None and not isinstance(error, UserError)):
                 raise ServerError(f"the replay of {request.kind} (seq_id {request.seq_id}) failed: {error}") from error
         finally:
             await execution.slot.end()

@@ -1,9 +1,9 @@
 """The operations of one model overlap, but send their commands and are answered in the order of their sequence ids.
 
-Saves are the exception. Once its state is copied and every earlier operation is answered, a save is detached: later
-operations are answered while it is written. What depends on the stored state waits until the save has ended: a later
-save, a load, the end of the model, the record of a recovery snapshot. The life of a save, from the copy of its state to
-the store:
+Saves are the exception. A save is detached once its state is copied and every earlier operation is answered. Later
+operations are then answered while it is written. A later save, a load, the end of the model and the record of a
+recovery snapshot depend on the stored state, so they wait until the save has ended. The life of a save, from the copy
+of its state to the store:
 
                   every earlier operation is             the store
                   answered: later ones go first          has it
@@ -17,12 +17,11 @@ the store:
 
 - A save under a name is answered when it is STORED, in the same transaction as the checkpoint's row, or when it FAILED.
 - An unnamed save (a snapshot to sample from) is answered while it is COPYING, as soon as its weights are published in
-  the worker group: a sampler does not wait for the store. While a save of its model is RETRYING, it does wait, and
-  fails with the store. It is tried again until it is STORED or no sampler uses it.
-- An answered save that did not come to STORED keeps its entry: its weights must stay in the worker group. After a
-  restart the journal knows such saves (`Recovery.unstored`), and they begin again at COPYING.
-- A save that is STORING or RETRYING is detached: nothing that happens to the worker group touches it. Loads, later
-  saves, the end of the model and the record of a recovery snapshot wait for it.
+  the worker group. Samplers do not wait for the store, unless a save of the model is RETRYING: the save then fails if
+  the store fails. An answered save is retried until it is STORED or no sampler uses it.
+- An answered save that is not STORED keeps its entry, because its weights must stay in the worker group. After a
+  restart, `Recovery.unstored` of the journal lists such saves, and they begin again at COPYING.
+- A save that is STORING or RETRYING is detached, and does not depend on the worker group.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from types import TracebackType
 
 from tinkerflow.backend.core.errors import GroupFailedError
 
-MOST_DETACHED = 4  # saves of one model that are written at once: each holds a copy of the model
+MOST_DETACHED = 4  # saves of one model that are written at a time; each has a copy of the model in memory
 
 
 # ------------------------------------------------------------------ how far each save is
@@ -76,14 +75,14 @@ class Saves:
         return save
 
     def end(self, save: Save, state: SaveState, *, answered: bool) -> None:
-        """The save ended. answered: its client holds an answer, so it must be kept until the store has its weights."""
+        """Note that the save ended. answered: its client has an answer, so the save is kept until it is stored."""
         save.state = state
         if self._saves.get(save.request_id) is save and (state is SaveState.STORED or not answered):
             del self._saves[save.request_id]
         save.ended.set()
 
     def forget(self, model_id: str) -> None:
-        """Nobody serves the model any more."""
+        """Drop the saves of a model that is served no longer."""
         self._saves = {key: save for key, save in self._saves.items() if save.model_id != model_id}
 
     def is_unstored(self, request_id: str) -> bool:
@@ -91,33 +90,33 @@ class Saves:
         return request_id in self._saves
 
     def is_being_stored(self, request_id: str) -> bool:
-        """Whether this save is on its way to the store, whatever becomes of the worker group."""
+        """Whether this save is detached: it reaches the store even if the worker group ends."""
         save = self._saves.get(request_id)
         return save is not None and save.state in _DETACHED
 
     def detached(self, model_id: str) -> list[Save]:
-        """The model's saves that are on their way to the store, and hold up nobody; the oldest first."""
+        """The model's detached saves, the oldest first."""
         saves = [save for save in self._saves.values() if save.model_id == model_id and save.state in _DETACHED]
         return sorted(saves, key=lambda save: save.number)
 
     def store_fails(self, model_id: str) -> bool:
-        """Whether the store refused a save of the model, which is tried again."""
+        """Whether the store refused a save of the model that is now retried."""
         return any(save.state is SaveState.RETRYING for save in self.detached(model_id))
 
     def store_failed(self, request_id: str) -> None:
-        """The store refused a detached save, which is tried again."""
+        """Note that the store refused a detached save, which is retried."""
         self._saves[request_id].state = SaveState.RETRYING
 
     def store_works(self, model_id: str) -> None:
-        """The store took a save of the model: whatever is tried again is expected to be taken, too."""
+        """Note that the store accepted a save of the model, and is expected to accept those that are retried."""
         for save in self.detached(model_id):
             save.state = SaveState.STORING
 
 
-# ------------------------------------------------------------------ whose turn it is
+# ------------------------------------------------------------------ the order of operations
 @dataclass
-class _Line:
-    """Slots that follow each other. broken: one of them was interrupted, so no later one may be answered."""
+class _Sequence:
+    """Slots that follow each other. broken: a slot was interrupted, so no later slot may be answered."""
 
     broken: bool = False
 
@@ -129,7 +128,7 @@ class Sequencer:
         """No slot yet. saves: where the model's saves are listed."""
         self.model_id = model_id
         self.saves = saves
-        self.line = _Line()
+        self.sequence = _Sequence()
         self.last: Slot | None = None
         self._count = 0
 
@@ -140,8 +139,8 @@ class Sequencer:
         return self.last
 
     def restart(self) -> None:
-        """Begin anew after an interruption, when all slots have ended but those of detached saves."""
-        self.last, self.line = None, _Line()
+        """Start a new sequence after an interruption, when all slots except those of detached saves have ended."""
+        self.last, self.sequence = None, _Sequence()
 
 
 class Slot:
@@ -151,8 +150,8 @@ class Slot:
             reply = execution.send(command)
         ... await reply                     # meanwhile the next operation sends
 
-    `await slot.predecessors()` waits until every earlier operation is answered or detached. `end()` lets the later ones
-    go in any case; `detach()` lets them go although this save has not ended.
+    `await slot.predecessors()` waits until every earlier operation is answered or detached. `end()` releases the later
+    operations in any case. `detach()` releases them before this save has ended.
     """
 
     def __init__(self, sequencer: Sequencer, number: int, after: Slot | None, save_id: str | None) -> None:
@@ -162,7 +161,7 @@ class Slot:
         self.save: Save | None = None
         if save_id is not None:
             self.save = sequencer.saves.begin(save_id, sequencer.model_id, number)
-        self._line = sequencer.line
+        self._sequence = sequencer.sequence
         self._after = after
         self._sent = asyncio.Event()
         self._answered = asyncio.Event()
@@ -175,35 +174,35 @@ class Slot:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The next operation may send."""
+        """Let the next operation send."""
         self._sent.set()
 
     def interrupt(self) -> None:
-        """The worker group ended before this operation: no later one may be answered."""
-        self._line.broken = True
+        """Note that the worker group ended before this operation, so that no later operation is answered."""
+        self._sequence.broken = True
 
     @property
     def interrupted(self) -> bool:
-        """Whether this operation or another one of its line was interrupted."""
-        return self._line.broken
+        """Whether this operation or another one of its sequence was interrupted."""
+        return self._sequence.broken
 
     @property
     def detached(self) -> bool:
-        """Whether this is a save on its way to the store."""
+        """Whether this is a detached save."""
         return self.save is not None and self.save.state in _DETACHED
 
     async def predecessors(self) -> None:
-        """Wait until every earlier operation is answered or detached; GroupFailedError when one was interrupted.
+        """Wait until every earlier operation is answered or detached. GroupFailedError if one was interrupted.
 
-        A detached save has waited already. What happens to the other operations does not touch it.
+        A detached save has waited already, and interruptions of other operations do not affect it.
         """
         if self._after is not None:
             await self._after._answered.wait()
-        if self._line.broken and not self.detached:
+        if self._sequence.broken and not self.detached:
             raise GroupFailedError("an earlier operation was interrupted")
 
     async def detach(self) -> None:
-        """Let later operations go first: the save has sent all its commands. Waits while too many are detached."""
+        """Release later operations, once this save has sent all its commands. Waits while too many are detached."""
         assert self.save is not None, "only saves are detached"
         await self.predecessors()
         while len(detached := self._detached()) >= MOST_DETACHED:
@@ -217,20 +216,20 @@ class Slot:
         await self._answered.wait()
 
     async def earlier_saves(self) -> None:
-        """After `predecessors`: wait until every earlier save has ended, the detached ones too."""
+        """Wait until every earlier save has ended, detached saves included. Call `predecessors` first."""
         for save in self._detached():
             if save.number < self.number:
                 await save.ended.wait()
 
     async def end(self) -> None:
-        """Nothing more will be sent or answered: let the later operations go, in order."""
+        """Release the later operations, in order. This operation sends nothing more, and is answered or failed."""
         if self._after is not None:
             await self._after._sent.wait()
         self._sent.set()
         if self._after is not None:
             await self._after._answered.wait()
         self._answered.set()
-        self._after = None  # an answered operation must not keep all before it in memory
+        self._after = None  # otherwise an answered operation keeps all earlier slots in memory
 
     def _detached(self) -> list[Save]:
         return self.sequencer.saves.detached(self.sequencer.model_id)

@@ -1,11 +1,11 @@
 """How states get into a worker group and out of it: stored states, and recovery snapshots of models.
 
-Where every process reaches the store, each reads and writes its own part of a state, and the engine sends names. Where
-one does not (a local store, and workers on another host), the engine reads and writes whole states, which travel with
-commands. Which of the two it is, is asked here alone. What a process fails to read, the engine tries to read itself.
+If every process reaches the store, each reads and writes its own part of a state, and the engine sends names. If some
+process does not (a local store, and workers on another host), the engine reads and writes full states, which travel
+with commands. Only this module distinguishes the two cases. If a process fails to read a state, the engine tries to.
 
-Recovery snapshots are committed like checkpoints, of a kind of their own that clients never see. `__init__.py` says
-what they are for, and flows/runner.py when one is taken.
+Recovery snapshots are committed like checkpoints, under a kind that clients never see. Their purpose is in
+`__init__.py`; flows/runner.py decides when a snapshot is taken.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ log = logging.getLogger(__name__)
 async def bring(
     context: ExecutionContext, owner: str, path: str, *, optimizer: bool = True
 ) -> tuple[AdapterState | StoredState, Saved]:
-    """The state under `path` for an ImportAdapter of the adapter, or a LoadSnapshot of the snapshot, `owner`.
+    """Prepare the state under `path` for a command of this worker group. Returns the state and its commit.
 
-    Also its commit. context: bound to the worker group that gets it. optimizer: with the optimizer's moments.
-    NotFoundError when it is not in the store, StoreError names the damaged file, GroupFailedError: the group ended.
+    context: bound to the worker group. owner: the adapter of the ImportAdapter, or the snapshot of the LoadSnapshot,
+    that gets the state. optimizer: include the optimizer's moments. Raises NotFoundError when the store does not have
+    the state, StoreError when a file is damaged, and GroupFailedError when the group ended.
     """
     if not context.pool.reaches_store:
         return await asyncio.to_thread(context.store.load, path, optimizer=optimizer)
     state, saved = await asyncio.to_thread(context.store.stored, path, optimizer=optimizer)
     try:
         await context.pool.transfer(FetchState(owner, state), generation=context.generation)
-    except (StoreError, NotFoundError) as error:  # maybe only there: what the engine finds, counts
+    except (StoreError, NotFoundError) as error:  # perhaps only for that process: the engine's result decides
         log.warning("a worker process cannot read %s, so the engine does: %s", path, error)
         return await asyncio.to_thread(context.store.load, path, optimizer=optimizer)
     return state, saved
 
 
 async def load_snapshot(context: ExecutionContext, snapshot_id: str, path: str) -> SnapshotHeld:
-    """Make a sampling snapshot of the weights under `path`: what it takes. Errors are as in `bring`."""
+    """Load a sampling snapshot from `path`. Returns the memory that it takes. Raises the errors of `bring`."""
     state, _ = await bring(context, snapshot_id, path, optimizer=False)
     return await context.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)
 
@@ -72,9 +73,9 @@ async def drop_surplus_full_models(context: ExecutionContext, *, coming: bool) -
 
 
 async def drop(context: ExecutionContext, snapshot_ids: Sequence[str]) -> None:
-    """Send all before anything else happens: whoever loads one again does so after it was dropped.
+    """Drop snapshots. All commands are sent before this awaits, so that a later load comes after them.
 
-    context: bound to the group that holds them.
+    context: bound to the group that holds the snapshots.
     """
     for snapshot_id in snapshot_ids:
         context.snapshots.dropped(snapshot_id)
@@ -83,7 +84,7 @@ async def drop(context: ExecutionContext, snapshot_ids: Sequence[str]) -> None:
 
 # ------------------------------------------------------------------ recovery snapshots
 class Copy:
-    """A copy of a model that becomes a recovery snapshot: begun in its slot, committed later."""
+    """A copy of a model that becomes a recovery snapshot. The copy begins in its slot, and is committed later."""
 
     def __init__(self, context: ExecutionContext, model_id: str, name: str) -> None:
         """Begin to copy. name: of the snapshot, new each time."""
@@ -95,7 +96,7 @@ class Copy:
         )
 
     async def commit(self, meta: CheckpointMeta) -> Saved:
-        """Write what was copied, and commit it; StoreError: the store fails; GroupFailedError: the group ends."""
+        """Write and commit the copy. StoreError if the store fails, GroupFailedError if the group ends."""
         state, context, store = await self.copied, self._context, self._context.store
         if isinstance(state, AdapterState):
             return await asyncio.to_thread(store.save, self._model_id, RECOVERY, self._name, state, meta)
@@ -109,7 +110,7 @@ class Copy:
 
 
 async def take_snapshot(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot) -> SnapshotTaken | None:
-    """Take a snapshot of the model at this slot. A failure is logged, and costs a longer replay."""
+    """Take a snapshot of the model at this slot. A failure is logged; the next replay is then longer."""
     began = context.clock.monotonic()
     try:
         try:
@@ -141,10 +142,10 @@ async def take_snapshot(context: ExecutionContext, model_id: str, seq_id: int, s
 
 
 async def commit(execution: Execution, state: AdapterState, snapshot_id: str | None = None) -> SnapshotTaken:
-    """Write `state` in a thread, as the operation's model after this operation; the record for the journal.
+    """Write `state` in a thread, as the state of the model after this operation. Returns the record for the journal.
 
-    The name is new each time: an engine that was fenced off meanwhile cannot get in the way. snapshot_id: see
-    SnapshotTaken. StoreError when the store fails.
+    Each commit has a new name, so that an engine that was fenced off cannot interfere. snapshot_id: see SnapshotTaken.
+    StoreError when the store fails.
     """
     context, model_id, seq_id = execution.context, execution.model_id, execution.request.seq_id or 0
     name, meta = new_id(f"seq-{seq_id}"), meta_of(context, execution.request.owner, snapshot_id or "")
@@ -153,7 +154,7 @@ async def commit(execution: Execution, state: AdapterState, snapshot_id: str | N
 
 
 def meta_of(context: ExecutionContext, owner: str, request_id: str = "") -> CheckpointMeta:
-    """What a commit says of a state of the worker group that serves now."""
+    """The metadata of a commit of a state of the worker group that serves now."""
     return CheckpointMeta(
         base_model=context.card.name,
         owner=owner,
@@ -164,7 +165,7 @@ def meta_of(context: ExecutionContext, owner: str, request_id: str = "") -> Chec
 
 
 async def record(context: ExecutionContext, taken: SnapshotTaken) -> bool:
-    """Let the journal know of what was committed; False when it must not be used, and then it is deleted."""
+    """Record a commit in the journal. Deletes it and returns False when it must not be used."""
     if await context.read(context.journal.recovery.snapshot_taken, taken):
         return True
     await asyncio.to_thread(context.store.delete, taken.path)

@@ -24,5 +24,5 @@ async def execute(execution: Execution) -> Outcome:
 
 
 def spec_of(model: ModelView | CheckpointView) -> LoraSpec:
-    """The shape of a model's adapter, or of a checkpoint's, as its row has it."""
+    """The shape of the adapter that the row of a model or checkpoint describes."""
     return LoraSpec(model.rank, model.train_attn, model.train_mlp, model.train_unembed, model.expert_rank)

@@ -1,4 +1,4 @@
-"""forward and forward_backward: logprobs and loss, and gradients where asked for."""
+"""forward and forward_backward: logprobs and loss; forward_backward also accumulates gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 async def execute(execution: Execution) -> Outcome:
-    """Check the data, run it through the model, answer with one record per datum and the sum of the loss.
+    """Check the data, run it through the model, and answer with one record per datum and the sum of the loss.
 
-    What the loss refers to by id (a traced loss, sampled sequences) must be of the same session.
+    A traced loss or sampled sequences that the request refers to by id must belong to the same session.
     """
     context, request = execution.context, execution.request
     card, size = context.card, len(request.payload)
@@ -50,7 +50,7 @@ async def execute(execution: Execution) -> Outcome:
     else:
         pixels = processor.bytes_of(read.image_tokens or 0)
         async with AsyncExitStack() as held:
-            async with execution.slot:  # no later operation of the model may take the room that this one waits for
+            async with execution.slot:  # no later operation of the model may take the quota that this one waits for
                 decoding = await held.enter_async_context(context.image_memory.reserve(request.owner, pixels))
                 async with decoding:
                     command = await context.decode(INLINE_BYTES + 1, decode)
@@ -63,11 +63,11 @@ async def execute(execution: Execution) -> Outcome:
 
     answer, drift = await context.decode(sum(array.nbytes for array in result.logprobs), encode)
     if 0 < context.most_drift < drift.get(KL_MEAN, 0.0):
-        found = ", ".join(f"{name} {value:.3g}" for name, value in drift.items())
+        metrics = ", ".join(f"{name} {value:.3g}" for name, value in drift.items())
         log.warning(
             "model %s trains on samples of another policy, of older weights or computed differently: %s",
             execution.model_id,
-            found,
+            metrics,
         )
     tokens = sum(len(example.tokens_T) for example in command.examples)
     effects: list[Effect] = [Used(request.session_id, card.name, UsageKind.TRAINING, tokens)]

@@ -1,4 +1,4 @@
-"""load_weights in both forms: into a model that exists, and as the beginning of a new one."""
+"""load_weights in both forms: into a model that exists, and as the beginning of a new model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tinkerflow.tasks.operations.create_model import spec_of
 
 
 async def execute(execution: Execution) -> Outcome:
-    """Replace the model's weights by a checkpoint's, of the same base model and shape; or make a model from one.
+    """Replace the model's weights by those of a checkpoint of the same base model and shape, or make a model from it.
 
-    The rank of experts may differ, as that of a checkpoint from before it was divided does: the checkpoint's is kept.
-    A new model (create-via-load) has the checkpoint's shape.
+    The rank of experts may differ, as in old checkpoints, in which it was not divided. The model then gets the
+    checkpoint's. A new model (create-via-load) gets the checkpoint's shape.
     """
     context, request, model_id = execution.context, execution.request, execution.model_id
     creates = request.kind is Kind.LOAD_MODEL
@@ -29,25 +29,25 @@ async def execute(execution: Execution) -> Outcome:
             context.read(context.journal.models.get, model_id, None),
             check_readable(context, request.owner, wanted.path, wanted.access),
         )
-        held = spec_of(row)  # before the state is read: all parameters are many bytes for the model of an adapter
-        if not creates and replace(held, expert_rank=model.expert_rank) != spec_of(model):
-            raise UserError(f"path {wanted.path!r}: it holds {held}, but model {model_id} has {spec_of(model)}")
+        spec = spec_of(row)  # checked before the state is read: a full-parameter state is large
+        if not creates and replace(spec, expert_rank=model.expert_rank) != spec_of(model):
+            raise UserError(f"path {wanted.path!r} holds {spec}, but model {model_id} has {spec_of(model)}")
         state = await _load(execution, wanted)
         reply = execution.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
     taken = await commit(execution, state)
     await execution.slot.predecessors()
-    # A replay begins with this snapshot: it must pass no save that is still to be answered.
+    # A replay begins with this snapshot, so every earlier save must be answered.
     await execution.slot.earlier_saves()
     live = ModelLive(model_id, state.step, **asdict(state.spec))  # the model's row as the checkpoint has it
     return request.done(encode_loaded(model_id, wanted.path), "json", live, taken)
 
 
 def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:
-    """The state with the optimizer that the model's row has; UserError when it is another's that is to be restored."""
+    """The state with the optimizer of the model's row. UserError if it holds moments of another optimizer."""
     if state.moments and state.optimizer != model.optimizer:
         raise UserError(
-            f"path {path!r}: it holds the state of {state.optimizer}, but model {model.id} was made with "
+            f"path {path!r} holds the state of {state.optimizer}, but model {model.id} was made with "
             f"{model.optimizer}; load it with optimizer false"
         )
     return state.copy_with(optimizer=model.optimizer)
@@ -56,15 +56,15 @@ def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:
 async def _load(execution: Execution, wanted: LoadWeights | LoadModel) -> AdapterState:
     state, saved = await read_checkpoint(execution.context, wanted.path, optimizer=wanted.optimizer)
     if execution.as_of is not None and saved.created_at > execution.as_of:
-        raise NotFoundError(f"path {wanted.path!r}: what was loaded from it was replaced since")
+        raise NotFoundError(f"path {wanted.path!r}: the checkpoint was replaced after it was loaded")
     return state
 
 
 async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bool) -> tuple[AdapterState, Saved]:
-    """The state of a checkpoint that is readable (`check_readable`), and what the store knows of it.
+    """The state and the commit of a checkpoint that passed `check_readable`.
 
-    optimizer: with the optimizer's moments; without them its step is 0, and the optimizer starts fresh. NotFoundError
-    when the store has it no longer, UserError when it holds no moments.
+    optimizer: include the optimizer's moments. Without them, the step is 0 and the optimizer starts fresh. Raises
+    NotFoundError when the store has the checkpoint no longer, and UserError when it has no moments.
     """
     try:
         state, saved = await asyncio.to_thread(context.store.load, path)
@@ -73,18 +73,18 @@ async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bo
     if not optimizer:
         return state.copy_with(moments={}, step=0), saved
     if not state.moments:
-        raise UserError(f"path {path!r}: it holds no optimizer state; load it with optimizer false")
+        raise UserError(f"path {path!r} holds no optimizer state; load it with optimizer false")
     return state, saved
 
 
 async def check_readable(context: ExecutionContext, owner: str, path: str, access: str | None = None) -> CheckpointView:
-    """Its row; NotFoundError or UserError when `owner` may not load that checkpoint, or it is of another base model."""
+    """The checkpoint's row. NotFoundError or UserError if `owner` may not load it, or its base model is another one."""
     row = await context.read(context.journal.checkpoints.get, path, owner, access=access)
     if row.base_model != context.card.name:
-        raise UserError(f"path {path!r}: it belongs to base model {row.base_model!r}, not {context.card.name!r}")
+        raise UserError(f"path {path!r} belongs to base model {row.base_model!r}, not {context.card.name!r}")
     return row
 
 
 def gone(path: str) -> NotFoundError:
-    """The error for a checkpoint that the journal knows, and the store does not."""
-    return NotFoundError(f"path {path!r}: the store has it no longer")
+    """The error for a checkpoint that has a row in the journal, and is not in the store."""
+    return NotFoundError(f"path {path!r}: the store has this checkpoint no longer")

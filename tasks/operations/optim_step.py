@@ -1,4 +1,4 @@
-"""optim_step: one step of the model's optimizer with the gradients accumulated so far."""
+"""optim_step: a step of the model's optimizer with the accumulated gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tinkerflow.tasks.execution.operation import Execution
 
 
 async def execute(execution: Execution) -> Outcome:
-    """Make the step and note in the model's row where it stands."""
+    """Make the step, and store its number in the model's row."""
     request, model_id = execution.request, execution.model_id
     params = OptimStepBody.decode(request.payload).params
     async with execution.slot:

@@ -67,9 +67,9 @@ class _Sample:
     The body itself is not kept: its prompt is a list of 36 bytes for each token.
 
     prompt: number of tokens. targets: its target_prompt_logprobs. records: whether its sequences are recorded. ended:
-    gets its outcome; None before it waits for the decode batch. joined: when it joined the batch. cancelled: it was
-    answered meanwhile, because its client or its session ended. is_separate: it waits or waited for its own project's
-    earlier requests, and does not count among the requests that may wait.
+    gets its outcome; None before it waits for the decode batch. joined: when it joined the batch. cancelled: whether
+    the request was answered early, because its client or session ended. is_separate: whether it has waited for its own
+    project's earlier requests. Such a request does not count among the requests that may wait.
     """
 
     request: Pending
@@ -153,7 +153,7 @@ class SampleRequests:
         return sample.task
 
     def cancel(self, request_id: str) -> None:
-        """The request was answered meanwhile, because its client or session ended: the next step frees its slot."""
+        """Note that the request was answered early: its client or session ended. The next step frees its slot."""
         if (sample := self._samples.get(request_id)) is not None:
             sample.cancelled = True
             self.batch.remove(sample)
@@ -254,7 +254,8 @@ class _SampleOperation:
                 blank=blank,
             )
 
-        # Checking a grammar takes longer than its size suggests: never on the loop. Its name may contain escapes.
+        # A check of a grammar takes longer than its size suggests, so it never runs in the event loop. The key
+        # "constraint" may be written with escapes.
         slow = not blank or b'"constraint"' in payload or b"\\" in payload
         return await self._context.decode(INLINE_BYTES + 1 if slow else len(payload), parse)
 
@@ -283,7 +284,7 @@ class _SampleOperation:
             loaded = await _load_unless_there(self._context, sampler, snapshot)
             if (held := snapshots.held(snapshot)) is not None and held.on_host:
                 self._context.full_models.loaded(held.host_bytes or 0)
-            # Nothing is awaited from here until it waits for its slot: a group that ends gives it back.
+            # Nothing is awaited before it waits in the batch, so that it is given back if the group ends.
             outcome = await self._batch.decode(self._sample, replace(command, snapshot_id=snapshot))
             return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))
 
@@ -300,7 +301,7 @@ class DecodeBatch:
         self._admit: list[SampleRequest] = []  # they join with the next step
         self._cancel: list[str] = []  # they leave with the next step
         self._decoding: set[str] = set()  # in the batch
-        self._suspects: set[str] = set()  # a group ended with them: they are decoded alone until they are answered
+        self._suspects: set[str] = set()  # a group crashed with them; they are decoded alone until they are answered
         self._has_work = asyncio.Event()
         self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
         self._streaming: asyncio.Task[None] | None = None
@@ -338,7 +339,7 @@ class DecodeBatch:
         self._has_work.set()
 
     def clear_of_suspicion(self, request_id: str) -> None:
-        """The request was answered: it did not end its worker group."""
+        """Note that the request was answered, so it did not end its worker group."""
         self._suspects.discard(request_id)
 
     async def _step(self) -> None:
@@ -404,7 +405,7 @@ class DecodeBatch:
             sample.end(failed[sample.request.id])
         self._give_back(error)
         generation = await self.context.pool.serving()
-        self._give_back(error)  # also requests that came meanwhile, and rely on what the group held
+        self._give_back(error)  # also later requests, which depend on snapshots that the group held
         self.context = self.context.bound_to(generation)
 
     def _give_back(self, error: GroupFailedError) -> None:
@@ -426,7 +427,7 @@ class DecodeBatch:
             try:
                 await asyncio.to_thread(self.context.journal.streams.write, tokens)
             except (ServerError, *AWAY):
-                # Nothing is lost: listeners get the rest with the result.
+                # Listeners get the rest with the result.
                 log.warning("tokens of %d samples were not streamed: the journal is away", len(tokens), exc_info=True)
 
 
@@ -470,7 +471,7 @@ def _cancelled(request: Pending) -> Outcome:
 
 
 async def _load_published(context: ExecutionContext, snapshot_id: str) -> SnapshotHeld:
-    """Load the weights that an unnamed save has committed, or will: the group that they were published in has ended."""
+    """Load the weights of an unnamed save, once they are committed. The group where they were published has ended."""
     missed = None
     while True:
         path = await _path_of_published(context, snapshot_id)
@@ -479,14 +480,14 @@ async def _load_published(context: ExecutionContext, snapshot_id: str) -> Snapsh
         except NotFoundError:
             if path == missed:
                 raise
-            missed = path  # a later inflight save may have replaced it: read its path again
+            missed = path  # a later inflight save may have replaced it, so read the path again
 
 
 async def _path_of_published(context: ExecutionContext, snapshot_id: str) -> str:
-    """The path of an unnamed save's weights, once they are committed; StateLostError when they never will be."""
+    """The path of an unnamed save's weights, once they are committed. StateLostError if they are lost."""
     recovery = context.journal.recovery
     while True:
-        # In this order: a save that is not coming any more is stored by then, or lost.
+        # The order matters: a save that is not being stored here is stored or lost before the next read.
         coming = context.saves.is_being_stored(snapshot_id) or await context.read(recovery.is_unstored, snapshot_id)
         if (stored := await context.read(recovery.sampler_snapshot, snapshot_id)) is not None:
             return stored.path

@@ -1,19 +1,19 @@
 """The saves: save_weights, save_weights_for_sampler, and save_weights_external.
 
-A save under a name copies the model's state at its place in the order, and writes it to the store while training goes
-on: with the optimizer to train on (save_weights), without it to sample (save_weights_for_sampler), or as a PEFT folder
-to be downloaded, encrypted when recipients are named (save_weights_external).
+A save under a name copies the model's state at its place in the order, and writes it to the store while training
+continues. The state includes the optimizer for further training (save_weights), and leaves it out for sampling
+(save_weights_for_sampler). An export is a PEFT folder to download, encrypted for the recipients if there are any
+(save_weights_external).
 
-An unnamed save_weights_for_sampler makes a snapshot in memory and its sampler. One of kind `snapshot` keeps its
-weights. It is answered as soon as they are published in the worker group, and stored while later operations are
-executed (sequencer.py): a sampler does not wait for the store, unless the store fails.
+An unnamed save_weights_for_sampler makes a snapshot in memory and its sampler. The weights of a snapshot of kind
+`snapshot` never change. It is answered as soon as they are published in the worker group, and stored while later
+operations are executed (sequencer.py). A sampler waits for the store only if the store fails.
 
-Those of kind `inflight` share one snapshot per model. Every later inflight save replaces its weights, for new requests
-of all these samplers and for those that are being decoded: these keep what they have cached and go on with the new
-weights from their next chunk. The replacement comes after the commit, so the samplers never use what could be lost, and
-a save that fails changes nothing. When the worker group dies, samplers come back with the last weights that were
-committed and answered. A request that had begun is decoded from its beginning with the same seed, but the weights
-change at another place in it, so its tokens may be others.
+Samplers of kind `inflight` share one snapshot per model. Every later inflight save replaces its weights for all these
+samplers. Requests that are being decoded keep their cache, and continue with the new weights from their next chunk. The
+replacement comes after the commit, so samplers never use weights that could be lost, and a failed save changes nothing.
+After a worker group ends, samplers use the last weights that were committed and answered. A request that had begun is
+decoded again from its beginning with the same seed. Its tokens may differ, because the weights change elsewhere in it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 async def save_weights(execution: Execution) -> Outcome:
-    """Copy the state at this place in the order, then write it while training goes on. A name is never reused."""
+    """Copy the state at this place in the order, then write it while training continues. A name is never reused."""
     wanted = SaveWeights.decode(execution.request.payload)
     saved = await _save(
         execution,
@@ -85,13 +85,13 @@ async def save_weights_for_sampler(execution: Execution) -> Outcome:
         )
         return _answered(execution, saved, encode_saved(saved.path, kind="save_weights_for_sampler"))
     opened = sampler_id(execution.request.session_id, wanted.sampling_session_seq_id)
-    if execution.request.answered:  # in a worker group that has ended: a replay has copied what it published
+    if execution.request.answered:  # in a worker group that has ended; a replay has copied the published weights
         return await _store_again(execution, opened)
     return await _publish(execution, opened, inflight=wanted.inflight)
 
 
 async def save_weights_external(execution: Execution) -> Outcome:
-    """Copy the weights at this place in the order, then write them while training goes on."""
+    """Copy the weights at this place in the order, then write them while training continues."""
     wanted = SaveExternal.decode(execution.request.payload)
     saved = await _save(
         execution,
@@ -106,7 +106,7 @@ async def save_weights_external(execution: Execution) -> Outcome:
 
 # ------------------------------------------------------------------ saves under a name
 async def copy_state(execution: Execution) -> AdapterState:
-    """The model's state at the save's place in the order. A replay may have passed that place, and copied it."""
+    """Copy the model's state at the save's place in the order, unless a replay has copied it there."""
     async with execution.slot:
         if execution.copy is not None:
             return execution.copy
@@ -125,12 +125,12 @@ async def _save(
     overwrite: bool = False,
     recipients: Sequence[str] = (),
 ) -> CheckpointSaved:
-    """Copy the state, and commit it to the store as the checkpoint `name` of this `kind`; its row.
+    """Copy the state, and commit it to the store as the checkpoint `name` of this `kind`. Returns its row.
 
-    The save is detached once it has its copy. execution: of the save. ttl_seconds: when it expires; None: never.
-    user_metadata: for people, none by default. overwrite: a checkpoint of this name may be replaced; a name whose
-    checkpoint was deleted or has expired is free anyway. recipients: the keys that can decrypt an export; empty: it is
-    not encrypted. StoreError when the store fails, UserError when the name is taken.
+    The save is detached once it has its copy. execution: of the save. ttl_seconds: until it expires; None for never.
+    user_metadata: for people, none by default. overwrite: replace a checkpoint of this name. The name of
+    a deleted or expired checkpoint can be used in any case. recipients: the keys that can decrypt an export, which is
+    not encrypted if there are none. StoreError when the store fails, UserError when the name is taken.
     """
     state = await copy_state(execution)
     await execution.slot.detach()
@@ -161,10 +161,10 @@ def _answered(execution: Execution, saved: CheckpointSaved, result: bytes) -> Ou
 
 # ------------------------------------------------------------------ snapshots to sample from
 async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outcome:
-    """Publish, and have the same weights in the store, so that the sampler `opened` outlives the worker group."""
+    """Publish the weights and store them, so that the sampler `opened` outlives the worker group."""
     context, request, model_id = execution.context, execution.request, execution.model_id
     async with execution.slot:
-        # The request's id, and not the sampler's, names the snapshot: the client chooses the latter's number.
+        # The snapshot is named by the request's id, because the client chooses the number in the sampler's id.
         reply = execution.send(PublishSnapshot(model_id, request.id), SnapshotHeld)
         copied = execution.send(ExportAdapter(model_id, optimizer=False), AdapterState)
     held = await reply
@@ -193,7 +193,7 @@ async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outc
 
 
 async def _store_again(execution: Execution, opened: str) -> Outcome:
-    """Have in the store what this save had published, and was answered for, when its worker group ended."""
+    """Store the weights of a save that was answered, and whose worker group ended before they were stored."""
     assert execution.copy is not None, f"save {execution.request.id}: the replay copies what is not stored"
     async with execution.slot:
         execution.then = partial(_store, execution, execution.copy)
@@ -201,20 +201,20 @@ async def _store_again(execution: Execution, opened: str) -> Outcome:
 
 
 async def _store_copy(execution: Execution, copied: asyncio.Task[AdapterState]) -> SaveState:
-    """Wait for the copy, and store it. The save is not detached before: its worker group may still end."""
+    """Wait for the copy, and store it. The save is detached only after that, as its worker group may end before."""
     try:
         state = await copied
     except GroupFailedError:
         raise
     except Exception:
-        text = "the weights that %s published cannot be copied; they are stored when the model is next restored"
+        text = "the published weights of %s cannot be copied, and are stored when the model is next restored"
         log.exception(text, execution.request.id)
         return SaveState.FAILED
     return await _store(execution, state)
 
 
 async def _store(execution: Execution, state: AdapterState) -> SaveState:
-    """Commit what was published, as often as it takes while a sampler uses it. No failure ends the model's runner."""
+    """Commit the published weights. Retries while a sampler uses them. No failure ends the model's runner."""
     context, request, saves = execution.context, execution.request, execution.context.saves
     await execution.slot.detach()
 
@@ -231,7 +231,7 @@ async def _store(execution: Execution, state: AdapterState) -> SaveState:
         saves.store_works(execution.model_id)
         return SaveState.STORED
 
-    what = f"the weights that {request.id} published are not stored"
+    what = f"the published weights of {request.id} are not stored"
     return await retry(store, on=Exception, unless=FencedError, what=what, log=log)
 
 

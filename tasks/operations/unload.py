@@ -1,4 +1,4 @@
-"""unload: the service's own last operation on a model whose session is over."""
+"""unload: the last operation on a model whose session is over. The service itself requests it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tinkerflow.tasks.execution.operation import Execution
 
 
 async def execute(execution: Execution) -> Outcome:
-    """Drop the adapter, if a worker group holds it; the model is unloaded, for the reason in the payload.
+    """Drop the adapter, if a worker group holds it, and end the model for the reason in the payload.
 
-    Nobody reads the answer.
+    No client reads the answer.
     """
     request, model_id = execution.request, execution.model_id
     async with execution.slot:
@@ -18,5 +18,5 @@ async def execute(execution: Execution) -> Outcome:
     if reply is not None:
         await reply
     await execution.slot.predecessors()
-    await execution.slot.earlier_saves()  # the end of a model fails what it has not answered
+    await execution.slot.earlier_saves()  # the end of a model fails all requests that are not answered
     return request.done(b"{}", "json", ModelEnded(model_id, ModelState.UNLOADED, request.payload.decode()))

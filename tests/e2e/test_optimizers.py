@@ -40,6 +40,6 @@ def test_dimuon_trains_saves_and_resumes(server, make_datum):
     assert fresh.get_info().optimizer_config.type == "adamw"
     fresh.forward_backward(data, "cross_entropy").result()
     assert fresh.optim_step(types.AdamParams()).result().metrics["optimizer_step"] == 1
-    refused = pytest.raises(tinker.TinkerError, match="it holds the state of dimuon, but model")
+    refused = pytest.raises(tinker.TinkerError, match="holds the state of dimuon, but model")
     with pytest.warns(FutureWarning, match="load_state"), refused:
         fresh.load_state_with_optimizer(path).result()

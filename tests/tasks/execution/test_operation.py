@@ -211,7 +211,7 @@ async def test_a_request_is_failed_by_name_when_it_ended_too_many_groups(
         assert await attribute_crash(context, [request_], error) == {}
     blamed = await attribute_crash(context, [request_], error)
     outcome = blamed[request_.id]
-    assert outcome.category == "server" and "it is not tried again" in str(outcome.error)
+    assert outcome.category == "server" and "is not retried" in str(outcome.error)
     assert f"{times} times" in str(outcome.error) and error.message in str(outcome.error)
 
 
