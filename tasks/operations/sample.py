@@ -1,7 +1,7 @@
 """sample: requests join a running decode batch between its chunks, and leave as they end.
 
-Two kinds of tasks meet in a `DecodeBatch`. Each request has a task, which reads the request, has its snapshot loaded,
-and waits in the batch (`DecodeBatch.decode`) until its `ended` is resolved. One loop, `DecodeBatch.run`, makes steps
+Two kinds of tasks meet in a `SampleBatch`. Each request has a task, which reads the request, has its snapshot loaded,
+and waits in the batch (`SampleBatch.decode`) until its `ended` is resolved. One loop, `SampleBatch.run`, makes steps
 while there is anything to decode: a step sends waiting requests to the worker group, and ends those that finished. The
 request's task then writes the answer. When the worker group ends, all waiting requests get a GroupFailedError: nothing
 is answered, and the runner takes them from the journal again.
@@ -109,7 +109,7 @@ class SampleRequests:
 
     def __init__(self, context: ExecutionContext, group: asyncio.TaskGroup, freed: Callable[[], object]) -> None:
         """None are taken. Answers are written by tasks of `group`. freed: called when a request becomes separate."""
-        self.batch = DecodeBatch(context, group)
+        self.batch = SampleBatch(context, group)
         self._group = group
         self._freed = freed
         self._samples: dict[str, _Sample] = {}
@@ -188,7 +188,7 @@ class _SampleOperation:
     def __init__(
         self,
         sample: _Sample,
-        batch: DecodeBatch,
+        batch: SampleBatch,
         images: MemoryQuota,
         bodies: MemoryQuota,
         separate: Callable[[], None],
@@ -290,7 +290,7 @@ class _SampleOperation:
 
 
 # ------------------------------------------------------------------ the decode batch
-class DecodeBatch:
+class SampleBatch:
     """The decode batch of one worker group, as the engine sees it. Only `run` sends SampleSteps."""
 
     def __init__(self, context: ExecutionContext, group: asyncio.TaskGroup) -> None:
