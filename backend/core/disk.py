@@ -53,10 +53,10 @@ def flush(path: Path) -> None:
 
 
 def make_private(*paths: Path) -> None:
-    """Take the permissions of other users from files and folders that an earlier release made; missing ones are passed.
+    """Remove other users' permissions from files and folders that an earlier release made. Missing paths are skipped.
 
-    What is below a folder is changed only when the folder itself is: afterwards the folder keeps others out. Only the
-    owner of a file may change it, so a path of another user is logged and left as it is.
+    The content of a folder is changed only if the folder itself is open to others. A path that belongs to another user
+    is logged and stays as it is, because only its owner may change it.
     """
     for path in paths:
         try:

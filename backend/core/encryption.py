@@ -14,7 +14,7 @@ _RULE = "must be a native age recipient (age1...) or an SSH public key (ssh-ed25
 
 
 def check_recipients(recipients: Sequence[str], field: str) -> None:
-    """UserError names the entry of `field` that is not an age recipient, or says that there are too many entries."""
+    """UserError names the entry of `field` that is not an age recipient, or the number of entries if too many."""
     if len(recipients) > MOST_RECIPIENTS:
         raise UserError(f"{field} has {len(recipients)} entries: must be at most {MOST_RECIPIENTS}")
     for index, text in enumerate(recipients):

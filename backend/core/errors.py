@@ -133,10 +133,10 @@ class StoreError(ServerError):
 
 
 class StoreAwayError(StoreError):
-    """The store could not be reached, which says nothing about the checkpoints in it."""
+    """The store could not be reached, so the state of its checkpoints is unknown."""
 
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
 _LONGEST_SHOWN = 80  # characters of a value in a message
 
 

@@ -1,4 +1,4 @@
-"""Fair sharing between owners: one queue, used wherever projects wait for the same thing.
+"""Fair sharing between owners. Every place where projects compete for a resource uses this queue.
 
 `FairQueue` is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each ticket gets a start tag: the later of
 the queue's virtual time and the end of its owner's previous ticket. Tickets are served by their start tags, and a
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Ticket(Generic[T]):
-    """One item in the queue. start: its start tag. cost: how much it takes of its owner's share."""
+    """One item in the queue. start: its start tag. cost: the amount it consumes of its owner's share."""
 
     owner: str
     item: T
@@ -32,7 +32,7 @@ class FairQueue(Generic[T]):
     """Items of several owners in the order in which they are served. An owner's own items keep their order."""
 
     def __init__(self, weight: Callable[[str], float] = lambda owner: 1.0) -> None:
-        """An empty queue. weight: of an owner, above 0; an owner with weight 2 is served twice as much."""
+        """An empty queue. weight: the weight of an owner, above 0. An owner with weight 2 gets twice the service."""
         self._weight = weight
         self._tickets: list[Ticket[T]] = []  # by start tag; equal ones in the order in which they came
         self._now = 0.0  # virtual time: the start tag of the ticket that was served last
@@ -48,9 +48,9 @@ class FairQueue(Generic[T]):
     def push(self, owner: str, item: T, cost: float = 1.0, *, before: Ticket[T] | None = None) -> Ticket[T]:
         """Queue an item behind its owner's other items, before the excess of other owners.
 
-        cost: the part of its owner's share that serving the item costs; 0 if `charge` adds it later. before: a ticket
-        of the same owner. The item gets its place, and the owner's tickets from there on move back. Other owners keep
-        theirs.
+        cost: the amount that serving the item consumes of its owner's share; 0 if `charge` adds it later. before: a
+        ticket of the same owner. The item gets its place, and the owner's tickets from there on move back. Other owners
+        keep theirs.
         """
         size = cost / self._weight(owner)
         start = max(self._now, self._ends.get(owner, 0.0))
@@ -73,14 +73,14 @@ class FairQueue(Generic[T]):
         return any(ticket.owner == owner for ticket in self._tickets)
 
     def owes(self, owner: str) -> bool:
-        """Whether the next ticket of an owner starts later than that of an owner who comes for the first time."""
+        """Whether the next ticket of an owner starts later than the first ticket of a new owner."""
         return self._ends.get(owner, 0.0) > self._now
 
     def serve(self, ticket: Ticket[T]) -> T:
-        """Remove a ticket because it is served now; its item.
+        """Remove a ticket that is served now, and return its item.
 
-        The ticket need not be the first, because one that fits may overtake. Virtual time never passes a ticket that
-        waits, so an owner who comes next starts behind served items only.
+        Any ticket may be served, not only the first. Virtual time never passes a ticket in the queue, so the next new
+        owner starts behind served items only.
         """
         self._tickets.remove(ticket)
         self._now = max(self._now, min(ticket.start, self._tickets[0].start) if self._tickets else ticket.start)
@@ -88,7 +88,7 @@ class FairQueue(Generic[T]):
         return ticket.item
 
     def withdraw(self, ticket: Ticket[T]) -> None:
-        """Remove a ticket that is not wanted any more. Its owner pays nothing for it."""
+        """Remove a cancelled ticket. Its owner is not charged for it."""
         self._tickets.remove(ticket)
         saved = ticket.cost / self._weight(ticket.owner)
         for queued in self._tickets:
@@ -98,14 +98,14 @@ class FairQueue(Generic[T]):
         self._ends[ticket.owner] = max(self._now, self._ends.get(ticket.owner, 0.0) - saved)
 
     def charge(self, owner: str, cost: float) -> None:
-        """Take `cost` of the owner's share for work that no ticket stood for; its next ticket starts later."""
+        """Charge an owner for work that had no ticket. The owner's next ticket starts later."""
         self._ends[owner] = max(self._now, self._ends.get(owner, 0.0)) + cost / self._weight(owner)
 
 
 def equal_places(places: int, taken: Mapping[str, int], waiting: Mapping[str, int]) -> dict[str, int]:
-    """How many more items to take of each owner, so that the owners with the fewest places come first.
+    """The number of items to admit for each owner, so that owners with the fewest places come first.
 
-    places: free places. taken: the places that each owner has. waiting: how many more each owner asks for.
+    places: free places. taken: the places that each owner has. waiting: the items that each owner has in the queue.
     """
     line = [(taken.get(owner, 0), owner) for owner, count in waiting.items() if count > 0]
     heapq.heapify(line)

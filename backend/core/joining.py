@@ -1,4 +1,4 @@
-"""The address of a group's driver, and the secret by which the driver and its hosts know each other."""
+"""The address of a group's driver, and the secret that authenticates the driver and its hosts to each other."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ class PrefectAccess:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables with which Prefect's clients use this server."""
+        """The environment variables that make Prefect's clients use this server."""
         credential = {"PREFECT_API_AUTH_STRING": self.credential} if self.credential else {}
         return {"PREFECT_API_URL": self.api_url, **credential}
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers with which an HTTP client uses this server."""
+        """The headers that an HTTP client of this server sends."""
         token = base64.b64encode(self.credential.encode()).decode()
         return {"Authorization": f"Basic {token}"} if self.credential else {}
 
@@ -74,7 +74,7 @@ def is_valid_ticket(credential: str, ticket: str, now: float) -> bool:
 
 
 def make_credential(data_dir: Path) -> str:
-    """The credential of the server of this data dir; it is made if there is none."""
+    """The credential of the Prefect server of this data dir. The first call creates it."""
     file = data_dir / "prefect" / "credential"
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):  # `link`, and not `rename`: of two processes, the first one's credential stays

@@ -1,4 +1,4 @@
-"""Identities of processes for notes in files and databases: a later process with the same number has another one."""
+"""Identities of processes, for files and databases. A later process with the same pid has a different identity."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def identity(pid: int | None = None) -> str:
-    """A process of this machine, with its start, as JSON; default: this process."""
+    """The identity of a process of this machine as JSON, including its start time. Default: this process."""
     pid = os.getpid() if pid is None else pid
     return json.dumps({"host": socket.gethostname(), "boot": _boot(), "pid": pid, "birth": _birth(pid)})
 
 
 def is_alive(identity: str) -> bool | None:
-    """Whether the process of an `identity` still runs; None when that cannot be known, as for another machine's."""
+    """Whether the process of an `identity` still runs; None if this is unknown, as for a process of another machine."""
     try:
         process = json.loads(identity)
         if process["host"] != socket.gethostname() or process["boot"] != _boot() or not process["birth"]:
@@ -33,7 +33,7 @@ def _boot() -> str:
 
 
 def _birth(pid: int) -> str:
-    """When the process began, in ticks since the machine did; empty when it does not run (or has no /proc)."""
+    """The start time of the process in ticks since boot. Empty if it does not run or there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

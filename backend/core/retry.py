@@ -1,4 +1,4 @@
-"""Trying again what failed: how long to wait, the one loop that does so, and the one that repeats work for ever."""
+"""Retries and periodic work: how long to wait after a failure, and the two loops that everything uses."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 
 _FIRST_SECONDS = 0.1
 _LONGEST_SECONDS = 30.0
-STEADY_SECONDS = 60.0  # a process that served for so long ends a row of failures
+STEADY_SECONDS = 60.0  # a process that ran for this long resets the count of failures
 
 
 def backoff(failures: int) -> float:
-    """Seconds to wait before the next attempt after `failures` >= 1 failures in a row: 0.1, 0.2, 0.4, … up to 30."""
+    """Seconds before the next attempt, after `failures` >= 1 consecutive failures: 0.1, 0.2, 0.4, … up to 30."""
     return float(min(_LONGEST_SECONDS, _FIRST_SECONDS * 2 ** min(failures - 1, 20)))
 
 
 @dataclass
 class Restarts:
-    """Counts the failures in a row of something that is started again each time that it ends."""
+    """Counts the consecutive failures of a process that is restarted each time it ends."""
 
     failures: int = 0
 
     def pause(self, *, steady: bool) -> float:
-        """Seconds until the next start: `backoff` of the failures in a row, this one included.
+        """Seconds until the next start: `backoff` of the consecutive failures, including this one.
 
-        steady: it served for STEADY_SECONDS, or its end was not its fault: a new row begins.
+        steady: the process ran for STEADY_SECONDS, or did not cause its own end. The count restarts at 1.
         """
         self.failures = 1 if steady else self.failures + 1
         return backoff(self.failures)
 
 
 def backoffs() -> Iterator[float]:
-    """The pauses of `backoff` after one failure, two failures, and so on, without end."""
+    """The endless pauses of `backoff`: after one failure, after two, and so on."""
     return map(backoff, itertools.count(1))
 
 
@@ -54,13 +54,13 @@ async def retry(
     what: str,
     log: logging.Logger,
 ) -> T:
-    """The result of `await call()`, called again after a pause for as long as it raises an error of the classes `on`.
+    """Await `call()` until it raises no error of the classes `on`, and return its result.
 
     call: makes a new awaitable for each attempt.
     on: the error classes that another attempt may cure. Every other error is raised immediately.
-    unless: subclasses of `on` that no attempt can cure: they are raised immediately.
-    pauses: seconds between attempts, one for each further attempt; None = `backoffs()`, without end.
-    what: the beginning of the logged warning, as in "the journal cannot be read".
+    unless: subclasses of `on` that are raised immediately, because no attempt can cure them.
+    pauses: seconds between attempts; None = `backoffs()`, which never ends.
+    what: starts the logged warning, as in "the journal cannot be read".
     log: the logger of the caller's module. The first warning has the traceback, unless the error is one of ours.
     Raises the error of the last attempt when no pause is left.
     """
@@ -88,12 +88,12 @@ async def repeat(
     level: int = logging.WARNING,
     early: asyncio.Event | None = None,
 ) -> None:
-    """Await `work()` again and again with pauses of `seconds`, until cancelled.
+    """Await `work()` in a loop with pauses of `seconds`, until cancelled.
 
-    on: error classes that end only one round; they are logged. Every other error is raised.
-    what: the beginning of that line, as in "a sweep failed".
-    log: the logger of the caller's module. level: of the line, which has the traceback unless the error is one of ours.
-    early: an event that ends the pause; it is cleared before each round.
+    on: error classes that end only the current round and are logged. Every other error is raised.
+    what: starts the log line, as in "a sweep failed".
+    log: the logger of the caller's module. level: the level of the line. It has the traceback unless the error is ours.
+    early: an event that ends the pause early. The loop clears it before each round.
     """
     while True:
         if early is not None:

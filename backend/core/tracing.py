@@ -1,8 +1,8 @@
-"""OpenTelemetry traces: one for each request of a client, from the API over the engine to its worker group.
+"""OpenTelemetry traces. Each request of a client has a trace, from the API over the engine to its worker group.
 
-Nothing is imported or noted unless OTEL_EXPORTER_OTLP_ENDPOINT (or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) says where spans
-go. These and the other OTEL_ variables are those of OpenTelemetry's SDK. The context of a span travels as the text of
-a `traceparent` header (https://www.w3.org/TR/trace-context/): in the request's row of the journal, and with commands.
+Nothing is imported or recorded unless OTEL_EXPORTER_OTLP_ENDPOINT (or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) is set. These
+and the other OTEL_ variables are those of OpenTelemetry's SDK. The context of a span is passed on as the text of a
+`traceparent` header (https://www.w3.org/TR/trace-context/), in the request's row of the journal and with commands.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def use(provider: TracerProvider | None) -> None:
 
 
 def begin(name: str, parent: str, **attributes: str) -> Span | None:
-    """A span inside the one that `parent` is the context of; whoever begins it ends it. None: nobody wants spans."""
+    """Start a child of the span with the context `parent`. The caller must end it. None: tracing is off."""
     return None if tracer is None else tracer.start_span(name, _context(parent), attributes=attributes)
 
 
@@ -64,7 +64,7 @@ def begin(name: str, parent: str, **attributes: str) -> Span | None:
 def span(
     name: str, parent: str | None, kind: Literal["INTERNAL", "SERVER"] = "INTERNAL", **attributes: str
 ) -> Iterator[Span | None]:
-    """Be in a span inside that of `parent`. An error that leaves the block is noted. None: nobody wants spans.
+    """Be in a span inside that of `parent`. An error that leaves the block is recorded. None: tracing is off.
 
     parent: the context of another span; None: the span begins a trace of its own.
     """

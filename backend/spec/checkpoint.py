@@ -112,12 +112,12 @@ class Digest:
 
 @dataclass(frozen=True)
 class CheckpointMeta:
-    """Facts about a checkpoint that are saved beside its state.
+    """Facts about a checkpoint, saved with its state.
 
-    request_id: the request that asked for the save; repeating a save with the same id gives the same checkpoint.
-    expires_at: with a time zone, or None for never. generation: of the worker group. run_metadata: the metadata of the
-    training run. programs: of the worker group that computed it, as in GroupInfo. `Store.amend` changes public and
-    expires_at after the save.
+    request_id: the save's request. A repeated save with the same id gives the same checkpoint.
+    expires_at: with a time zone, or None for never. generation: the generation of the worker group. run_metadata: the
+    metadata of the training run. programs: `GroupInfo.programs` of the worker group that computed the state.
+    `Store.amend` changes public and expires_at after the save.
     """
 
     base_model: str

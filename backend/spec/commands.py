@@ -1,8 +1,8 @@
-"""The ordered commands that a pool executes, and the plain data they carry.
+"""The ordered commands that a pool executes, and the plain data that they carry.
 
 Commands and replies are messages, so they can stand in unions on the wire. The data in them are dataclasses. Senders of
 commands need no JAX. Letters: T tokens of a sequence, K targets a position.
-Every array crosses as it is, so dtypes are part of the contract.
+Arrays are sent unchanged, so dtypes are part of the contract.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ Priority = Literal["interactive", "batch"]
 Loss = str  # a name in spec.losses.LOSSES
 if TYPE_CHECKING:
     AnyOptimizerParams: TypeAlias = OptimizerParams
-else:  # what is decoded is one of these classes
+else:  # the decoder needs the union of all classes
     AnyOptimizerParams = reduce(or_, (spec.params for spec in OPTIMIZERS.values()))
-NO_LOGPROB = -99999.0  # fills empty cells of top-k lists: what the SDK takes for an empty cell
+NO_LOGPROB = -99999.0  # in empty cells of top-k lists, as the SDK expects
 
 
-# ------------------------------------------------------------------ what the data looks like
+# ------------------------------------------------------------------ the data
 @dataclass(frozen=True)
 class ImagePixels:
-    """An image in a sequence, as the model's tower takes it. start: the number of its first placeholder token.
+    """An image in a sequence, as the model's tower takes it. start: the index of its first placeholder token.
 
-    pixels_HWC uint8: rows, columns, and red, green and blue. Its sides are multiples of those of a token.
+    pixels_HWC uint8: rows, columns, and RGB. Its height and width are multiples of the side of a token's square.
     """
 
     start: int
     pixels_HWC: npt.NDArray[np.uint8]
 
     def tokens(self, side: int) -> int:
-        """How many tokens it has; side: of a token, in pixels."""
+        """The number of tokens of the image. side: the side of a token's square in pixels."""
         rows, columns, _ = self.pixels_HWC.shape
         return int(rows // side * (columns // side))
 
@@ -59,9 +59,9 @@ class ImagePixels:
 class Example:
     """One training sequence: tokens_T is scored against targets_TK; a 1-D request has K = 1 and `flat` set.
 
-    weights_TK multiply a token's loss. inputs: what else the loss reads, by its name on the wire: float32 [T, K] for
-    the losses of backend/spec/losses; float32 or int32 of rank 0, 1 or 2 for a traced loss, as it declares them.
-    images: in the order of their places; tokens_T has placeholders there.
+    weights_TK multiply a token's loss. inputs: the other inputs of the loss, by their names on the wire. They are
+    float32 [T, K] for the losses of backend/spec/losses. A traced loss declares ranks 0, 1 or 2, float32 or int32.
+    images: in the order of their positions. tokens_T has placeholders there.
     """
 
     tokens_T: Int32
@@ -74,7 +74,7 @@ class Example:
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """A loss that a client traced: rank of each input by name, `logprobs` first, and its nodes as JSON text.
+    """A loss that a client traced. inputs: the rank of each input, `logprobs` first. nodes: the graph as JSON.
 
     tinkerflow.backend.wire.read_custom_loss makes it, and refuses calls that are not listed.
     """
@@ -88,7 +88,7 @@ class CustomLoss:
 class StabilityInfo:
     """The record of a sampled sequence that off-policy losses need.
 
-    tokens_T int32; logprobs_T float32: what the sampling policy gave them. sequence_id is `<request_id>-<i>`.
+    tokens_T int32. logprobs_T float32: their log probabilities when sampled. sequence_id is `<request_id>-<i>`.
     """
 
     sequence_id: str
@@ -98,11 +98,11 @@ class StabilityInfo:
 
 @dataclass(frozen=True)
 class PromptWishes:
-    """What a request asks about its prompt of T tokens beside their logprobs. Rows stand for tokens 1 to T - 1.
+    """Extra outputs for a prompt of T tokens, besides its logprobs. Row i is for token i + 1.
 
-    last_n: how many of the last prompt logprobs (and rows of `top`) are computed, None = all.
-    top: how many of the most likely tokens. alternatives: how many draws at the request's temperature. 0 = off.
-    targets_TK int32 [T - 1, K]: tokens to score at each place, -1 = none.
+    last_n: the number of final prompt logprobs (and rows of `top`) to compute, None = all.
+    top: the number of most likely tokens. alternatives: the number of draws at the request's temperature. 0 = off.
+    targets_TK int32 [T - 1, K]: tokens to score at each position, -1 = none.
     """
 
     last_n: int | None = None
@@ -113,11 +113,11 @@ class PromptWishes:
 
 @dataclass(frozen=True)
 class Adjustments:
-    """How a request's logits are changed before a token is drawn; logprobs are those of the logits before.
+    """Changes to a request's logits before a token is drawn. Logprobs are computed from the unchanged logits.
 
-    bias: what is added to a token's logit, by token. presence, frequency: taken from the logit of a token that was
-    generated before, once and for each time. repetition: the positive logits of tokens in the prompt or generated are
-    divided by it, the negative ones multiplied; 1 = off.
+    bias: (token, number) pairs, added to the tokens' logits. presence: subtracted from the logit of each token that was
+    generated before. frequency: subtracted as often as the token was generated. repetition: for tokens of the prompt or
+    the answer, positive logits are divided by it and negative logits are multiplied by it; 1 = off.
     """
 
     presence: float = 0.0
@@ -127,15 +127,15 @@ class Adjustments:
 
     @property
     def penalises(self) -> bool:
-        """Whether what was generated counts."""
+        """Whether the adjustments depend on the generated tokens."""
         return self.presence != 0 or self.frequency != 0 or self.repetition != 1
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What the text of an answer must be: JSON of a schema, a match of an expression, or a sentence of a grammar.
+    """A rule for the text of an answer: it fits a JSON schema, matches a regular expression, or follows a grammar.
 
-    text: the schema as JSON, the expression, or the grammar in Lark's notation. ends: the tokens that end a text.
+    text: the schema as JSON, the expression, or the grammar in Lark's notation. ends: tokens that end the text.
     """
 
     kind: ConstraintKind
@@ -148,11 +148,11 @@ class SampleRequest:
     """One prompt to continue `num_samples` times. `snapshot_id` None samples the base model.
 
     owner: the project. Cached pages of a prompt serve requests of the same owner only.
-    seed: 64 bits; sample i of a request uses a key derived from (seed, i), so a result never depends on the batch.
-    stop_tokens / stop_strings: generation ends after the first, which stays in the output. temperature 0 is greedy.
-    min_p: the least probability a token may have, as a share of the most likely token's. adjustments, constraint:
-    None = none. priority: an interactive request goes before its owner's batch requests that wait. trace: the context
-    of the span that it belongs to. images: in the order of their places; prompt_T has placeholders there.
+    seed: 64 bits. Sample i uses a key derived from (seed, i), so a result never depends on the batch.
+    stop_tokens / stop_strings: generation ends after the first match, which is kept. temperature 0 is greedy.
+    min_p: the least probability of a token, as a fraction of the most likely token's. priority: interactive requests
+    precede the batch requests of the same owner in the queue. trace: the context of the request's span.
+    images: in the order of their positions. prompt_T has placeholders there.
     """
 
     request_id: str
@@ -174,7 +174,7 @@ class SampleRequest:
     adjustments: Adjustments | None = None
     constraint: Constraint | None = None
     priority: Priority = "interactive"
-    stream: bool = False  # tokens are told as they are decoded, and again in the result
+    stream: bool = False  # new tokens are reported after each chunk, and again in the result
     trace: str | None = None
     images: tuple[ImagePixels, ...] = ()
 
@@ -183,7 +183,7 @@ class SampleRequest:
 class Candidates:
     """k tokens at each of N positions: tokens_Nk int32 and their logprobs_Nk float32, of the full untempered softmax.
 
-    A row of a top-k list that is not computed has token 0 and logprob NO_LOGPROB in every cell.
+    Rows that are not computed have token 0 and logprob NO_LOGPROB in every cell.
     """
 
     tokens_Nk: Int32
@@ -194,7 +194,7 @@ class Candidates:
 class SampledSequence:
     """tokens_T int32 and their logprobs_T float32 (natural log, of the full untempered softmax).
 
-    top: the most likely tokens at each of the T, best first, when `topk_sample` asks for them.
+    top: the `topk_sample` most likely tokens at each position, best first; None if it is 0.
     """
 
     tokens_T: Int32
@@ -205,9 +205,9 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens [start, start + T) of sample `index` of a request that streams, with their logprobs as in its result.
+    """Tokens [start, start + T) of sample `index` of a streamed request, with their logprobs as in the result.
 
-    stop_reason: None while the sample goes on; then these are its last tokens.
+    stop_reason: None until the last tokens of the sample.
     """
 
     request_id: str
@@ -223,9 +223,9 @@ class NewTokens:
 class SampleResult:
     """The result of one SampleRequest: its sequences, or an `error` of this request alone, with its category.
 
-    The last three are given only when asked for. top has a row for every prompt token (the first row is empty).
-    targets_TK and alternatives have a row for every prompt token but the first; targets_TK is 0.0 where no token was
-    named.
+    The last three are None unless requested. top has a row for every prompt token (the first row is empty).
+    targets_TK and alternatives have a row for every prompt token except the first. targets_TK is 0.0 in cells without a
+    target.
     """
 
     request_id: str
@@ -243,7 +243,7 @@ class SampleResult:
 class CreateAdapter(PoolMessage, frozen=True):
     """Make a fresh adapter: A seeded normal/uniform, B zero, gradients and moments zero. Reply: Done.
 
-    Of rank 0, which all commands take as they take others: the base model's own weights, to train them all.
+    Rank 0: a copy of all weights of the base model, to train them all. All commands accept adapters of rank 0.
     """
 
     adapter_id: str
@@ -259,12 +259,12 @@ class DropAdapter(PoolMessage, frozen=True):
 
 
 class Forward(PoolMessage, frozen=True):
-    """Logprobs and summed loss of `examples`; with `backward`, add the loss's gradient to the adapter's.
+    """Compute the logprobs and the summed loss of `examples`; with `backward`, add to the adapter's gradients.
 
-    custom, loss_seconds: given when the loss is `custom`; the latter is the work of each example's loss, as
-    `traced_work.loss_seconds` estimates it. by_micro_batch: compute only the first micro-batch, and reply Done. As many
-    NextMicroBatch follow as `in_parts` of the pool gives. No other command about the adapter comes before the last of
-    them. Reply: ForwardResult.
+    custom, loss_seconds: only for the loss `custom`. loss_seconds: the work of each example's loss, as estimated by
+    `traced_work.loss_seconds`. by_micro_batch: compute only the first micro-batch, and reply Done. NextMicroBatch
+    commands for the other parts follow (`in_parts` of the pool), before any other command for the adapter.
+    Reply: ForwardResult.
     """
 
     adapter_id: str
@@ -288,10 +288,10 @@ class NextMicroBatch(PoolMessage, frozen=True):
 
 
 class OptimStep(PoolMessage, frozen=True):
-    """One optimizer step with the accumulated gradients, then clear them. Reply: OptimResult.
+    """Make an optimizer step with the accumulated gradients, then clear them. Reply: OptimResult.
 
-    A gradient norm that is not finite is a UserError: weights and moments stay, gradients are cleared. Parameters of
-    another optimizer than the adapter's are a UserError that changes nothing.
+    If the gradient norm is not finite, UserError: weights and moments stay, gradients are cleared. If the parameters
+    belong to a different optimizer than the adapter's, UserError, and nothing changes.
     """
 
     adapter_id: str
@@ -301,8 +301,8 @@ class OptimStep(PoolMessage, frozen=True):
 class ExportAdapter(PoolMessage, frozen=True):
     """Copy an adapter to the host. Reply: AdapterState (with moments only when `optimizer`).
 
-    keep: not "": each process keeps its part of the copy until WriteState names this folder, or until the adapter is
-    exported again or dropped. Reply: AdapterKept.
+    keep: a folder, or "". Each process keeps its part of the copy until a WriteState with this folder, or until the
+    adapter is exported again or dropped. Reply: AdapterKept.
     """
 
     adapter_id: str
@@ -311,7 +311,7 @@ class ExportAdapter(PoolMessage, frozen=True):
 
 
 class ImportAdapter(PoolMessage, frozen=True):
-    """Make an adapter from a state; without moments in it, the optimizer starts fresh. Reply: Done.
+    """Make an adapter from a state. Without moments in the state, the optimizer starts fresh. Reply: Done.
 
     A StoredState must have been fetched for `adapter_id` (FetchState).
     """
@@ -328,7 +328,7 @@ class PublishSnapshot(PoolMessage, frozen=True):
 
 
 class LoadSnapshot(PoolMessage, frozen=True):
-    """Make a sampling snapshot from saved weights. A snapshot that is held stays: its weights are these or newer.
+    """Make a sampling snapshot from saved weights. An existing snapshot stays: its weights are the same or newer.
 
     A StoredState must have been fetched for `snapshot_id` (FetchState). Reply: SnapshotHeld.
     """
@@ -338,7 +338,7 @@ class LoadSnapshot(PoolMessage, frozen=True):
 
 
 class MoveSnapshot(PoolMessage, frozen=True):
-    """Rename a snapshot to `to_id`, in place of the snapshot of that id. Reply: Done.
+    """Rename a snapshot to `to_id`, and replace the snapshot with that id. Reply: Done.
 
     Requests that sample `to_id` use the new weights from the next chunk, and keep their cache.
     """
@@ -348,7 +348,7 @@ class MoveSnapshot(PoolMessage, frozen=True):
 
 
 class DropSnapshot(PoolMessage, frozen=True):
-    """Forget a snapshot. Requests that were admitted with it finish. Unknown ids are fine. Reply: Done."""
+    """Forget a snapshot. Requests that already sample it finish. Unknown ids are fine. Reply: Done."""
 
     snapshot_id: str
 
@@ -356,8 +356,8 @@ class DropSnapshot(PoolMessage, frozen=True):
 class SampleStep(PoolMessage, frozen=True):
     """Admit requests into the decode batch, cancel others, prefill or decode a chunk. Reply: SampleProgress.
 
-    An empty SampleStep continues the requests that are in the batch or wait for it. wait: the reply comes when the
-    devices have done all that they were asked for; else they may still decode a chunk, which the next step reads.
+    An empty SampleStep continues the requests in the batch and in the queue. wait: reply when the devices are idle;
+    otherwise they may still decode a chunk, which the next step reads.
     """
 
     admit: tuple[SampleRequest, ...] = ()
@@ -366,11 +366,11 @@ class SampleStep(PoolMessage, frozen=True):
 
 
 class Ping(PoolMessage, frozen=True):
-    """Do nothing. Reply: Done."""
+    """Does nothing. Reply: Done."""
 
 
 class ReadCompileStatus(PoolMessage, frozen=True):
-    """Count the programs that are compiled. Reply: CompileStatus; Done from an executor that compiles nothing."""
+    """Count the compiled programs. Reply: CompileStatus; Done from an executor that compiles nothing."""
 
 
 Command = (
@@ -391,11 +391,11 @@ Command = (
 )
 
 
-# ------------------------------------------------------------------ beside the commands: states from and to the store
+# ------------------------------------------------------------------ states in the store, outside the order of commands
 class StoredState(PoolMessage, frozen=True):
-    """A state that lies in the store. Processes that reach the store read from it what their devices need.
+    """A state in the store. Processes that reach the store read the tensors that their devices need.
 
-    folder: the key of the folder that holds `files`, which never change.
+    folder: the key of the folder of `files`, which never change.
     """
 
     spec: LoraSpec
@@ -406,14 +406,14 @@ class StoredState(PoolMessage, frozen=True):
 
 
 class FetchState(PoolMessage, frozen=True):
-    """Read what this process needs of a state into its host memory, for the adapter or the snapshot `owner`."""
+    """Read the tensors that this process needs into its host memory, for the adapter or the snapshot `owner`."""
 
     owner: str
     state: StoredState
 
 
 class WriteState(PoolMessage, frozen=True):
-    """Write this process's part of the adapter that an ExportAdapter with keep=`folder` has copied, as one file."""
+    """Write this process's part of the adapter as one file, as copied by ExportAdapter with keep=`folder`."""
 
     adapter_id: str
     folder: str
@@ -425,9 +425,10 @@ class Done(PoolMessage, frozen=True):
 
 
 class ForwardResult(PoolMessage, frozen=True):
-    """logprobs: one float32 [T] (flat) or [T, K] per example, in order; loss_sum: the sum over all tokens.
+    """The outputs of a Forward.
 
-    metrics: of a custom loss, `custom/<name>:sum|mean`, over all examples.
+    logprobs: a float32 [T] (flat) or [T, K] array per example, in order. loss_sum: the sum over all tokens.
+    metrics: the metrics of a custom loss over all examples, `custom/<name>:sum|mean`.
     """
 
     logprobs: tuple[Float32, ...]
@@ -436,21 +437,21 @@ class ForwardResult(PoolMessage, frozen=True):
 
 
 class OptimResult(PoolMessage, frozen=True):
-    """grad_norm: before clipping; step: optimizer steps made so far, this one included."""
+    """grad_norm: before clipping. step: the number of optimizer steps so far, including this one."""
 
     grad_norm: float
     step: int
 
 
 class AdapterState(PoolMessage, frozen=True):
-    """An adapter on the host, by PEFT name; of rank 0, all weights by Hugging Face's names.
+    """An adapter on the host, with PEFT's names; for rank 0, all weights with Hugging Face's names.
 
-    weights: float32, `base_model.model....lora_A.weight` is [rank, in], `lora_B.weight` is [out, rank]; B of experts
-    times `spec.ranks.peft_factor`.
+    weights: float32. `base_model.model....lora_A.weight` is [rank, in], `lora_B.weight` is [out, rank]. B of experts is
+    multiplied by `spec.ranks.peft_factor`.
     moments: empty, or `{name}.{part}` for every weight and every part of the optimizer's state (`OptimizerSpec.state`),
     and `{name}.grad` for gradients not yet applied.
 
-    Or the tensors are shards of arrays (`compute/training/adapter_shards.py`), all in `weights`.
+    Alternatively, all tensors are shards of arrays (`compute/training/adapter_shards.py`) in `weights`.
     """
 
     spec: LoraSpec
@@ -461,7 +462,7 @@ class AdapterState(PoolMessage, frozen=True):
 
 
 class AdapterKept(PoolMessage, frozen=True):
-    """Each process holds its part of a copy of the adapter, of this shape and after so many steps."""
+    """Each process holds its part of a copy of the adapter, which has this shape and has made `step` steps."""
 
     spec: LoraSpec
     step: int
@@ -471,8 +472,8 @@ class AdapterKept(PoolMessage, frozen=True):
 class SnapshotHeld(PoolMessage, frozen=True):
     """The group holds the snapshot.
 
-    host_bytes: host memory that the snapshot takes in each process while it is evicted; None on CPU, where snapshots
-    are never evicted. on_host: it takes that always, as weights of a whole model do.
+    host_bytes: host memory of each process that the snapshot takes while it is evicted; None on CPU, where snapshots
+    are never evicted. on_host: the snapshot always takes that memory, as a full-parameter snapshot does.
     """
 
     host_bytes: int | None
@@ -480,9 +481,10 @@ class SnapshotHeld(PoolMessage, frozen=True):
 
 
 class SampleProgress(PoolMessage, frozen=True):
-    """finished: results of requests that ended in this chunk; active/waiting: requests still in the batch / in line.
+    """The outcome of a SampleStep.
 
-    streamed: what was decoded in this chunk for requests that stream.
+    finished: results of requests that ended in this chunk. active, waiting: requests in the batch and in the queue.
+    streamed: the tokens of streamed requests that were decoded in this chunk.
     """
 
     finished: tuple[SampleResult, ...]
@@ -496,7 +498,7 @@ class CompileStatus(PoolMessage, frozen=True):
 
     planned: programs that the warm-up compiles. ready: planned programs that are compiled, or `failed` to. needed:
     programs compiled for a command before the warm-up had ended. late: programs compiled for a command after that.
-    kv_pages: of all shards. kv_pages_used: those of sequences; what is kept of prompts that may come again is free.
+    kv_pages: the pages of all shards. kv_pages_used: the pages of active sequences; pages of cached prompts are free.
     """
 
     planned: int
@@ -512,7 +514,7 @@ Reply = Done | ForwardResult | OptimResult | AdapterState | AdapterKept | Snapsh
 DeferredReply = Callable[[], Reply]  # waits for the devices, and reads the reply from them
 
 
-# ------------------------------------------------------------------ how a group is set up
+# ------------------------------------------------------------------ configuration of a group
 CacheFormat = Literal["full", "float8"]
 
 
@@ -521,23 +523,23 @@ class GroupConfig:
     """The configuration that every process of a group gets at start."""
 
     model_path: str  # a Hugging Face folder
-    dtype: Literal["auto", "float32", "bfloat16"]  # auto = as the platform has it
-    fsdp: int  # 0 = all devices that the tensor and expert axes leave
+    dtype: Literal["auto", "float32", "bfloat16"]  # auto = the platform's
+    fsdp: int  # 0 = all devices that the other axes leave
     tensor: int
     max_context: int
-    microbatch_tokens: int  # padded tokens of one training micro-batch, 0 = the processes choose
-    sample_slots: int  # sequences decoded together at most
-    decode_chunk: int  # tokens decoded per SampleStep, at most
+    microbatch_tokens: int  # padded tokens of a training micro-batch, 0 = chosen by the memory plan
+    sample_slots: int  # the most sequences that are decoded together
+    decode_chunk: int  # the most tokens that a SampleStep decodes
     compile_cache_dir: str  # "" = no persistent compilation cache
     base_weights: Literal["full", "int8"] = "full"  # full = as dtype
-    warm_up: bool = False  # compile what may be needed before it is
-    expert: int = 1  # size of the mesh's axis that experts are split over
+    warm_up: bool = False  # compile programs before the first request needs them
+    expert: int = 1  # size of the mesh axis that experts are split over
     resident_snapshots: int = 32  # on the devices, unless more are being sampled
-    platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"  # auto = the one that JAX chooses
-    expert_rank: RankRule = "divided"  # of usual adapters, for which programs are compiled early
-    device_memory: float = 0.0  # GB of each device that the group may use, 0 = what the devices say
-    store_url: str = ""  # where processes read and write states themselves, if they reach it; "" = nowhere
-    store_mark: str = ""  # what `Store.mark` says there: the same URL may be another folder on another host
+    platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"  # auto = JAX's choice
+    expert_rank: RankRule = "divided"  # of the usual adapters that the warm-up compiles programs for
+    device_memory: float = 0.0  # GB of each device that the group may use, 0 = the size that the device reports
+    store_url: str = ""  # processes that reach this store read and write states themselves; "" = none
+    store_mark: str = ""  # from `Store.mark`: on another host, the same URL may be a different folder
     kv_cache: CacheFormat = "full"  # full = as dtype
 
 
@@ -545,8 +547,8 @@ class GroupConfig:
 class GroupInfo:
     """The description of a group that is ready.
 
-    fsdp: the size of the mesh axis that rows are split over. attention_tokens: as in `spec.packing.layout`. context:
-    the longest sequence that fits its devices, in tokens. context_rule: what that follows from, as an error says it.
+    fsdp: the size of the mesh axis that rows are split over. attention_tokens: see `spec.packing.layout`. context:
+    the longest sequence that fits its devices, in tokens. context_rule: the rule behind `context`, for errors.
     """
 
     devices: tuple[str, ...]
@@ -558,5 +560,5 @@ class GroupInfo:
     context_rule: str
     generation: int
     reaches_store: bool = False  # every process reads and writes states itself
-    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of each device that are set aside, by use
-    programs: str = ""  # a digest of what its programs are compiled from: groups with the same give the same bits
+    memory: Mapping[str, int] = field(default_factory=dict)  # reserved bytes of each device, by use
+    programs: str = ""  # a digest of the inputs of its programs: groups with equal digests compute equal bits

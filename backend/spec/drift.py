@@ -1,7 +1,7 @@
-"""How far the policy that sampled is from the one that is trained: `kl_sample_train` of a forward_backward.
+"""The distance between the sampling policy and the trained policy: `kl_sample_train` of a forward_backward.
 
 A trainer and a sampler that compute the same text differently (or samples that are older than the weights) bias every
-policy gradient, and nothing else shows it.
+policy gradient, and no other metric shows it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.floating]
 
-KL_MEAN, KL_MAX = "kl_sample_train:mean", "kl_sample_train:max"  # the SDK joins the parts of a request by these endings
-_MOST = 20.0  # a logprob that rose by more counts as this: exp of it is 5e8
+KL_MEAN, KL_MAX = "kl_sample_train:mean", "kl_sample_train:max"  # the SDK merges metrics by these endings
+_MOST = 20.0  # the largest difference of logprobs that is counted; its exp is 5e8
 
 
 def kl_sample_train(tokens: Iterable[tuple[Floats, Floats, npt.NDArray[np.bool_]]]) -> dict[str, float]:
-    """The mean and the largest KL(sampler || trainer) of a token, in nats, from logprobs of the tokens that were drawn.
+    """The mean and the largest KL(sampler || trainer) of a token, in nats, from logprobs of the drawn tokens.
 
-    tokens: of each example, what the sampler gave each token, what training gives it, and whether it counts; arrays of
-    one shape. The estimator is Schulman's k3, exp(d) - 1 - d with d = trained - sampled: never negative, unbiased where
-    the tokens were drawn at temperature 1 without filters (http://joschu.net/blog/kl-approx.html). About d**2 / 2 where
-    d is small. Both are 0 when no token counts: the SDK would drop a metric that one part of a request lacks.
+    tokens: three arrays of equal shape for each example: the sampler's logprobs, the trainer's logprobs, and which
+    tokens count. The estimator is Schulman's k3, exp(d) - 1 - d with d = trained - sampled. It is never negative, and
+    unbiased if the tokens were drawn at temperature 1 without filters (http://joschu.net/blog/kl-approx.html). It is
+    about d**2 / 2 for small d. Both metrics are 0 when no token counts, because the SDK would drop a metric that a part
+    of a request lacks.
     """
     moved = [(trained.astype(np.float64) - sampled)[counted] for sampled, trained, counted in tokens]
     d = np.minimum(np.concatenate(moved), _MOST) if moved else np.empty(0)

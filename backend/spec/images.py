@@ -1,7 +1,8 @@
-"""Images as the image processor of a model takes them: which sizes it makes, and the pixels of a PNG or JPEG file.
+"""The image processor of a model: the sizes of resized images, and the pixels of PNG and JPEG files.
 
-The rules are those of transformers' Qwen2VLImageProcessor, which Qwen3-VL uses: sides are multiples of a token's, the
-number of pixels has bounds, the shape stays as it is as far as possible. Resizing is Pillow's, bicubic.
+The rules are those of transformers' Qwen2VLImageProcessor, which Qwen3-VL uses. Height and width are multiples of a
+token's side, the number of pixels has bounds, and the aspect ratio is kept as far as possible. Pillow resizes, with
+bicubic interpolation.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")  # m
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """How a model wants its images.
+    """A model's rules for images.
 
-    token: the id of its placeholder. side: of the square of pixels that one token stands for. least, most: pixels of an
-    image. mean, deviation: of each colour, where 1 is the brightest.
+    token: the id of the placeholder token. side: the side of the square of pixels that one token represents. least,
+    most: bounds of an image's pixels. mean, deviation: of each colour, where 1 is the brightest.
     """
 
     token: int
@@ -39,11 +40,11 @@ class ImageProcessor:
     deviation: tuple[float, ...]
 
     def bytes_of(self, tokens: int) -> int:
-        """What the pixels of images with so many tokens take."""
+        """The bytes of the pixels of images with `tokens` tokens in all."""
         return tokens * self.side**2 * len(self.mean)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """What an image is resized to, as (width, height); ValueError when it is too long for its width."""
+        """The (width, height) after resizing. ValueError when one side is much longer than the other."""
         if max(width, height) > _LONGEST * min(width, height):
             raise ValueError(f"{width} x {height} pixels: the longer side must be at most {_LONGEST} times the other")
         wide, high = (round(size / self.side) * self.side for size in (width, height))
@@ -58,22 +59,22 @@ class ImageProcessor:
     def read(
         self, data: bytes, kind: str, name: str, expected: int | None = None, *, blank: bool = False
     ) -> npt.NDArray[np.uint8]:
-        """The pixels [rows, columns, 3] of a file, as many as the model takes.
+        """The pixels [rows, columns, 3] of an image file, resized for the model.
 
-        data: of a file of format `kind`, png or jpeg. name: how errors call the image. expected: how many tokens the
-        client thinks it has. blank: only the number of pixels is wanted: nothing is decoded, they are black and take no
-        memory. UserError names what is wrong. The size is checked before anything is decoded.
+        data: the content of the file. kind: its format, png or jpeg. name: the image's field, for errors. expected: the
+        number of tokens that the client expects. blank: return black pixels without memory, and decode nothing.
+        UserError names the wrong property. The size is checked before anything is decoded.
         """
-        from PIL import Image, ImageOps, UnidentifiedImageError  # here: most processes never see an image
+        from PIL import Image, ImageOps, UnidentifiedImageError  # late: most processes never read an image
 
-        if kind not in list(_FORMATS):  # maybe no text at all
+        if kind not in list(_FORMATS):  # it need not be a string
             raise broken(f"{name}.format", kind, "png or jpeg")
         try:
             with Image.open(io.BytesIO(data), formats=[_FORMATS[kind]]) as file:
                 if file.width * file.height > MAX_IMAGE_PIXELS:
                     rule = f"at most {MAX_IMAGE_PIXELS}"
                     raise UserError(f"{name} has {file.width} x {file.height} pixels: must have {rule}")
-                wide, high = self.size(*file.size)  # as many tokens as when it is turned
+                wide, high = self.size(*file.size)  # a rotation keeps the number of tokens
                 self._check(name, file.size, wide * high // self.side**2, expected)
                 if kind == "jpeg" and (scans := sum(1 for _ in _SCAN.finditer(data))) > _MOST_SCANS:
                     raise UserError(f"{name}.data has {scans} scans: must have at most {_MOST_SCANS}")
@@ -85,7 +86,7 @@ class ImageProcessor:
             raise
         except UnidentifiedImageError as error:
             raise UserError(f"{name}.data is no {kind} file") from error
-        except Exception as error:  # Pillow raises whatever it finds in a broken file
+        except Exception as error:  # Pillow raises many classes of errors for damaged files
             raise UserError(f"{name}.data cannot be read as {kind}: {error}") from error
         return np.asarray(image)
 
@@ -97,5 +98,5 @@ class ImageProcessor:
                 f"{name} has {wide} x {high} pixels, {tokens} tokens: must have at most {MAX_IMAGE_TOKENS} tokens"
             )
         if expected is not None and expected != tokens:
-            rule = f"{tokens}, what the model makes of {wide} x {high} pixels"
+            rule = f"{tokens}, the tokens of {wide} x {high} pixels"
             raise broken(f"{name}.expected_tokens", expected, rule)

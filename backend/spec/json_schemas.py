@@ -1,12 +1,12 @@
-"""Rewrite a JSON schema so that llguidance holds answers to all of it, or refuse the schema by name.
+"""Rewrite a JSON schema so that llguidance enforces all of it, or raise an error that names the unsupported keyword.
 
 llguidance compiles most of JSON Schema (draft 2020-12). Its gaps would produce answers that do not validate:
 
 - It reads numbers as doubles and compiles some bounds wrongly. Here bounds become inclusive and move inward to numbers
   that it reads exactly. A number in `const` or `enum` that it cannot read exactly is refused.
-- It compiles patterns by Rust's syntax, which differs from that of ECMA-262 (`_ecma_pattern`).
-- The keyword `x-guidance` turns its checks off, and it refuses an unknown `format`, which is an annotation. Only
-  keywords that restrict values are kept. The text of annotations is never interpreted.
+- It compiles patterns with Rust's syntax, which differs from that of ECMA-262 (`_ecma_pattern`).
+- The keyword `x-guidance` turns its checks off, and it refuses an unknown `format`, which is an annotation. So all
+  keywords are removed except those that restrict values. The text of annotations is never interpreted.
 - It does not compare alternatives of `oneOf` behind a `$ref`. Here they are inlined.
 
 The target of each `$ref` is rewritten once, and moves to `$defs` of the whole schema.
@@ -68,7 +68,7 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class ExactSchema:
-    """A rewritten schema. expressions: how many regular expressions it costs to compile."""
+    """A rewritten schema. expressions: the number of regular expressions in its compilation."""
 
     schema: dict[str, Any]
     expressions: int
@@ -93,7 +93,7 @@ class _Place:
     depth: int = 0
 
     def at(self, schema: Any, *names: object) -> _Place:
-        """A schema inside this one, which is named by these keys."""
+        """The nested schema at these keys."""
         return _Place(schema, self.root, ".".join(map(str, filter(str, [self.path, *names]))), self.depth + 1)
 
 
@@ -111,7 +111,7 @@ class _Rewriter:
         self.expressions = 0
 
     def rewrite(self) -> dict[str, Any]:
-        """The schema with the definitions that it needs."""
+        """The schema with its referenced definitions."""
         rewritten = self._object(_Place(self._schema, self._schema))
         definitions = {}
         while self._pending:
@@ -242,7 +242,7 @@ class _Rewriter:
         return {key: value}
 
     def _check_properties(self, result: Mapping[str, Any], place: _Place) -> None:
-        """Check minProperties of a rewritten schema. A name may come twice in an answer, and then it counts once."""
+        """Check minProperties of a rewritten schema. An answer may repeat a name, which counts only once."""
         if "minProperties" in result or "maxProperties" in result:
             self.expressions += len(result.get("properties", ()))
         if result.get("minProperties", 0) > len(set(result.get("required", ()))) + 1:

@@ -1,14 +1,14 @@
-"""Bounds that requests and workers share. Most are checked, and their errors worded, in `wire/`."""
+"""Bounds that requests and workers share. `wire/` checks most of them and words the errors."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-MAX_RANK = 1024  # of a LoRA adapter: one of a huge rank would take the memory that all adapters share
+MAX_RANK = 1024  # of a LoRA adapter, because all adapters share the memory
 ALL_PARTS = "trains all parameters: train_attn, train_mlp and train_unembed must be true"
 DEFAULT_MAX_CONTEXT = 32_768  # tokens of a sequence, unless the settings or the model say otherwise
-MODEL_CONTEXT = "the model's context"  # why no longer sequence is served, where the devices have room for it
+MODEL_CONTEXT = "the model's context"  # the reason for the longest sequence, unless memory is
 MAX_SEQ = 2**31 - 1  # a sequence number of a model, or of a session's models and samplers: int32 on the wire
 MAX_TARGETS = 256  # scored tokens at one position of a datum
 # Target cells of one request, and cells of one datum's inputs: a sparse tensor could declare any shape.
@@ -28,7 +28,7 @@ MAX_ASSETS = 1024  # different uploaded images that one request names
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a number may be: a finite number >= `low` and < `below`; > `low` when `above`."""
+    """The bounds of a number: finite, >= `low` and < `below`; > `low` if `above`."""
 
     low: float = -math.inf
     below: float = math.inf
@@ -40,6 +40,6 @@ class Bounds:
 
     @property
     def rule(self) -> str:
-        """The bounds as an error says them."""
+        """The bounds as text for errors."""
         low = f" {'>' if self.above else '>='} {self.low:g}" if math.isfinite(self.low) else ""
         return f"a finite number{low}" + (f" and < {self.below:g}" if math.isfinite(self.below) else "")

@@ -1,8 +1,8 @@
-"""How examples of any lengths are laid out in micro-batches of few shapes: plain numbers, no arrays.
+"""The layout of examples of any lengths in micro-batches of few shapes: plain numbers, no arrays.
 
-Several short examples share a row. Rows are powers of two of tokens, 32 at least, and a micro-batch has a power of two
-of rows (times `row_multiple`), so the shapes that can ever occur are few, and each is compiled once. The pool counts
-micro-batches with the same functions with which workers make them.
+Several short examples share a row. The width of a row is a power of two, at least 32 tokens. A micro-batch has a power
+of two of rows (times `row_multiple`). So few shapes are possible, and each is compiled once. The pool and the workers
+use the same functions, so they count the same micro-batches.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import bisect
 from collections.abc import Sequence
 
 SHORTEST_ROW = 32
-# How much longer rows make attention dearer: a token in a row of T costs about 1 + T / attention_tokens of one alone.
-ATTENTION_TOKENS = 1024  # of CPUs (measured, 1024 hidden: 8x128 against 2x512 tokens); `Platform` has those of others
+# The cost of attention: a token in a row of T tokens costs 1 + T / ATTENTION_TOKENS times a token alone.
+ATTENTION_TOKENS = 1024  # of CPUs, measured with 1024 hidden and 8x128 or 2x512 tokens; `Platform` has others
 
 
 def bucket(size: int, least: int = 1) -> int:
-    """The smallest power of two that is at least `size` and `least` (itself one)."""
+    """The smallest power of two that is at least `size` and `least`, which is a power of two."""
     return max(least, 1 << (size - 1).bit_length())
 
 
@@ -27,14 +27,14 @@ def micro_batches(
     row_multiple: int = 1,
     attention_tokens: int = ATTENTION_TOKENS,
 ) -> int:
-    """How many micro-batches examples of these lengths make; the arguments are those of `layout`."""
+    """The number of micro-batches for examples of these lengths. For the arguments see `layout`."""
     if len(lengths) * bucket(max(lengths), SHORTEST_ROW) * row_multiple <= microbatch_tokens:
-        return 1  # with a row for each, and packed they take no more
+        return 1  # a row for each example fits, and packing never takes more rows
     return len(layout(lengths, microbatch_tokens, row_multiple, attention_tokens))
 
 
 def micro_batch_shapes(microbatch_tokens: int, longest: int, row_multiple: int = 1) -> list[tuple[int, int]]:
-    """Every (rows, tokens) that a micro-batch may have, of examples of at most `longest` tokens."""
+    """Every shape (rows, tokens) of micro-batches for examples of at most `longest` tokens."""
     widths = [SHORTEST_ROW]
     while widths[-1] < max(longest, microbatch_tokens):
         widths.append(2 * widths[-1])
@@ -51,9 +51,9 @@ def layout(
 ) -> list[list[list[int]]]:
     """The rows of each micro-batch, and the examples of each row.
 
-    lengths: tokens of each example. microbatch_tokens: the most padded tokens of a micro-batch, unless its fewest rows
-    have more. row_multiple: what the number of rows is a multiple of. attention_tokens: of a row in which attention
-    costs as much as everything else.
+    lengths: the tokens of each example. microbatch_tokens: the most padded tokens of a micro-batch, unless its fewest
+    rows have more. row_multiple: the number of rows is a multiple of it. attention_tokens: the tokens of a row whose
+    attention costs as much as everything else.
     """
     width = _row_width(lengths, microbatch_tokens, row_multiple, attention_tokens)
     rows = _fill_rows(lengths, width)
@@ -67,7 +67,7 @@ def _most_rows(width: int, microbatch_tokens: int, row_multiple: int) -> int:
 
 
 def _row_width(lengths: Sequence[int], microbatch_tokens: int, row_multiple: int, attention_tokens: int) -> int:
-    """The width, of those that hold the longest example, at which computing should cost the least."""
+    """The width with the lowest estimated cost, among those that fit the longest example."""
     width = bucket(max(lengths), SHORTEST_ROW)
     widths = [width]
     while (width := width * 2) <= microbatch_tokens and widths[-1] < sum(lengths):
@@ -83,14 +83,14 @@ def _row_width(lengths: Sequence[int], microbatch_tokens: int, row_multiple: int
 
 
 def padded_rows(rows: int, row_multiple: int) -> int:
-    """How many rows a micro-batch of `rows` has with its padding."""
+    """The number of rows of a micro-batch of `rows`, with padding."""
     return row_multiple * bucket(-(-rows // row_multiple))
 
 
 def _fill_rows(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Best fit, longest first: each example goes into the fullest row that it still fits."""
+    """Best fit, longest first: each example goes into the fullest row with enough space."""
     rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    rooms: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[example]
         best = bisect.bisect_left(rooms, (length, -1))

@@ -7,9 +7,9 @@ from typing import Literal
 
 RankRule = Literal["divided", "full"]
 NOT_SAMPLED = (
-    "sampling: the devices of this group have no room for the weights of a model of which all parameters are trained "
-    "(lora_config.rank 0), beside one in training. Save its state, write it with `tinkerflow checkpoint merge`, and "
-    "serve that folder as a base model; or use more devices"
+    "sampling: the devices of this group have no room for the weights of a full-parameter model (lora_config.rank 0) "
+    "in addition to a model in training. Save its state, write it with `tinkerflow checkpoint merge`, and serve that "
+    "folder as a base model; or use more devices"
 )
 
 
@@ -28,16 +28,16 @@ class LoraSpec:
 
     @property
     def full(self) -> bool:
-        """Whether all parameters of the model are trained, and no adapter."""
+        """Whether all parameters of the model are trained, without an adapter."""
         return self.rank == 0
 
 
 def expert_rank(rank: int, experts_per_token: int, rule: RankRule) -> int | None:
-    """The rank of every expert's matrices in an adapter of `rank`; None: `rank`, as in all other matrices.
+    """The rank of every expert's matrices in an adapter of `rank`. None means `rank`, as for all other matrices.
 
-    With "divided" it is rank // experts_per_token, at least 1: the experts that a token goes through have together the
-    adapter of one dense MLP (Schulman and others, "LoRA Without Regret", 2025). experts_per_token: 0 without experts.
-    Rank 0, which is no adapter, has none.
+    With "divided" it is rank // experts_per_token, but at least 1. So the experts of a token have together the adapter
+    of one dense MLP (Schulman and others, "LoRA Without Regret", 2025). experts_per_token: 0 without experts. Rank 0
+    gives None, because there is no adapter.
     """
     if not rank:
         return None
@@ -46,7 +46,7 @@ def expert_rank(rank: int, experts_per_token: int, rule: RankRule) -> int | None
 
 
 def peft_factor(rank: int, own: int) -> int:
-    """What PEFT's files multiply B of a matrix of rank `own` by, in an adapter of `rank`.
+    """The factor of B in PEFT's files, for a matrix of rank `own` in an adapter of `rank`.
 
     Readers such as vLLM know one scale, alpha / rank, although this matrix has alpha / own. The quotient goes into B,
     which rounds nothing if it is a power of two. Otherwise the factor is 1, and such readers scale the matrix wrongly;

@@ -1,4 +1,4 @@
-"""Entries that are declared one to a file and found by scanning their package: a new file is all that one needs."""
+"""Registries: each entry is declared in its own file, and a scan of the package collects them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 
 class Named(Protocol):
-    """An entry has the name that requests use."""
+    """An entry. Its name is the one in requests."""
 
     @property
     def name(self) -> str:
@@ -19,10 +19,10 @@ Entry = TypeVar("Entry", bound=Named)
 
 
 def registered(package: str, attribute: str, kind: type[Entry]) -> dict[str, Entry]:
-    """The entries of a package by name, sorted: the object called `attribute` in each of its modules.
+    """The entries of a package, sorted by name: the object called `attribute` in each of its modules.
 
-    Call it where the package itself has defined all that its modules import from it. TypeError for a module without
-    an `attribute` of type `kind` that has the module's name.
+    Call it after the package has defined everything that its modules import from it. TypeError for a module without an
+    `attribute` of type `kind` that has the module's name.
     """
     found = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)):

@@ -1,6 +1,7 @@
-"""What a traced loss may call: names of torch functions, Tensor methods, operators and math functions, each to an op.
+"""The functions that a traced loss may call: torch functions, Tensor methods, operators and math functions.
 
-Everything else is refused. `backend/compute/training/custom_loss/ops.py` implements each op; a test compares the two.
+Each is mapped to an op. Everything else is refused. `backend/compute/training/custom_loss/ops.py` implements each op,
+and a test compares the two.
 """
 
 from __future__ import annotations

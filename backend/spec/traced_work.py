@@ -75,7 +75,7 @@ def check_loss(loss: CustomLoss) -> None:
     try:
         work = work_of(loss, tuple((1,) * rank for rank in loss.inputs.values()))
     except UserError:
-        return  # examples tell
+        return  # the check of each example finds it
     _check_example(loss, work, "an example of one token")
 
 
@@ -114,7 +114,7 @@ def _work_of(name: str, nodes: str, shapes: Shapes) -> LossWork:
 
 
 def loss_steps(command: Forward) -> int:
-    """In how many steps the workers compute the losses of a command: 0 unless the client traced the loss.
+    """The number of steps in which workers compute the losses of a command: 0 unless the client traced the loss.
 
     The pool sends a command for each step, so other commands wait for one step at most, and the project pays for all.
     """
@@ -122,7 +122,7 @@ def loss_steps(command: Forward) -> int:
 
 
 def examples_of_step(command: Forward, step: int) -> list[int]:
-    """The examples whose loss is computed in a step, counted from 0. A long one is followed by steps without any."""
+    """The examples whose loss is computed in a step, counted from 0. Steps without examples follow a long example."""
     begins, members = 0.0, []
     for i, seconds in enumerate(command.loss_seconds):
         if int(begins / STEP_SECONDS) == step:

@@ -12,7 +12,7 @@ LOGITS = 8.0  # the magnitude of the tiny models' logits
 
 
 def close_logprobs(found: npt.ArrayLike, expected: npt.ArrayLike, *, ulps: float = 256) -> None:
-    """`close` for float32 logprobs: one near 0 carries the rounding of its logits."""
+    """`close` for float32 logprobs, because a logprob near 0 carries the rounding of its logits."""
     close(found, expected, ulps=ulps, scale=LOGITS)
 
 

@@ -119,7 +119,7 @@ QWEN_VISION = {
 }
 
 
-# What the towers of some families have beside that. Some of their layers get DeepStack's vectors, some do not.
+# Additional settings of the towers of some families. DeepStack adds vectors to some of their layers.
 TOWER: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]},
     "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
@@ -157,7 +157,7 @@ VISION = {
 GEMMA4_VISION = {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 4}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
-# What the tiny model of a family has beside SHAPE. A family whose defaults do has no row.
+# Settings of the tiny model of a family, in addition to SHAPE. Other families keep the defaults.
 FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3},
     "qwen3_moe": EXPERTS,
@@ -266,7 +266,7 @@ class Reference:
 
 
 def inputs_of(example: Example) -> dict[str, torch.Tensor]:
-    """The example as a model of transformers takes it."""
+    """The inputs of a transformers model for the example."""
     tokens = torch.tensor(example.tokens_T[None].astype(np.int64))
     if not example.images:
         return {"input_ids": tokens}
@@ -286,7 +286,7 @@ def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
 
 
 def random_model(architecture: str, shape: dict[str, Any]) -> Any:
-    """A model of that family in torch; `shape` is that of its text model."""
+    """A model of that family in torch. shape: the settings of its text model."""
     kind = transformers.AutoModelForCausalLM
     if architecture in SEEING:
         rows = FAMILY_SHAPE.get(SEEING[architecture], {}), FAMILY_SHAPE.get(architecture, {})
@@ -308,7 +308,7 @@ def random_model(architecture: str, shape: dict[str, Any]) -> Any:
 
 
 def biases_are_not_zero(model: Any) -> None:
-    """transformers begins some parameters where they would show nothing: those at zero, and decays that forget all."""
+    """Initialize parameters that transformers sets to zero, and decays that forget all. Tests need their effect."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".dt_bias"):
@@ -350,7 +350,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="session")
 def shared_executor(qwen3: Reference) -> Executor:
-    """One executor for many tests, because compiling is what takes long; each test makes adapters of its own."""
+    """One executor for many tests, because compiling takes long. Each test makes its own adapters."""
     return qwen3.executor()
 
 
@@ -368,7 +368,7 @@ def random_example(rng: np.random.Generator, length: int, targets: int = 1) -> E
 
 
 def seeing(example: Example, *images: tuple[int, int, int]) -> Example:
-    """The example with images in place of some tokens. Each is (first token, rows, columns), of tokens."""
+    """The example with images instead of some tokens. Each image is (first token, rows, columns), counted in tokens."""
     rng, side = np.random.default_rng(len(images)), 2 * PROCESSOR["patch_size"]
     tokens_T = example.tokens_T % IMAGE_TOKEN
     made = []
@@ -392,7 +392,7 @@ def examples() -> Callable[..., tuple[Example, ...]]:
 
 @pytest.fixture(scope="session")
 def adapter() -> Callable[..., None]:
-    """adapter(executor, id, rank=4, seed=0, **parts): one whose B is random too, so that it changes the model."""
+    """adapter(executor, id, rank=4, seed=0, **parts): make an adapter with random B, so that it changes the model."""
 
     def make(executor: Executor, adapter_id: str, rank: int = 4, seed: int = 0, **parts: bool) -> None:
         executor.execute(CreateAdapter(adapter_id, LoraSpec(rank, **parts), seed))
@@ -409,7 +409,7 @@ def adapter() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def ask() -> Callable[..., SampleRequest]:
-    """ask(id, prompt, max_tokens, …): a request, greedy and without stops unless told."""
+    """ask(id, prompt, max_tokens, …): a request, by default greedy and without stops."""
 
     def make(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> SampleRequest:
         plain = SampleRequest(
@@ -431,7 +431,7 @@ def ask() -> Callable[..., SampleRequest]:
 
 @pytest.fixture(scope="session")
 def run_all() -> Callable[..., dict[str, SampleResult]]:
-    """run_all(sampler or executor, *requests): every result by id, steps made until nobody is left."""
+    """run_all(sampler or executor, *requests): the results by id, after as many steps as they need."""
 
     def run(sampler: Sampler | Executor, *requests: SampleRequest, most_steps: int = 500) -> dict[str, SampleResult]:
         step = sampler.execute if isinstance(sampler, Executor) else sampler.step
@@ -449,7 +449,7 @@ def run_all() -> Callable[..., dict[str, SampleResult]]:
 
 @pytest.fixture(scope="session")
 def gradients() -> Callable[[Executor, str], dict[str, np.ndarray]]:
-    """gradients(executor, id): those accumulated and not yet applied, by PEFT name."""
+    """gradients(executor, id): the accumulated gradients that are not yet applied, by PEFT's names."""
 
     def read(executor: Executor, adapter_id: str) -> dict[str, np.ndarray]:
         state = executor.execute(ExportAdapter(adapter_id, optimizer=True))

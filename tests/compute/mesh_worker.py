@@ -10,9 +10,9 @@ import jax
 
 
 def main() -> None:
-    """argv: model folder, what to do, how many devices, and the axes fsdp (0 = all that are left), expert and tensor.
+    """argv: model folder, action, number of devices, and the axes fsdp (0 = the remaining devices), expert and tensor.
 
-    What to do: names of `runs`, and "sampled" to sample the last of them; commas between.
+    The action: names of `runs`, and "sampled" to sample the last of them, separated by commas.
     """
     folder, wanted, (devices, fsdp, expert, tensor) = sys.argv[1], sys.argv[2].split(","), map(int, sys.argv[3:])
     jax.config.update("jax_num_cpu_devices", devices)

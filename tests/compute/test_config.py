@@ -1,4 +1,4 @@
-"""Configs of both transformers generations are read, and what we do not compute is refused by name."""
+"""Configs of both transformers generations are read, and errors name unsupported settings."""
 
 from __future__ import annotations
 

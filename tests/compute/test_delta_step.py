@@ -27,7 +27,7 @@ def test_a_token_changes_states_of_its_row_and_layer_alone(step: Callable[..., A
         return jnp.asarray(random.standard_normal(shape), jnp.float32)
 
     pool, B, layer = array(2, 6, H, k, v).at[:, 0].set(0), len(PLACES), 1
-    pool = pool.at[layer, PLACES[3]].set(jnp.nan)  # what an ended sequence left; the row there has no token yet
+    pool = pool.at[layer, PLACES[3]].set(jnp.nan)  # the state of an ended sequence; the new row has no token yet
     q, key, value = array(B, 1, H, k), array(B, 1, H, k), array(B, 1, H, v)
     g, beta = -jnp.abs(array(B, 1, H)), jax.nn.sigmoid(array(B, 1, H))
     decay_BH = jnp.exp(g[:, 0]).at[3].set(0)

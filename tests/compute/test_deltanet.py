@@ -1,4 +1,4 @@
-"""Gated DeltaNet against Hugging Face's torch, and what it must not depend on: other segments, and cuts of a prompt."""
+"""Gated DeltaNet against Hugging Face's torch, independent of other segments and of cuts of a prompt."""
 
 from __future__ import annotations
 
@@ -148,14 +148,14 @@ def test_segments_of_a_row_share_nothing(lengths: list[int], seed: int):
 
 @jax.jit
 def _packed(parts: Any, segments: jax.Array, mine: jax.Array) -> Any:
-    """What is read in a row, and the slopes of the squares of what is read at some tokens."""
+    """The outputs of a row, and the slopes of the squares of the outputs at some tokens."""
     recur = delta_rule_in_segments(SHAPE, segments, make_mesh(1, 1))
     squares = lambda parts: jnp.sum(jnp.where(mine[..., None, None], recur(weights(), *parts), 0) ** 2)  # noqa: E731
     return recur(weights(), *parts), jax.grad(squares)(parts)
 
 
 def test_a_prompt_is_the_same_in_pieces_of_any_size_and_its_bits_are_those_of_the_same_pieces():
-    """Pieces begin at multiples of a chunk; the last one is filled up with what does not count."""
+    """Parts begin at multiples of a chunk. Padding fills the last part."""
     T, parts = 150, inputs(1, 256)
 
     def through(*sizes: int) -> tuple[np.ndarray, DeltaState]:

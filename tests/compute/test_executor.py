@@ -1,4 +1,4 @@
-"""What the executor promises beyond its parts: one copy to the host, failures that say what they cost, few imports."""
+"""The executor: one copy to the host for each command, failures that report their effect, and few imports."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_without_memory_a_backward_costs_its_request_and_nothing_else(
 
     def no_room(params: Any, lora: Any, grads: Any, batch: Any) -> Any:
         steps.append(1)
-        grads, scored = backward(params, lora, grads, batch)  # what is donated is gone
+        grads, scored = backward(params, lora, grads, batch)  # donated buffers are deleted
         if len(steps) == 2:
             raise RuntimeError(NO_MEMORY)
         return grads, scored
@@ -169,7 +169,7 @@ def test_adapters_that_do_not_fit_are_refused_by_name(qwen3):
     rule = r"lora rank 8: the adapter takes \S+ GB of each device with .* GB are free of the \S+ GB for adapters: must"
     with pytest.raises(AllocationError, match=rule):  # so a replay waits for room, and does not take it for an answer
         executor.execute(CreateAdapter("one more", LoraSpec(8), 0))
-    executor.execute(CreateAdapter("0", LoraSpec(8), 0))  # in place of the one that is there
+    executor.execute(CreateAdapter("0", LoraSpec(8), 0))  # instead of the current one
     executor.execute(DropAdapter("1"))
     executor.execute(CreateAdapter("one more", LoraSpec(8), 0))
     executor.clear()

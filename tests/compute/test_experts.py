@@ -111,7 +111,7 @@ def test_the_same_again_bit_for_bit_and_nothing_compiled_for_another_routing(exe
 
 @pytest.mark.parametrize("own", [None, 1, 2, 3], ids="rank {}".format)
 def test_peft_loads_the_export(moe, executor, adapter, tmp_path, examples, forward, own):
-    """Whatever rank experts have: that of all matrices (8), or a part, by a power of two or not."""
+    """The rank of experts may be that of all matrices (8) or a part, with a power of two as the quotient or not."""
     adapter(executor, "b", 8, train_unembed=False, expert_rank=own)
     state = executor.execute(ExportAdapter("b", optimizer=False))
     (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))
@@ -119,7 +119,7 @@ def test_peft_loads_the_export(moe, executor, adapter, tmp_path, examples, forwa
     (example,) = examples((20,))
     (found,) = forward(executor, "b", (example,)).logprobs
     with warnings.catch_warnings():
-        # PEFT gives the fused gate_up_proj its doubled rank, and then looks for it among modules: it is a parameter.
+        # PEFT doubles the rank of the fused gate_up_proj, and then looks for a module, but it is a parameter.
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
         model = peft.PeftModel.from_pretrained(moe.model, str(tmp_path))
     try:
@@ -131,7 +131,7 @@ def test_peft_loads_the_export(moe, executor, adapter, tmp_path, examples, forwa
 
 
 def test_a_reader_that_knows_one_scale_gives_the_same_logprobs(moe, executor, adapter, examples, forward):
-    """vLLM takes alpha and rank of the config for every matrix, whatever its rank."""
+    """vLLM uses the config's alpha and rank for every matrix, regardless of the matrix's own rank."""
     adapter(executor, "c", 8, train_unembed=False, expert_rank=2)
     state = executor.execute(ExportAdapter("c", optimizer=False))
     assert {w.shape[0] for name, w in state.weights.items() if "lora_A" in name} == {2, 8}

@@ -1,4 +1,4 @@
-"""Every registered family, by what its file says; and a family in a file of its own, served without another edit."""
+"""Every registered family matches its file, and a new family needs only a file."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ KEPT = ("embed", "norm", "lm_head", "bias")
 
 
 def in_blocks(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The matrix in FP8, its scales, and what torch makes of them, block by block."""
+    """The matrix in FP8, its scales, and torch's dequantized blocks."""
     scales = (torch.rand(*(-(-size // 128) for size in matrix.shape)) * 3 + 0.1).to(dtype)
     blocks, plain = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn), torch.empty(matrix.shape)
     for row, column in np.ndindex(*scales.shape):

@@ -1,4 +1,4 @@
-"""Gemma 4's variants in the sizes that Google publishes: what is loaded, what is kept of a token, what is refused."""
+"""Gemma 4's variants in the published sizes: loaded weights, the cache of a token, and refused configs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def billions(values: dict[str, Any]) -> float:
     ],
 )
 def test_what_is_loaded_and_what_is_kept_of_a_token(values: dict[str, Any], size: float, cell: int) -> None:
-    """Layers that share keys and values have none in the cache; those of all others have the widths of their heads."""
+    """Layers that share keys and values have no cache. The cache of all other layers has the widths of their heads."""
     assert billions(values) == pytest.approx(size, rel=0.02)
     cfg = parse_config(values, name="m")
     assert cfg.cached_cell == cell

@@ -1,4 +1,4 @@
-"""Configs of hybrid models as they are published, what of them is refused, and what fits which machine."""
+"""Published configs of hybrid models, refused settings, and memory plans on real devices."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_9b_hybrid_trains_and_samples_on_one_h100_and_states_are_counted():
     assert plan.uses.kv_cache - plan.pages * 8 * 2 * 4 * 256 * 128 * 2 >= plan.states * one + taken
     with compiling_for(CUDA):
         assert memory_plan._state_bytes(cfg, config) == plan.states * one + taken
-    assert (few.context, few.pages) > (plan.context, plan.pages)  # what fewer states leave
+    assert (few.context, few.pages) > (plan.context, plan.pages)  # memory that fewer states free
     on_cpus = memory_plan.plan_group(cfg, config)
     pages = on_cpus.pages * memory_plan._page_bytes(cfg, config)
     assert (

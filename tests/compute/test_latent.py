@@ -1,4 +1,4 @@
-"""Latent attention: published models, what they keep of a token, and heads that are never made, also with adapters."""
+"""Latent attention: published models, the cache of a token, and heads that are never built, also with adapters."""
 
 from __future__ import annotations
 

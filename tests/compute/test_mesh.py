@@ -1,4 +1,4 @@
-"""The same training on one device and on meshes; what adapters take of a device falls by the number of devices."""
+"""Training is equal on one device and on meshes. More devices reduce the memory of adapters on each device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
     ],
 )
 def test_a_mesh_gives_the_numbers_of_one_device(model, runs, devices, axes, request, tmp_path):
-    """Other kinds of layers: windows beside wide heads, latent attention, linear attention."""
+    """Other kinds of layers: windows with wide heads, latent attention, linear attention."""
     made = request.getfixturevalue(model) if model in ("qwen3", "moe") else build(tmp_path, model, tied=False)
     folder = made.folder
     alone, found = train(folder, runs, 1, 1, 1, 1), train(folder, runs, devices, *axes)

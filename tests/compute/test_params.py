@@ -1,4 +1,4 @@
-"""Weights from one file, from several, and as bfloat16; a folder that lacks a tensor says which."""
+"""Weights from one file, from several, and as bfloat16. An error names a missing tensor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_parameter_is_loaded_and_counted(reference):
     last = layers[layers_with(load_config(reference.folder))["o"][-1]]
     assert np.array_equal(params.layers["o"][-1], last.self_attn.o_proj.weight.detach().numpy())
     mlp = layers[1].mlp
-    if hasattr(mlp, "down_proj") and params.layers["down"].ndim == 3:  # Gemma 4 may have experts beside it
+    if hasattr(mlp, "down_proj") and params.layers["down"].ndim == 3:  # Gemma 4 may have experts in addition
         assert np.array_equal(params.layers["down"][1], mlp.down_proj.weight.detach().numpy())
 
 
@@ -116,5 +116,5 @@ def test_layers_of_their_own_are_views_of_the_stack(qwen3):
             whole = np.asarray(stacked)
             part = np.asarray(layer[name])
             np.testing.assert_array_equal(part, whole[number])
-            if part.nbytes % 64 == 0:  # what XLA asks of an address
+            if part.nbytes % 64 == 0:  # XLA's alignment of addresses
                 assert part.ctypes.data == whole[number].ctypes.data, name

@@ -76,7 +76,7 @@ def test_logprobs_and_gradients_are_those_of_rounded_weights(
     slopes = gradients(plain, "zero-and-not")
     for name, gradient in gradients(executor, "zero-and-not").items():
         assert np.abs(gradient - slopes[name]).max() < 2e-3 * max(1.0, np.abs(slopes[name]).max()), name
-    # The base model alone, by torch; rounding is far larger than what is left between us.
+    # The base model alone, by torch. Rounding is far larger than the remaining difference.
     scored = run_all(executor, ask("scored", data[0].tokens_T, 1, prompt_logprobs=True))["scored"]
     torch_says = by_torch.logprobs(shifted(data[0]))[:-1, 0]
     close_logprobs(scored.prompt_logprobs_T[1:], torch_says)
@@ -107,7 +107,7 @@ def test_a_matrix_takes_a_quarter_and_counts_as_before(qwen3):
     assert small.embed_VD.dtype == plain.embed_VD.dtype == "float32"
     assert (
         by_layer(load_config(qwen3.folder), small) is small
-    )  # written out, its layers would be floats, all at once, while it decodes
+    )  # without kernels, all layers would be floats during decoding
 
 
 def shifted(example):

@@ -1,4 +1,4 @@
-"""The rank of experts, and the factor by which PEFT's files carry their scale."""
+"""The rank of experts, and the factor in PEFT's files that gives them the right scale."""
 
 from __future__ import annotations
 

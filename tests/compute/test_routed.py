@@ -1,4 +1,4 @@
-"""Routing by sigmoids as transformers has it; models that have it, as they are published; what of them is refused."""
+"""Routing with sigmoids as in transformers, published models that use it, and refused settings."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_the_memory_plan_has_room_for_the_tower_and_what_it_sees(sees):
     cfg = parse_config(sees[1], name="tiny")
     config = GroupConfig("", "float32", 1, 1, 64, 1024, 2, 2, "", device_memory=1.0)
     seeing_it, blind = (plan_memory(each, config, 10**9).uses for each in (cfg, replace(cfg, vision=None)))
-    # The tower is done before the step begins, which has room for what it saw.
+    # The tower finishes before the step begins, and the step has memory for its features.
     assert seeing_it.temporaries > blind.temporaries
     large = replace(cfg, vision=replace(cfg.vision, mlp=2**20))
     assert plan_memory(large, config, 10**11).uses.temporaries >= tower_bytes(large.vision, 64, 4) > 10**9

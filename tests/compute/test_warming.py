@@ -1,4 +1,4 @@
-"""Warm-up: what it makes is what requests need, it gives way to them, and it ends nobody."""
+"""The warm-up compiles the programs that requests need, yields to requests, and never fails them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a folder, from one file or several, in place; what is wrong with a file is named."""
+"""The tensors of a folder, mapped from one file or several. Errors name a damaged file."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def use(model: str) -> dict[str, object]:
-    """Everything from the request's bytes to the trained adapter; what it gave."""
+    """All steps from the request's bytes to the trained adapter; the results."""
     import numpy as np
 
     from tinkerflow.backend.compute.executor import Executor

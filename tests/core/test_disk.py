@@ -67,7 +67,7 @@ def readable_by_others(root: Path) -> list[str]:
 
 
 def test_every_file_is_private_from_its_creation(umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is repaired here: the modes are those that the files were created with."""
+    """The test changes no mode: files and folders are private from their creation."""
     monkeypatch.setattr(Path, "chmod", lambda *_: pytest.fail("a mode was changed after the creation"))
     make_everything(tmp_path / "data")
     assert readable_by_others(tmp_path / "data") == []

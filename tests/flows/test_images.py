@@ -85,7 +85,7 @@ async def test_an_image_reaches_the_group_as_pixels(
     (image,) = example.images
     assert image.start == 1
     assert image.pixels_HWC.tolist() == [[[9, 8, 7]] * 24] * 16
-    assert "chunks[1].expected_tokens is 5: must be 6, what the model makes of 24 x 16 pixels" in refused.error
+    assert "chunks[1].expected_tokens is 5: must be 6, the tokens of 24 x 16 pixels" in refused.error
     assert context.image_memory.reserved(client.owner) == 0
 
 
@@ -117,7 +117,7 @@ async def test_an_image_of_a_prompt_reaches_the_group_as_pixels(
     assert image.start == 1
     assert image.pixels_HWC.tolist() == [[[9, 8, 7]] * 24] * 16
     assert held == [24 * 16 * 3]
-    assert "prompt.chunks[1].expected_tokens is 5: must be 6, what the model makes of 24 x 16 pixels" in refused.error
+    assert "prompt.chunks[1].expected_tokens is 5: must be 6, the tokens of 24 x 16 pixels" in refused.error
 
 
 async def test_images_that_wait_for_room_cost_other_projects_no_place_and_are_not_decoded_once_cancelled(

@@ -1,4 +1,4 @@
-"""tinker:// paths: what parses comes back, and nothing leads out of its place."""
+"""tinker:// paths: a parsed path is printed unchanged, and no path leaves its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every answer that a rewritten schema's grammar accepts validates against the schema; the rest is refused by name."""
+"""Every answer that a rewritten schema's grammar accepts validates against the schema. Errors name other keywords."""
 
 from __future__ import annotations
 

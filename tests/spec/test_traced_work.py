@@ -1,4 +1,4 @@
-"""The work of a traced loss is bounded by shapes alone, and every form of too much of it is refused by name."""
+"""The work of a traced loss is bounded by shapes alone. Errors name the example, the node or the request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUTER: list[Op] = [("unsqueeze", ["$", 1]), ("mul", ["$", {"ref": "logprobs"}])]
 
 
 def loss_of(ops: Sequence[Op]) -> CustomLoss:
-    """A loss that applies methods one after the other to the log probabilities, and sums the last result."""
+    """A loss that applies functions in sequence to the log probabilities, and sums the last result."""
     nodes: list[dict[str, Any]] = [{"op": "placeholder", "name": "logprobs", "target": "logprobs"}]
     for i, (target, args) in enumerate([*ops, ("sum", ["$"])]):
         given = [{"ref": nodes[-1]["name"]} if arg == "$" else arg for arg in args]

@@ -32,7 +32,8 @@ def step_weights(cfg: ModelConfig, config: GroupConfig, tokens: int) -> float:
 def read_bytes(params: Params, tokens: int) -> float:
     """The bytes of the base weights that a step for so many tokens reads on each device.
 
-    params: the arrays, or shapes with shardings. Only rows of embeddings are read, unless the unembedding is tied.
+    params: the arrays, or shapes with shardings. A step reads only some rows of embeddings, unless they are also the
+    unembedding.
     """
     tables = [] if params.unembed_VD is None else [params.embed_VD]
     tables += [] if params.inputs is None else [params.inputs["embed"]]

@@ -71,12 +71,11 @@ Gather = Callable[[Words], Words]  # from the array of this process to the array
 class MemoryUses:
     """Bytes of each device by use. Their sum is at most the limit.
 
-    weights: the base model. activations: those that a training step keeps for its backward pass. temporaries:
-    everything else of a step, with the gradient that it adds to. kv_cache: the pages and the states of all sequences,
-    and of prompts that are kept for later requests. logits: of a step of all sequences, and the tables that adjust
-    them. snapshots: adapters published for sampling, and the stack of those being sampled. adapters: weights, gradients
-    and moments of the models in training. full_models: for sampling full-parameter models (`FullModelMemory`). reserve:
-    unused.
+    weights: the base model. activations: kept by a training step for its backward pass. temporaries: all other arrays
+    of a step, including the gradient that it adds to. kv_cache: the pages and states of all sequences and of cached
+    prompts. logits: the logits of a step for all sequences, and the tables that adjust them. snapshots: adapters
+    published for sampling, and the stack of adapters being sampled. adapters: weights, gradients and moments of the
+    models in training. full_models: sampling of full-parameter models (`FullModelMemory`). reserve: unused.
     """
 
     weights: int
@@ -137,7 +136,7 @@ class MemoryPlan:
 
     @property
     def rule(self) -> str:
-        """The reason for `context`, for errors: what a longer sequence exceeds."""
+        """The limit that a longer sequence would exceed, for errors."""
         if self.limit is None:
             return MODEL_CONTEXT
         return f"what fits this group's devices with {self.limit / GB:.3g} GB each"

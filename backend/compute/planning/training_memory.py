@@ -45,7 +45,7 @@ _KEPT_ON_CPUS = 2**30  # bytes; recomputing is cheaper than writing more
 TRAINING = 0.35  # for a training step, unless sequences would be too short
 _KEPT = 0.3  # for activations that are kept for the backward pass
 
-_IN_FLIGHT = 2  # commands: one on the devices, and one whose reply is read
+_IN_FLIGHT = 2  # commands: the current one on the devices, and the previous one, whose reply is read
 _MORE_PER_LOGIT = 1.25  # bytes for each logit in addition to its gradient: softmax, and parts of adapters' gradients
 
 
@@ -96,9 +96,9 @@ def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimiz
 def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> int:
     """The bytes of each device for training all parameters, and for a step beyond those of an adapter's step.
 
-    Float32 weights, gradients and optimizer state take twice their size while a saved state is loaded. Instead, a step
-    needs the earlier gradients of commands in flight, the gradients to add, those of the unembedding before they are
-    summed, and the weights in the dtype of the base model.
+    Float32 weights, gradients and optimizer state take twice their size while a saved state is loaded. A step does not
+    need the second copy. It needs the earlier gradients of commands in flight, the gradients to add, the gradients of
+    the unembedding before they are summed, and the weights in the dtype of the base model.
     """
     size, item = held_bytes(full_parameters.weights_like(cfg, abstract_mesh(config))), jnp.dtype(config.dtype).itemsize
     step = 4 * share(cfg.vocab, config.tensor) * cfg.hidden + (size * item // 4 if item < 4 else 0)

@@ -48,7 +48,7 @@ def shards_of(parts: Mapping[str, Trained]) -> dict[str, Float32]:
 
 
 def needed_shards(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, saved: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The names of the saved shards that a device of this process needs. saved: shapes by name."""
+    """The names of the saved shards that a device of this process needs. saved: the shape of each shard."""
     host = trained_shapes(cfg, mesh, spec)
     places = arrays_by_name(trained_shardings(cfg, mesh, host))
     indices = {

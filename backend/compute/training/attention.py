@@ -2,8 +2,8 @@
 
 A block of queries is computed at a time, so that scores stay in the caches. For a backward pass one number is kept for
 each query, the logarithm of its softmax's denominator. The scores are computed again, as in FlashAttention (arXiv
-2205.14135, section 3.1 and appendix B.4): they would be the largest arrays of training. JAX's own derivative of the
-same forward pass took 1.2 times the CPU time at 128 tokens and 1.6 times at 512.
+2205.14135, section 3.1 and appendix B.4), because they would be the largest arrays of training. JAX's own derivative of
+the same forward pass took 1.2 times the CPU time at 128 tokens and 1.6 times at 512.
 
 NVIDIA GPUs and TPUs have kernels (`flash`). cuDNN's attention is not used, because its backward pass adds in no fixed
 order, unless XLA excludes all such operations (openxla/xla, pull request 14125). A replay after a crash must give the

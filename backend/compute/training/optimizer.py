@@ -25,7 +25,7 @@ Leaf: TypeAlias = jax.Array | npt.NDArray[Any] | jax.ShapeDtypeStruct | jax.shar
 class OptimizerState:
     """The state of an optimizer.
 
-    count: steps made, int32 scalar. parts: arrays by name, shaped like the weights. name: of the optimizer; a step is
+    count: steps made, int32 scalar. parts: named arrays, shaped like the weights. name: of the optimizer; a step is
     compiled once for each.
     """
 

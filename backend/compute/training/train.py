@@ -74,7 +74,7 @@ class DeviceBatch:
 
     @property
     def inputs(self) -> TokenInputs:
-        """The other inputs of the loss by name, each [B, T, K]."""
+        """The other named inputs of the loss, each [B, T, K]."""
         floats_BTJK = cast(jax.Array, self.floats_BTJK)
         return {name: floats_BTJK[:, :, place] for place, name in enumerate(packed_inputs())}
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-# (logprobs, inputs by name, configuration) -> the loss of every token, of the shape of `logprobs`, before its weight.
-# inputs["logprobs"] are the sampler's. An optional input is NaN where the example does not give it.
+# (logprobs, inputs, configuration) -> the loss of every token before its weight, in the shape of `logprobs`.
+# inputs["logprobs"] are the sampler's. An optional input is NaN where the example lacks it.
 TokenLoss: TypeAlias = "Callable[[jax.Array, Mapping[str, jax.Array], Mapping[str, jax.Array]], jax.Array]"
-# (logprobs_TK, inputs by name, configuration) -> an example's loss and its slope by each logprob, [T, K], on the host.
-# inputs["weights"] is always there; an optional input that the example does not give is not.
+# (logprobs_TK, inputs, configuration) -> an example's loss and its slope by each logprob, [T, K], on the host.
+# inputs["weights"] is always given. An optional input is absent if the example lacks it.
 SequenceLoss: TypeAlias = Callable[[Float64, Mapping[str, Float32], Mapping[str, float]], tuple[float, Float64]]
 
 
@@ -41,7 +41,7 @@ NOT_NEGATIVE = Bounds(low=0.0)
 class TokenInput:
     """A number for each target, sent in `loss_fn_inputs`.
 
-    required: a request must give it. low: the smallest value it may have. some: not all of an example's may be 0.
+    required: a request must give it. low: its smallest valid value. some: at least one value of an example is not 0.
     """
 
     name: str
@@ -62,13 +62,14 @@ class ConfigKey:
 class LossSpec:
     """A loss. It has one of three formulas: `per_token`, `per_sequence`, or one that the client traced (`traced`).
 
-    per_token: a token's loss depends on its own logprob only: one pass, compiled. per_sequence: on all logprobs of an
-    example: a forward pass, then the formula on the host, then a pass with its slopes as weights.
-    inputs: what it takes beside `target_tokens`, weights included, which multiply a token's loss.
-    masks: the inputs that exclude a token where they are 0. Nothing else about such a token matters: the values of its
-    other inputs may be placeholders. Formulas per token never see them (`packing`), formulas per sequence skip them.
-    ordered: two names, in the configuration or the inputs; the first may not exceed the second.
-    recorded: the sampler's logprobs come from what was recorded at sampling, so requests need provenance.
+    per_token: a token's loss depends on its own logprob only. It is compiled, and takes one pass.
+    per_sequence: a loss depends on all logprobs of an example. It takes a forward pass, then the formula on the host,
+    then a pass that trains with its slopes as weights.
+    inputs: the inputs besides `target_tokens`. They include `weights`, which multiply a token's loss.
+    masks: inputs that exclude a token where they are 0. The other inputs of such a token are ignored, and may be
+    placeholders. Formulas per token never get them (`packing`), and formulas per sequence skip them.
+    ordered: two names, in the configuration or the inputs. The first may not exceed the second.
+    recorded: the sampler's logprobs come from records of the sampling, so requests need provenance.
     """
 
     name: str
@@ -83,7 +84,7 @@ class LossSpec:
 
     @property
     def defaults(self) -> dict[str, float]:
-        """The whole configuration when a request gives none of it."""
+        """The default configuration."""
         return {key: value.default for key, value in self.config.items()}
 
     @property
@@ -92,11 +93,11 @@ class LossSpec:
         return frozenset({one.name for one in self.inputs if one.required} | ({"logprobs"} if self.recorded else set()))
 
     def passes(self, *, backward: bool) -> int:
-        """How often a forward_backward goes through the model: a loss of whole sequences needs all logprobs first."""
+        """The number of passes through the model: a loss per sequence needs all logprobs before its gradient."""
         return 2 if backward and self.per_token is None else 1
 
     def read_config(self, given: Mapping[str, float | str]) -> dict[str, float]:
-        """The whole configuration: what the request gives, else defaults; UserError for an unknown key or bad value."""
+        """The values of a request, with defaults for missing keys. UserError for an unknown key or a bad value."""
         config = self.defaults
         for key, value in given.items():
             if key not in config:
@@ -112,10 +113,10 @@ class LossSpec:
         return config
 
 
-# ------------------------------------------------------------------ what several losses share
+# ------------------------------------------------------------------ shared by several losses
 WEIGHTS = TokenInput("weights", required=False)  # 1 where they are left out
 POLICY = (WEIGHTS, TokenInput("logprobs"), TokenInput("advantages"))
-POLICY_MASKS = ("weights", "advantages")  # of losses that are proportional to the advantage
+POLICY_MASKS = ("weights", "advantages")  # for losses that are proportional to the advantage
 CLIP = ("clip_low_threshold", "clip_high_threshold")
 CLIP_INPUTS = tuple(TokenInput(name, required=False, low=0.0) for name in CLIP)  # a token's own thresholds
 
@@ -138,7 +139,7 @@ LOSSES = registered(__name__, "LOSS", LossSpec)
 
 
 def loss_named(name: str) -> LossSpec:
-    """The loss that a request names; UserError when there is none of that name."""
+    """The loss with this name. UserError when there is none."""
     if name not in LOSSES:
         raise broken("loss_fn", name, f"one of {', '.join(LOSSES)}")
     return LOSSES[name]
@@ -146,10 +147,9 @@ def loss_named(name: str) -> LossSpec:
 
 @cache
 def packed_inputs() -> dict[str, float]:
-    """The inputs of all losses per token by name, with the value of cells that no example gives: 0, or NaN if optional.
+    """The inputs of all losses per token, each with the value of empty cells: 0, or NaN if the input is optional.
 
-    Their order is that of the arrays on the devices. TypeError when one loss requires an input that is optional in
-    another.
+    Their order is that of the arrays on the devices. TypeError when a loss requires an optional input of another loss.
     """
     fills: dict[str, float] = {"weights": 0.0}
     for spec in LOSSES.values():

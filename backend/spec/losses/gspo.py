@@ -39,7 +39,7 @@ def gspo(logprobs_TK: Float64, inputs: Mapping[str, Float32], config: Mapping[st
     return float(-np.where(counted, weights * np.minimum(unclipped, clipped), 0.0).sum()), slope_TK
 
 
-# The documentation gives no defaults; these are the paper's (section 5.1: 3e-4, 4e-4).
+# The documentation gives no defaults. The paper has 3e-4 and 4e-4 (section 5.1).
 LOSS = LossSpec(
     "gspo",
     inputs=(*POLICY, *CLIP_INPUTS, _MASK),

@@ -1,9 +1,10 @@
 """REINFORCE that stays stable off-policy: tapered importance weights, and a penalty on leaving the sampler.
 
 The public documentation names the loss and `kl_coeff` and gives no formula. This is TOPR (Le Roux et al., "Tapered
-Off-Policy REINFORCE", arXiv 2503.14286): tokens with a positive advantage are plain REINFORCE, whose gradient cannot
-run away; tokens with a negative one are weighted by the sequence's ratio, at most 1, so that a sequence which the
-policy no longer produces is not pushed further. To it, kl_coeff times Schulman's k3 estimate of KL(sampler | policy).
+Off-Policy REINFORCE", arXiv 2503.14286). Tokens with a positive advantage are plain REINFORCE, whose gradient cannot
+run away. Tokens with a negative advantage are weighted by the sequence's ratio, at most 1, so that a sequence which the
+policy no longer produces is not pushed further. The penalty is kl_coeff times Schulman's k3 estimate of
+KL(sampler | policy).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ def stable_reinforce(
 ) -> tuple[float, Float64]:
     """sum of w * (-c * A * lp + kl_coeff * (r - 1 - log r)), log r = lp - q.
 
-    c = 1 where A >= 0, else min(1, exp(sum of log r)), without slope. q, and which tokens were sampled (others have
-    weight 0), come from what was recorded at sampling.
+    c = 1 where A >= 0, else min(1, exp(sum of log r)), without slope. q comes from the records of the sampling. Tokens
+    that were not sampled have weight 0.
     """
     weights, old, advantages = (inputs[name].astype(np.float64) for name in ("weights", "logprobs", "advantages"))
     log_ratio = np.where(weights != 0, logprobs_TK - old, 0.0)
@@ -33,7 +34,7 @@ def stable_reinforce(
     return float(loss), weights * (-pull + coefficient * (ratio - 1))
 
 
-# RL code sends logprobs with every datum; what was recorded at sampling is used in their place.
+# RL code sends logprobs with every datum. The recorded logprobs replace them.
 LOSS = LossSpec(
     "stable_reinforce",
     inputs=(WEIGHTS, TokenInput("logprobs", required=False), TokenInput("advantages")),

@@ -21,8 +21,8 @@ from tinkerflow.backend.spec.limits import Bounds
 from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.spec.registry import registered
 
-_FLUSHED = float(np.finfo(np.float32).tiny)  # devices compute with 0 for anything closer to it
-_NULL = "(null is how NaN and infinity arrive)"  # the SDK writes them so: taking the default would hide them
+_FLUSHED = float(np.finfo(np.float32).tiny)  # devices flush smaller numbers to 0
+_NULL = "(null is how NaN and infinity arrive)"  # the SDK writes them as null; a default would hide them
 
 Tree: TypeAlias = Any  # a pytree of float32 arrays of the shapes of an adapter's weights
 
@@ -40,8 +40,8 @@ class OptimizerParams(PoolMessage, frozen=True):
     """
 
 
-# (weights, gradients, state by name, steps made before, parameters) -> (weights, state by name). The gradients are
-# clipped; the parameters' fields are float32 scalars on the devices, so another value compiles nothing.
+# (weights, gradients, state, steps made before, parameters) -> (weights, state). The gradients are
+# clipped. The parameters' fields are float32 scalars on the devices, so a new value compiles nothing.
 Update: TypeAlias = Callable[[Tree, Tree, Mapping[str, Tree], Any, Any], tuple[Tree, dict[str, Tree]]]
 
 
@@ -49,13 +49,13 @@ Update: TypeAlias = Callable[[Tree, Tree, Mapping[str, Tree], Any, Any], tuple[T
 class OptimizerSpec:
     """An optimizer.
 
-    name: what requests, the journal and checkpoints call it; also the file's name.
-    params: its parameters; a field without a default must be given.
-    state: names of its state's parts, each shaped like the weights and zero at first. In a checkpoint, these names are
-    the suffixes of the state's tensors.
-    update: one step; see `Update`.
-    version: of its configuration on the wire, None = it has none.
-    of_adapters: it steps matrices of adapters alone, and is no optimizer of all parameters of a model.
+    name: its name in requests, the journal and checkpoints, and of its file.
+    params: the class of its parameters. A request must give the fields without a default.
+    state: names of the parts of its state, each shaped like the weights and zero at first. In a checkpoint, these names
+    are the suffixes of the state's tensors.
+    update: makes a step; see `Update`.
+    version: the version of its configuration on the wire, None if it has no version.
+    of_adapters: whether it steps only matrices of adapters, so it cannot train all parameters of a model.
     """
 
     name: str
@@ -78,12 +78,12 @@ class OptimizerSpec:
 
     @property
     def config(self) -> dict[str, str | int]:
-        """The optimizer as answers name it."""
+        """The optimizer's type and version, as in answers."""
         return {"type": self.name, **({} if self.version is None else {"version": self.version})}
 
     @property
     def example(self) -> OptimizerParams:
-        """Some valid parameters: the defaults, and 1e-3 for what has none."""
+        """Valid parameters: the defaults, and 1e-3 for fields without a default."""
         return self.params(**{f.name: 1e-3 for f in fields(self.params) if f.required})
 
     def read(self, given: Mapping[str, object]) -> OptimizerParams:
@@ -124,9 +124,9 @@ OPTIMIZERS = registered(__name__, "OPTIMIZER", OptimizerSpec)
 
 
 def check_classes(optimizers: Mapping[str, OptimizerSpec]) -> None:
-    """TypeError unless the parameters of each have a class, and a class name, of their own.
+    """TypeError unless each optimizer has its own class of parameters with its own class name.
 
-    A step says by its class which optimizer it is for, and on the socket to the workers by the class name.
+    The class of a step's parameters identifies the optimizer, and so does the class name on the socket to workers.
     """
     owners: dict[str, str] = {}
     for name, spec in optimizers.items():
@@ -138,5 +138,5 @@ check_classes(OPTIMIZERS)
 
 
 def optimizer_of(params: OptimizerParams) -> OptimizerSpec:
-    """The optimizer whose parameters they are."""
+    """The optimizer that takes these parameters."""
     return next(spec for spec in OPTIMIZERS.values() if type(params) is spec.params)

@@ -1,10 +1,11 @@
 """Dimuon: every LoRA matrix steps along the matrix sign of its averaged gradient.
 
-The public documentation ("Optimizers", DimuonParams) gives: an average of the gradient with `beta1`, its matrix sign by
-an iteration whose count and epsilon are the service's own, a direction of Frobenius norm sqrt(rank), no weight decay.
-The iteration is Muon's (Jordan et al. 2024, "Muon: An optimizer for hidden layers"): Newton-Schulz with its quintic
-coefficients. Two things that the documentation names without a formula, and SDK 0.38 has no parameters for, are left
-out: the row and column preconditioner, and the learning rate's correction by rank. Letters: R rank.
+The public documentation ("Optimizers", DimuonParams) describes an average of the gradient with `beta1` and its matrix
+sign, with a direction of Frobenius norm sqrt(rank) and no weight decay. The count and the epsilon of the iteration for
+the matrix sign are the service's own. The iteration is Muon's (Jordan et al. 2024, "Muon: An optimizer for hidden
+layers"): Newton-Schulz with its quintic coefficients. Two parts that the documentation names without a formula, and SDK
+0.38 has no parameters for, are left out: the row and column preconditioner, and the learning rate's correction by rank.
+Letters: R rank.
 """
 
 from __future__ import annotations

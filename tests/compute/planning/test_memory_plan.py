@@ -211,7 +211,7 @@ def test_the_scores_of_heads_that_no_kernel_of_gpus_takes_are_counted() -> None:
     assert without.uses is not None and plan.uses is not None
     scores = 16 * (32768 // 8) * 32768 * 12  # a block of an eighth of the queries
     assert scores > limit // 4
-    assert plan.context < without.context, "a longer sequence is refused by name"
+    assert plan.context < without.context, "the limit of longer sequences"
 
 
 def test_logits_of_slots_that_devices_do_not_divide_are_whole_on_each() -> None:

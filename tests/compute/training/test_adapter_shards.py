@@ -1,4 +1,4 @@
-"""An adapter in pieces: they come back bit for bit, from pieces of any size, and what is missing is named."""
+"""Shards of an adapter: it is restored bit for bit from shards of any size, and an error names a missing tensor."""
 
 from __future__ import annotations
 

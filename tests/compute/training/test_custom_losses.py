@@ -28,7 +28,7 @@ Fn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 def trace(fn: Fn, **ranks: int) -> CustomLoss:
-    """What the server keeps of a function that the SDK traced."""
+    """The loss that the server stores for a function that the SDK traced."""
     handle = trace_loss(fn, ranks, "sess-1")
     body = {
         "session_id": "sess-1",
@@ -185,7 +185,7 @@ def test_a_boolean_index_is_named_when_it_is_computed():
 
 
 def test_the_server_trains_as_the_client_would(shared_executor, examples, adapter, forward, gradients):
-    """Forward, the loss's slope, and weighted cross entropy: what the SDK does with a callable of its own."""
+    """The SDK trains with a local callable in three steps: forward, the loss's slope, and weighted cross entropy."""
     executor = shared_executor
     adapter(executor, "custom")
     adapter(executor, "client")

@@ -1,4 +1,4 @@
-"""Training of all parameters in models whose layers are of other kinds, and sampling of what was trained."""
+"""Training of all parameters in models with other kinds of layers, and sampling of the trained models."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 def test_layers_of_every_kind_train_whole(family, tmp_path, examples, forward, ask, run_all):
     """Linear attention, experts of both routers, latents, heads of two widths and layers' inputs, as in torch.
 
-    What transformers does not train either (corrections of routers, scalars of layers) is no part of what is saved, and
-    a snapshot samples with it. Pieces are the model again.
+    Corrections of routers and scalars of layers are not trained or saved, as in transformers, but a snapshot samples
+    with them. The model is restored from shards.
     """
     reference = build(tmp_path / "base", family, tied=False)
     executor, model = reference.executor(), reference.model

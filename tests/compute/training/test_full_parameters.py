@@ -1,4 +1,4 @@
-"""Training of all parameters: equal to a torch loop, kept and restored bit for bit, and what cannot be is refused."""
+"""Training of all parameters: equal to a torch loop, and saved and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_loading_a_state_takes_no_more_than_is_counted(shared_executor, monkeypa
         gc.collect()
         return {one.unsafe_buffer_pointer(): one for one in jax.live_arrays()}  # reading makes another one
 
-    before, found = held(), []  # kept, so that the memory of what others leave is not taken for new arrays
+    before, found = held(), []  # `before` keeps older arrays alive, so that their memory is not reused
 
     def count() -> int:
         return sum(one.nbytes for place, one in held().items() if place not in before)
@@ -182,7 +182,7 @@ def test_loading_a_state_takes_no_more_than_is_counted(shared_executor, monkeypa
 def test_models_find_room_again_in_any_order(qwen3):
     made, again = qwen3.executor(device_memory=0.05), qwen3.executor(device_memory=0.05)
     each = training_memory.adapter_bytes(made._cfg, made._config, ALL, "adamw")
-    plan = replace(made.plan, full=each)  # room for one, and for adapters beside it
+    plan = replace(made.plan, full=each)  # memory for one, and for adapters
     made.plan = again.plan = plan
     made.execute(CreateAdapter("all", ALL, 0))
     adapter = training_memory.adapter_bytes(made._cfg, made._config, LoraSpec(32), "adamw")

@@ -107,7 +107,7 @@ WIDE = 300  # a vocabulary of several tiles of a GPU's kernels, and a rest
 
 
 def drawn(rank: int, cap: float, dtype: Any = jnp.float32) -> tuple[Any, ...]:
-    """Arguments with a vocabulary of WIDE tokens, two of whose targets are the same."""
+    """Arguments with a vocabulary of WIDE tokens. Two targets of each position are equal."""
     rng = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     targets = rng.integers(0, WIDE, (4, T, K)).astype(np.int32)
@@ -179,7 +179,7 @@ def test_rows_and_the_vocabulary_are_split_over_devices():
 
 
 def equations(jaxpr: Any, *, kernels: bool = True) -> Iterator[Any]:
-    """Of a program and all that is inside of it. kernels: those inside of kernels, too."""
+    """All equations of a program and its inner programs. kernels: include those inside kernels."""
     for equation in jaxpr.eqns:
         yield equation
         if equation.primitive.name == "pallas_call" and not kernels:

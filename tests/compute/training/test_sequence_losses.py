@@ -55,7 +55,7 @@ def judge(command: Forward, logprobs: list[np.ndarray]) -> SequenceLoss:
 
 
 def given(example, **inputs):
-    """The example with these inputs in place of its own."""
+    """The example with these inputs instead of its own."""
     return replace(example, inputs={**example.inputs, **inputs})
 
 
@@ -104,7 +104,7 @@ def test_gspo_takes_a_datums_own_thresholds_and_mask(examples):
 
 
 def test_a_prompt_without_advantage_is_no_part_of_the_ratio(examples):
-    """RL data has logprob 0 and advantage 0 on the prompt: the ratio must be of what was sampled."""
+    """RL data has logprob 0 and advantage 0 on the prompt, so the ratio must count sampled tokens only."""
     (example,) = examples((8,))
     old, advantages = (example.inputs[name].copy() for name in ("logprobs", "advantages"))
     old[:5] = advantages[:5] = 0

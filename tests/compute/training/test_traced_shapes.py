@@ -1,4 +1,4 @@
-"""Shapes of a traced loss: those of the ops that workers execute, for every op, and those of NumPy for indices."""
+"""Shapes in a traced loss: every op has the shape that workers compute, and indices have NumPy's shapes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def outcome(call: Any, given: Case, of: Any) -> Any:
 
 
 def in_jax(op: str, given: Case) -> Any:
-    """The shapes that the worker's op gives; numbers as they are."""
+    """The shapes of the worker's op; numbers stay unchanged."""
     leaves, tree = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, Shaped | slice) or x is None or x is ...)
     found: list[Any] = []
 

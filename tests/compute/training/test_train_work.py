@@ -54,8 +54,8 @@ def test_no_matmul_is_computed_again_for_the_backward_pass(qwen3):
     matrices = [params.layers[name] for name in ("q", "k", "v", "o", "gate", "up", "down")]
     frozen = size(matrices) + size(params.embed_VD)  # tied: the embedding is multiplied as the unembedding
     assert isinstance(lora, Lora) and params.unembed_VD is None
-    # Forward and to the input for what is frozen; to the weights too for an adapter.
+    # Frozen weights: the forward product and the gradient of the input. An adapter: also the gradient of its weights.
     assert matmuls(program.jaxpr, batched=False) == ROWS * TOKENS * (2 * frozen + 3 * size(lora))
-    # Attention: scores and their product with v; again the scores, and to weights, v, q and k.
+    # Attention: scores and their product with v. Backward: scores again, and the gradients of weights, v, q and k.
     attention = 7 * cfg.layers * ROWS * cfg.heads * TOKENS**2 * cfg.attentions[0].widths[0]
     assert matmuls(program.jaxpr, batched=True) == attention
