@@ -1,6 +1,6 @@
-"""What the compiled programs may take: the one table of budgets, and how each figure is measured.
+"""The table of budgets of compiled programs, and how each figure is measured.
 
-A budget that is not met yet says so (`met=False`); its test fails once it is met, so that the table is corrected.
+A budget that is not met yet has `met=False`. Its test fails when the budget is met, so that the table is corrected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a program. unit: as the table shows it. of: the figure from a record. most: it may not be larger."""
+    """A figure of a program. unit: in the table. of: the figure of a record. most: the limit is a maximum."""
 
     name: str
     unit: str
@@ -64,7 +64,7 @@ WHOLE_ADAPTER = Measure("an adapter in training, in all", "GB", lambda record: r
 
 @dataclass(frozen=True)
 class Budget:
-    """The limit of one figure. met: False = not yet. quick: it is checked in CI; else only by the command."""
+    """The limit of one figure. met: False = not yet. quick: CI checks the budget; else only the command does."""
 
     case: Case
     measure: Measure

@@ -1,9 +1,9 @@
-"""Compiles the cases of one target, and prints what the budgets read of each: the process that the gate starts.
+"""Compiles the cases of one target, and prints the record of each for the budgets. The gate starts this process.
 
     python compile.py CACHE < cases.json
 
-It needs the environment that `environment.py` makes. CACHE is a folder: what was compiled before is read there. The
-cases are a list in JSON. A line of JSON answers each: its name, and its record or why it could not be compiled.
+It needs the environment that `environment.py` makes. CACHE is a folder of compiled programs, which are not compiled
+again. The cases are a list in JSON. The output has a line of JSON for each: its name, and its record or the error.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _needed(programs: Programs, case: Case) -> float:
 
 
 def _parts(counts: Counts, device: Device, rank: int) -> dict[str, float]:
-    """Seconds of the roofline by what the operations are for. The layers are differentiated by JAX; the loss is not."""
+    """Seconds of the roofline by the purpose of the operations. JAX differentiates the layers, but not the loss."""
     parts: dict[str, float] = {}
     for work in counts.work:
         sizes = [int(size) for shape, _ in work.matmuls for size in re.findall(r"\d+(?=[,\]])", shape)]

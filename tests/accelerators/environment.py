@@ -38,12 +38,12 @@ def place() -> Path:
 
 
 def python() -> Path:
-    """The environment's Python; it exists only once the environment is whole."""
+    """The environment's Python, which exists only when the environment is complete."""
     return place() / "bin" / "python"
 
 
 def compiled() -> Path:
-    """The folder of what was compiled, by the programs' contents; it may be removed at any time."""
+    """The folder of compiled programs, named by their contents. Removing it is safe at any time."""
     return place().with_name("accelerators-programs")
 
 

@@ -47,24 +47,24 @@ def _pages(operands: list[Shape], label: str) -> int:
 
 
 def _one_layer(operands: list[Shape], _: str) -> int:
-    """Of rows, and of what one layer has of a stack [L, ...]."""
+    """Bytes of rows, and of one layer of a stack [L, ...]."""
     return operands[0].nbytes + operands[1].nbytes // operands[1].dims[0]
 
 
 def _one_matrix_each(operands: list[Shape], _: str) -> int:
-    """Of rows, and of the matrices [L E, ...] of so many experts as there are ends of rows, less the first start."""
+    """Bytes of rows, and of the experts' matrices of one layer, out of [L E, ...]. Each expert has an end of rows."""
     ends, rows, matrices = operands[1], *operands[-2:]
     return rows.nbytes + matrices.nbytes * (ends.size - 1) // matrices.dims[0]
 
 
 def _ragged_pages(operands: list[Shape], _label: str) -> int:
-    """Of TPUs' [L N, P, 2 G, d]."""
+    """Bytes of TPUs' [L N, P, 2 G, d]."""
     _, tables, _, _, _, q, pages = operands
     return tables.size * pages.nbytes // pages.dims[0] + q.nbytes
 
 
 def _states(operands: list[Shape], _: str) -> int:
-    """Of those of linear attention [L, N, H, k, v], read and written, and of what the rows' tokens have [B, H, ...]."""
+    """Bytes of linear attention's states [L, N, H, k, v], read and written, and of tokens' arrays [B, H, ...]."""
     pool = next(one for one in operands if len(one.dims) == len("LNHkv"))
     tokens = [one for one in operands if one.dtype == "f32" and one is not pool]
     rows = tokens[0].dims[0]
@@ -73,7 +73,7 @@ def _states(operands: list[Shape], _: str) -> int:
 
 _OF_A_LAYER = ("layer_product", "grouped_product", "adapter_low", "adapter_update")  # rows times a matrix of a stack
 
-# Bytes that kernels read which are given all layers, and read of one; and what they write there.
+# Bytes read, and written in place, by kernels that get the stack of all layers and use one layer.
 READ: dict[str, Callable[[list[Shape], str], int]] = {
     "delta_step": _states,
     "(gmm)": _one_matrix_each,  # `tgmm` is given no stack
@@ -85,7 +85,7 @@ READ: dict[str, Callable[[list[Shape], str], int]] = {
 LOGITS = {"softmax_totals": True, "softmax_again": True}  # kernels that multiply rows by the unembedding
 
 # Kernels that state no cost: Triton's cannot, and JAX's splash attention does not. GPUs' attention has [B, T, H, d],
-# TPUs' [B, H, T, d]. Backward they compute the scores again; both of the GPU's loops do.
+# TPUs' [B, H, T, d]. The backward pass computes the scores again, on GPUs in both loops.
 KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
     "delta_step": lambda operands, result: 8 * result.size * operands[0].dims[3],
     "attention_forward": _attention(2, 1),

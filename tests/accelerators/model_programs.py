@@ -45,7 +45,7 @@ _SLOTS, _CHUNK = 64, 8  # of a sampler, where the settings say nothing else
 class Programs:
     """The programs of one model on one target; each method compiles one, `more` is as in `compile_for`.
 
-    cfg: the model. target: a topology by name. rank: of adapters. tensor, expert: axes of the mesh. kv_cache: the
+    cfg: the model. target: the name of a topology. rank: of adapters. tensor, expert: axes of the mesh. kv_cache: the
     number format of keys and values in pages. memory: GB of each device that the memory budget is for, 0 = all.
     """
 

@@ -34,7 +34,7 @@ def _qwen3(hidden: int, layers: int, heads: int, mlp: int, *, tied: bool = False
     return {**_QWEN3, **sizes, "tie_word_embeddings": tied, **more}
 
 
-MODELS = {  # the fields of config.json that say what is computed
+MODELS = {  # the fields of config.json that determine the computation
     "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
     "4B": _qwen3(2560, 36, 32, 9728, tied=True),
     "8B": _qwen3(4096, 36, 32, 12288),

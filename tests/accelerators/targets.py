@@ -1,7 +1,7 @@
 """Compiles programs for TPUs and NVIDIA GPUs that this machine does not have, with their own compilers.
 
-It takes `libtpu` or `jax[cuda13]` beside jax, but no driver and no device. One process compiles for one kind of device:
-the compilers' plugins are loaded once. Nothing can be run.
+It needs `libtpu` or `jax[cuda13]` in addition to jax, but no driver and no device. One process compiles for one kind of
+device, because the compilers' plugins are loaded once. Nothing can be run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _GPUS = {  # that there is a description of
     "h200": _Gpu("NVIDIA H200 141GB HBM3e", *_HOPPER),
     "l4": _Gpu("NVIDIA L4", "8.9", "major: 8 minor: 9", 58, 1536, 128, 2.04, 101376, 50331648),
 }
-_CORE_ONLY = 1024  # bytes of shared memory that a multiprocessor has beside those of one block
+_CORE_ONLY = 1024  # bytes of a multiprocessor's shared memory that no block can use
 _TPU_TYPES = {"v5e": "v5litepod-{}", "v6e": "v6e-{}", "v5p": "v5p-{}"}  # by chips; a v5p's number is of its two cores
 
 
@@ -169,11 +169,11 @@ def mesh_for(target: str, *, tensor: int = 1, expert: int = 1) -> Mesh:
 def compile_for(
     target: str, function: Any, *args: Any, unknown_trips: int = 1, save: str = "", cache: str = ""
 ) -> Figures:
-    """Compile a jitted function for `target`, and say what it takes there.
+    """Compile a jitted function for `target`, and return the compiler's figures.
 
     function: of `jax.jit`. args: arrays or `jax.ShapeDtypeStruct`s with shardings on `mesh_for(target)`, and static
     arguments. unknown_trips: turns to count of a loop whose trip count the compiler does not know. save: a file that
-    the compiled text is written to. cache: a folder; what was compiled of the same program before is read there.
+    the compiled text is written to. cache: a folder of compiled programs; a program in it is not compiled again.
     """
     topology = parse_topology(target)
     devices(target)

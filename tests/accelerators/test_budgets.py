@@ -15,7 +15,7 @@ QUICK = [budget for budget in BUDGETS if budget.quick]
 
 @pytest.fixture(scope="session")
 def records() -> Mapping[str, Record | str]:
-    """Of every case that a quick budget is about."""
+    """The records of all cases that have a quick budget."""
     if not environment.python().exists():
         pytest.skip("no compilers for accelerators: python tests/accelerators/environment.py installs them (4 GB)")
     return compile_cases(budget.case for budget in QUICK)
@@ -30,7 +30,7 @@ def test_a_program_keeps_its_budget(budget: Budget, records: Mapping[str, Record
     if budget.met:
         assert budget.holds(value), said
     else:
-        assert not budget.holds(value), f"{said}: it is met now, so its entry in budgets.py must say so"
+        assert not budget.holds(value), f"{said}: the budget is met now; remove its met=False in budgets.py"
         pytest.xfail(said)
 
 

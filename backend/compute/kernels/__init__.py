@@ -1,6 +1,6 @@
 """Kernels for CPU, NVIDIA GPU and TPU: attention, softmax, grouped and small matmuls, gated DeltaNet.
 
-`NAME.py` is what models call; `NAME_gpu.py` and `NAME_tpu.py` are its kernels.
+Models call `NAME.py`. Its kernels are `NAME_gpu.py` and `NAME_tpu.py`.
 """
 
 __all__ = [

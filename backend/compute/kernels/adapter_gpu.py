@@ -1,13 +1,13 @@
-"""The updates of several adapters on a GPU, out of the stack where it lies: two Pallas kernels through Triton.
+"""The updates of several adapters on a GPU, read from their stack in place: two Pallas kernels through Triton.
 
-XLA:GPU copies each layer's A and B out of the stack of all layers before it multiplies by them, which for few rows
-moves three and a half times the bytes. These kernels read them in place, and only those blocks of columns that a row of
-the batch sees: an adapter nobody samples from right now costs nothing. All rows are multiplied by all of these blocks
-and keep what is their own; a step takes as long as reading does. Every program writes a block of its own and sums in
-one order, so results come out alike each time.
+XLA:GPU copies each layer's A and B out of the stack of all layers before it multiplies by them. For few rows, this
+moves three and a half times the bytes. These kernels read A and B in place, and only the blocks of columns that rows of
+the batch use, so an idle adapter costs nothing. All rows are multiplied by all of these blocks, and other adapters'
+columns are masked. A step takes as long as reading does. Every program writes a block of its own and sums in a fixed
+order, so results are reproducible.
 
-Letters: B rows, T tokens of each, M = B * T, K columns of the stack, N blocks of C of them, P parts of the inputs, L
-layers, i in, o out; r, n, k: sizes of a program's tile of rows, outputs and inputs.
+Letters: B rows, T tokens of each, M = B * T, K columns of the stack, N blocks of C columns, P parts of the inputs.
+L layers, i in, o out; r, n, k: sizes of a program's tile of rows, outputs and inputs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def in_place(columns_B2: Array, width: int, *, interpret: bool = False) -> InPla
         B, T, i = x_BTi.shape
         where = jnp.reshape(layer, 1), *blocks
         low_PMK = _low(x_BTi.reshape(-1, i), stack.A, where, interpret)
-        # Not a product with 0: what no program wrote, and what overflows in other rows' columns, may be nan.
+        # Not a product with 0: blocks that no program wrote, and overflows in other rows' columns, may be nan.
         low_BTK = jnp.where(own_B1K, jnp.sum(low_PMK, axis=0).reshape(B, T, width), 0).astype(x_BTi.dtype)
         return _update(low_BTK.reshape(-1, width), stack.B, where, interpret).reshape(B, T, -1)
 
@@ -75,7 +75,7 @@ _Where = tuple[jax.Array, jax.Array, jax.Array]  # int32: layer [1], numbers of 
 
 
 def _low(x_Mi: jax.Array, stack_LKi: Array, where: _Where, interpret: bool) -> jax.Array:
-    """x times the transpose of a layer's A, float32 [P, M, K]: parts of sums. Only blocks that are seen are written."""
+    """x times the transpose of a layer's A, float32 [P, M, K]: parts of sums. Blocks that no row uses are left."""
     (M, i), (_, K, _), C = x_Mi.shape, stack_LKi.shape, RANK_COLUMNS
     r, k = side(M, _ROWS), side(i, _BYTES_IN // x_Mi.dtype.itemsize)
     steps = pl.cdiv(i, k)

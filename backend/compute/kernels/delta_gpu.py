@@ -1,12 +1,12 @@
-"""One token of linear attention on GPUs, in the pool of states where it lies: a Pallas kernel through Triton.
+"""One token of linear attention on GPUs, in place in the pool of states: a Pallas kernel through Triton.
 
-XLA takes the states of a batch out of the pool, goes over them once for the decay and what is read, once for the
-change and once for the query, and puts them back. This kernel reads a head's matrix once, and writes it once.
+XLA copies the states of a batch out of the pool and back. In between, it passes over them for the decay and the key,
+for the change, and for the query. This kernel reads a head's matrix once, and writes it once.
 
-A program has some of the columns of one head of one row: columns of a state do not depend on each other. It sums in
-one order, so results come out alike each time.
+A program computes some columns of one head of one row, because the columns of a state are independent. It sums in a
+fixed order, so results are reproducible.
 
-Letters: those of `deltanet`, with L layers and N states; w, t: a program's tile of k and v.
+Letters: as in `delta_rule`, with L layers and N states; w, t: a program's tile of k and v.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.grouped_gpu import side
 
-_COLUMNS = 32  # of a tile, of which a row is 128 bytes
+_COLUMNS = 32  # of a tile; a row of it is 128 bytes
 
 
 def step(
@@ -35,11 +35,11 @@ def step(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """What one token of each row reads, [B, H, v], and the pool, updated in place. Everything is float32.
+    """The values that one token of each row reads, [B, H, v], and the pool, updated in place. Everything is float32.
 
     S_LNHkv: the states of all layers. layer: int32 scalar. places_B int32: the row's state; 0 = none, which is read and
-    not written. q_BHk: scaled. k_BHk, v_BHv, beta_BH: as in `deltanet`. decay_BH: what is left of the state; where it
-    is 0, the state counts as zeros whatever it holds. interpret: run the kernel on a CPU, for tests.
+    not written. q_BHk: scaled. k_BHk, v_BHv, beta_BH: as in `delta_rule`. decay_BH: the factor of the old state; where
+    it is 0, the state counts as zeros, even if it contains NaN. interpret: run the kernel on a CPU, for tests.
     """
     (_, _, H, k, v), B = S_LNHkv.shape, len(places_B)
     w, t = pl.next_power_of_2(k), side(v, _COLUMNS)

@@ -1,6 +1,6 @@
-"""One token of linear attention on TPUs, in the pool of states where it lies: what `delta_gpu` does, through Mosaic.
+"""One token of linear attention on TPUs, in place in the pool of states: `delta_gpu` through Mosaic.
 
-Letters: those of `delta_gpu`; b heads of a program.
+Letters: as in `delta_gpu`; b heads of a program.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def step(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """What one token of each row reads, [B, H, v], and the pool, updated in place: as `delta_gpu.step`, all float32.
+    """The values that one token of each row reads, [B, H, v], and the pool, updated in place. Everything is float32.
 
     S_LNHkv: the states of all layers. layer: int32 scalar. places_B int32: the row's state; 0 = none, which is read and
-    not written. q_BHk: scaled. k_BHk, v_BHv, beta_BH: as in `deltanet`. decay_BH: what is left of the state; where it
-    is 0, the state counts as zeros. interpret: run the kernel on a CPU, for tests.
+    not written. q_BHk: scaled. k_BHk, v_BHv, beta_BH: as in `delta_rule`. decay_BH: the factor of the old state; where
+    it is 0, the state counts as zeros. interpret: run the kernel on a CPU, for tests.
     """
     (_, _, H, k, v), B = S_LNHkv.shape, len(places_B)
     b = _HEADS if H % _HEADS == 0 else H

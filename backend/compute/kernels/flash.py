@@ -1,8 +1,8 @@
 """Flash attention of a packed training batch on NVIDIA GPUs and TPUs: kernels that come with JAX.
 
 Scores never leave the chip, forward or backward. Both kernels add in a fixed order, so the same batch gives the same
-bits: each program of the backward pass owns the rows of dQ, or of dK and dV, that it writes, and loops over the others;
-none adds to what another one writes. The devices split rows over fsdp and heads over tensor.
+bits. Each program of the backward pass writes rows of dQ, or of dK and dV, that no other program writes, and loops over
+the other rows. The devices split rows over fsdp and heads over tensor.
 
 Letters: B rows, T tokens, H query heads, G key-value heads, d head dimension, r = H / G.
 """
@@ -35,7 +35,7 @@ _TPU_BLOCK = 512  # tokens; TPUs want multiples of 128
 _TPU_LEAST = 128
 _GPU_QUERIES, _GPU_KEYS, _GPU_BACKWARD = 128, 64, 64  # tokens of a block; half of that in float32, for shared memory
 _GPU_WARPS = 8
-_GPU_LEAST, _GPU_MOST = 16, 256  # of the head dimension: a tile of the tensor cores, and what shared memory holds
+_GPU_LEAST, _GPU_MOST = 16, 256  # of the head dimension: a tile of the tensor cores, and the limit of shared memory
 
 
 def flash_attention(
@@ -51,8 +51,8 @@ def flash_attention(
 
     mesh: rows and heads are split over it. window: how many tokens a query sees, None = all before it. head_dim: of
     queries and keys. save_memory: a backward pass takes less memory and a little more time; the results are the same.
-    interpret: compute with plain operations, for tests without the device. The kernel for GPUs has no windows (one as
-    long as a row is none) and no wide heads: these are computed without it.
+    interpret: compute with plain operations, for tests without the device. The kernel for GPUs supports neither
+    windows shorter than a row nor wide heads.
     """
     chosen, window = platform(), None if window is None or window >= tokens else window
     if chosen is TPU and tokens % _TPU_LEAST == 0:

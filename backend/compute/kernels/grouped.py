@@ -118,7 +118,7 @@ def _outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array) -> jax.Array:
 
 
 def _block_rows(x_Mi: jax.Array, sizes_E: jax.Array) -> int:
-    """Half of what an expert gets on average, a power of two: so few rows of a block are empty."""
+    """Half of an expert's average rows, as a power of two, so that few rows of a block are empty."""
     mean = x_Mi.shape[0] // sizes_E.shape[0]
     return max(_LEAST_ROWS, min(_MOST_ROWS, (1 << mean.bit_length()) // 2))
 
@@ -126,7 +126,7 @@ def _block_rows(x_Mi: jax.Array, sizes_E: jax.Array) -> int:
 def _over_blocks(
     add: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array], sums: jax.Array, sizes_E: jax.Array, b: int
 ) -> jax.Array:
-    """`sums` after add(sums, expert, first row, which of the b rows are its) of every block that has rows."""
+    """`sums` after add(sums, expert, first row, mask of its rows among b rows) for each block with rows."""
     ends_E = jnp.cumsum(sizes_E)
     blocks_E = -(-sizes_E // b)
     last_E = jnp.cumsum(blocks_E)

@@ -1,11 +1,12 @@
 """Grouped matmuls on GPUs: Pallas kernels through Triton, for any NVIDIA GPU from Ampere on.
 
-XLA:GPU knows `jax.lax.ragged_dot` only as a product of every row with every expert's matrix. tokamax's Triton kernel
-(0.0.12) copies all matrices to transpose them, launches a program for every block of rows and every expert, and starts
-a row block before an expert that has no rows; jax's own for Hopper take neither float32 nor int8, nor adapters' ranks.
+XLA:GPU computes `jax.lax.ragged_dot` as a product of every row with every expert's matrix. tokamax's Triton kernel
+(0.0.12) copies all matrices to transpose them, and launches a program for every block of rows and every expert. It also
+starts a row block before an expert that has no rows. JAX's kernels for Hopper support neither float32 nor int8, nor
+adapters' ranks.
 
-Every program writes a block of its own and sums in one order, so results come out alike each time. A row of no expert
-is not written: it may hold anything.
+Every program writes a block of its own and sums in a fixed order, so results are reproducible. Rows without an expert
+are not written, so their contents are undefined.
 
 Letters: M rows, E experts, i in, o out, b row blocks; r, n, k: sizes of a program's tile of rows, outputs and inputs.
 """
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-_LEAST = 16  # of a tile's side: what tensor cores multiply
+_LEAST = 16  # of a tile's side; tensor cores multiply 16 x 16
 _MOST_ROWS, _MOST_OUT, _BYTES_IN = 128, 128, 128  # of a tile; _BYTES_IN: of one row of it
 _FEW_ROWS, _FEW_OUT = 64, 64  # of a tile where reading the matrix takes longer than multiplying by it
 _PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
@@ -171,5 +172,5 @@ def _rows(M: int, E: int) -> int:
 
 
 def side(size: int, most: int) -> int:
-    """Of a tile, of what has `size` of something: a power of two, at most `most`."""
+    """The length of a tile along a dimension of `size`: a power of two, at most `most`."""
     return max(_LEAST, min(most, pl.next_power_of_2(size)))

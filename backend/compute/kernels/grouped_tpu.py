@@ -1,7 +1,7 @@
 """Grouped matmuls on TPUs: JAX's megablox kernels, for any shapes.
 
-XLA:TPU knows `jax.lax.ragged_dot` only as a product of every row with every expert's matrix. A row of no expert is not
-written: it may hold anything.
+XLA:TPU computes `jax.lax.ragged_dot` as a product of every row with every expert's matrix. Rows without an expert are
+not written, so their contents are undefined.
 
 Letters: M rows, E experts, i in, o out.
 """
@@ -29,9 +29,9 @@ def product(
 ) -> jax.Array:
     """Each row times its expert's matrix, as `grouped_gpu.product`: [M, o] in the dtype of x.
 
-    x_Mi: rows sorted by expert. weight: [E, i, o], transposed [E, o, i], of any dtype; one of int8 is copied as the
-    dtype of x. sizes_E: int32, rows of each expert. layer: int32 scalar; then `weight` has the matrices of all layers,
-    [L, E, ...]; None: of one. transposed: whether the matrices are. interpret: run the kernel on a CPU, for tests.
+    x_Mi: rows sorted by expert. weight: [E, i, o], transposed [E, o, i], of any dtype; int8 is copied as the dtype
+    of x. sizes_E: int32, rows of each expert. layer: int32 scalar if `weight` has the matrices of all layers,
+    [L, E, ...]; else None. transposed: whether the matrices are. interpret: run the kernel on a CPU, for tests.
     """
     M, rows = x_Mi.shape[0], _rows(x_Mi.shape[0])
     before = None
@@ -68,7 +68,7 @@ def _padded(x: jax.Array, rows: int) -> jax.Array:
 
 
 def _side(size: int, most: int) -> int:
-    """Of a tile, of what has `size` of something: all of it, or the largest part up to `most` that divides it."""
+    """The length of a tile along a dimension of `size`: all of it, or the largest divisor up to `most`."""
     if size <= most:
         return size
     parts = (part for part in range(most // _LANES * _LANES, 0, -_LANES) if size % part == 0)

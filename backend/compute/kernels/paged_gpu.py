@@ -6,10 +6,10 @@ and takes the queries of a piece of a prompt, too. Scores never leave the chip.
 
 Where rows and heads are too few to keep a GPU busy, several programs share a row's pages, and their results are put
 together by the logarithms of their denominators (Flash-Decoding, crfm.stanford.edu/2023/10/12/flashdecoding.html).
-Every program writes a block of its own and sums in one order, so results come out alike each time.
+Every program writes a block of its own and sums in a fixed order, so results are reproducible.
 
-Letters: S rows, Q queries of a row, H query heads, G key-value heads, r = H / G, d head dimension, L layers, N pages,
-P positions of a page, W pages of a row's table, D splits of a row's pages, M = Q r; m, t, w: a program's tile of
+Letters: S rows, Q queries of a row, H query heads, G key-value heads, r = H / G, d head dimension, L layers, N pages.
+P positions of a page, W pages of a row's table, D splits of a row's pages, M = Q r. m, t, w: a program's tile of
 queries, positions and head dimension; v dimensions of a value, and u of its tile.
 """
 
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-_LEAST = 16  # of a tile's side: what tensor cores multiply
+_LEAST = 16  # of a tile's side; tensor cores multiply 16 x 16
 _MOST_QUERIES, _POSITIONS = 64, 64  # of a tile, in two bytes a number; half of that in float32, for shared memory
 _WIDE = 256  # dimensions of a value; with more, tiles have fewer queries and positions
 _PROGRAMS = 264  # two for each of an H100's 132 multiprocessors

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 _LANES, _SUBLANES = 128, 8
-_PAGES, _QUERIES = 4, 32  # of a block: those that the kernel's authors found for 32 and 8 heads at 512 positions
+_PAGES, _QUERIES = 4, 32  # of a block, as the kernel's authors chose for 32 and 8 heads at 512 positions
 
 
 def takes(kv_heads: int, head_dim: int, item: int) -> bool:
@@ -38,9 +38,9 @@ def attend(
 ) -> jax.Array:
     """o [S, Q, H, d]: query i of a row sees positions 0 .. start_S + i of its pages.
 
-    cache_LNPKd: keys and values of all layers, by turns in K = 2 G; those of the queries' own positions, too. layer:
+    cache_LNPKd: keys and values of all layers, alternating along K = 2 G, including the queries' own positions. layer:
     int32 scalar. tables_SW int32: each row's pages. start_S int32: where each row's first query stands. q_SQHd: scaled.
-    window: how many of the last positions a query sees; None: all.
+    window: how many of the last positions a query sees; None = all.
     """
     (L, N, P, K, d), (S, Q, H, _), W = cache_LNPKd.shape, q_SQHd.shape, tables_SW.shape[1]
     scale = None if cache_LNPKd.dtype == q_SQHd.dtype else 1.0  # the kernel widens what it is given a scale for

@@ -1,4 +1,4 @@
-"""What the kernels of a softmax over the vocabulary take and give: `softmax_gpu` for GPUs, `softmax_tpu` for TPUs.
+"""The inputs and results of the kernels of a softmax over the vocabulary, `softmax_gpu` and `softmax_tpu`.
 
 Letters: M rows, D hidden, V vocabulary, K targets, R rank, N parts of the vocabulary.
 """
@@ -14,7 +14,7 @@ class Product:
     """Logits as a product: x times the transpose of the unembedding, and low times B added. They are never written.
 
     x_MD, head_VD and low_MR have one dtype; B_RV float32. low_MR and B_RV: None without an adapter. targets_MK int32:
-    the tokens whose logits are wanted; one outside of the vocabulary has none. cap: as `ModelConfig.softcap`.
+    the tokens whose logits are returned; tokens outside of the vocabulary have none. cap: as `ModelConfig.softcap`.
     interpret: run the kernels on a CPU, for tests.
     """
 

@@ -4,10 +4,10 @@ XLA:GPU writes logits in float32, and reads them again for the largest, for the 
 multiplies by the unembedding tile by tile, and of a tile writes only what the gradient needs, in the dtype of the
 activations. `slopes` turns that into the gradient by the logits, in its place, and multiplies it by both matrices of a
 low-rank adapter while it is on the chip. The large products with the gradient are XLA's. Every program writes a block
-of its own and sums in one order, so results come out alike each time.
+of its own and sums in a fixed order, so results are reproducible.
 
-Letters: M rows, D hidden, V vocabulary, K targets, R rank, N tiles of the vocabulary, G groups of them, P blocks of
-rows; r, n, k: sizes of a program's tile of rows, tokens of the vocabulary and inputs; j of ranks.
+Letters: M rows, D hidden, V vocabulary, K targets, R rank, N tiles of the vocabulary, G groups of tiles, P blocks of
+rows. r, n, k: sizes of a program's tile of rows, tokens of the vocabulary and inputs; j of ranks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The softmax over the vocabulary on TPUs, without logits in memory: two Pallas kernels.
 
 XLA:TPU writes logits in float32, and reads them again for the sum and for the gradient. Both kernels multiply by the
-unembedding, which they read once for as many rows as fit on the chip: `totals` keeps the largest logit of a row and the
-sum, `slopes` multiplies again and writes the gradient by the logits. The products with the gradient are XLA's. A core
-goes through the tiles of the vocabulary in order, so results come out alike each time.
+unembedding, and read it once for as many rows as fit on the chip. `totals` computes the largest logit of a row and the
+sum. `slopes` multiplies again and writes the gradient by the logits. The products with the gradient are XLA's. A core
+goes through the tiles of the vocabulary in order, so results are reproducible.
 
-Letters: M rows, D hidden, V vocabulary, K targets, R rank; r, n: sizes of a program's block of rows and of its tile of
-the vocabulary; q: rows of it that are computed at a time.
+Letters: M rows, D hidden, V vocabulary, K targets, R rank. r, n: sizes of a program's block of rows and of its tile of
+the vocabulary; q: rows of a block that are computed at a time.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def slopes(given: Product, totals: Totals, largest_M: jax.Array, log_total_M: ja
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How the product is cut, by the module's letters, and what both kernels have in common."""
+    """The tiles of the product, by the module's letters, and the parts that both kernels share."""
 
     given: Product
     V: int

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder: which there are, and what is in them. No JAX."""
+"""The safetensors files of a Hugging Face folder, and the tensors in them. No JAX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Read = TypeVar("Read")
 WEIGHTS = "model.safetensors"
 _FP8, _SCALES = "F8_E4M3", "_scale_inv"  # of a matrix in blocks; `key` + _SCALES has its scales
 INDEX = "model.safetensors.index.json"
-# By safetensors' names: what weights may be stored as.
+# The supported dtypes of weights, by safetensors' names.
 DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
 
 
@@ -112,7 +112,7 @@ def _read(path: Path, name: str, read: Callable[[Path], Read]) -> Read:
 
 
 def _without_blocks(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The tensors with plain matrices in place of those in FP8 and their scales."""
+    """The tensors with plain matrices instead of FP8 matrices and their scales."""
     found = dict(tensors)
     for scaled in [key for key in tensors if key.endswith(_SCALES)]:
         key = scaled.removesuffix(_SCALES)

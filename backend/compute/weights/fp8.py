@@ -19,7 +19,7 @@ _VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float3
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How many blocks a matrix of this shape has, along each side; those at the ends may be smaller."""
+    """How many blocks a matrix of this shape has along each side. The last blocks may be smaller."""
     return tuple(-(-size // BLOCK) for size in shape)
 
 

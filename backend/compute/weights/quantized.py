@@ -1,8 +1,8 @@
 """Base weights kept as int8 with one scale for each output: a quarter of float32's memory, half of bfloat16's.
 
-The rule, for a matrix as Hugging Face stores it, W [out, in]: scale[o] = max|W[o]| / 127, rounded to the dtype of the
-activations; values[o, i] = W[o, i] / scale[o] in float32, rounded to the nearest integer (halves to even) and kept
-within +-127. A row of zeros has scale 0 and values 0. A product is computed as x @ values.T * scale; the matrix
+For a matrix as Hugging Face stores it, W [out, in], scale[o] = max|W[o]| / 127, rounded to the dtype of the
+activations. values[o, i] = W[o, i] / scale[o] in float32, rounded to the nearest integer (halves to even) and clipped
+to +-127. A row of zeros has scale 0 and values 0. A product is computed as x @ values.T * scale; the matrix
 values * scale is never made.
 """
 
