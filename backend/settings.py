@@ -174,7 +174,7 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(256 * 2**20, ge=2**16)
     """bytes of the largest body of one request, before and after decompression"""
 
-    # Prices that clients see beside their usage.
+    # Prices that are reported with usage.
     price_training: float = Field(0.0, ge=0)
     """US dollars for a million training tokens, reported with usage; 0 = not reported"""
     price_prefill: float = Field(0.0, ge=0)
@@ -233,7 +233,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _database_is_supported(self) -> Self:
         if self.database_url and not self.database_url.startswith(("sqlite:///", "postgresql")):
-            scheme = self.database_url.partition(":")[0]  # what follows may hold a password
+            scheme = self.database_url.partition(":")[0]  # the rest may contain a password
             raise ValueError(f"database_url {scheme!r}: must start with sqlite:/// or postgresql")
         return self
 

@@ -1,4 +1,4 @@
-"""The executor of a worker process: it executes commands on one base model, its adapters and its sampler.
+"""The executor of a worker process. It executes commands on one base model, its adapters and its sampler.
 
 Every process of the group executes the same commands in the same order, so nothing here may depend on rank or time.
 
@@ -84,7 +84,7 @@ _COPYING = (CreateAdapter, ImportAdapter, ExportAdapter, PublishSnapshot, LoadSn
 
 
 class Executor:
-    """One base model on the mesh. An error of `backend/core/errors.py` changes nothing, unless its text says so."""
+    """One base model on the mesh. Errors of `backend/core/errors.py` change nothing unless they report it."""
 
     environment = staticmethod(environment)
 
@@ -233,7 +233,7 @@ class Executor:
                 self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
 
     def take_kept(self, write: WriteState) -> Mapping[str, Float32]:
-        """The tensors that this process writes, by name. ServerError if it kept none for `write`. Thread-safe."""
+        """The named tensors that this process writes. ServerError if it kept none for `write`. Thread-safe."""
         return self._adapters.take_kept(write.adapter_id, write.folder)
 
     def needed_tensors(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:

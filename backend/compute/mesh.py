@@ -1,8 +1,7 @@
-"""The device mesh of a worker group, and how arrays get onto it and back.
+"""The device mesh of a worker group, and copies of arrays between the host and the mesh.
 
-The mesh may span processes. So host arrays enter through `put` (each process gives the part that its devices hold, and
-every process must hold the same values), and come back through `to_host` where they are replicated, or else through
-`whole_to_host`.
+The mesh may span processes. Host arrays enter through `put`: every process must hold the same values, and gives the
+part for its own devices. Replicated arrays come back through `to_host`, all others through `whole_to_host`.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from tinkerflow.backend.core.errors import UserError
 
 FSDP, EXPERT, TENSOR = "fsdp", "expert", "tensor"
-_ORDER = (EXPERT, TENSOR, FSDP)  # of a mesh's axes: so TENSOR and FSDP together are one range of devices
+_ORDER = (EXPERT, TENSOR, FSDP)  # of a mesh's axes; TENSOR and FSDP together are a contiguous range of devices
 WEIGHTS = (TENSOR, FSDP)  # the axes that base matrices are split over
 ROWS = (FSDP, EXPERT)  # the axes that rows of training are split over
 Tree = TypeVar("Tree")
-Array = jax.Array | npt.NDArray[Any]  # on the devices, or on the host; inside a jitted function always the first
+Array = jax.Array | npt.NDArray[Any]  # on the devices or on the host; always on the devices inside jitted functions
 Scalar = jax.Array | np.number[Any] | np.bool
 
 
 def make_mesh(fsdp: int, tensor: int, expert: int = 1) -> Mesh:
     """A mesh (fsdp, expert, tensor) over all devices of the group. fsdp: 0 = all devices that the other axes leave.
 
-    UserError when the devices cannot be divided so.
+    UserError when the axes do not divide the devices.
     """
     count = jax.device_count()
     if not fsdp and count % (expert * tensor):
@@ -48,44 +47,44 @@ def make_mesh(fsdp: int, tensor: int, expert: int = 1) -> Mesh:
 
 
 def over(devices: Sequence[jax.Device], fsdp: int, tensor: int, expert: int) -> Mesh:
-    """A mesh of these sizes over all of `devices`. Neighbours along the tensor axis are near each other."""
+    """A mesh of these sizes over all of `devices`. Neighbors along the tensor axis are close to each other."""
     auto = (AxisType.Auto,) * 3
     near = jax.make_mesh((fsdp, expert, tensor), (FSDP, EXPERT, TENSOR), axis_types=auto, devices=devices)
     return Mesh(near.devices.transpose(1, 2, 0), _ORDER, axis_types=auto)
 
 
 def sampling_mesh(mesh: Mesh) -> Mesh:
-    """The same devices with all of WEIGHTS as the tensor axis: what a training step gathers is used where it lies.
+    """The same devices with all of WEIGHTS as the tensor axis, so that decoding gathers no matrices.
 
-    A matrix that `params` has split over WEIGHTS lies there as this mesh's tensor axis splits it, so both use the same
-    memory, and a token moves activations between devices in place of matrices.
+    Its tensor axis splits matrices as `params` splits them over WEIGHTS, so both meshes use the same memory. Each token
+    moves activations between devices instead of matrices.
     """
     return _reshaped(mesh, 1)
 
 
 def cache_mesh(mesh: Mesh, kv_heads: int) -> Mesh:
-    """The same devices with as much of WEIGHTS as the tensor axis as divides the key-value heads; rows get the rest.
+    """The same devices with a tensor axis that divides the key-value heads. Rows are split over the rest of WEIGHTS.
 
-    So no two devices of these axes hold the same keys and values.
+    No two devices of these axes hold the same keys and values.
     """
     return _reshaped(mesh, mesh.shape[TENSOR] * mesh.shape[FSDP] // heads_split(mesh, kv_heads))
 
 
 def heads_split(mesh: Mesh | AbstractMesh, kv_heads: int) -> int:
-    """Over how many devices a sequence's key-value heads are split."""
+    """The number of devices that a sequence's key-value heads are split over."""
     return math.gcd(mesh.shape[TENSOR] * mesh.shape[FSDP], kv_heads)
 
 
 @functools.cache
 def _reshaped(mesh: Mesh, fsdp: int) -> Mesh:
-    """The devices of a mesh in the same order, with another size of fsdp; the tensor axis has the others."""
+    """The devices of a mesh in the same order, with another size of fsdp. The tensor axis has the other devices."""
     if mesh.shape[FSDP] == fsdp:
         return mesh
     return Mesh(mesh.devices.reshape(mesh.shape[EXPERT], -1, fsdp), _ORDER, axis_types=(AxisType.Auto,) * 3)
 
 
 def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | tuple[str, ...] | None) -> NamedSharding:
-    """Shard dimension i of `shape` over `axes[i]`, or over all of several axes; what they do not divide stays whole."""
+    """Shard dimension i of `shape` over `axes[i]`, or over all of several axes, if they divide it."""
 
     def divides(axis: str | tuple[str, ...], size: int) -> bool:
         names = (axis,) if isinstance(axis, str) else axis
@@ -96,12 +95,12 @@ def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | tuple[str, ...] | 
 
 
 def by_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """`x` with its first dimension split over WEIGHTS, if they divide it, and whole otherwise."""
+    """`x` with its first dimension split over WEIGHTS, if they divide it."""
     return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, WEIGHTS))
 
 
 def row_parts(mesh: Mesh) -> int:
-    """How many parts the rows of training are split into."""
+    """The number of parts that the rows of training are split into."""
     return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
@@ -111,9 +110,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def put(tree: Tree, shardings: Any) -> Tree:
-    """Copy a pytree of host arrays to the devices; `shardings` is one sharding for all leaves, or a pytree of them.
+    """Copy a pytree of host arrays to the devices. `shardings` is one sharding for all leaves, or a pytree of them.
 
-    The copies are the device's own: the caller may change its arrays afterwards, and jit may be given them to donate.
+    The result shares no memory with the host arrays. The caller may change these, and jit may donate the result.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings, may_alias=False)
@@ -125,7 +124,7 @@ def put(tree: Tree, shardings: Any) -> Tree:
 def from_callback(
     shape: tuple[int, ...], where: NamedSharding, read: Callable[[tuple[slice, ...]], npt.NDArray[Any]]
 ) -> jax.Array:
-    """An array of `shape` whose parts are read from the host by `read(index)`, each device's part only."""
+    """An array of `shape`. `read(index)` returns a part of it on the host, for each of this process's devices."""
     return jax.make_array_from_callback(shape, where, lambda index: read(tuple(index or ())))
 
 
@@ -151,5 +150,5 @@ def _gather(mesh: Mesh, array: jax.Array) -> jax.Array:
 
 
 def _put_shards(array: npt.NDArray[Any], where: NamedSharding) -> jax.Array:
-    # A copy, because a CPU device may keep the very memory it is given.
+    # A copy, because a CPU device may use the memory of the host array.
     return jax.make_array_from_callback(array.shape, where, lambda index: np.array(array[index], copy=True))

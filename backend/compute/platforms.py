@@ -1,4 +1,4 @@
-"""What differs between CPUs, NVIDIA GPUs and TPUs: one profile for each platform."""
+"""Profiles of the platforms: CPUs, NVIDIA GPUs and TPUs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 MEMORY_SHARE = 0.92  # of a GPU, for all groups on it; CUDA itself, NCCL and the libraries take the rest
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
-SCORED_ROWS = 4096  # of each device, off CPUs; how many are multiplied by the unembedding at a time
+SCORED_ROWS = 4096  # rows of each GPU or TPU that are multiplied by the unembedding at a time
 RANK_COLUMNS = 32  # the stack of the sampler's adapters grows by blocks of this many columns
 
 
 @dataclass(frozen=True)
 class Platform:
-    """name: as `jit(...).lower(lowering_platforms=...)` takes it.
+    """The profile of a platform.
 
-    dtype: of base weights and activations where the settings say auto. precision: of matmuls in float32, where the
-    platform would round their inputs to less; None: it does not. flags_variable: the environment variable that its
-    compiler reads `flags` from. compilers: the shared libraries that read it, as "package/file"; one that does not know
-    a flag ends the process. shares_memory: whether a process takes only a part of a device's memory.
-    attention_tokens: of a row in which attention costs as much as everything else; with the kernels of `flash` and 4B
-    parameters 7,000 by the number of operations, those of attention at half the speed of others.
-    prefill_tokens: how many tokens of a prompt the sampler computes at once, ascending: on CPUs few are filled up in
-    vain, and others read all weights for each piece. The largest size comes only after enough smaller ones.
+    name: as for `jit(...).lower(lowering_platforms=...)`.
+    dtype: the dtype of base weights and activations for the setting auto.
+    precision: the precision of float32 matmuls, where the platform would round their inputs. None: it does not round.
+    flags_variable: the environment variable with the compiler's `flags`.
+    compilers: the shared libraries that read it, as "package/file". They end the process when a flag is unknown.
+    shares_memory: whether a process takes only a part of a device's memory.
+    attention_tokens: the tokens of a row whose attention costs as much as everything else. With the kernels of `flash`
+    and 4B parameters this is about 7,000, if operations of attention run at half the speed of others.
+    prefill_tokens: the sizes of a part of a prompt that the sampler computes, ascending. On CPUs small sizes waste
+    little padding; elsewhere large sizes read the weights less often. The largest size follows enough smaller parts.
     """
 
     name: str
@@ -60,8 +62,8 @@ CUDA = Platform(
     "cuda",
     flags=(
         "--xla_gpu_enable_dynamic_slice_fusion=true",  # a layer's weights are read in place, not copied
-        "--xla_gpu_dot_merger_threshold_mb=0",  # else decode copies each base matrix, to append an adapter's small one
-        "--xla_gpu_enable_latency_hiding_scheduler=true",  # this and the next four: gathers run beside matmuls
+        "--xla_gpu_dot_merger_threshold_mb=0",  # otherwise decode copies each base matrix to append an adapter's
+        "--xla_gpu_enable_latency_hiding_scheduler=true",  # this and the next four: gathers overlap with matmuls
         "--xla_gpu_enable_pipelined_all_gather=true",
         "--xla_gpu_enable_pipelined_all_reduce=true",
         "--xla_gpu_enable_pipelined_reduce_scatter=true",
@@ -75,29 +77,29 @@ CUDA = Platform(
 TPU = Platform(
     "tpu",
     flags_variable="LIBTPU_INIT_ARGS",
-    flags=(  # gathers run beside matmuls; the compiler refuses async collective fusion on all but v5e
+    flags=(  # gathers overlap with matmuls; only v5e supports async collective fusion
         "--xla_enable_async_all_gather=true",
         "--xla_tpu_overlap_compute_collective_tc=true",
     ),
     compilers=("libtpu/libtpu.so",),
 )
 
-_BY_BACKEND = {"cpu": CPU, "gpu": CUDA, "cuda": CUDA, "tpu": TPU}  # by what JAX calls its backend
+_BY_BACKEND = {"cpu": CPU, "gpu": CUDA, "cuda": CUDA, "tpu": TPU}  # keys are JAX's names of backends
 _target: ContextVar[Platform | None] = ContextVar("target platform", default=None)
 
 
 def platform() -> Platform:
-    """The platform that programs are made for: the one of `compiling_for`, or else the one of JAX's devices."""
+    """The target platform of programs: that of `compiling_for`, otherwise that of JAX's devices."""
     return _target.get() or _BY_BACKEND[jax.default_backend()]
 
 
 def on_cpu() -> bool:
-    """Whether programs are made for CPUs, which XLA compiles some things differently for."""
+    """Whether programs are compiled for CPUs. XLA compiles some operations differently for them."""
     return platform() is CPU
 
 
 def settle_dtype(dtype: Dtype) -> Dtype:
-    """The number format for the setting `dtype`; float32 gets matmuls that keep it, where the platform has others."""
+    """The dtype for the setting `dtype`. For float32, matmuls are set to the platform's `precision`."""
     chosen = platform().dtype if dtype == "auto" else dtype
     if chosen == "float32" and platform().precision:
         jax.config.update("jax_default_matmul_precision", platform().precision)
@@ -105,10 +107,10 @@ def settle_dtype(dtype: Dtype) -> Dtype:
 
 
 def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str, str]:
-    """The variables to set before JAX opens devices of the platform `name`. What `environ` sets already stays.
+    """The variables to set before JAX opens devices of the platform `name`. Settings of `environ` are kept.
 
-    groups: how many groups share a device, whose memory they divide. A flag that a compiler here does not know is left
-    out: it would end the process.
+    groups: the number of groups that share a device's memory. Flags that an installed compiler does not know are left
+    out, because they would end the process.
     """
     profile, added = _BY_BACKEND[name], {}
     given = environ.get(profile.flags_variable, "")
@@ -124,7 +126,7 @@ def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str,
 
 
 def compiled_for() -> str:
-    """In words, what compiled programs depend on beside what is compiled: devices, their compiler, and its flags."""
+    """A text of the inputs of compilation besides the program: the devices, their compiler, and its flags."""
     device = jax.local_devices()[0]
     flags = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     kind = _processor() if on_cpu() else device.device_kind
@@ -132,7 +134,7 @@ def compiled_for() -> str:
 
 
 def _processor() -> str:
-    """The host's processor by name; programs for CPUs are compiled for it."""
+    """The name of the host's processor. Programs for CPUs are compiled for it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else os.uname().machine
@@ -168,12 +170,12 @@ def _folders(package: str) -> list[Path]:
 
 @contextmanager
 def compiling_for(target: Platform) -> Iterator[None]:
-    """Make programs for `target`, although JAX's devices here are others."""
+    """Compile programs for `target` instead of JAX's devices."""
     other = target is not _target.get()
     token = _target.set(target)
     try:
         if other:
-            jax.clear_caches()  # jit keeps what it traced by the arguments alone, not by platform
+            jax.clear_caches()  # the keys of traced programs do not contain the platform
         yield
     finally:
         _target.reset(token)

@@ -1,4 +1,4 @@
-"""The executor: one copy to the host for each command, failures that report their effect, and few imports."""
+"""The executor makes one copy to the host for each command, reports the effect of failures, and imports little."""
 
 from __future__ import annotations
 

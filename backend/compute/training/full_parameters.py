@@ -33,7 +33,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import Float32, Optimizer
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
-# Names of arrays outside `Params.layers`; those in `Params.inputs` have a prefix.
+# Names of arrays outside `Params.layers`. Names in `Params.inputs` have a prefix.
 EMBED, _FINAL_NORM, _UNEMBED, _INPUTS = "embed", "final_norm", "unembed", "inputs."
 
 
@@ -119,7 +119,7 @@ def weights_from_names(cfg: ModelConfig, arrays: Mapping[str, Any]) -> Params:
 
 # ------------------------------------------------------------------ by Hugging Face's names
 def to_files(cfg: ModelConfig, weights: Params) -> dict[str, Float32]:
-    """Weights on the host by Hugging Face's names, contiguous: one tensor for each layer."""
+    """Contiguous weights on the host by Hugging Face's names, with a tensor for each layer."""
     arrays = weights_by_name(weights)
     return {file: np.array(_transposed(arrays[name][place], transposed), np.float32, order="C")
             for file, name, place, transposed in _names(cfg)}  # fmt: skip

@@ -54,8 +54,8 @@ def pack(
     """The examples as micro-batches of at most `microbatch_tokens` padded tokens, or of the fewest rows possible.
 
     The result is deterministic. Every example is placed exactly once, in one row. The number of rows is a multiple of
-    `row_multiple`, the size of the mesh axis that splits them. attention_tokens: see `layout`. inputs: those that the
-    loss reads, besides weights. masks: see `LossSpec.masks`. The inputs of a masked token become those of padding,
+    `row_multiple`, the size of the mesh axis that splits them. attention_tokens: see `layout`. inputs: the inputs of
+    the loss besides weights. masks: see `LossSpec.masks`. The inputs of a masked token become those of padding,
     so a placeholder in them (a log probability of -9999, say) cannot reach a formula.
     """
     K = bucket(max(example.targets_TK.shape[1] for example in examples))

@@ -1,4 +1,4 @@
-"""Shards of an adapter: it is restored bit for bit from shards of any size, and an error names a missing tensor."""
+"""Shards of an adapter restore it bit for bit, with shards of any size, and an error names a missing tensor."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _spread(operand: _Value, shape: tuple[int, ...], steps: list[_Step]) -> _Val
 
 
 def _zeros(operand: _Value) -> jax.Array:
-    """The cells whose products are 0, whatever the other factor is: they are 0 and do not move."""
+    """The cells that are 0 and do not move, so their products are 0, even with infinity."""
     return jnp.full(jnp.shape(operand.array), False) if operand.moves else jnp.asarray(operand.array) == 0
 
 
