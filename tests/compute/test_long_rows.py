@@ -86,7 +86,7 @@ def test_groups_of_layers_give_the_gradients_of_layers_that_are_computed_again(g
 
 @pytest.mark.parametrize("keep", [Keep.INPUTS, Keep.GROUPS])
 def test_some_tokens_at_a_time_give_the_same_gradients(gradients: Any, keep: Keep) -> None:
-    # Not the same bits: an adapter's gradients are sums over tokens, which are added chunk by chunk.
+    # The bits may differ, because an adapter's gradients are sums over tokens, which are added chunk by chunk.
     for one, other in zip(gradients(keep), gradients(keep, 32), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(one).max())
 

@@ -31,7 +31,7 @@ def test_numbers_are_those_of_transformers():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_published_folder_is_loaded(tmp_path, dtype):
-    """hidden 32 and mlp 64: one and two blocks in a row."""
+    """hidden 32 and mlp 64 are 1 and 2 blocks in a row."""
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     build(plain, "gpt_oss", tied=False)
     cfg, mesh, rng = load_config(plain), make_mesh(1, 1), np.random.default_rng(1)

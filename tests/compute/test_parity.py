@@ -41,7 +41,7 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 
 LENGTHS = (1, 7, 33, 60)
-# Without those that are another family's decoder with a tower, which only their names and images tell apart.
+# Families that are another family's decoder with a tower differ from it only in names and images.
 DECODERS = [name for name in registered() if SEEING.get(name) not in registered() or name in FAMILY_SHAPE]
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
 # One family of each kind of layer; `test_each_kind_of_layer_is_compared` pins this.

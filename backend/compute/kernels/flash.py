@@ -63,7 +63,7 @@ def flash_attention(
 
 
 def on_gpus(tokens: int, window: int | None, head_dim: int) -> bool:
-    """Whether the kernel for GPUs takes rows of `tokens` tokens; the arguments are those of `flash_attention`."""
+    """Whether the kernel for GPUs supports rows of `tokens` tokens. The arguments are as in `flash_attention`."""
     return (window is None or window >= tokens) and head_dim <= _GPU_MOST
 
 
@@ -76,7 +76,7 @@ def _by_device(
     segments: jax.Array,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """The kernel on each device's rows and heads. Heads stay whole where the tensor axis does not divide all."""
+    """The kernel on each device's rows and heads. Heads are not split if the tensor axis does not divide them."""
     heads = TENSOR if k.shape[2] % mesh.shape[TENSOR] == 0 else None
     rows = sharding(mesh, q.shape, ROWS).spec[0]
     cells = PartitionSpec(rows, None, heads, None)
@@ -128,17 +128,17 @@ def _splash(
 def _each_row(
     kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks_H: jax.Array | None
 ) -> jax.Array:
-    """What the kernel gives, [B, H, T, d], for such queries, keys and values."""
+    """The kernel's result [B, H, T, d] for queries, keys and values of this layout."""
     with_sinks = kernel if sinks_H is None else partial(kernel, sinks=sinks_H.astype(jnp.float32))
     o_BHTd: jax.Array = jax.vmap(with_sinks)(q, k, v, splash.SegmentIds(segments, segments))
     return o_BHTd
 
 
 def _forward_with_barrier(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> tuple[jax.Array, Any]:
-    """The result, and then what the backward pass needs.
+    """The result, and the values that the backward pass needs.
 
-    The kernel writes the logarithm of each query 128 times, in float32: twice the bytes of its result. Else XLA may
-    keep all of them for the backward pass, and only then take those that it needs.
+    The kernel writes the logarithm of each query 128 times in float32, which is twice the bytes of its result. Without
+    the barrier, XLA may keep all copies until the backward pass.
     """
     return jax.lax.optimization_barrier(jax.vjp(lambda q, k, v: _each_row(kernel, q, k, v, *rest), q, k, v))
 
@@ -226,7 +226,7 @@ def _backward(interpret: bool, save_memory: bool, scale: float, kept: Kept, d_o:
             return jax.lax.dynamic_slice_in_dim(x, g * size, size, axis)
 
         q, k, v, slope = (own(x, 2) for x in (*found, d_o))
-        # The kernel is given the result and does not read it: here the whole one is gone.
+        # The kernel has an argument for the result, but does not read it. Another array of its shape replaces it.
         given = (q, k, v, segments, slope, slope, own(log_totals, 1), own(means, 1))
         slopes = _slopes(interpret, scale, *given)
         place = jax.lax.dynamic_update_slice_in_dim

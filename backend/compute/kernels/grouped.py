@@ -24,7 +24,7 @@ GroupedDot = Callable[[jax.Array, Array, jax.Array], jax.Array]  # dot(x_Mi, wei
 
 @flax.struct.dataclass
 class Groups:
-    """Rows sorted by expert, those of expert 0 first. Rows of no expert come last, and have no result.
+    """Rows sorted by expert, from expert 0 on. Rows without an expert come last, and have no result.
 
     All int32. sizes_E: how many rows each expert has. expert_M: the expert of each row. batch_M: the row of the batch
     that each row came from.
@@ -35,7 +35,7 @@ class Groups:
     batch_M: jax.Array
 
     def dot(self, x_Mi: jax.Array, weight_Eio: Array | Int8 | OfLayer) -> jax.Array:
-        """[M, o] in the dtype of x. Differentiable by x, and by the weight unless it is int8; but for OfLayer."""
+        """[M, o] in the dtype of x. Differentiable by x, and by the weight unless it is int8 or OfLayer."""
         if isinstance(weight_Eio, OfLayer):
             return self._in_place(x_Mi, weight_Eio, transposed=False)
         if isinstance(weight_Eio, Int8):

@@ -1,4 +1,4 @@
-"""Products with frozen matrices, which lie as Hugging Face stores them: [out, in].
+"""Products with frozen matrices in Hugging Face's layout, [out, in].
 
 Letters: M rows, i inputs, o outputs.
 """
@@ -24,9 +24,9 @@ IN_PLACE = 256  # rows; with more, a GPU multiplies for longer than it copies a 
 
 @flax.struct.dataclass
 class OfLayer:
-    """What one layer has of a stack of all layers, for a kernel that reads it there.
+    """One layer's part of a stack of all layers, for a kernel that reads it in place.
 
-    stack: a Weight [L, out, in], that of experts [L, E, ...], or a pair of an adapter's. layer: int32.
+    stack: a Weight [L, out, in], of experts [L, E, ...], or an adapter's pair. layer: int32, the number of the layer.
     """
 
     stack: Any
@@ -34,14 +34,14 @@ class OfLayer:
 
     @property
     def own(self) -> Any:
-        """A copy of the layer's own."""
+        """A copy of the layer's part."""
         return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, self.layer, keepdims=False), self.stack)
 
 
 def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
     """x [..., in] times the transpose of a base weight [out, in], in the dtype of x.
 
-    Differentiable by x, but for OfLayer.
+    Differentiable by x, except with OfLayer.
     """
     if isinstance(weight, OfLayer):
         own = weight.own
@@ -57,7 +57,7 @@ def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
 
 
 def product(x: jax.Array, weight_oi: jax.Array, dtype: Any = None) -> jax.Array:
-    """x [..., in] times the transpose of weight_oi, as `dtype` (None = that of x)."""
+    """x [..., in] times the transpose of weight_oi, in `dtype` (None = the dtype of x)."""
     x_Mi = x.reshape(-1, x.shape[-1])
     if on_cpu() and 1 < x_Mi.shape[0] <= _FEW:
         return _of_few_rows(dtype, x_Mi, weight_oi).reshape(*x.shape[:-1], -1)

@@ -32,7 +32,7 @@ Each = Callable[[Any, jax.Array, jax.Array], None]  # (rows, logits_nq, place_nq
 
 
 def totals(given: Product, *, keep: bool) -> Totals:
-    """The totals over the whole vocabulary. keep: nothing; `slopes` multiplies again."""
+    """The totals over the whole vocabulary. keep: without effect, because `slopes` multiplies again."""
     del keep
     (M, K), cut = given.targets_MK.shape, _Tiling.of(given)
 
@@ -173,7 +173,7 @@ class _Tiling:
 
 
 def _factors(given: Product) -> list[jax.Array]:
-    """What is multiplied: x_MD and head_VD, low_MR and B_VR."""
+    """The factors of the product: x_MD and head_VD, and with an adapter low_MR and B_VR."""
     if given.low_MR is None or given.B_RV is None:
         return [given.x_MD, given.head_VD]
     return [given.x_MD, given.head_VD, given.low_MR, given.B_RV.T.astype(given.low_MR.dtype)]

@@ -1,4 +1,4 @@
-"""The tensors that the files of a model must have, by its config. No JAX."""
+"""Checks the tensors of a model's files against its config. No JAX."""
 
 from __future__ import annotations
 

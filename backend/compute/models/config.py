@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.models.rope import Rope
 
 @dataclass(frozen=True)
 class Vision:
-    """The shape of a vision tower (`vision_tower`), and how the text model takes its features.
+    """The shape of a vision tower (`vision_tower`), and the places of its features in the text model.
 
     layers, hidden, heads, mlp: of its blocks.
     patch: the side of a patch, in pixels.
@@ -72,7 +72,7 @@ class ModelConfig:
     decoder_layers: all layers, in order.
     norm: of the last layer's result.
     max_positions: the longest sequence in tokens.
-    tied: the embedding is the unembedding, too.
+    tied: the embedding is the unembedding as well.
     embed_scale: of embeddings.
     softcap: logits z become softcap * tanh(z / softcap); 0 = they stay (Gemma 4).
     vision: the vision tower; None = the model takes text only.
@@ -90,7 +90,7 @@ class ModelConfig:
     vision: Vision | None = None
 
     def __hash__(self) -> int:
-        """Computed once: every call of a jitted function asks for it."""
+        """Computed once, because every call of a jitted function needs it."""
         return self._hash
 
     @cached_property
@@ -172,7 +172,7 @@ class ModelConfig:
         return sum(layers * heads * (key + value) for layers, heads, key, value in cells)
 
     def numbers(self, pool: str) -> tuple[int, ...]:
-        """The numbers of the layers that keep something in this pool, so without those that read another layer's."""
+        """The numbers of the layers that write to this pool. Layers that read another layer's cache do not."""
         layers = enumerate(self.decoder_layers)
         return tuple(number for number, layer in layers if layer.pool == pool and layer.shares is None)
 

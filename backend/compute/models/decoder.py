@@ -1,4 +1,4 @@
-"""How families compose a decoder: fields of `config.json` that all or several of them have. No JAX."""
+"""Composes decoders for the families, from fields of `config.json` that several families have. No JAX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def layer_count(fields: ConfigFields) -> int:
 def decoder(
     fields: ConfigFields, norm: RMSNorm, layers: Sequence[DecoderLayer], *, tied: bool = False, **more: Any
 ) -> ModelConfig:
-    """The decoder with these layers, its architecture the field `model_type`.
+    """The decoder with these layers. The field `model_type` is its architecture.
 
     fields: of `config.json`. norm: of the last layer's result. tied: whether the embedding is the unembedding, where
     the file does not have the field. more: other fields of ModelConfig. UserError names a field that is missing.
@@ -38,7 +38,7 @@ def decoder(
 
 
 def _check_types(fields: ConfigFields, layers: Sequence[DecoderLayer]) -> None:
-    """UserError when the file's `layer_types` are not those of the layers."""
+    """UserError when the file's `layer_types` differ from the types of the layers."""
     types = fields.get("layer_types")
     computed = [LINEAR if not layer.attends else SLIDING if layer.window else FULL for layer in layers]
     if types is not None and types != computed:
@@ -49,7 +49,7 @@ def windows(fields: ConfigFields, usual: Sequence[str]) -> list[int | None]:
     """The window of every layer; None = it sees all earlier tokens.
 
     usual: FULL or SLIDING for each layer, where the file has no `layer_types`. UserError names a type that is not
-    computed, or a wrong number of them.
+    supported, or a wrong number of types.
     """
     types = fields.items("layer_types") or usual
     if len(types) != len(usual) or any(kind not in (SLIDING, FULL) for kind in types):

@@ -1,4 +1,4 @@
-"""What a family of models declares: how its `config.json` is read, and Hugging Face's names of its tensors. No JAX."""
+"""The declaration of a model family: how its `config.json` is read, and Hugging Face's names of its tensors. No JAX."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Parts of a layer computed for a few tokens at a time, forward and backward.
 
 The arrays inside a layer are larger than its input. For 32,768 tokens of Qwen3-4B, gate and up take 0.6 GB each, and
-their backward pass holds five arrays of that size. Apart from attention, a layer computes each token independently. So
-a backward pass that computes a layer again does this for some tokens, differentiates, and goes on to the next tokens.
+their backward pass holds five arrays of that size. Apart from attention, a layer computes each token independently. A
+backward pass that computes a layer again does so for some tokens, differentiates, and goes on to the next tokens.
 Attention needs the queries, keys and values of all tokens, so these are computed one more time.
 
 Letters: B rows, T tokens.
@@ -25,7 +25,7 @@ Tree = TypeVar("Tree")
 
 
 def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any, own_buffers: bool = False) -> Tree:
-    """part(*arrays), which computes each token by itself, for at most `most` tokens of each device at a time.
+    """part(*arrays), which computes each token independently, for at most `most` tokens of each device at a time.
 
     arrays: pytrees of [B, T, ...], like the result of `part`; the first is an array. T is a power of two. A backward
     pass keeps only the arguments of `part`. own_buffers: each loop writes to memory of its own. GPUs need this where a

@@ -114,7 +114,7 @@ def low_rank(x: jax.Array, pair: LoraPair) -> jax.Array:
 
 
 def shardings(mesh: Mesh, tree: Tree) -> Tree:
-    """Where each array of an adapter (or of anything shaped like one) lies: split over all devices of the mesh.
+    """The sharding of each array of an adapter (or of a tree of its shape): split over all devices of the mesh.
 
     A pair's long side, `in` or `out`, is split over all axes; of pairs with experts, E is split over the expert axis.
     Leaves outside of pairs (counts) are on every device.

@@ -1,7 +1,7 @@
-"""Base weights: from the safetensors of a Hugging Face folder, stacked by layer, straight to their places on the mesh.
+"""Loads base weights from the safetensors of a Hugging Face folder, stacked by layer, onto the mesh.
 
-A device's part is read when that device asks for it, so no process holds more of the model than its devices do. Threads
-read the layers of a part, convert on the way, and write to where the part stays: there is no second copy.
+A device's part is read only for that device, so no process holds more of the model than its devices do. Threads read
+the layers of a part, convert them, and write them to their final place, without a second copy.
 Letters: D hidden, V vocabulary, L layers, E experts; i inputs and o outputs of a matrix.
 """
 
@@ -48,7 +48,7 @@ Axis = str | tuple[str, ...] | None  # mesh axes that split a dimension
 Part = Callable[..., None]  # (out, stored tensor or layer, slices...): write that part into `out`
 _THREADS = 8  # or one for each processor, if these are fewer
 _ROWS = 4096  # of an embedding that are copied by one thread
-_BLOCK = 32  # rows of a matrix that is turned
+_BLOCK = 32  # rows of a matrix that is transposed
 _ALIGN = 64
 
 
@@ -76,7 +76,7 @@ def load_params(
 
 
 def params_like(cfg: ModelConfig, mesh: Mesh, dtype: str, *, base_weights: Literal["full", "int8"] = "full") -> Params:
-    """The weights that `load_params` makes of such a model, without values: shapes, dtypes and shardings."""
+    """The shapes, dtypes and shardings of the weights that `load_params` returns for such a model."""
     _check_expert_axis(cfg, cfg.architecture, mesh)
     return _params(_Loader(cfg, mesh, jnp.dtype(dtype), None, base_weights == "int8"))
 

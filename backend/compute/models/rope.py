@@ -92,7 +92,7 @@ class Rope:
 
     @property
     def attention(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         return self.scaling.attention if isinstance(self.scaling, YarnRope | LongRope) else 1.0
 
     def for_context(self, context: int) -> Rope:

@@ -15,11 +15,11 @@ from tinkerflow.backend.compute.models.family import Family, open_unpacked
 from tinkerflow.backend.compute.weights.files import DTYPES, Tensor, modified, stored_names
 
 HEAD = "lm_head.weight"  # Hugging Face's name, after `Family.unpack`
-_ROWS = 4096  # that are compared at a time
+_ROWS = 4096  # compared at a time
 
 
 def is_tied(family: Family, cfg: ModelConfig, folder: Path, name: str) -> bool:
-    """Whether the embedding is the unembedding of the model in `folder`, too, by its config and its files.
+    """Whether the model in `folder` has tied embeddings, by its config and its files.
 
     cfg: of its `config.json`. name: of the model, in errors. UserError for files that cannot be read.
     """

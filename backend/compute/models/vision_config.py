@@ -23,7 +23,7 @@ _PLAIN = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_conve
 
 
 def read_vision(fields: ConfigFields, sections: tuple[int, int, int]) -> Vision:
-    """The tower that the fields of `config.json` describe; UserError names what is missing or not computed here.
+    """The tower that the fields of `config.json` describe. UserError names a missing field or an unsupported value.
 
     sections: the family's `mrope_section`, where the file has none.
     """
@@ -102,7 +102,7 @@ def tower_tensors(vision: Vision, hidden: int) -> dict[str, LayerTensor]:
 def open_processor(cfg: ModelConfig, folder: str | Path) -> ImageProcessor | None:
     """The image processor of the model in `folder`; None when the model takes text, or its folder has no such file.
 
-    UserError when the file asks for something not done here.
+    UserError when the file has an unsupported value.
     """
     vision, path = cfg.vision, Path(folder) / PROCESSOR
     if vision is None or not path.is_file():

@@ -1,4 +1,4 @@
-"""The text model in the folder of a model that also takes images, without its vision tower. No JAX.
+"""The text model of a model that also takes images, without its vision tower. No JAX.
 
 Gemma 3 and Mistral's models keep the layout of LLaVA: their files call the text model `language_model.model`, or
 `model.language_model.model` if transformers 5 wrote them. transformers (and so PEFT) calls it `model.language_model`.

@@ -195,7 +195,7 @@ class VisionTower:
     """The tower of a base model on its devices."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh, params: Params, scale: npt.NDArray[np.float32]) -> None:
-        """cfg must have `vision`. scale: as `see` takes it."""
+        """cfg: must have `vision`. scale: as in `see`."""
         assert params.tower is not None
         self._cfg, self._mesh, self._weights = cfg, mesh, params.tower
         self.vision, self.hidden, self.dtype = _vision(cfg), cfg.hidden, params.embed_VD.dtype
@@ -223,7 +223,7 @@ class VisionTower:
 
 
 def open_vision_tower(cfg: ModelConfig, folder: str, mesh: Mesh, params: Params) -> VisionTower | None:
-    """The tower of the model in `folder`; None if the model takes text. UserError for a processor that is not ours."""
+    """The tower of the model in `folder`; None if the model takes text. UserError for an unsupported processor."""
     processor = open_processor(cfg, folder)
     return (
         None
@@ -233,7 +233,7 @@ def open_vision_tower(cfg: ModelConfig, folder: str, mesh: Mesh, params: Params)
 
 
 def patches_like(vision: Vision, patches: int) -> Patches:
-    """An image of so many padded patches, zeros."""
+    """An image of zeros with this number of padded patches."""
     numbers, flat = np.zeros((patches, 3 * vision.patch**2), np.uint8), np.zeros(patches, np.int32)
     four = np.zeros((patches, 4), np.int32)
     return Patches(numbers, flat, flat, four, four.astype(np.float32), np.int32(0))

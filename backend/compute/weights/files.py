@@ -36,16 +36,16 @@ class StoredTensor:
     raw: npt.NDArray[np.uint8]
 
     def view(self, dtype: Any) -> npt.NDArray[Any]:
-        """Its elements as an array of `dtype`, NumPy's for its own. The file is read where the array is."""
+        """The elements as an array. dtype: the NumPy dtype that matches. Reading the array reads the file."""
         elements: npt.NDArray[Any] = self.raw.view(dtype)
         return elements.reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class MadeTensor:
-    """A tensor that is made of others in the files when it is read: a part of a fused one, or quantised blocks.
+    """A tensor that is computed from others when it is read: a part of a fused tensor, or dequantized blocks.
 
-    make: called with NumPy's name of its dtype, gives its elements.
+    make: takes the matching NumPy dtype, and returns the elements.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class MadeTensor:
     make: Callable[[Any], npt.NDArray[Any]]
 
     def view(self, dtype: Any) -> npt.NDArray[Any]:
-        """Its elements, of `dtype`, which must be NumPy's for its own."""
+        """The elements. dtype: the NumPy dtype that matches."""
         made = self.make(dtype)
         assert made.shape == self.shape
         assert made.dtype == np.dtype(dtype)

@@ -36,12 +36,12 @@ Weight = jax.Array | Int8
 
 
 def scales(rows: npt.NDArray[Any], dtype: Any) -> npt.NDArray[Any]:
-    """The scale of each row of `rows` [out, in], as `dtype` [out]. The rows must be whole."""
+    """The scale of each row of `rows` [out, in], [out] in `dtype`. The rows must be complete."""
     return np.asarray(np.max(np.abs(np.asarray(rows, np.float32)), axis=1) / np.float32(127), dtype)
 
 
 def rounded(rows: npt.NDArray[Any], scale: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
-    """The int8 values of `rows` [out, any part of in] whose whole rows have these scales."""
+    """The int8 values of `rows`, [out, any part of in]. scale: of the complete rows."""
     wide = np.asarray(scale, np.float32)[:, None]
     steps = np.asarray(rows, np.float32) / np.where(wide > 0, wide, 1)
     return np.clip(np.rint(steps), -127, 127).astype(np.int8)

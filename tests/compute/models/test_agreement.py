@@ -1,4 +1,4 @@
-"""Config and tensors of a checkpoint agree, or it is refused by name: nothing is ignored that changes the result."""
+"""A checkpoint whose config and tensors disagree is refused with the name of the tensor or field."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.weights.files import StoredTensor, open_tensors
 from tinkerflow.backend.core.errors import UserError
 
-# Fields of transformers' configs that do not change what is computed here: ids, training, labels, and what is returned.
+# Fields of transformers' configs without an effect on the computation: ids, training, labels, and extra outputs.
 WITHOUT_EFFECT = {
     *("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache", "return_dict", "problem_type"),
     *(
@@ -45,7 +45,7 @@ WITHOUT_EFFECT = {
     *("intermediate_size", "moe_intermediate_size", "num_experts", "top_k_experts"),  # in models without that part
     *("num_global_key_value_heads", "vocab_size_per_layer_input"),
 }
-# Fields for which another field counts, as in transformers.
+# Fields that another field overrides, as in transformers.
 OTHERS_COUNT = {
     "head_dim": ("deepseek_v3",),  # qk_rope_head_dim
     "num_key_value_heads": ("deepseek_v3", "glm4_moe_lite"),  # latent attention makes keys and values of all heads
@@ -56,13 +56,13 @@ OTHERS_COUNT = {
     "tie_word_embeddings": tuple(SEEING),  # that of the outer object; not in text_config
     "vision_config.model_type": tuple(TOWER),  # model_type of the outer object
 }
-# Names of tensors, from files of transformers, that it does not use either.
+# Parts of the names of tensors that are not loaded.
 UNUSED = ("vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio")
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """folder_of(family): a tiny model of the family with tied embeddings, as transformers saves it."""
+    """folder_of(family) is the folder of a tiny model with tied embeddings, saved by transformers."""
     return cache(lambda family: build(tmp_path_factory.mktemp(family), family, tied=True).folder)
 
 
@@ -83,7 +83,7 @@ def like(tensor: StoredTensor, **changes: Any) -> StoredTensor:
 
 
 def kinds(names: Any) -> dict[str, str]:
-    """The last tensor of each kind: names that differ in numbers are of one kind."""
+    """The last tensor of each kind. Names that differ only in numbers are of one kind."""
     return {re.sub(r"\d+", "#", name): name for name in sorted(names)}
 
 
@@ -121,7 +121,7 @@ def test_a_tensor_is_used_or_refused(family: str, folder_of: Callable[[str], Pat
 
 
 def values_beside(value: Any) -> Iterator[Any]:
-    """Other values of the same kind, and of another one."""
+    """Other values of the same kind, and a value of another kind."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int | float):
@@ -136,7 +136,7 @@ def values_beside(value: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("family", sorted(registered()))
 def test_a_field_that_is_read_has_an_effect(family: str, folder_of: Callable[[str], Path]) -> None:
-    """Another value gives another config, which may not fit the tensors, or is refused."""
+    """Another value gives another config, or is refused, also because it does not fit the tensors."""
     fields, tensors = fields_of(folder_of(family)), open_tensors(folder_of(family), family)
     parts: list[tuple[str, ...]] = [("text_config",)] if "text_config" in fields else [()]
     parts += [(*part, "rope_parameters") for part in parts]

@@ -23,7 +23,7 @@ ATTENTION, GLOBAL = "attention", "global"  # pools of the KV cache; the second i
 
 
 class AttentionWeights(NamedTuple):
-    """Of one layer. k, v: None in a layer that reads those of an earlier layer. v: None where keys are values, too."""
+    """Weights of one layer. k, v: None in layers that read an earlier layer's cache. v: None if keys are values."""
 
     q: Linear  # [H * d, D], or [2 * H * d, D] with gates
     k: Linear | None  # [G * d, D]
@@ -111,7 +111,7 @@ class Attention:
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """What is kept of each token: the number of heads, and the widths of a key and of a value."""
+        """The cache of each token: the number of heads, and the widths of a key and of a value."""
         return self.kv_heads, self.head_dim, self.head_dim
 
     def for_context(self, context: int) -> Attention:

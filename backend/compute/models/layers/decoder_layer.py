@@ -27,7 +27,7 @@ Mixer = Attention | LatentAttention | GatedDeltaNet
 
 
 class FeedForward(Protocol):
-    """What follows attention in a layer: an MLP, or experts. Hashable."""
+    """The second half of a layer, after attention: an MLP, or experts. Hashable."""
 
     @property
     def mixture(self) -> Experts | None:
@@ -77,7 +77,7 @@ class DecoderLayer:
 
     @property
     def pool(self) -> str:
-        """The pool of the KV cache, or of states, that holds what this layer keeps of tokens."""
+        """The pool of the KV cache, or of states, that this layer uses."""
         return self.attention.pool
 
     @property

@@ -73,7 +73,7 @@ def empty_state(shape: GatedDeltaNet, rows: int, dtype: Any) -> DeltaState:
 
 
 def delta_rule_in_segments(shape: GatedDeltaNet, segments_BT: jax.Array, mesh: Mesh) -> DeltaRuleFn:
-    """The recurrence in training: over earlier tokens of a token's own segment. Rows are split over ROWS."""
+    """The recurrence in training, over earlier tokens of the same segment. Rows are split over ROWS."""
     rows = sharding(mesh, segments_BT.shape, ROWS).spec[0]
 
     def run(weights: DeltaRuleWeights, qkv_BTC: jax.Array, decay_BTH: jax.Array, beta_BTH: jax.Array) -> jax.Array:
@@ -211,7 +211,7 @@ def _chunks(
 
     q, k_, v_ = by_chunk(q_BThk, h), by_chunk(k_BThk, h), by_chunk(v_BTHv, h, r)
     g, beta = by_chunk(g_BTH, h, r), by_chunk(beta_BTH, h, r)
-    # What fills up is of the last segment, so that the state comes through.
+    # Padding belongs to the last segment, so that the state passes through it.
     segments = jnp.pad(segments_BT, ((0, 0), (0, fill)), mode="edge").reshape(B, n, c).swapaxes(0, 1)
     before = jnp.concatenate([segments_BT[None, :, 0], segments[:-1, :, -1]])  # the segment that S comes from
 

@@ -163,7 +163,7 @@ def _local(
 
 @jax.custom_vjp
 def _permuted(x_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array) -> jax.Array:
-    """x_MD[order_M]. Backward it is a gather too: a scatter may add in any order, and results must come out alike."""
+    """x_MD[order_M]. Its backward pass is a gather, because a scatter may add in any order."""
     return x_MD[order_M]
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LayerInputWeights(NamedTuple):
-    """Of one layer."""
+    """Weights of one layer."""
 
     input_gate: jax.Array  # [P, D]
     input_projection: jax.Array  # [D, P]

@@ -1,4 +1,4 @@
-"""What a layer declares: its matrices and other tensors, with Hugging Face's names and shapes. No JAX."""
+"""The declarations of a layer: its matrices and other tensors, with Hugging Face's names and shapes. No JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMS norms (arXiv 1910.07467), and where they stand in a layer."""
+"""RMS norms (arXiv 1910.07467), and their places in a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the computation of a layer takes besides hidden states: weights, adapters, and functions that mix tokens.
+"""The inputs of a layer besides hidden states: weights, adapters, and functions that mix tokens.
 
 Letters: B rows, T tokens, D hidden, H query heads, G key-value heads, d head dimension, C channels of a convolution.
 """
@@ -73,7 +73,7 @@ class LatentAttentionFn(Protocol):
 
 @dataclass(frozen=True)
 class Mixers:
-    """The functions that mix tokens, in training or over a cache. They keep what later tokens need.
+    """The functions that mix tokens, in training or over a cache. They store keys, values and states.
 
     attend: attention.
     delta_rule: gated DeltaNet's; None in models without such layers.
@@ -100,7 +100,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerStep:
-    """One layer's weights, and everything else that its computation takes besides hidden states.
+    """One layer's weights, and all other inputs of its computation besides hidden states.
 
     mesh: experts are split over it.
     tensors: the layer's weights by plain name: matrices, norms, biases.
@@ -146,11 +146,11 @@ class LayerStep:
         return tuple(y if linear.bias is None else y + linear.bias for linear, y in zip(linears, named, strict=True))
 
     def norm(self, norm: RMSNorm, name: str, x: jax.Array) -> jax.Array:
-        """x after the layer's norm of that name; x itself if the layer has none."""
+        """x after the layer's norm `name`; x if the layer has no such norm."""
         return norm(x, self.tensors[name]) if name in self.tensors else x
 
     def by_token(self, part: Callable[..., Any], *arrays: Any, times: int = 1, own_buffers: bool = False) -> Any:
-        """part(*arrays), which computes each token by itself, for `times` * `tokens_at_once` tokens at a time.
+        """part(*arrays), which computes each token independently, for `times` * `tokens_at_once` tokens at a time.
 
         own_buffers: as in `in_chunks`.
         """
