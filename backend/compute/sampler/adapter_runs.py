@@ -27,8 +27,8 @@ Updates = Callable[[jax.Array, tuple[LoraPair, ...]], tuple[jax.Array, ...]]
 def by_runs(columns_B2: Array, width: int) -> Updates:
     """The function updates(x_BTi, pairs): for each pair [K, i] and [K, o], every row's update [B, T, o].
 
-    columns_B2 int32: row b uses the columns [columns_B2[b, 0], columns_B2[b, 1]). Those of two rows are the same, or
-    disjoint, or none. width: K, a multiple of `RANK_COLUMNS`.
+    columns_B2 int32: row b uses the columns [columns_B2[b, 0], columns_B2[b, 1]). The columns of two rows are equal or
+    disjoint, or a row has none. width: K, a multiple of `RANK_COLUMNS`.
 
     Sorted by their first column, the rows that use a block of columns are contiguous: a run of blocks of r rows.
     """

@@ -38,9 +38,9 @@ class Matcher:
         return Matcher(self._matcher.deep_copy(), len(self.allowed) * _WORD)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Compute the allowed next tokens after `tokens`, all of the sequence; UserError: there are none.
+        """Compute the allowed next tokens after `tokens`, all of the sequence.
 
-        Or they cost too much work to compute.
+        UserError when there are none, or when they cost too much work to compute.
         """
         from llguidance.numpy import fill_next_token_bitmask
 

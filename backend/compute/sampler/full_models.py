@@ -6,8 +6,8 @@ base weights.
 
 Requests wait in one queue, which projects share fairly by sequences (`FairQueue`). Requests for the weights on the
 devices join the batch when it has a free slot, as long as no request waits for other weights. Then the batch ends, and
-the weights change to those of the first request in the queue. So a project waits for at most one batch of each other
-project, however many requests they have. Each step of the group's sampler is a step of both samplers.
+the weights change to those of the first request in the queue. A project waits for at most one batch of each other
+project, for any number of their requests. Each step of the group's sampler is a step of both samplers.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class FullModelSampler:
         known = {ticket.item.request.request_id for ticket in self._queue}
         known |= {*(self._sampler.request_ids if self._sampler is not None else ())} - {*cancel}
         for request in admit:
-            if request.request_id not in known:  # else it was sent again: the first one answers both
+            if request.request_id not in known:  # otherwise it was sent again: one result answers both
                 waiting = _Waiting(request, self._snapshots[str(request.snapshot_id)])
                 self._queue.push(request.owner, waiting, request.num_samples)
         first, progress = self._queue.peek(), SampleProgress((), 0, 0)

@@ -1,7 +1,7 @@
 """The features of the images in a prompt that is prefilled.
 
 The vision tower encodes an image with the first piece that contains a token of it. Its features are dropped after its
-last token. So cached prompts need no encoding, and each image is encoded once for all samples.
+last token. Cached prompts need no encoding, and each image is encoded once for all samples.
 
 Letters: B rows, Q tokens of a piece, E vectors of a token, D hidden.
 """

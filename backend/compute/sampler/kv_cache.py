@@ -271,7 +271,7 @@ def _attend_stacked(
     window: int | None,
     sinks_H: jax.Array | None,
 ) -> tuple[KVCache, Any]:
-    # By hand per device (shard_map), because left to itself XLA gathers a cache that is written at computed places.
+    # Explicitly per device (shard_map): otherwise XLA gathers a cache that is written at computed places.
     held = _cache_spec(together=cache.v is None)
     rows, heads = PartitionSpec(FSDP), PartitionSpec(FSDP, None, TENSOR, None)
     local = jax.shard_map(
@@ -399,7 +399,7 @@ def _written(
     P, N = cache.k.shape[2 if cache.v is None else 4], cache.k.shape[1]
     positions_SQ = start_S[:, None] + jnp.arange(Q, dtype=jnp.int32)
     page_SQ = jnp.take_along_axis(tables_SW, positions_SQ // P, axis=1, mode="fill", fill_value=0)
-    nowhere_SQ = N + jnp.arange(S * Q, dtype=jnp.int32).reshape(S, Q)  # dropped; unique, as is promised below
+    nowhere_SQ = N + jnp.arange(S * Q, dtype=jnp.int32).reshape(S, Q)  # dropped, and unique as declared below
     page_SQ, place_SQ = jnp.where(page_SQ == 0, nowhere_SQ, page_SQ), positions_SQ % P
 
     def at(part: jax.Array, *place: Any) -> Any:

@@ -1,6 +1,6 @@
 """Latent attention in the sampler: the cache has latents, which are never expanded to keys and values of heads.
 
-A score is q . (K c) = (K^T q) . c, and the output of a head is the sum of w (V c) = V (sum of w c). So the matrix that
+A score is q . (K c) = (K^T q) . c, and the output of a head is the sum of w (V c) = V (sum of w c). The matrix that
 expands latents to keys and values is multiplied into queries and outputs instead (DeepSeek V2, arXiv 2405.04434,
 section 2.1.2). All heads share one key, and its first part is their value. An adapter of that matrix is multiplied in
 the same way; for queries its B comes first.

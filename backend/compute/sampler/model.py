@@ -95,7 +95,7 @@ class SamplerModel:
         if self._images is not None and len(group.jobs) == 1:
             images, encoded = self._images.piece(group.jobs[0], group.rows, size, start)
         for job in group.jobs:
-            if job.sequences:  # else its request is gone, and its row writes nothing
+            if job.sequences:  # otherwise its request is gone, and its row writes nothing
                 owned = self._pool.own_state(job.table)
                 assert owned, "there are fewer states than prompts"
         piece = replace(

@@ -1,6 +1,6 @@
 """Prefill: a piece of several prompts goes through the model and into their pages, in one dispatch.
 
-A prompt that several samples share is computed once: their page tables name its pages.
+A prompt that several samples share is computed once, and their page tables contain its pages.
 
 Letters: B rows, Q tokens of a piece, c positions scored together, D hidden, V vocabulary, K given tokens,
 A alternatives, S rows of a draw.
@@ -30,8 +30,8 @@ from tinkerflow.backend.compute.sampler.sampling import Choice, sample
 from tinkerflow.backend.compute.sampler.states import gather_states, scatter_states
 from tinkerflow.backend.compute.training.logprobs import MOST_LOGITS, chunk_size
 
-_OF_TRAINING = 4  # on CPUs a quarter of its logits exist at a time: their caches are small
-_ROWS = 256  # elsewhere, whose logits exist at a time: the KV cache takes the memory
+_OF_TRAINING = 4  # on CPUs, a quarter of the logits of training exist at a time: caches are small
+_ROWS = 256  # on other devices, positions whose logits exist at a time: the KV cache takes the memory
 
 
 @flax.struct.dataclass
@@ -57,7 +57,7 @@ class Piece:
 
 
 def empty_piece(widths: Widths, rows: int, tokens: int, pages: int, *, states: bool) -> Piece:
-    """Host arrays for a first piece of so many rows and tokens of each, without prompts and images.
+    """Host arrays for a first piece of `rows` rows and `tokens` tokens each, without prompts and images.
 
     widths: of the program. pages: of a row's table. states: whether the model has any.
     """

@@ -51,7 +51,7 @@ class PrefillJob:
 
     @property
     def alone(self) -> bool:
-        """Whether no other job goes with it, which would wait for a long prompt, for images or for prompt scores."""
+        """Whether it has its own group. Other jobs would wait for a long prompt, for images or for prompt scores."""
         parent, long = self.parent, self.length > SHORT_PROMPT
         return long or bool(parent.request.images) or (self.score and widths_for([self]) != PLAIN)
 
@@ -70,7 +70,7 @@ class PrefillJob:
         """For each page of a prompt that goes alone: a digest of the page before, its tokens, images, and their pieces.
 
         Together with the weights, these decide the content of a page: every token up to the page's end, and the pieces
-        in which they are computed. So a cached page has exactly the bits that would be computed, and the rest of the
+        in which they are computed. A cached page has exactly the bits that would be computed, and the rest of the
         prompt is computed in the same pieces. A result does not depend on the content of the cache.
         """
         tokens_T: Int32 = self.tokens_T[: self.length]
@@ -95,7 +95,7 @@ class PrefillJob:
     def keeps_state(self, border: int) -> bool:
         """Whether to keep the state at a border for other prompts.
 
-        Kept are the state at the last border that a longer prompt with this beginning has, too, and the state where
+        These are the state at the last border that a longer prompt with this beginning also has, and the state where
         prompts seem to branch.
         """
         longer = {0, *accumulate(prefill_pieces(self.sizes, 2 * self.length + self.sizes[-2], 4 * self.capacity))}
@@ -106,7 +106,7 @@ class PrefillJob:
         return [Key(scope, digest) for digest in self.digests]
 
     def ends_within(self, tokens: int) -> bool:
-        """Whether its sequences end within that many tokens of one dispatch."""
+        """Whether its sequences end within this number of tokens of one dispatch."""
         return all(each.remaining <= tokens and each.matcher is None for each in self.sequences)
 
     def wants_scores(self, start: int, end: int) -> bool:
@@ -150,11 +150,11 @@ class PrefillGroup:
         self.start = cached_tokens
         for job in self.jobs:
             job.cached_tokens = cached_tokens
-            if job.parent.cache_hit_tokens is None:  # else it was preempted, and is prefilled again
+            if job.parent.cache_hit_tokens is None:  # otherwise it was preempted, and is prefilled again
                 job.parent.cache_hit_tokens = cached_tokens
 
     def advance(self, tokens: int, scored: PieceScores | None) -> None:
-        """A piece of so many tokens is computed. scored: its scores on the host; None if no job wants any."""
+        """A piece of this size is computed. scored: its scores on the host; None if no job wants any."""
         for job in self.jobs:
             end = min(self.start + tokens, job.length)
             if scored is not None and job.wants_scores(self.start, end):

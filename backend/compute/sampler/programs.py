@@ -43,9 +43,9 @@ class SamplerPrograms:
     """The programs of one sampler.
 
     shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
-    of a sequence. usual: the shape of most adapters. accelerated: whether chunks are asked for before the last one is
+    of a sequence. usual: the shape of most adapters. accelerated: whether a chunk is dispatched before the last one is
     read, and the base model alone has programs without adapters. kv_cache: the format of the pages.
-    tower: of models that see images.
+    tower: of models with images.
     """
 
     cfg: ModelConfig
@@ -123,8 +123,8 @@ class SamplerPrograms:
         columns, _ = widths_of(self.cfg, spec)
         placed.lower(self.mesh, self._stack(width, spec), snapshot, columns, np.int32(0)).compile()
 
-    # ------------------------------------------------------------------ what several of them are given
-    # JAX has what was compiled for these before, and makes no second one.
+    # ------------------------------------------------------------------ shared arguments
+    # JAX has compiled programs for these already, and compiles none again.
     def _cache(self) -> Any:
         return result_of(empty_cache, self.cfg, self.mesh, *cache_shape(self.pool, self.params, self.kv_cache))
 

@@ -1,7 +1,7 @@
 """The sampler: requests join and leave one decode batch between short chunks.
 
     request --admit--> Scheduler --next_group--> prefill --start_group--> decode, chunk by chunk --> result
-                           '--next_short_group--> served beside the batch within one chunk --------'
+                           '--next_short_group--> served without the batch in one chunk -----------'
 
 `Sampler.step` executes one command. The step admits and cancels requests, runs one step of the batch (`batch`), and
 returns the results of the requests that are done.
@@ -248,7 +248,7 @@ class Sampler:
         """
         if OUT_OF_MEMORY in failure:
             failed = [parent.id for parent in self._batch.dispatched if self._scheduler.has_request(parent.id)][-1:]
-            text = "the devices had no memory left for this request beside the others"
+            text = "the devices had no memory left for this request and the others"
             log.error("no memory was left on the devices for %s; the other requests wait again", failed)
             for request_id in failed:
                 self._scheduler.remove_request(request_id)
@@ -263,7 +263,7 @@ class Sampler:
 
     def _admit(self, request: SampleRequest) -> None:
         if self._scheduler.has_request(request.request_id):
-            return  # sent again: the first one answers both
+            return  # sent again: one result answers both
         try:
             snapshot = None if request.snapshot_id is None else self.snapshots.find(request.snapshot_id)
             decoder = self._decode_text if request.stop_strings else None

@@ -1,7 +1,7 @@
 """From logits to tokens and logprobs: greedy, temperature, top-k, top-p, each row with its own random number.
 
 A token is drawn by inverting the cumulative distribution at one uniform number from the host (`UniformStream`), and the
-thresholds of top-k and top-p are found by bisection over the bits of a float32. So nothing is ever sorted, no noise of
+thresholds of top-k and top-p are found by bisection over the bits of a float32. Nothing is sorted, no noise of
 vocabulary size is generated, and the device has no random state. For one row of 151,936 logits on CPU: bisection 4 ms,
 sort 130 ms; inversion 0.5 ms, Gumbel noise 9 ms.
 
@@ -24,7 +24,7 @@ _TINY = float(np.finfo(np.float32).tiny)  # devices may flush smaller numbers to
 _COLUMNS = 128
 _WIDTHS = (8, 32, 128)
 ALTERNATIVES = 2**63  # the index of the random numbers of a prompt's alternative tokens: no sample has it
-_BATCH = 128  # random numbers to generate together: a few cost as much
+_BATCH = 128  # random numbers to generate together: fewer cost the same
 _ONE_BITS = 30  # the bits of floats in [0, 1] are integers below 2**30
 
 

@@ -2,14 +2,14 @@
 
     waiting --next_group--> prefilling --start_group--> decoding in a slot --append--> finished
      | ^---------------------- reserve_pages (no page is free) --'              ^
-     '--next_short_group--> done within a chunk, beside the batch --------------'
+     '--next_short_group--> done within a chunk, without the batch -------------'
 
 A prompt is prefilled when its pages are free, and one more for each sequence that decodes. Sequences get pages as they
 grow. When pages run out, the youngest sequence returns to the queue. It joins again when all pages up to its limit are
 free, and reserves them. No sequence is preempted twice.
 
-Projects share the slots fairly (`waiting`). All decisions follow from commands and from tokens that were read, so every
-process of a group decides alike.
+Projects share the slots fairly (`waiting`). All decisions depend on commands and on tokens that were read, so every
+process of a group makes the same ones.
 
 Three schedulers share a worker group fairly, each at its own level. The pool (`CommandScheduler`) divides the devices
 between training and sampling, and training between projects: a step of the sampler follows a micro-batch. The engine
@@ -47,7 +47,7 @@ class Scheduler:
         self._requests: dict[str, ActiveRequest] = {}
         self.waiting_jobs = WaitingJobs()
         self.group: PrefillGroup | None = None
-        self._short_group: PrefillGroup | None = None  # of short requests, until its sequences decode
+        self._short_group: PrefillGroup | None = None  # short requests, until its sequences decode
         self.slots = DecodeSlots(shapes, max_slots, pool)
 
     # ------------------------------------------------------------------ what it holds
@@ -266,7 +266,7 @@ class Scheduler:
                 job.kept_states.append((group.start, self._pool.fork_state(job.table)))
 
     def start_group(self, alive: Callable[[PrefixScope], bool]) -> None:
-        """Give free slots to the sequences of the prefilled group; when all have one, the group is gone.
+        """Give free slots to the sequences of the prefilled group; when all have one, the group ends.
 
         alive: whether requests of a scope may still come. Its prompt is then kept for them.
         """
@@ -287,7 +287,7 @@ class Scheduler:
 
     def _keep_prompt(self, job: PrefillJob, scope: PrefixScope) -> None:
         keys = job.keys(scope)
-        if job.sequences[0].preempted:  # it keeps all of its pages to itself but those that it never writes
+        if job.sequences[0].preempted:  # it shares only pages that it never writes
             keys = keys[: job.length // self._pool.page]
         self._pool.keep_prefix(keys, job.table)
         for border, table in [*job.kept_states, (job.length, job.table)]:

@@ -14,7 +14,7 @@ SHORT_PROMPT = 128  # prompts up to this many tokens are prefilled together, lon
 PREFILL_ROWS = (1, 4, 16)
 LARGE_AFTER = 4  # a piece of the largest size is at most a quarter of the tokens before it
 _FACTOR = 4
-_FEW_SLOTS = 4  # a step of two takes nearly as long
+_FEW_SLOTS = 4  # a step of two slots takes nearly as long
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def prefill_piece(sizes: tuple[int, ...], *, alone: bool, start: int, remaining:
     number of tokens to compute. capacity: positions of its pages for them.
 
     A prompt is computed in pieces of several sizes, with little padding. The next piece has the smallest size that
-    holds all remaining tokens if it costs no more than full pieces, else the largest full size. On CPUs each piece
+    holds all remaining tokens if it costs no more than full pieces, otherwise the largest full size. On CPUs each piece
     costs as much as 32 more tokens (1x32 takes 83 CPU-ms, 1x64 124, 1x128 209). So the second size is cheaper than
-    twice the first, and larger pieces should be three quarters full. Large pieces come late: so a prompt and its
+    twice the first, and larger pieces should be three quarters full. Large pieces come late, so a prompt and its
     continuation have the same borders except the last few, and the continuation can begin with the cached pages of the
     prompt. Prompts that go together always use the smallest size: each ends within one piece of the others' borders.
     """

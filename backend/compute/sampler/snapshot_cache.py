@@ -4,8 +4,8 @@ A snapshot never changes, but its id may pass to another snapshot (`rename`). Th
 the devices. The others are evicted to the host's memory until they are sampled again.
 
 Adapters of any ranks are concatenated along the rank axis to one wide adapter, and each row of the batch uses only the
-columns of its own (`stack_apply`). So no matrices are gathered for each row, a row of the base model uses no column,
-and a new snapshot changes no shape as long as the stack has free columns for it. On a CPU with a wide stack, a row is
+columns of its own (`stack_apply`). No matrices are gathered for each row, and a row of the base model uses no column.
+A new snapshot changes no shape as long as the stack has free columns for it. On a CPU with a wide stack, a row is
 multiplied only by the blocks that contain its columns (`by_runs`). Matrices of experts have a divided rank, and fewer
 columns by the same factor (`divisor_of`), unless the experts of a snapshot in the stack have the full rank.
 
@@ -40,7 +40,7 @@ from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserErr
 from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.ranks import RankRule, expert_rank
 
-_FEW_COLUMNS = 128  # up to so many, CPUs multiply all rows by all columns: runs would cost as much
+_FEW_COLUMNS = 128  # up to this number, CPUs multiply all rows by all columns: runs would cost as much
 _RANK_UNIT = 8  # ranks are padded to multiples, so that snapshots have few shapes
 Widths = tuple[int, int]  # columns of most matrices, and of experts'
 
@@ -286,9 +286,7 @@ def usual_spec(cfg: ModelConfig, rule: RankRule) -> LoraSpec:
 def divisor_of(cfg: ModelConfig, spec: LoraSpec) -> int:
     """How many times fewer columns an adapter has for experts, a power of two.
 
-    It is at most the number of a token's experts and _RANK_UNIT.
-
-    1 where the experts' rank is not divided by as much.
+    It is at most the number of a token's experts and _RANK_UNIT, and 1 where the rank of experts is divided by less.
     """
     power = 1 << min(cfg.experts_per_token, _RANK_UNIT).bit_length() >> 1
     return power if power and spec.expert_rank and spec.expert_rank * power <= _columns(spec) else 1

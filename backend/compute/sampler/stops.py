@@ -1,7 +1,7 @@
 """The end of a sequence: at a stop token, or when its text contains a stop string. Host only, no JAX.
 
-A stop string may begin in one token and end in another, and a character may span several tokens. So text is decoded as
-it grows: the text of new tokens is the text that decoding adds to that of the tokens before them.
+A stop string may begin in one token and end in another, and a character may span several tokens. The text of new
+tokens is the text that decoding adds to the text of the tokens before them.
 """
 
 from __future__ import annotations
