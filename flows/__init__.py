@@ -1,5 +1,5 @@
-"""Flows: who runs what, and when. `engine` takes requests from the journal to the pool and answers them.
+"""The scheduling of work: `engine` takes requests from the journal to the pool and answers them.
 
-A model has a runner (its loop over batches), a base model one for samples; `prefect` shows what they do. `pipelines`
-are Prefect flows that people schedule.
+Each model has a runner, which loops over its batches, and each base model has a runner for samples. `prefect` shows
+their work. `pipelines` has Prefect flows that people schedule.
 """

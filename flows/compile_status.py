@@ -1,4 +1,4 @@
-"""Notes in the journal what the worker group of a base model is, and what it has compiled and uses, for people."""
+"""Records the worker group of a base model in the journal, with its programs and its memory, for people."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ UPDATE_SECONDS = 5.0
 
 
 class CompileStatusWatch:
-    """Notes changes of one base model's group and of its compile status.
+    """Records changes of one base model's group and of its compile status.
 
-    It logs one warning each time that programs were compiled for a request although all planned ones were there.
+    It logs a warning each time that a request needed programs that were not compiled during the warm-up.
     """
 
     def __init__(self, journal: Journal, pool: Pool, card: ModelCard) -> None:
-        """Nothing is noted yet. card: of the base model, as it is known before its first worker group."""
+        """Nothing is recorded yet. card: of the base model, from before its first worker group."""
         self._journal = journal
         self._pool = pool
         self._card = card
@@ -32,7 +32,7 @@ class CompileStatusWatch:
         self._group: GroupInfo | None = None
 
     async def watch(self) -> None:
-        """Note changes until cancelled."""
+        """Record changes until cancelled."""
         what = f"{self._card.name}: the compile status of its worker group cannot be read"
         await repeat(self._update, UPDATE_SECONDS, on=(TinkerflowError, *AWAY), what=what, log=log, level=logging.INFO)
 

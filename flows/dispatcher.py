@@ -1,4 +1,4 @@
-"""The dispatcher: one runner for each model that has work, woken by the journal's notifications and by sweeps."""
+"""The dispatcher starts a runner for each model that has work. The journal's notifications and sweeps wake runners."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine: takes requests from the journal, runs them on the pool through flows and tasks, and answers them.
 
-It runs in a thread and an event loop of its own: a caller that serves the API in its own loop (deployments/testing.py)
-is not held up by the engine, and signals stay with the caller.
+It runs in a thread with an event loop. The engine therefore does not block a caller that serves the API in its own loop
+(deployments/testing.py), and the caller receives signals.
 """
 
 from __future__ import annotations
@@ -56,17 +56,16 @@ async def run_engine(
 ) -> None:
     """Serve `settings.base_models` until cancelled; then stop cleanly and raise CancelledError.
 
-    on_ready: called once requests are executed. on_progress: gets lines for people about the start and compilation.
-    on_turn: called every second by the engine's event loop, in its thread, as long as that turns.
-    executor: what the worker processes run.
+    on_ready: called once, when requests are executed. on_progress: gets lines for people about the start and
+    compilation. on_turn: called every second by the engine's event loop, in its thread, unless the loop is blocked.
+    executor: the class that the worker processes run, as `module:name`.
 
-    It goes on where an earlier engine ended, however that ended: models are restored when they are first needed
-    (tasks/execution), and what waits in the journal is executed. One engine works on a journal at a time: a second
-    one waits until the first has ended or was silent for the time of its lease.
+    The engine continues where an earlier engine ended, even after a crash. Models are restored when they are first
+    needed (tasks/execution), and pending requests are executed. One engine works on a journal at a time. A second
+    engine waits until the first has ended, or has not renewed its lease in time.
 
-    A clean stop takes nothing more from the journal, and for DRAIN_SECONDS lets what is in flight end and takes
-    snapshots.
-    UserError for settings or base models that cannot be; GroupFailedError when no worker group comes up.
+    A clean stop takes no more requests from the journal. Operations in flight and last snapshots get DRAIN_SECONDS.
+    Raises UserError for invalid settings or base models, and GroupFailedError when no worker group starts.
     """
     loop = asyncio.get_running_loop()
     ready, progress = partial(_call, loop, on_ready), partial(_call, loop, on_progress)
@@ -99,7 +98,7 @@ async def _run(
             for card in cards
         ]
         stack.push_async_callback(_stop_pools, starting)
-        # The Prefect server's start takes seconds of CPU, like the pools': side by side.
+        # The Prefect server takes seconds of CPU to start, so it starts while the pools do.
         connection = await stack.enter_async_context(open_prefect(settings, on_progress))
         if (pools := await _started(starting, stop)) is None:
             return
@@ -138,7 +137,7 @@ async def _open_journal(
 async def _open_mirror(
     settings: Settings, journal: Journal, connection: PrefectConnection, cards: Sequence[ModelCard]
 ) -> Mirror:
-    """What shows the runs in Prefect; it reports there that the engine has started."""
+    """The mirror that shows runs in Prefect. It emits an event that the engine has started."""
     pacing = Pacing(settings.tracked_runs_per_second, SystemClock())
     api_url = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
     mirror = Mirror(connection, pacing, journal=journal, api_url=api_url, budget_tokens=settings.budget_tokens)
@@ -160,7 +159,7 @@ def _serve_base_model(
     mirror: Mirror,
     stack: AsyncExitStack,
 ) -> ServedModel:
-    """What serves one base model. card, pool: the base model and its worker group. The others are the engine's."""
+    """The parts that serve one base model. card, pool: of the base model. The other arguments are the engine's."""
     saves = Saves()
     context = ExecutionContext(
         journal,
@@ -190,7 +189,7 @@ async def _serve_until(
     if lease.done():
         serving.cancel()
         await asyncio.wait((serving,))
-        await lease  # why it ended
+        await lease  # raises the reason
     if not serving.done():
         dispatcher.stop()
         await asyncio.wait((serving,), timeout=DRAIN_SECONDS)
@@ -203,7 +202,7 @@ async def _serve_until(
 
 
 async def _started(starting: Sequence[asyncio.Task[Pool]], stop: asyncio.Event) -> list[Pool] | None:
-    """The pools, once all have started; None if `stop` is set before: they may wait for hosts for ever.
+    """Wait until all pools have started, and return them. None if `stop` is set first, as hosts may never join.
 
     Raises the error of a pool that cannot start.
     """
@@ -219,7 +218,7 @@ async def _started(starting: Sequence[asyncio.Task[Pool]], stop: asyncio.Event) 
 
 
 async def _stop_pools(starting: Sequence[asyncio.Task[Pool]]) -> None:
-    """Stop the pools, and give up those that are still starting."""
+    """Stop the pools, and cancel those that are still starting."""
     for task in starting:
         task.cancel()
     for pool in await asyncio.gather(*starting, return_exceptions=True):
@@ -228,7 +227,7 @@ async def _stop_pools(starting: Sequence[asyncio.Task[Pool]]) -> None:
 
 
 async def _listen(settings: Settings, on_progress: Say) -> Hosts | None:
-    """Where hosts join, if they are to: others, or this machine's own agent below `tinkerflow up`."""
+    """Listen for hosts, if `group` is set: other machines, or the agent that `tinkerflow up` starts on this one."""
     if not settings.group:
         return None
     host, port = parse_address(settings.group)
@@ -243,7 +242,7 @@ async def _listen(settings: Settings, on_progress: Say) -> Hosts | None:
 
 
 async def _is_joined(hosts: Hosts, *, within: float) -> bool:
-    """Whether a host is there after so many seconds, or before."""
+    """Whether a host joins within so many seconds."""
     with suppress(TimeoutError):
         async with asyncio.timeout(within):
             while hosts.missing(1):
@@ -253,7 +252,7 @@ async def _is_joined(hosts: Hosts, *, within: float) -> bool:
 
 
 def _mark(store: Store) -> str:
-    """The store's mark; "" while the store is away: then states go through the engine until its next start."""
+    """The store's mark. "" if the store is away; states then pass through the engine until its next start."""
     try:
         return store.mark()
     except StoreError as error:
@@ -270,11 +269,11 @@ async def _start_pool(
     executor: str,
     store_mark: str,
 ) -> Pool:
-    """The worker group of a base model, which is started on demand where not all base models have one.
+    """Start the pool of a base model. Its worker group starts on demand if not all base models can have one.
 
-    settings, card: what it serves, and how. journal: told what the start waits for. hosts: where its processes run;
-    None = this machine. on_progress: told lines for people. executor: what they run (PoolConfig). store_mark: see
-    `group_config`.
+    settings, card: of the engine and the base model. journal: shows clients what the start waits for. hosts: for the
+    worker processes; None for this machine. on_progress: gets lines for people. executor: see PoolConfig. store_mark:
+    see `group_config`.
     """
 
     async def tell(text: str) -> None:
@@ -301,7 +300,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args:
 
 
 async def _in_thread(main: Callable[[asyncio.Event], Coroutine[object, object, None]]) -> None:
-    """Await `main` in the event loop of a new thread; our cancellation sets the event that it is given."""
+    """Await `main` in the event loop of a new thread. Cancellation sets the event that is passed to `main`."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
@@ -314,12 +313,12 @@ async def _in_thread(main: Callable[[asyncio.Event], Coroutine[object, object, N
     def thread() -> None:
         try:
             asyncio.run(run())
-        except BaseException as error:  # noqa: BLE001  it belongs to our caller
+        except BaseException as error:  # noqa: BLE001  the caller gets it
             loop.call_soon_threadsafe(ended.set_exception, error)
         else:
             loop.call_soon_threadsafe(ended.set_result, None)
 
-    # The workers that this process starts end with this thread: it lives until the pool is stopped.
+    # The workers that this process starts end with this thread, so it lives until the pool is stopped.
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(thread,), name="engine", daemon=True).start()
     inner, stop = await asyncio.wrap_future(started)

@@ -1,4 +1,4 @@
-"""Watches the worker group of one base model: what happens when it is about to end, has ended, and serves again."""
+"""Reacts when the worker group of a base model is about to end, has ended, or serves again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine works on a journal at a time: it holds a lease, renews it, and ends when another engine has taken it."""
+"""The lease that lets one engine at a time work on a journal. An engine that loses its lease ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACQUIRE_SECONDS = 0.5  # between attempts to take another engine's lease
 
 @asynccontextmanager
 async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
-    """Take the lease, waiting for its holder to end or to be silent; the task that renews it ends when it is lost."""
+    """Acquire the lease once its holder has ended or is silent. Yields the renewing task, which ends if it is lost."""
     waiting = force = False
     while (holder := await asyncio.to_thread(journal.leases.acquire, identity(), force=force)) is not None:
         if force := is_alive(holder) is False:
@@ -40,7 +40,7 @@ async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def _renew(journal: Journal) -> None:
-    thread = ThreadPoolExecutor(1, thread_name_prefix="lease")  # its own: a slow store may hold all common ones
+    thread = ThreadPoolExecutor(1, thread_name_prefix="lease")  # a slow store may block all shared threads
 
     def renew() -> Awaitable[object]:
         return asyncio.get_running_loop().run_in_executor(thread, journal.leases.renew)

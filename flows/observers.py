@@ -1,8 +1,7 @@
 """How an engine's work is shown to people, and how people control it. `flows/prefect` is the one implementation.
 
-A runner reports to its `RunObserver`s. The dispatcher gets these from the `EngineObserver`, and gives that the
-`RunControls` by which a person pauses, cancels and retries runs. Nothing outside of `flows/prefect` and the pipelines
-imports Prefect.
+A runner reports to its `RunObserver`s, which the `EngineObserver` creates. The dispatcher implements `RunControls`, by
+which people pause, cancel and retry runs. Only `flows/prefect` and the pipelines import Prefect.
 """
 
 from __future__ import annotations

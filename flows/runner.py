@@ -1,7 +1,7 @@
 """The runner of one model: its requests leave the journal in order, overlap in the pool, and are answered in order.
 
-The story is long, and one: the states of a runner, the batches of its requests, when a recovery snapshot is due, which
-operations are on their way, how the model gets into a worker group, and the loop over all of that.
+The order is: the states of a runner, the batches of its requests, its recovery snapshots, the operations in flight, the
+model in a worker group, and the loop over batches.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tinkerflow.tasks.operations import OPERATIONS, SAVES
 log = logging.getLogger(__name__)
 
 IN_FLIGHT = 16  # operations of one model in flight at a time; their payloads are in memory
-_PAGE = 2 * IN_FLIGHT  # requests to read from the journal: those in flight are among them
+_PAGE = 2 * IN_FLIGHT  # requests to read from the journal, which include those in flight
 
 
 # ------------------------------------------------------------------ the states of a runner
 class RunnerState(Enum):
-    """What a runner does now."""
+    """The state of a runner."""
 
     IDLE = "it is not known to be in the worker group that serves"
     RESTORING = "it is being restored in the worker group that serves"
@@ -44,7 +44,7 @@ class RunnerState(Enum):
 
 
 class RunnerEvent(Enum):
-    """What changes a runner's state."""
+    """An event that changes a runner's state."""
 
     RESTORE = "a restore begins"
     READY = "the model is in the worker group that serves"
@@ -56,7 +56,7 @@ class RunnerEvent(Enum):
     STOP = "the engine stops, or the model has ended"
 
 
-# For each event the states that it changes, as (from, to). It does not change the others: a pause outlives a restore.
+# For each event, the states that it changes, as (from, to). Other states stay, so that a pause outlives a restore.
 TRANSITIONS: Mapping[RunnerEvent, str] = {
     RunnerEvent.RESTORE: "IDLE RESTORING, SERVING RESTORING",
     RunnerEvent.READY: "IDLE SERVING, RESTORING SERVING",
@@ -136,11 +136,11 @@ class SnapshotSchedule:
     """How much a model has changed since its last snapshot."""
 
     def __init__(self, policy: SnapshotPolicy, now: float) -> None:
-        """Nothing has happened; `now` is monotonic."""
+        """The model has not changed. now: the monotonic time."""
         self._policy = policy
         self._since = now
         self._steps = 0
-        self._last = -1  # the last request that the model in the group has seen
+        self._last = -1  # the last request that the model in the group has executed
         self.seq_id: int | None = None  # the last dispatched request that no snapshot covers
         self.taking = self.hurried = False
 
@@ -170,7 +170,7 @@ class SnapshotSchedule:
         return late and not self.taking and self.seq_id is not None
 
     def begin(self, now: float) -> int:
-        """A snapshot is being taken; the last request that it covers."""
+        """Note that a snapshot is being taken. Returns the last request that it covers."""
         assert self.seq_id is not None
         seq_id, self.seq_id = self.seq_id, None
         self._since, self._steps, self.taking, self.hurried = now, 0, True, False
@@ -215,14 +215,14 @@ class SnapshotTaker:
             await self._changed.wait()
 
 
-# ------------------------------------------------------------------ what is in flight
+# ------------------------------------------------------------------ operations in flight
 class InFlight:
-    """The operations of one model on their way, and how far its requests were taken from the journal."""
+    """The operations of one model in flight, and the last of its requests that was taken from the journal."""
 
     def __init__(self, woken: asyncio.Event) -> None:
         """Nothing is in flight. woken: set when the runner should read the journal again."""
         self._woken = woken
-        self._requests: set[str] = set()  # requests that later ones wait for
+        self._requests: set[str] = set()  # requests that later requests wait for
         self._capacity = asyncio.Semaphore(IN_FLIGHT)
         self._taken = -1  # the seq_id of the last request that was taken
         self._wakes_when_empty = False
@@ -246,15 +246,15 @@ class InFlight:
     def is_new(self, request: Pending) -> bool:
         """Whether a row of the journal was not taken before.
 
-        The ids in flight do not tell: a request may have been answered since the rows were read. Answered requests are
-        read only when nothing is in flight.
+        The ids in flight do not suffice, since a request may have been answered after the rows were read. Answered
+        requests are read only when nothing is in flight.
         """
         if request.seq_id is None:
             return request.id != self.unload  # an unload that failed is requested again
         return request.answered or request.seq_id > self._taken
 
     def remove(self, request_id: str) -> None:
-        """A request was answered, or is a detached save: later ones do not wait for it any more."""
+        """Note that a request was answered, or is a detached save. Later requests wait for it no longer."""
         if request_id not in self._requests:
             return
         self._requests.remove(request_id)
@@ -264,17 +264,17 @@ class InFlight:
             self._woken.set()
 
     def wake_when_empty(self) -> None:
-        """Wake the runner when nothing is in flight any more."""
+        """Wake the runner when nothing is in flight."""
         self._wakes_when_empty = True
 
     def restart(self) -> None:
-        """Take from the journal again what was not answered; nothing is in flight."""
+        """Nothing is in flight. Take the requests from the journal again that were not answered."""
         self._taken, self.unload = -1, None
 
 
 # ------------------------------------------------------------------ the model in a worker group
 class ModelBinding:
-    """Which worker group holds the model. It is restored into another group from its snapshot and the journal."""
+    """The worker group that holds the model. Its snapshot and the journal restore it in another group."""
 
     def __init__(
         self,
@@ -296,13 +296,13 @@ class ModelBinding:
         self._crashes = 0  # of groups that were restoring this model
 
     def release(self) -> None:
-        """No group holds the model any more."""
+        """Note that no group holds the model."""
         self.context = self._unbound
 
     async def enter(self, generation: int, *, restores: bool, detached: frozenset[str]) -> bool:
-        """Have the model in the worker group `generation`; False: the group ended, or the model has ended.
+        """Put the model into the worker group `generation`. Returns False if the group or the model has ended.
 
-        restores: whether the state of a live model is needed. detached: ids of its saves on their way to the store.
+        restores: whether the state of a live model is needed. detached: ids of its detached saves.
         """
         context = self._unbound.bound_to(generation)
         model = await context.read(context.journal.models.get, self._model_id, None)
@@ -327,7 +327,7 @@ class ModelBinding:
             if self._crashes >= MOST_CRASHES:
                 await self._fail(f"worker groups crash while they restore it: {error}")
         except AWAY:
-            raise  # nothing is lost: the engine ends
+            raise  # the engine ends, and the next engine restores the model
         except Exception as error:
             log.exception("model %s cannot be restored", self._model_id)
             await self._fail(f"{type(error).__name__}: {error}")
@@ -351,10 +351,10 @@ class ModelBinding:
 class ModelRunner:
     """Serves one model until it takes no more work.
 
-    `serve` is a loop: wait until the runner is woken, read the requests from the journal that were not taken yet, have
-    the model in the worker group that serves, and execute batch after batch. At most IN_FLIGHT operations are in
-    flight. When the worker group ends, they fail one after the other. After the last one the runner reads the journal
-    again. TRANSITIONS has the states.
+    `serve` is a loop. It waits until the runner is woken, and reads the requests from the journal that were not taken
+    yet. It restores the model if the worker group that serves does not hold it, and executes batch after batch. At most
+    IN_FLIGHT operations are in flight. When the worker group ends, they fail one after the other, and then the runner
+    reads the journal again. TRANSITIONS has the states.
     """
 
     def __init__(
@@ -369,8 +369,8 @@ class ModelRunner:
     ) -> None:
         """Nothing is taken from the journal before `serve`.
 
-        context: not bound to a worker group. observers: get reports about what happens. snapshots: when a recovery
-        snapshot of `model_id` is due. steps_made: optimizer steps so far, for the names of task runs. paused: it
+        context: not bound to a worker group. observers: get reports about the work. snapshots: when a recovery snapshot
+        of `model_id` is due. steps_made: optimizer steps so far, for the names of task runs. paused: whether the run
         begins paused.
         """
         self.model_id = model_id
@@ -409,7 +409,7 @@ class ModelRunner:
         return bool(self._in_flight) or self._schedule.taking
 
     def wake(self) -> None:
-        """There may be work, or the model may have ended."""
+        """Read the journal again: there may be work, or the model may have ended."""
         self._woken.set()
 
     def stop(self) -> None:
@@ -423,7 +423,7 @@ class ModelRunner:
             observer.paused("it is paused" if paused else None)
 
     def cancel(self) -> None:
-        """The journal says that the model has ended: free its memory as soon as no operation of it is in flight."""
+        """Free the memory of a model that has ended in the journal, as soon as none of its operations is in flight."""
         self._change(RunnerEvent.RESUME)
 
     async def save_now(self) -> None:
@@ -447,7 +447,7 @@ class ModelRunner:
 
         restore_now: restore the model now instead of when its next request comes.
         """
-        async with asyncio.TaskGroup() as group:  # waits for what is in flight
+        async with asyncio.TaskGroup() as group:  # waits for operations in flight
             if restore_now:
                 await self._is_ready(restores=True)
             while True:
@@ -487,7 +487,7 @@ class ModelRunner:
 
     async def _new_requests(self) -> list[Pending]:
         """The journal's requests that were not taken yet; while paused, only saves that wait for the store."""
-        detached = self._detached()  # before the journal is read: a save in neither has ended meanwhile
+        detached = self._detached()  # read before the journal, so that a save in neither has ended
         rows = [] if self.paused else await self._read(self._journal.requests.ready, self.model_id, _PAGE)
         if self._has_unstored:  # also while paused: samplers wait for these
             unstored = await self._read(self._journal.recovery.unstored, self.model_id)
@@ -498,7 +498,7 @@ class ModelRunner:
         return [row for row in rows if row.id not in detached and self._in_flight.is_new(row)]
 
     async def _is_ready_for(self, new: Sequence[Pending]) -> bool:
-        """Have the model where it can execute these requests. False: read the journal again."""
+        """Put the model where it can execute these requests. False: read the journal again."""
         bound = self._binding.context.generation
         ready = await self._is_ready(restores=any(request.seq_id is not None for request in new))
         if ready:
@@ -506,9 +506,9 @@ class ModelRunner:
         return ready and not self._has_unstored
 
     async def _is_ready(self, *, restores: bool) -> bool:
-        """Have the model in the worker group that serves. False: read the journal again.
+        """Put the model into the worker group that serves. False: read the journal again.
 
-        restores: whether its state is needed; an unload needs none, and starts no worker group.
+        restores: whether its state is needed. An unload does not need it, and starts no worker group.
         """
         if not restores and self._pool.resting and not self._in_flight:
             self._binding.release()
@@ -526,7 +526,7 @@ class ModelRunner:
         return True
 
     async def _begin_again(self) -> None:
-        """The operations in flight ended with their worker group: take them from the journal again."""
+        """Take the operations from the journal again that ended with their worker group."""
         for observer in self.observers:
             observer.interrupted()
         model = await self._read(self._journal.models.get, self.model_id, None)
@@ -551,7 +551,7 @@ class ModelRunner:
                 return End(Why.FAILED, f"{model.state}: {model.detail}")
 
     def _detached(self) -> frozenset[str]:
-        """The model's saves on their way to the store; nothing waits for them."""
+        """Ids of the model's detached saves."""
         return frozenset(save.request_id for save in self._saves.detached(self.model_id))
 
     # ------------------------------------------------------------------ operations

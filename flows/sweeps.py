@@ -1,6 +1,6 @@
-"""The sweeps: every few seconds, what is over ends, and the journal's decisions are applied to the store.
+"""The sweeps: every few seconds, expired things end, and the journal's decisions are applied to the store.
 
-The journal comes first: a checkpoint that is marked as deleted there cannot be read, whether or not its files are gone.
+The journal changes first. A checkpoint that is marked as deleted there cannot be read, even if its files still exist.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _EXPIRED_AT_ONCE = 500
 
 
 class Sweeps:
-    """Applies what time and the journal have decided."""
+    """Ends expired things, and applies the journal's decisions to the store."""
 
     def __init__(self, settings: Settings, journal: Journal, served: Sequence[ServedModel]) -> None:
-        """settings, journal: of the engine. served: every base model; all of them have the same store."""
+        """settings, journal: of the engine. served: every base model; all have the same store."""
         self._settings = settings
         self._journal = journal
         self._served = served
         self._store = served[0].context.store
 
     async def sweep(self) -> list[str]:
-        """Sweep once; the ids of models whose session is over."""
+        """Sweep one time. Returns the ids of models whose session is over."""
         abandoned = await asyncio.to_thread(self._sweep_journal)
         for model in self._served:
             await model.sampling.cancel_ended()
@@ -67,7 +67,7 @@ class Sweeps:
         snapshots = model.context.snapshots
         if snapshots.droppable:
             unused = await asyncio.to_thread(self._journal.samplers.unused_snapshots, snapshots.droppable)
-            # a sampler may have been opened of some of them meanwhile
+            # a sampler of some of them may have been opened in the meantime
             await drop_from_group(model, [snapshot for snapshot in unused if snapshot in snapshots.droppable])
             most, host_bytes = self._settings.resident_snapshots, self._settings.host_snapshot_bytes
             await drop_from_group(model, snapshots.surplus(most, host_bytes))
@@ -75,7 +75,7 @@ class Sweeps:
 
 async def drop_from_group(model: ServedModel, snapshot_ids: Sequence[str]) -> None:
     """Drop sampling snapshots from the base model's worker group, if that still serves."""
-    with suppress(GroupFailedError):  # all of them ended with the group; the sweeps never wait for another one
+    with suppress(GroupFailedError):  # they ended with the group; the sweeps never wait for the next group
         await drop(model.context.bound_to(model.pool.generation), snapshot_ids)
 
 
@@ -92,7 +92,7 @@ def delete_checkpoints(journal: Journal, store: Store, keep: Retention) -> None:
 
 
 def write_changes(journal: Journal, store: Store) -> None:
-    """Write changed expiry and publication of checkpoints into their commits, so that the store alone has them."""
+    """Write changed expiry and publication of checkpoints into their commits, so that the store alone is complete."""
     for change in journal.upkeep.unnoted():
         with _tried_again(f"checkpoint {change.path}: its commit cannot be changed now"):
             store.amend(change.path, change.attempt, public=change.public, expires_at=change.expires_at)
@@ -100,7 +100,7 @@ def write_changes(journal: Journal, store: Store) -> None:
 
 
 def delete_snapshots(journal: Journal, store: Store) -> None:
-    """Delete recovery snapshots that are not needed any more: the files first, so that no file is forgotten."""
+    """Delete recovery snapshots that are no longer needed. Their files go first, so that no file is left."""
     for path in journal.recovery.superfluous():
         with _tried_again(f"recovery snapshot {path} cannot be deleted now"):
             store.delete(path)
@@ -119,7 +119,7 @@ def delete_uploads(journal: Journal, store: Store) -> None:
 
 @contextmanager
 def _tried_again(failed: str) -> Iterator[None]:
-    """Inside, the store is changed, and then the journal. failed: what to log when the store fails."""
+    """A block that changes the store, and then the journal. failed: the log message if the store fails."""
     try:
         yield
     except StoreError:

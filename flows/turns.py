@@ -1,13 +1,13 @@
-"""Which base models have a worker group, where there are more base models than groups that may run at a time.
+"""The base models that have a worker group, where there are more base models than groups that may run at a time.
 
-A base model that is asked for gets in line, and has its turn when a group may run for it. The line goes on when a group
-has nothing to do: the one that was unused longest ends first. When all have something to do, the one that began first
-takes nothing new after TURN_SECONDS, ends when what it runs is done, and gets in line again. A group that ends saves
-its models first, so a turn costs clients a pause, as the loss of a group does.
+A base model with requests is queued, and has its turn when a group may run for it. The queue advances when a group is
+idle; the group that was unused longest ends first. If no group is idle, the oldest group accepts no more work after
+TURN_SECONDS. It ends when its current work is done, and its base model is queued again. A group that ends saves its
+models first, so the end of a turn is a pause for clients, like the loss of a group.
 
-A group that cannot be started gives its turn up, and is in line again after a pause that doubles up to 30 s. When that
-goes on for too long, requests that wait for it fail with the reason. A group that has its turn, but no room on the
-hosts (one of them may be lost), has others end for it like those in line.
+A group that cannot be started gives up its turn, and its base model is queued again after a pause that doubles up to
+30 s. If that goes on for too long, requests that wait for it fail with the reason. A group that has its turn may lack
+capacity on the hosts, for example after a host was lost. Other groups then end for it, as they do for the queue.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tinkerflow.flows.groups import ServedModel
 log = logging.getLogger(__name__)
 
 UPDATE_SECONDS = 1.0
-IDLE_SECONDS = 5.0  # without anything to do until a group makes room for another one: clients pause between two steps
-TURN_SECONDS = 300.0  # of a group that always has something to do, while others wait
+IDLE_SECONDS = 5.0  # without work until a group ends for another one, since clients pause between two steps
+TURN_SECONDS = 300.0  # of a group that always has work, while others wait
 STARTS = 3  # that fail in a row before requests fail with them
 _AT_ONCE = 256
 RESTING = "no worker group runs for this base model: one is started for it"
@@ -35,7 +35,7 @@ RESTING = "no worker group runs for this base model: one is started for it"
 
 @dataclass
 class Turn:
-    """A base model's time with a worker group; times are monotonic. asked: when there was something to do last."""
+    """A base model's time with a worker group; times are monotonic. asked: when it last had work."""
 
     began: float
     asked: float
@@ -44,10 +44,11 @@ class Turn:
 
 @dataclass
 class Turns:
-    """The line, and whose turn it is.
+    """The queue of base models, and the base models that have their turn.
 
-    places: how many groups may run. release: seconds after which an unused group ends although nobody waits; 0 = none
-    does. idle, turn: IDLE_SECONDS, TURN_SECONDS. held: by base model that has its turn. line: who waits, in order.
+    places: the number of groups that may run. release: seconds after which an unused group ends even if no base model
+    waits; 0 for never. idle, turn: IDLE_SECONDS, TURN_SECONDS. held: by base model that has its turn. line: the base
+    models that wait, in order.
     """
 
     places: int
@@ -60,10 +61,13 @@ class Turns:
     def look(
         self, wanted: Sequence[str], ready: Collection[str], now: float, roomless: Collection[str] = ()
     ) -> tuple[list[str], list[str], list[str]]:
-        """Whose turn begins, whose idle group ends now, and whose busy group ends when what it runs is done.
+        """Update the turns. Returns three lists of base models, and marks those of the last two as ending.
 
-        wanted: base models that have something to do, longest waiting first. ready: those whose group serves.
-        now: monotonic. roomless: those whose turn it is, and for whose group no host has room.
+        The first list has base models whose turn begins. The idle groups of the second list end now, and the busy
+        groups of the third list end when their current work is done.
+
+        wanted: base models that have work, longest waiting first. ready: base models whose group serves. now: the
+        monotonic time. roomless: base models that have their turn, and whose group no host has the capacity for.
         """
         self.line = [name for name in self.line if name in wanted]
         self.line += [name for name in wanted if name not in self.held and name not in self.line]
@@ -87,7 +91,7 @@ class Turns:
 
 
 class GroupTurns:
-    """Begins and ends worker groups as the turns say, and tells clients what they wait for."""
+    """Begins and ends worker groups by the turns, and shows clients the reason why they wait."""
 
     def __init__(
         self,
@@ -100,9 +104,10 @@ class GroupTurns:
     ) -> None:
         """Nothing happens before `watch`.
 
-        journal: knows what waits. served: every base model, with a pool that was opened on demand. turns: of nobody.
-        is_busy: whether anything of a base model is being executed. clock: of the turns. patience: seconds from the
-        first failed start in a row until requests fail with them, after STARTS of them at the earliest.
+        journal: lists the base models with requests. served: every base model, with a pool that was opened on demand.
+        turns: in which no base model has its turn. is_busy: whether an operation of a base model is being executed.
+        clock: of the turns. patience: seconds from the first of several failed starts in a row until requests fail,
+        after at least STARTS failures.
         """
         self._journal = journal
         self._pools = {model.card.name: model.pool for model in served}
@@ -122,7 +127,7 @@ class GroupTurns:
         turns, pools = self._turns, self._pools
         asked = [name for name in await asyncio.to_thread(self._journal.queue.wanted) if name in pools]
         for name in [name for name in turns.held if pools[name].resting]:
-            del turns.held[name]  # its group has ended, or could not be started: others come first
+            del turns.held[name]  # its group has ended or could not be started, so other base models come first
             if pools[name].trouble:
                 await self._note_failure(name, pools[name].trouble)
         wanted = [name for name in asked if name in turns.held or not pools[name].pausing]
@@ -148,7 +153,7 @@ class GroupTurns:
             await self._tell(name, self._waits_for(name, ready))
 
     async def _note_failure(self, name: str, trouble: str) -> None:
-        """Count a start that failed; what waits for too many of them fails."""
+        """Count a start that failed. After too many failures, the waiting requests fail."""
         now = self._clock.monotonic()
         first, count = self._failures.get(name, (now, 0))
         self._failures[name] = first, count + 1
@@ -158,7 +163,7 @@ class GroupTurns:
             log.error("%s: %d requests that waited have failed: %s", name, failed, trouble)
 
     def _waits_for(self, name: str, ready: Collection[str]) -> str | None:
-        """What requests for a base model wait for beside their place in line; None = nothing."""
+        """The reason why requests for a base model wait, other than earlier requests; None if there is none."""
         turns, pool = self._turns, self._pools[name]
         if name in turns.held and name in ready:
             others = f"{len(turns.line)} other base model(s) wait"
@@ -182,10 +187,10 @@ class GroupTurns:
 
 
 def fail_waiting(journal: Journal, base_model: str, error: ServerError) -> int:
-    """Answer all requests that wait for a base model with an error: how many. None of them is being executed.
+    """Answer all requests that wait for a base model with an error. Returns their number. None is being executed.
 
-    Models that were to be created end with it. Others stay as they are: later requests are executed if a group starts.
-    Paused ones wait on.
+    Models that wait for their creation end with the error. Other models stay as they are, so that later requests are
+    executed if a group starts. Requests of paused models continue to wait.
     """
     failed = 0
 
@@ -200,7 +205,7 @@ def fail_waiting(journal: Journal, base_model: str, error: ServerError) -> int:
     for model_id in journal.queue.pending_models(base_model):
         model = journal.models.get(model_id, None)
         if model.paused is not None:
-            continue  # it waits for somebody
+            continue  # a person has paused it
         ends = model.state is ModelState.CREATING
         effects = (ModelEnded(model_id, ModelState.FAILED, error.message),) if ends else ()
         while answer(

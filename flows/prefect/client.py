@@ -1,6 +1,6 @@
-"""Clients of the Prefect API that share what is known of certificates.
+"""Clients of the Prefect API that share loaded certificates.
 
-Each new client of Prefect's own reads the file of all authorities. That takes 23 ms of CPU, more than the engine's work
+Each client that Prefect makes reads the file of all authorities. That takes 23 ms of CPU, more than the engine's work
 for a step, and the engine makes a client every second or two.
 """
 
@@ -26,7 +26,7 @@ def get_client() -> PrefectClient:
 
 @cache
 def _certificates(verified: bool, file: str | None, changed: int) -> ssl.SSLContext:
-    """What Prefect's settings ask for. file: of authorities. changed: when, because a file may be replaced."""
+    """The certificates by Prefect's settings. file: of authorities. changed: its time, as it may be replaced."""
     if verified and file:
         return ssl.create_default_context(cafile=file)
     return httpx.create_ssl_context(verify=verified)

@@ -1,4 +1,4 @@
-"""The connection to Prefect: whether its server can be reached, its settings, requests in order, and our own server."""
+"""The connection to Prefect: its settings, requests in order, whether the server can be reached, and our own server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PrefectConnection:
         """Prefect is taken for reachable until `watch` finds otherwise.
 
         api_url: the Prefect API, empty for none. journal: the URL of the journal; `mark` is the tag that all flow runs
-        of its engines have. title: the name of the deployment in Prefect to which training runs belong.
+        of its engines have. title: the name of the deployment that Prefect shows for training runs.
         """
         self.api_url = api_url
         self._reachable = asyncio.Event()
@@ -130,7 +130,7 @@ class PrefectConnection:
         self._on_reachable.remove(callback)
 
     def run_beside(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
-        """Run `work` beside everything else; `close` gives it END_SECONDS."""
+        """Run `work` in the background. `close` gives it END_SECONDS."""
         task = asyncio.create_task(work, name=name)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
@@ -152,7 +152,7 @@ class PrefectConnection:
 
 
 class RequestQueue:
-    """Requests to Prefect, which are sent in order, beside the work. Nothing waits for them.
+    """Requests to Prefect, which are sent in order in the background. Nothing waits for them.
 
     A request that does not reach the server is sent again when the server is back. A request that the server refuses,
     or fails MOST_FAILURES times, is logged and skipped.
@@ -205,7 +205,7 @@ class RequestQueue:
 def event_about(event: str, name: str, of: str, payload: Mapping[str, object], once: str = "") -> Event:
     """A Prefect event. event: its name. name, of: the thing that it is about, and its kind. payload: its facts.
 
-    once: Prefect keeps one event of each thing with this text; empty: it keeps all.
+    once: Prefect keeps one event of each thing with this text. It keeps all events without such a text.
     """
     resource = {"prefect.resource.id": f"tinkerflow.{of}.{name}", "prefect.resource.name": name}
     values: dict[str, Any] = {"event": event, "resource": resource, "payload": dict(payload)}
@@ -215,7 +215,7 @@ def event_about(event: str, name: str, of: str, payload: Mapping[str, object], o
 
 
 async def send_event(client: PrefectClient, event: Event) -> None:
-    """Send one event by a request. Prefect's own way needs a thread, a websocket, and its private classes."""
+    """Send one event in a request. Prefect's own method needs a thread, a websocket, and private classes."""
     await client.request("POST", "/events", json=[event.model_dump(mode="json")])
 
 
@@ -260,7 +260,7 @@ async def _embedded_server(
 
 
 def title_of(settings: Settings) -> str:
-    """The name of the deployment that an engine's training runs are of: it says where their journal is."""
+    """The name of the deployment for an engine's training runs. It names the place of their journal."""
     journal = urlsplit(settings.journal_url)
     name = journal.path.strip("/") if journal.hostname else settings.data_dir.resolve().name
     return f"training runs of {name.translate(_BANNED)} on {journal.hostname or socket.gethostname()}"

@@ -75,7 +75,7 @@ class ControlsWatch:
                 self._paused.pop(run.id, None)
                 log.info("model %s: %s", model_id, CANCELLED)
                 await self._controls.cancel(model_id, CANCELLED)
-                if not now_shown:  # otherwise the run itself says that it has ended
+                if not now_shown:  # otherwise the run itself shows that it has ended
                     await _set_state(client, run, Cancelled(message=CANCELLED))
             case StateType.PAUSED if now_shown:
                 if _is_over(run.state):

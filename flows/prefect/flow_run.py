@@ -1,7 +1,7 @@
 """One flow run and its task runs on the Prefect server, written as the work goes on. Nothing here executes work.
 
-Prefect would have its engine call a flow's function. The engine of Tinkerflow does the work itself and only reports it:
-by requests of Prefect's client, which are sent in order, beside the work. A request takes 1 to 2.5 ms of CPU.
+Prefect's engine calls the function of a flow. The engine of Tinkerflow does the work itself, and only reports it. Its
+requests to Prefect are sent in order, in the background. A request takes 1 to 2.5 ms of CPU.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def task_named(name: str) -> Task[[], None]:
 class Heading:
     """How a flow run is named.
 
-    key: two flow runs with the same key are one: the run continues where an earlier engine left it. None: it is new.
-    deployed: it gets the buttons that Prefect's UI offers for deployments alone.
+    key: of the flow run that an earlier engine began, in which the run continues; None for a new flow run. deployed:
+    whether the flow run gets the buttons that Prefect's UI has only for deployments.
     """
 
     flow: Flow[..., Any]
@@ -218,7 +218,7 @@ class TaskRunRecord:
     """A task run at the server."""
 
     def __init__(self, flow_run: FlowRunRecord, name: str, task: str) -> None:
-        """It is running. name: its own, which may change until it ends. task: that of its task."""
+        """The task run is running. name: may change until it ends. task: the name of its task."""
         self.name = name
         self._flow_run = flow_run
         self._task = task

@@ -1,4 +1,4 @@
-"""What stands before the embedded Prefect server: a check of each request's Host and Origin, and the sign-in page.
+"""The guard before the embedded Prefect server: a check of each request's Host and Origin, and the sign-in page.
 
 Prefect checks credentials by itself, and has no setting for the rest. A web page that gives its own name this machine's
 address (DNS rebinding) fails the check of Host. Any other page of another origin fails the check of Origin, on REST
@@ -93,7 +93,7 @@ class GuardedApp:
             await _answer(send, 403, reason, "text/plain; charset=utf-8")
 
     async def _sign_in(self, scope: Message, receive: Receive, send: Send) -> None:
-        """The page that a sign-in link opens; it sends the ticket, and gets what Prefect's pages keep."""
+        """Serve the page of a sign-in link. Its script sends the ticket, and stores the credential that it gets."""
         if scope["method"] != "POST":
             await _answer(send, 200, _PAGE, "text/html; charset=utf-8")
             return

@@ -43,7 +43,7 @@ WAITING = "the engine is not executing the run now; it continues with its next r
 
 
 class Mirror:
-    """What all runs share: the connection to Prefect, and the pace of task runs."""
+    """The state that all runs share: the connection to Prefect, and the pace of task runs."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Mirror:
         self.connection.emit(event_about(event, name, of, payload))
 
     async def reconcile(self) -> int:
-        """Give the flow runs that an earlier engine left unfinished their states in the journal; how many."""
+        """Give flow runs that an earlier engine left unfinished their states in the journal. Returns their number."""
         if not self.connection.reachable:
             return 0
         tags, state = {"all_": [self.connection.mark]}, {"type": {"any_": _UNFINISHED}}
@@ -199,7 +199,7 @@ class RunMirror:
         """The flow run that shows the runner's work now."""
         return self._flow_run.id if self._flow_run is not None else None
 
-    # ------------------------------------------------------------------ what runners report
+    # ------------------------------------------------------------------ reports of runners
     def started(self, batch: Batch, operations: Sequence[Operation]) -> None:
         """The operations of a batch of one model were started."""
         self._operations += len(operations)
@@ -234,7 +234,7 @@ class RunMirror:
         window.add(operation)
 
     def paused(self, text: str | None) -> None:
-        """The runner takes nothing more from the journal; None: it goes on. Prefect shows its own pauses itself."""
+        """The runner is paused for the reason `text`, or continues if that is None. Prefect shows its own pauses."""
         begins = text is not None and not self._paused
         self._paused = text is not None
         if begins and self._flow_run is None:
@@ -267,7 +267,7 @@ class RunMirror:
         )
 
     def interrupted(self) -> None:
-        """The worker group ended, and what was in flight with it."""
+        """The worker group ended, and the operations in flight with it."""
         text = "its worker group ended; what was in flight is executed again by the next one"
         self._show(Running(name="Interrupted", message=text))
         self.log(text, logging.WARNING)
@@ -320,7 +320,7 @@ class RunMirror:
 
     # ------------------------------------------------------------------ which flow run and which task run
     def _shows(self) -> bool:
-        """Whether what happens now is shown; if so there is a flow run for it."""
+        """Whether operations are shown now. If so, there is a flow run for them."""
         if not self._connection.reachable:
             self._connection.untracked += 1
             return False
@@ -335,7 +335,7 @@ class RunMirror:
         return self._flow_run
 
     def _on_reachable(self) -> None:
-        """A paused run needs a flow run at once: its Resume button is the only way to let it go on."""
+        """Begin the flow run of a paused run, because only its Resume button can end the pause."""
         if self._paused and self._flow_run is None and self._connection.reachable:
             self._begin_flow_run()
             self._show(Paused(message="it was paused already when this run began"))

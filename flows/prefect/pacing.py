@@ -1,22 +1,22 @@
-"""How many task runs Prefect gets: one per operation while that is few, and shared ones above a rate."""
+"""The rate of task runs in Prefect. Above it, operations share task runs; below it, each has its own."""
 
 from __future__ import annotations
 
 from tinkerflow.backend.core.clock import Clock
 
-BURST = 20.0  # task runs that may be opened at once after a calm
+BURST = 20.0  # task runs that may be opened in a burst after a calm
 CREDIT_SECONDS = 2.0  # a flood of openings is forgotten after this long
 
 
 class Pacing:
     """A token bucket for the task runs of all models together.
 
-    When it runs empty, task runs are shared until it is half full again: so a load above the rate gets shared runs,
-    and not one shared, one single in turn. What must be opened is opened, on credit.
+    When it runs empty, task runs are shared until it is half full again. Under a load above the rate, they therefore do
+    not alternate between shared and single. A task run that must be opened is opened on credit.
     """
 
     def __init__(self, rate: float, clock: Clock) -> None:
-        """`rate`: task runs per second that the Prefect server should see at most, on average."""
+        """rate: the largest average number of task runs per second."""
         self._rate = rate
         self._clock = clock
         self._tokens = BURST
@@ -36,7 +36,7 @@ class Pacing:
         return self._sharing
 
     def open(self) -> None:
-        """A task run is opened, on credit when there are no tokens."""
+        """Count a task run that is opened, on credit if there are no tokens."""
         self._refill()
         self._tokens = max(-self._rate * CREDIT_SECONDS, self._tokens - 1.0)
         if self._tokens < 1.0:

@@ -1,7 +1,7 @@
-"""What the page of a training run tells of its steps: lines of log, events, and artifacts that stay current.
+"""The content of a training run's page: lines of log, events, and artifacts that stay current.
 
-Lines and events come from what operations did. Artifacts are drawn from the journal, so they show the whole run, also
-after a restart of the engine.
+Lines and events come from the outcomes of operations. Artifacts are drawn from the journal, so they show the complete
+run, also after a restart of the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tinkerflow.tasks.pipelines.curves import data_url, picture
 
 LINE_SECONDS = 1.0  # between two lines about steps
 DRAW_SECONDS = 60.0  # between two drawings
-DRAW_SHARE = 200  # a drawing that took long is followed by a pause of so many times that
+DRAW_SHARE = 200  # the pause after a drawing is at least so many times as long as the drawing
 MOST_POINTS = 150  # of a curve in the picture, where it is about 350 pixels wide
 MOST_CHECKPOINTS = 50  # of the page, the newest
 _CURVES = ("loss", "grad_norm", "learning_rate", "kl", "tokens_per_second")
@@ -50,26 +50,27 @@ class Shown:
 
 
 class RunReport:
-    """Follows the answers of one run's operations."""
+    """Reports the outcomes of one run's operations."""
 
     def __init__(self, clock: Clock, say: Say, tell: Tell, trained: Trained, budget: int) -> None:
-        """Follow a run from where it is.
+        """Report a run from its current step on.
 
         clock: paces the lines. say: adds a line of a level to the run's logs. tell: emits an event with a payload.
-        trained: the tokens that the run was trained on before. budget: after how many the step is told, 0 = none.
+        trained: the tokens that the run was trained on before. budget: of tokens, after which an event is emitted; 0
+        for no budget.
         """
         self._clock, self._say, self._tell = clock, say, tell
         self._loss = self._weight = 0.0
         self._tokens = trained.begun
         self._trained, self._budget = trained.made - trained.last, budget
-        self._spend(trained.last)  # again: the engine may have ended before it told the last step
+        self._spend(trained.last)  # counted again, as the engine may have ended before it reported the last step
         self._said_at = -math.inf
         self._said_step = 0
         self._unsaid = ""
-        self._finite = True  # whether the last loss was: one event, however many follow that are not
+        self._finite = True  # whether the last loss was finite; several other losses in a row are one event
 
     def answered(self, outcome: Outcome) -> bool:
-        """Take note of what an operation did; whether the artifacts are out of date now."""
+        """Report the outcome of an operation. Returns whether the artifacts are out of date now."""
         news = False
         for effect in outcome.effects:
             match effect:
@@ -102,13 +103,13 @@ class RunReport:
         return news
 
     def close(self) -> None:
-        """Say what was held back."""
+        """Log the line that was held back."""
         if self._unsaid:
             self._say(self._unsaid, logging.INFO)
             self._unsaid = ""
 
     def _spend(self, tokens: int) -> None:
-        """Count the tokens of a step. The step that reaches the budget is told."""
+        """Count the tokens of a step, and emit an event for the step that reaches the budget."""
         before, self._trained = self._trained, self._trained + tokens
         if before < self._budget <= self._trained:
             self._say(f"trained on {self._trained:,} tokens: the budget of {self._budget:,} is spent", logging.WARNING)
@@ -139,11 +140,11 @@ class Drawing:
         self.pause = DRAW_SECONDS  # until the next drawing
 
     def key(self, shown: Shown) -> str:
-        """Prefect's key of an artifact: it has small letters, digits and dashes."""
+        """Prefect's key of an artifact, which consists of small letters, digits and dashes."""
         return re.sub("[^a-z0-9]+", "-", f"{self._run_id}-{shown.name}".lower())
 
     def draw(self) -> list[Shown]:
-        """The artifacts as they are now. It reads the journal: call it in a thread."""
+        """The artifacts as they are now. Call this in a thread, since it reads the journal."""
         began = perf_counter()
         curve = self._journal.curves.of_run(self._run_id, None, most=MOST_POINTS)
         saved = self._journal.checkpoints.page(None, run_id=self._run_id, limit=MOST_CHECKPOINTS, offset=0)
@@ -163,7 +164,7 @@ def _curves(points: Sequence[StepFigures]) -> str:
 
 
 def _page(about: str, console: str, curve: Curve, checkpoints: Sequence[CheckpointView]) -> str:
-    """The run as Markdown: how far it is, and its checkpoints."""
+    """The run as Markdown, with its last step and its checkpoints."""
     lines = [f"# {about}", "", f"[Open it in the console]({console})", "", f"**{curve.steps}** optimizer steps."]
     if curve.points:
         last = curve.points[-1]

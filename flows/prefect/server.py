@@ -1,8 +1,8 @@
-"""The embedded Prefect server: a child process with settings under which it was measured to keep up.
+"""The embedded Prefect server: a child process, with settings under which it kept up in measurements.
 
-It ends when its parent does, however that ends. Only clients with this data dir's credential can use it
-(backend/core/prefect_access.py), and only under names of this machine (guard.py). The parent opens the listening
-socket, and keeps it open while the server is started again, so that no other program can take the server's place.
+It ends with its parent, even if the parent is killed. Clients need this data dir's credential
+(backend/core/prefect_access.py), and must use a name of this machine (guard.py). The parent opens the listening socket,
+and keeps it open while the server restarts, so that no other program can take the server's place.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PrefectServer:
     process: ChildProcess
 
     async def ended(self, silence: float = SILENT_SECONDS) -> str:
-        """Wait until the server ends, or has answered nothing for `silence` seconds (it was stopped): what happened."""
+        """Wait until the server ends, or has not answered for `silence` seconds. Returns a description of that."""
         answers = 0
 
         async def ask() -> None:
@@ -84,11 +84,11 @@ async def listen(port: int) -> socket.socket:
 
 
 def server_environment(data_dir: Path, port: int, credential: str) -> dict[str, str]:
-    """The server's variables: its own home and SQLite file in `data_dir`, batched recording, no calls home, retention.
+    """The server's variables: its home and SQLite file in `data_dir`, batched recording, no telemetry, retention.
 
     Requests need the credential. No page of another origin may read an answer.
 
-    With batches of 100 the server takes in 80-130 task runs per second; one by one, its default, 20-45.
+    With batches of 100, the server records 80-130 task runs per second. Its default, one by one, records 20-45.
     """
     home = data_dir / "prefect"
     settings = {
@@ -105,7 +105,7 @@ def server_environment(data_dir: Path, port: int, credential: str) -> dict[str, 
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
         "PREFECT_SERVER_SERVICES_TRIGGERS_READ_BATCH_SIZE": "100",
-        # flow runs and their task runs are kept for ever unless the vacuum is told
+        # without this, flow runs and their task runs are kept for ever
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(_RETENTION_DAYS * 24 * 3600),
     }
@@ -118,7 +118,7 @@ def server_environment(data_dir: Path, port: int, credential: str) -> dict[str, 
 
 
 def check_versions(prefect: str = version("prefect"), sqlalchemy: str = version("sqlalchemy")) -> None:
-    """Raise ServerError for versions with which the server cannot schedule flow runs."""
+    """Raise ServerError if the server cannot schedule flow runs with the installed versions."""
     if Version(sqlalchemy) >= Version("2.1") and Version(prefect) < Version("3.9.1"):
         raise ServerError(
             f"prefect {prefect} cannot schedule runs with SQLAlchemy {sqlalchemy}: install prefect 3.9.1 or newer, or "

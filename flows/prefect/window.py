@@ -1,4 +1,4 @@
-"""A window: the operations that one task run shows. Operations start at once; the window only watches them end."""
+"""A window: the operations that one task run shows. Operations never wait for a window."""
 
 from __future__ import annotations
 

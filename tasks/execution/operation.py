@@ -2,9 +2,9 @@
 
 A request that repeatedly ends worker groups fails with an error that names it. When a group ends, the engine counts
 that for each request that the group was executing; nothing is written before a command is sent. A crash counts more
-than a kill from outside (SIGKILL, SIGSTOP), for which the request is rarely the cause. GPUs execute several requests at
-a time, so the first crash may blame the wrong request. The next group executes these requests one by one
-(pool/group.py). A request for which the devices had no memory left would fail again, so it is not retried.
+than a kill from outside (SIGKILL, SIGSTOP), which a request rarely causes. GPUs execute several requests at a time, so
+the first crash may blame the wrong request. The next group executes these requests one by one (pool/group.py). A
+request that exceeded the memory of the devices would fail again, so it is not retried.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Execution:
 
     copy: the state that a replay has copied for this save. as_of: in a replay, when the request was first answered;
     checkpoints that were saved later are ignored. started_at: when its first command was sent. changed: a command that
-    changes the model was sent. then: called after the answer; it returns the final state of the save.
+    changes the model was sent. then: called after the answer, returns the final state of the save.
     """
 
     context: ExecutionContext

@@ -75,9 +75,9 @@ class Snapshots:
     def surplus(self, most: int, host_bytes: int, *, coming: bool = False) -> list[str]:
         """The stored snapshots in excess that are not in use, least recently used first.
 
-        most: last used snapshots that are exempt, unless their weights always wait on the host. Of the latter, only the
-        last used one is exempt; none if `coming`, which means that another one is about to be loaded. host_bytes: of
-        host memory that the other snapshots may take.
+        most: last used snapshots that are exempt, unless their weights always wait on the host. Only the last used
+        snapshot of the latter is exempt. coming: another such snapshot is about to be loaded, so that none of them is
+        exempt. host_bytes: of host memory that the other snapshots may take.
         """
         last_used = [*self._recorded, *(name for name in self._present if name not in self._recorded)]
         on_host = [name for name in last_used if self._present[name].on_host]

@@ -90,7 +90,7 @@ class Saves:
         return request_id in self._saves
 
     def is_being_stored(self, request_id: str) -> bool:
-        """Whether this save is detached: it reaches the store even if the worker group ends."""
+        """Whether this save is detached, and reaches the store even if the worker group ends."""
         save = self._saves.get(request_id)
         return save is not None and save.state in _DETACHED
 

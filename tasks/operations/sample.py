@@ -284,7 +284,7 @@ class _SampleOperation:
             loaded = await _load_unless_there(self._context, sampler, snapshot)
             if (held := snapshots.held(snapshot)) is not None and held.on_host:
                 self._context.full_models.loaded(held.host_bytes or 0)
-            # Nothing is awaited before it waits in the batch, so that it is given back if the group ends.
+            # The request joins the batch without an await, and is therefore given back if the group ends.
             outcome = await self._batch.decode(self._sample, replace(command, snapshot_id=snapshot))
             return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))
 
@@ -301,7 +301,7 @@ class SampleBatch:
         self._admit: list[SampleRequest] = []  # they join with the next step
         self._cancel: list[str] = []  # they leave with the next step
         self._decoding: set[str] = set()  # in the batch
-        self._suspects: set[str] = set()  # a group crashed with them; they are decoded alone until they are answered
+        self._suspects: set[str] = set()  # their group crashed, so each is decoded alone until it is answered
         self._has_work = asyncio.Event()
         self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
         self._streaming: asyncio.Task[None] | None = None
