@@ -1,4 +1,4 @@
-"""A real journal and store, a unigram model in place of the worker group, and a client that writes wire bytes."""
+"""A real journal and store, a unigram model instead of the worker group, and a client that writes wire bytes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class NumpyPool:
         generation = generation or self.generation
         self.check(generation)
         self.log.append(command)
-        async with self.line:  # fair: first come, first served
+        async with self.line:  # in the order of arrival
             self.executing, deaths = True, self.deaths
             try:
                 if self.hold is not None:
@@ -110,7 +110,7 @@ class NumpyPool:
         return self.generation
 
     def die(self, *, down: bool = False) -> None:
-        """The group ends with all that it holds; unless it stays down, the next one serves at once."""
+        """End the group and its state. The next group serves immediately, unless it stays down."""
         self.lost.put_nowait(GroupLost(self.generation, "rank 0 died of signal 9"))
         self.executor = Unigram(CONFIG, print, 1, 0)
         self.generation += 1
@@ -138,7 +138,7 @@ class NumpyPool:
 
 @dataclass
 class Client:
-    """What the API would do for one session's client."""
+    """Submits requests for a client of one session, as the API does."""
 
     journal: Journal
     subscriptions: ResultSubscriptions
@@ -148,9 +148,9 @@ class Client:
     owner: str = "local"
 
     async def ring(self, topic: str, runner: ModelRunner) -> None:
-        """Wake the runner whenever the journal's bell rings, as the dispatcher does; until cancelled."""
+        """Wake the runner at each notification of the journal, as the dispatcher does, until cancelled."""
         async with self.journal.notifier.subscribe(topic) as topics:
-            runner.wake()  # for what came before we listened
+            runner.wake()  # for requests from before the subscription
             async for _ in topics:
                 runner.wake()
 
@@ -273,7 +273,7 @@ ConnectClient = Callable[..., Awaitable[Client]]
 
 @pytest.fixture
 async def connect() -> AsyncIterator[ConnectClient]:
-    """Make clients, each with a session of its own."""
+    """Make clients, each with its own session."""
     opened: list[ResultSubscriptions] = []
 
     async def connect(journal: Journal, base_model: str = CARD.name, owner: str = "local") -> Client:
@@ -302,7 +302,7 @@ def mirror() -> Mirror:
 
 @pytest.fixture
 def make_runner(context: ExecutionContext, mirror: Mirror) -> Callable[..., ModelRunner]:
-    """make_runner(model, snapshots=SnapshotPolicy(…)): the runner of a model, which nobody sees."""
+    """make_runner(model, snapshots=SnapshotPolicy(…)): the runner of a model, without observers."""
 
     def make(model: str, steps_made: int = 0, snapshots: SnapshotPolicy | None = None) -> ModelRunner:
         shown = mirror.observe_training_run(model, CARD.name)
@@ -313,7 +313,7 @@ def make_runner(context: ExecutionContext, mirror: Mirror) -> Callable[..., Mode
 
 @pytest.fixture
 def running() -> Callable[[Awaitable[object]], object]:
-    """`async with running(coroutine) as task`: it runs meanwhile, and is cancelled at the end unless it has ended."""
+    """`async with running(coroutine) as task`: run it during the block, and cancel it at the end if it still runs."""
 
     @asynccontextmanager
     async def running(work: Awaitable[object]) -> AsyncIterator[asyncio.Task[object]]:
@@ -330,7 +330,7 @@ def running() -> Callable[[Awaitable[object]], object]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """`await until(condition)`; fails when it does not hold within 120 s."""
+    """`await until(condition)` fails if the condition does not hold within 120 s."""
 
     async def until(condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(120):

@@ -1,4 +1,4 @@
-"""The unigram model, whose gradients are summed over all devices of the group by JAX, each giving its share."""
+"""The unigram model, with gradients that JAX sums over all devices of the group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinkerflow.backend.spec.commands import Forward, ForwardResult, GroupConfig
 
 
 class Joint(Unigram):
-    """As Unigram, but no process can compute a gradient alone."""
+    """A Unigram of which no process can compute a gradient alone."""
 
     uses_jax = True
 
@@ -35,7 +35,7 @@ class Joint(Unigram):
         return result
 
     def reduce(self, total_V: np.ndarray) -> np.ndarray:
-        """`total_V`, of which every device gives only the entries that are its own."""
+        """Sum `total_V` over all devices, each of which contributes only its own entries."""
         import jax
 
         count = len(self.devices)

@@ -160,7 +160,7 @@ class Unigram:
 
 @dataclass
 class Decoding:
-    """A request in the batch: the likeliest token again and again, by the snapshot's bias at that time."""
+    """A request in the batch. Each token is the likeliest by the snapshot's bias at that time."""
 
     request: SampleRequest
     bias: np.ndarray

@@ -73,7 +73,7 @@ async def test_the_name_of_a_deleted_checkpoint_is_free_before_its_files_are_gon
     delete_checkpoints(client.journal, context.store, Retention())
     assert context.store.find(path).attempt == client.journal.checkpoints.get(path, "local").attempt
     client.journal.checkpoints.set_ttl(path, "local", 0)
-    assert (await save()).error is None  # an expired one is as good as deleted
+    assert (await save()).error is None  # the name of an expired checkpoint is free
     assert client.journal.checkpoints.get(path, "local").expires_at is None
 
 
@@ -154,7 +154,7 @@ async def test_a_state_of_another_shape_is_refused_before_it_is_read(model: str,
     saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
     row = client.journal.checkpoints.get(orjson.loads(saved.result)["path"], "local")
     shape = {"rank": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
-    path = row.path.replace(model, f"{model}0")  # the store has none
+    path = row.path.replace(model, f"{model}0")  # the store has no such checkpoint
     values = {field.name: getattr(row, field.name) for field in fields(CheckpointSaved)}
     every = CheckpointSaved(**values | shape | {"path": path, "run_id": f"{model}0"})
     client.journal.imports.record_import("whole", every)

@@ -1,4 +1,4 @@
-"""Clients of the Prefect API: they check certificates as Prefect's settings say, and read the authorities once."""
+"""Clients of the Prefect API check certificates by Prefect's settings, and read the authorities once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinkerflow.flows.prefect.connection import PrefectConnection
 
 
 def made(monkeypatch: pytest.MonkeyPatch, settings: dict[Any, Any] | None = None) -> ssl.SSLContext:
-    """What a client verifies servers with, under these settings."""
+    """The SSL context of a client under these settings."""
     seen: list[ssl.SSLContext] = []
     monkeypatch.setattr("prefect.get_client", lambda httpx_settings: seen.append(httpx_settings["verify"]))
     names = {PREFECT_API_URL: "https://prefect.example/api", PREFECT_API_SSL_CERT_FILE: "", **(settings or {})}

@@ -40,7 +40,7 @@ class Server:
 
 
 class Controls:
-    """Counts what is asked for. errors: what the next calls raise."""
+    """Records its calls. errors: raised by the next calls."""
 
     def __init__(self, shown: UUID | None = None) -> None:
         self.shown = shown

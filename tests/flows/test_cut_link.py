@@ -1,4 +1,4 @@
-"""Four processes on four hosts, which are network namespaces: a cut link costs a pause, lost packets time, no bit."""
+"""Four processes on four hosts (network namespaces): cut links and lost packets take time, and change no bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tinkerflow.flows.engine import run_engine
 
 HERE = Path(__file__).parent
 SILENCE = 10.0  # heartbeat_timeout
-NOTICED = SILENCE * 7 / 6  # as the README says; the rest of what is waited for is for a busy machine
+NOTICED = SILENCE * 7 / 6  # as in the README; the tests wait longer, for busy machines
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def settings(four: Network, tmp_path: Path) -> Settings:
 
 @contextmanager
 def joined(host: NetHost, group: str, settings: Settings) -> Iterator[Path]:
-    """`tinkerflow worker` on a host, until the end of the block: what it says."""
+    """Run `tinkerflow worker` on a host during the block. Yields its log."""
     command = (sys.executable, "-m", "tinkerflow", "worker", "--group", group)
     options = ("--secret-file", str(settings.group_secret_path), "--data-dir", str(settings.data_dir / host.name))
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parents[1])))}
@@ -72,7 +72,7 @@ def joined(host: NetHost, group: str, settings: Settings) -> Iterator[Path]:
 
 @pytest.fixture
 async def engine(four: Network, settings: Settings, running: Any, until: Any) -> AsyncIterator[Callable[[], int]]:
-    """An engine with a worker on each host; how many groups it has started."""
+    """Run an engine with a worker on each host. Yields a function that counts the groups that it has started."""
     make_secret(settings.group_secret_path)
     said: list[str] = []
     ready = asyncio.Event()
@@ -88,7 +88,7 @@ async def engine(four: Network, settings: Settings, running: Any, until: Any) ->
 
 
 def work(client: Any, model: str) -> list[str]:
-    """Submit steps whose results depend on all before them, and a save of what they made."""
+    """Submit steps whose results depend on all earlier steps, and a save of the model."""
     requests = []
     for step in range(6):
         requests += [client.forward_backward(model, [token, 3, token]) for token in (step % 7, 11 + step % 5)]
@@ -97,7 +97,7 @@ def work(client: Any, model: str) -> list[str]:
 
 
 def same(settings: Settings, results: Any, expected: Any) -> None:
-    """All results are, and every number of what was saved at the end."""
+    """Check that all results are equal, and every number of the final checkpoints."""
     assert [result.result for result in results[:-1]] == [result.result for result in expected[:-1]]
     store = Store.open(settings.store_url)
     one, other = (store.load(orjson.loads(every[-1].result)["path"])[0] for every in (expected, results))
@@ -129,7 +129,9 @@ async def test_a_cut_link_costs_a_pause_and_lost_packets_time(
     record_property("noticed_s", round(time.monotonic() - began, 1))
     there = settings.data_dir / f"{lost.name}.log"
     async with asyncio.timeout(NOTICED + 60):
-        await until(lambda: "its processes here have ended" in there.read_text())  # by itself: nobody can tell it
+        await until(
+            lambda: "its processes here have ended" in there.read_text()
+        )  # without a message, as the link is cut
     assert journal.results.get(requests[0], "local") is None
     lost.heal()
     results = await client.results(*requests)
@@ -143,5 +145,5 @@ async def test_a_cut_link_costs_a_pause_and_lost_packets_time(
     same(settings, await client.results(*work(client, throttled)), expected)
     assert lost.dropped() > 0
     record_property("dropped", lost.dropped())
-    assert engine() == 2  # nobody was taken for lost
+    assert engine() == 2  # no host was considered lost
     journal.close()

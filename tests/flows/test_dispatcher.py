@@ -1,4 +1,4 @@
-"""Who is woken, what is lost and what is dropped, with the (NumPy) pool and without Prefect."""
+"""The dispatcher wakes runners, and handles lost groups and dropped snapshots, with the (NumPy) pool and no Prefect."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_too_many_snapshots_make_room_until_they_are_sampled_again(
     dropped = [command.snapshot_id for command in pool.log if isinstance(command, DropSnapshot)]
     kept = [client.journal.samplers.get(sampler, None).snapshot_id for sampler in said]
     assert dropped == kept[:3]  # least recently used first
-    pool.hold = asyncio.Event()  # it stays while somebody samples it
+    pool.hold = asyncio.Event()  # it stays while it is sampled
     again = [client.sample(sampler) for sampler in said]
     await until(lambda: len(serving._served) and all(not snapshots_idle(serving, one) for one in kept))
     pool.hold.set()

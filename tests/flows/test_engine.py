@@ -108,7 +108,7 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
 
     monkeypatch.setattr(PrefectConnection, "emit", emit)
     monkeypatch.setattr(FlowRunRecord, "emit", emit)
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")  # a server that is away
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")  # no server answers there
     async with engine(prefect="external") as journal:
         client = await connect(journal, base_model)
         model = await client.create(0)

@@ -1,4 +1,4 @@
-"""What a flow run's record sends, and in which order; here to a client that only writes it down."""
+"""The requests of a flow run's record, and their order. The client here only records them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEADING = Heading(sampling, "sampling unigram", {"base_model": "unigram"}, ())
 
 
 class Server:
-    """Stands in for Prefect's client. errors: what the next requests for logs are answered with."""
+    """Stands in for Prefect's client. errors: raised by the next requests for logs."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -204,7 +204,7 @@ async def test_requests_of_a_page_grow_with_time_and_not_with_steps_and_all_is_t
     )
 
     async def settled() -> None:
-        for _ in range(4):  # what is due is called, and begins to be sent
+        for _ in range(4):  # callbacks that are due run, and begin to send
             await asyncio.sleep(0)
         while run._flow_run is not None and not run._flow_run.requests.is_idle:  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -33,7 +33,7 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def join(settings: Settings) -> Iterator[Join]:
-    """`tinkerflow worker` for a group, in a folder of that name; SIGTERM ends it cleanly at the end."""
+    """Run `tinkerflow worker` for a group, in a folder of that name. SIGTERM ends it cleanly after the block."""
 
     @contextmanager
     def started(group: str, name: str) -> Iterator[subprocess.Popen[bytes]]:

@@ -1,4 +1,4 @@
-"""Images of a request reach the worker group as the base model's processor makes them."""
+"""Images of a request reach the worker group in the form that the base model's processor produces."""
 
 from __future__ import annotations
 

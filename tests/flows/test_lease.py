@@ -1,4 +1,4 @@
-"""The engine's lease is renewed whatever else the engine does."""
+"""The engine's lease is renewed even if its threads are blocked."""
 
 from __future__ import annotations
 

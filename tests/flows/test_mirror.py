@@ -1,4 +1,4 @@
-"""Work goes on whatever Prefect does; here without a server."""
+"""Work continues if Prefect fails. There is no server here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinkerflow.tasks.execution.operation import Operation
 
 
 async def started(url: str, *, batches: int) -> Mirror:
-    """A mirror that was told of a model's batches, whose operations have ended."""
+    """A mirror of a model's batches, whose operations have ended."""
     mirror = Mirror(PrefectConnection(url), Pacing(1000.0, SystemClock()))
     (run,) = mirror.observe_training_run("sess-1234:train:0", "folder/unigram")
     for step in range(batches):

@@ -1,4 +1,4 @@
-"""What people see: flow runs and task runs on a real Prefect server, and what happens without it."""
+"""Flow runs and task runs on a real Prefect server, and work while the server is away."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BASE = "folder/unigram"
 
 @pytest.fixture(autouse=True, scope="module")
 def _collect_prefect_s_connections() -> Iterator[None]:
-    """Here, and not in the next module's tests, for which an open socket is an error."""
+    """Collect them here, because an open socket is an error in the next module's tests."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -59,13 +59,13 @@ async def connection(server: PrefectServer) -> AsyncIterator[PrefectConnection]:
     with (
         connection.settings(server.access.credential),
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 5}),
-    ):  # nobody looks whether it is back
+    ):  # nothing checks whether the server is back
         yield connection
         await connection.close()
 
 
 async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict[str, Any]]:
-    """Flow or task runs, as soon as there are `wanted` and all have ended: the server writes them with some delay."""
+    """Wait until there are `wanted` flow or task runs and all have ended. The server writes them with some delay."""
     found: list[dict[str, Any]] = []
     async with prefect_http(url) as http:
         for _ in range(600):
@@ -80,7 +80,7 @@ async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict
 
 
 def named(model: str) -> dict[str, Any]:
-    """The filter for the flow runs of a model: their names end with its id."""
+    """The filter for the flow runs of a model, whose names end with its id."""
     return {"flow_runs": {"name": {"like_": model}}}
 
 
@@ -95,7 +95,7 @@ class Runner:
 
 
 async def serve(connection: PrefectConnection, context: Any, client: Any, work: Any, rate: float = 1000.0) -> str:
-    """Create a model, let `work(model)` submit requests, answer all, unload it; the model's id."""
+    """Create a model, let `work(model)` submit requests, answer them, and unload it. Returns the model's id."""
     model, created = client.submit_create()
     mirror = Mirror(connection, Pacing(rate, SystemClock()), journal=client.journal, api_url="http://here")
     runner = Runner(context, model, mirror)
@@ -291,7 +291,7 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
 
 
 async def restored_model(client: Any, pool: Any) -> str:
-    """A model whose worker group ended, and that goes on in the next one."""
+    """A model whose worker group ended, and that continues in the next group."""
     model: str = await client.create()
     await client.result(client.optim_step(model))
     pool.die()
@@ -346,7 +346,7 @@ async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
         server.process.signal(signal.SIGSTOP)
         assert await asyncio.wait_for(watching, 60) == "did not answer for 6 s (stopped?)"
     finally:
-        server.process.signal(signal.SIGKILL)  # what stop() comes to; it would first wait for the SIGTERM to be heard
+        server.process.signal(signal.SIGKILL)  # stop() does the same after its wait for the SIGTERM
         await server.stop()
         listener.close()
     assert await server.ended() == "ended with status -9"
@@ -378,7 +378,7 @@ def submit_and_wake(client: Any, runner: Runner, model: str) -> str:
 
 
 async def press(http: httpx.AsyncClient, run: dict[str, Any], **state: object) -> None:
-    """What the UI sends for a button."""
+    """Send the UI's request for a button."""
     await post(http, f"/flow_runs/{run['id']}/set_state", json={"state": state, "force": True})
 
 
@@ -395,7 +395,7 @@ async def ask(http: httpx.AsyncClient, method: str, path: str, **more: Any) -> A
 
 
 async def shown(http: httpx.AsyncClient, model: str) -> dict[str, Any]:
-    """The model's flow run, as soon as the server has it: no operation waits for that."""
+    """Wait for the model's flow run. No operation waits for the server to have it."""
     async with asyncio.timeout(120):
         while not (found := await post(http, "/flow_runs/filter", json=named(model))):  # noqa: ASYNC110
             await asyncio.sleep(0.1)

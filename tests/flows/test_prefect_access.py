@@ -1,4 +1,4 @@
-"""Who may use the embedded Prefect server: holders of its credential, and pages of its own origin on this machine."""
+"""The embedded Prefect server accepts holders of its credential, and pages of its own origin on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker groups end at any time: the models go on, bit for bit, and nobody gets another answer for it."""
+"""Worker groups end at any time. Models continue bit for bit, and no answer changes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def serve(
 
 
 def work(client: Any, model: str, steps: int) -> list[str]:
-    """Submit some steps whose results depend on all before them."""
+    """Submit some steps whose results depend on all earlier steps."""
     requests = []
     for step in range(steps):
         for token in (step % 7, step % 5):
@@ -207,7 +207,7 @@ async def test_a_sampler_does_not_wait_for_the_store_and_outlives_its_group_all_
         stuck.go.set()
         await client.result(after)
         assert said(journal, after) == said(journal, before)
-        assert stuck.tried == 1, "what was copied before the group ended is written, and not copied again"
+        assert stuck.tried == 1, "the copy from before the end of the group is written, and not made again"
         await until(lambda: bool(journal.recovery.snapshots(model)))
         assert journal.recovery.unstored_models() == []
 
@@ -281,7 +281,7 @@ async def test_a_group_that_ends_while_a_publication_is_answered_costs_nothing(
             await until(lambda: isinstance(pool.log[-1], OptimStep) and pool.hold is not None)
             deaths.append(pool.die())
             pool.hold.set()
-            await asyncio.sleep(0.05)  # meanwhile those behind it hear that they were interrupted
+            await asyncio.sleep(0.05)  # later operations are interrupted in this time
         await put(context, outcome)
 
     monkeypatch.setattr(ExecutionContext, "answer", answer)
@@ -370,12 +370,12 @@ async def test_inflight_samplers_come_back_with_the_last_weights_that_were_publi
         pool.die()
         pool.hold.set()
         assert [said(one) for one in await client.results(*requests)] == [{9}, {9}]
-        # What the first one published is in the store no longer, and the second one's weights are.
+        # The store has the second publication's weights, and the first publication's no longer.
         shared = journal.samplers.get(old, None).snapshot_id
         assert shared == journal.samplers.get(new, None).snapshot_id
         await until(lambda: journal.recovery.superfluous() == [])
         assert context.store.load(journal.recovery.sampler_snapshot(shared).path)
-        # Nobody samples it any more: it leaves the group and the store.
+        # Its session is over, so it leaves the group and the store.
         client.journal.sessions.finish(client.session, "local", None)
         await until(lambda: pool.executor.snapshots == {} and journal.recovery.sampler_snapshot(shared) is None)
 
@@ -392,7 +392,7 @@ async def test_a_publication_that_was_replaced_while_it_is_looked_for_is_found_a
         find, found = journal.recovery.sampler_snapshot, []
 
         def outdated(snapshot_id: str) -> Any:
-            """The first answer is a publication that was deleted meanwhile."""
+            """The first answer is a publication that has been deleted."""
             found.append(find(snapshot_id))
             return replace(found[0], path=f"{found[0].path}-gone") if len(found) == 1 else found[-1]
 
@@ -482,7 +482,7 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
         model = await client.create(0)
         for number in range(times):
             await answers(client, work(client, model, 3))
-            await answers(client, [client.forward_backward(model, [2])])  # by now a snapshot is due
+            await answers(client, [client.forward_backward(model, [2])])  # a snapshot is due now
             await until(lambda number=number: len(journal.recovery.snapshots(model)) == number + 1)
         await answers(client, work(client, model, 1))
         before = state(pool, model)

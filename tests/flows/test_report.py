@@ -1,4 +1,4 @@
-"""What a training run's page tells: a line a second, an event for what people automate on, and what is drawn."""
+"""The page of a training run: a line a second, events for automations, and drawings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUN = "sess-ab12:train:0"
 
 
 class Told:
-    """A report, and what it has said and told."""
+    """A report, with its lines and events."""
 
     def __init__(self, trained: Trained = Trained(), budget: int = 0) -> None:  # noqa: B008  it is frozen
         self.clock = ManualClock()
@@ -103,7 +103,7 @@ def test_the_step_that_reaches_the_budget_is_told_once() -> None:
     ("trained", "budget", "steps"),
     [
         (Trained(made=8, last=8, begun=0), 20, {2}),
-        (Trained(made=8, last=8, begun=4), 20, {1}),  # with what its step had before
+        (Trained(made=8, last=8, begun=4), 20, {1}),  # with the earlier tokens of its step
         (Trained(made=24, last=8, begun=0), 20, {0}),  # again, by the same key: the engine may have ended first
         (Trained(made=32, last=8, begun=0), 20, set()),
         (Trained(made=32, last=8, begun=0), 0, set()),

@@ -67,7 +67,7 @@ async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
 async def test_few_models_wait_on_the_host_of_which_all_parameters_were_trained(
     sampling: Any, make_runner: Any, client: Any, pool: Any, running: Any
 ) -> None:
-    """Without room beside one of them, each is loaded when those before it are answered, also if it was published."""
+    """If host memory has space for one model, each model is loaded after the earlier ones are answered."""
     model, created = client.submit_create(0, rank=0)
     runner, paths, said = make_runner(model), [], [5, 9, 3, 7]
     async with running(runner.serve()):
@@ -314,7 +314,7 @@ async def test_a_cancelled_request_leaves_with_the_next_chunk(
     await until(lambda: len(pool.log) > chunks)
     first, second = pool.log[chunks - 1], pool.log[chunks]
     assert [one.request_id for one in first.admit] == [request]
-    # the one is told to leave in the very next chunk, the other never joins
+    # one leaves with the next chunk, and the other never joins
     assert (second.cancel, second.admit) == ((request,), ())
     assert pool.executor.batch == {}
     failed = await client.result(request)
@@ -338,7 +338,7 @@ async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: A
 
 
 class Shown:
-    """A mirror of a runner that keeps how it ended."""
+    """An observer that records how its runner ended."""
 
     def __init__(self) -> None:
         self.ends: list[str] = []
@@ -348,7 +348,7 @@ class Shown:
         self.samples.append(operation.request.id)
 
     def ended(self, state: str, text: str, *, over: bool) -> None:
-        assert not over  # another engine may go on with the run
+        assert not over  # another engine may continue the run
         self.ends.append(state)
 
 
@@ -412,7 +412,7 @@ async def test_samples_that_stream_are_told_chunk_by_chunk_and_others_are_not(
     silent = client.sample(sampler, max_tokens=10)
     said = [tokens(result) for result in await client.results(streaming, silent)]
 
-    def ended() -> bool:  # they are written beside the answer
+    def ended() -> bool:  # tokens may be written after the answer
         return sum(one.new.stop_reason is not None for one in client.journal.streams.after(seen)[0]) == 2
 
     await until(ended)
@@ -446,7 +446,7 @@ async def test_after_a_crash_the_same_tokens_are_told_again(sampling: Any, clien
     taken = sampling[0]._taken
     await until(lambda: not taken.ids)
     assert not taken.batch._suspects, "an answered request is suspected no more"
-    await until(lambda: written()[-1].stop_reason is not None)  # they are written beside the answer
+    await until(lambda: written()[-1].stop_reason is not None)  # tokens may be written after the answer
     listener = Listener()
     found = written()
     assert [new.start for new in found].count(0) == 2, "it began again"

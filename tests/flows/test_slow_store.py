@@ -1,4 +1,4 @@
-"""A store that takes its time: what is on its way there holds up no training step. Told by order, not by the clock."""
+"""Saves into a slow store delay no training step. The tests check the order, and not times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinkerflow.tasks.operations import SAVES
 
 @dataclass
 class Gate:
-    """A write into the store says that it arrived, and waits until the gate is opened; broken: then it fails."""
+    """A write into the store sets `arrived`, and waits for `opened`. broken: it then fails."""
 
     arrived: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)
@@ -45,7 +45,7 @@ def gate(context: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def serve(make_runner: Any, client: Any, running: Any) -> Callable[..., Any]:
-    """`await serve(stack, model, snapshots)`: the model has a runner of its own until the stack ends."""
+    """`await serve(stack, model, snapshots)`: the model has a runner until the stack ends."""
 
     async def serve(stack: AsyncExitStack, model: str, snapshots: SnapshotPolicy | None = None) -> None:
         runner = make_runner(model, client.journal.models.get(model, None).step, snapshots)

@@ -1,4 +1,4 @@
-"""More base models than worker groups: whose turn it is, and an engine with real worker processes that follows."""
+"""More base models than worker groups: the order of turns, and an engine with real worker processes."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_for_a_base_model_whose_host_is_lost_another_group_makes_room() -> None:
     assert turns.look(["b"], {"a"}, 9.5, {"b"}) == ([], [], [])  # one is enough
     turns = Turns(2, idle=5.0, turn=100.0)
     turns.look(["a", "b"], set(), 0.0)
-    assert turns.look(["a"], {"a"}, 200.0, {"b"}) == ([], [], [])  # nobody wants b any more
+    assert turns.look(["a"], {"a"}, 200.0, {"b"}) == ([], [], [])  # b has no requests now
     assert turns.look(["a", "b"], {"a"}, 201.0, {"b"}) == ([], [], ["a"])
 
 
 @dataclass
 class FakePool:
-    """A group that serves from the second look after its begin on, and has ended at the look after its release."""
+    """A group that serves from the second update after its begin, and has ended at the update after its release."""
 
     broken: bool = False
     ready: bool = False
@@ -122,7 +122,7 @@ class FakePool:
 
 
 class Bench:
-    """Base models with fake groups, looked at once a second."""
+    """Base models with fake groups, which are updated every second."""
 
     def __init__(self, names: str, places: int) -> None:
         self.pools = {name: FakePool() for name in names}
@@ -154,7 +154,7 @@ async def test_ten_base_models_share_three_groups() -> None:
         pass
     assert {name for name, pool in bench.pools.items() if pool.ready} == {"a", "b"}
 
-    # A cold one is told what it waits for from the first look on. Those that serve are told nothing.
+    # A base model without a group shows the reason from the first update on. Those that serve show none.
     bench.wants = ["a", "b", "c"]
     texts = []
     async for _ in bench.seconds(3):
@@ -162,7 +162,7 @@ async def test_ten_base_models_share_three_groups() -> None:
         assert bench.told["a"] is None and bench.told["b"] is None
     assert texts == ["its worker group is being started", None, None]
 
-    # All ten have something to do all the time: each has its turn, in order, and hears how many are before it.
+    # All ten always have work. Each has its turn, in order, and shows how many are before it.
     bench.wants = list(bench.pools)
     served: dict[str, int] = dict.fromkeys(bench.pools, 0)
     async for now in bench.seconds(600):
@@ -276,7 +276,7 @@ async def test_five_base_models_share_two_groups(
             return any(text.startswith(start) for text in told)
 
         async def train(client: Any, model: str) -> int:
-            """Have something to do all the time until only the end of a turn has made room; how many steps that is."""
+            """Submit steps without a pause until another base model has had a turn. Returns the number of steps."""
             waiting = [client.forward_backward(model, [7]), client.optim_step(model)]
             steps = 1
             while steps < 13 or not was_told("its worker group takes nothing new: "):

@@ -1,4 +1,4 @@
-"""Requests for models of which all parameters were trained: few models at a time, and owners in turns."""
+"""Requests for full-parameter models: few models at a time, and owners share fairly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tinkerflow.tasks.execution.full_model_queue import FullModelQueue
 
 
 class Line:
-    """Requests that go on until they are told to end."""
+    """Requests that run until the test ends them."""
 
     def __init__(self, turns: FullModelQueue) -> None:
         self.turns, self.begun = turns, list[str]()
@@ -17,7 +17,7 @@ class Line:
         self.ends: dict[str, asyncio.Event] = {}
 
     async def ask(self, *names: str, owner: str = "a") -> None:
-        """Each is called by its weights and a number."""
+        """Submit requests. The name of each is its weights and a number."""
         for name in names:
             self.ends[name] = asyncio.Event()
             self.tasks[name] = asyncio.create_task(self._run(name, owner))
@@ -29,7 +29,7 @@ class Line:
             await self.ends[name].wait()
 
     async def end(self, *names: str) -> list[str]:
-        """Those that begin then."""
+        """End requests. Returns the requests that begin then."""
         before = len(self.begun)
         for name in names:
             self.ends[name].set()

@@ -125,7 +125,7 @@ def test_a_failure_names_what_happened(
         assert outcome.effects[0] == ModelEnded(model, ModelState.LOST, "adapter gone")
 
 
-# ------------------------------------------------------------------ what operations work with
+# ------------------------------------------------------------------ the context of operations
 async def test_a_journal_that_is_away_is_read_again(context: Any) -> None:
     away = 2
 
@@ -186,7 +186,7 @@ async def test_an_execution_knows_when_it_began_and_whether_it_changes_the_model
     await asyncio.gather(sent, other, return_exceptions=True)
 
 
-# ------------------------------------------------------------------ who is blamed for the end of a worker group
+# ------------------------------------------------------------------ blame for the end of a worker group
 @pytest.fixture
 def request_(context: Any, client: Any) -> Any:
     """A request that was being executed."""

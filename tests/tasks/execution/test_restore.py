@@ -1,4 +1,4 @@
-"""A model made again in another worker group, with a real journal and store and the unigram model."""
+"""A model is restored in another worker group, with a real journal and store and the unigram model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_model_is_made_again_as_its_answers_left_it(
     client.forward_backward(model, [9])
     await execute(model)
     before = state(pool, model)
-    client.optim_step(model)  # not executed: it is no part of what is restored
+    client.optim_step(model)  # never executed, so the restored model does not include it
     pool.die()
     restored = await restore(context.bound_to(pool.generation), model, OPERATIONS)
     assert state(pool, model) == before

@@ -27,9 +27,9 @@ def test_a_detached_save_is_listed_until_it_ends(state: SaveState) -> None:
     ("end", "answered", "unstored"),
     [
         (SaveState.STORED, True, False),
-        (SaveState.FAILED, False, False),  # its client knows, and nobody samples it
+        (SaveState.FAILED, False, False),  # its client has the error, and no sampler uses it
         (SaveState.FAILED, True, True),  # its weights must stay in the worker group
-        (SaveState.LOST, False, False),  # it begins anew
+        (SaveState.LOST, False, False),  # it starts over
         (SaveState.LOST, True, True),
     ],
 )

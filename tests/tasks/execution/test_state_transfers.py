@@ -1,4 +1,4 @@
-"""Which of the two ways a state goes (whole, with commands, or as names, part by part); how snapshots are taken."""
+"""States travel with commands, or each process reads and writes its part. Recovery snapshots are taken."""
 
 from __future__ import annotations
 
