@@ -1,4 +1,4 @@
-"""The `tinkerflow` command: it prints the overview, or starts a command."""
+"""The `tinkerflow` command, which prints the overview or starts a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tinkerflow doctor`: check everything that a deployment needs, and say what is found and what to do about it.
+"""`tinkerflow doctor`: check everything that a deployment needs, and print each finding with its remedy.
 
 The checks read the database, and never make or upgrade it.
 """
@@ -75,7 +75,8 @@ def check_data_dir(settings: Settings) -> str:
 def check_devices(settings: Settings, nvidia: str = "nvidia-smi") -> str:
     """JAX's version and this host's devices, found without JAX: a device opened here would be taken from the workers.
 
-    nvidia: the program that lists NVIDIA's devices. UserError when devices are missing, or what JAX needs to use them.
+    nvidia: the program that lists NVIDIA's devices. UserError when devices are missing, or software that JAX needs to
+    use them.
     """
     expects, jax = expected(settings.platform, os.environ), f"jax {version('jax')}"
     if expects == "cpu":
@@ -105,7 +106,7 @@ def check_journal(settings: Settings) -> str:
 
 
 def check_processes(settings: Settings, clock: Clock | None = None) -> str:
-    """Last heartbeat of each part, what groups wait for, and how many requests a lost group was executing."""
+    """Last heartbeat of each part, the reasons why groups wait, and the requests that a lost group was executing."""
     with opened_journal(settings) as journal:
         if journal is None:
             return _NO_DATABASE
@@ -175,7 +176,7 @@ def check_base_models(settings: Settings) -> str:
 
 
 def check_compiled(settings: Settings) -> str:
-    """How far each base model's compilation is, and what the compilation cache holds."""
+    """The progress of each base model's compilation, and the size of the compilation cache."""
     with opened_journal(settings) as journal:
         models = [] if journal is None else journal.base_models.all()
     lines = [f"{m.name}: {_compile_status(m.compile_status)}" for m in models if m.compile_status]

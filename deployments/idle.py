@@ -1,6 +1,6 @@
 """Releasing worker processes while no request needs them, so that others have the devices.
 
-The engine goes on without them, as after the loss of its hosts: a request waits, and says what for. It is in the
+The engine goes on without them, as after the loss of its hosts: a request waits, and reports the reason. It is in the
 journal, where it is seen here, and the processes are started again. Models are restored as after a lost group.
 """
 

@@ -18,8 +18,8 @@ from tinkerflow.backend.settings import Settings
 def setting(name: str, remark: str = "", *, default: str = "") -> Any:
     """An option for the setting `name`.
 
-    remark: what the setting's description does not say. default: what the help says in place of the setting's own
-    default, for a command that has another one.
+    remark: text in addition to the setting's description. default: the default that the help shows, for a command whose
+    default is not the setting's.
     """
     field = Settings.model_fields[name]
     default = default or ("" if field.default in ("", ()) else str(field.default))
@@ -53,7 +53,7 @@ def print_wide(table: Table) -> None:
 def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str:
     """The error as a line for people: the place, the value and the rule of each wrong value.
 
-    model: whose parameters they are, to suggest a name in place of an unknown one.
+    model: the owner of the parameters, to suggest names for unknown ones.
     """
     return "; ".join(_explain(wrong, model) for wrong in error.errors(include_url=False))
 

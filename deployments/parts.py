@@ -55,7 +55,7 @@ def run_worker_part(settings: Settings, group: str, processes: int) -> None:
 
 
 def with_base_models(settings: Settings) -> Settings:
-    """The settings with the folder of the embedded model in place of its alias, and with it if no model is named.
+    """The settings with the folder of the embedded model instead of its alias. It is also the default base model.
 
     The embedded model is made in the data dir first.
     """

@@ -1,4 +1,4 @@
-"""Pig latin, the quickstart's lesson: three phrases that a model has learnt when it says them exactly."""
+"""Pig latin, the quickstart's lesson: three phrases that a trained model repeats exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Lesson:
 
     @property
     def completion(self) -> str:
-        """What it should answer; the newline says that the answer is over."""
+        """The expected answer; the newline ends it."""
         return f" {self.pig_latin}\n"
 
 

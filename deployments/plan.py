@@ -55,9 +55,8 @@ class ServicePlan:
 def plan_service(settings: Settings, base_model: str, topology: str, *, rank: int) -> ServicePlan:
     """The plan that a service with these settings would make.
 
-    base_model: as of `find_model`. topology: such as "v6e:2x4" or "h100:8". rank: of adapters. UserError names a
-    device, a shape or a config that is unknown, a mesh that does not fit the devices, a rank or a context out of range,
-    and a model that does not fit.
+    base_model: as of `find_model`. topology: such as "v6e:2x4" or "h100:8". rank: of adapters. UserError names an
+    unknown device, shape or config, a wrong mesh, a rank or context out of range, or a model without room.
     """
     target = parse_topology(topology)
     cfg = parse_config(read_object(find_model(base_model, [CONFIG]) / CONFIG, base_model), name=base_model)
@@ -74,7 +73,7 @@ def plan_service(settings: Settings, base_model: str, topology: str, *, rank: in
 
 
 def describe_plan(plan: ServicePlan) -> str:
-    """The plan in lines of text: what fits, and how fast training and decoding can be at most."""
+    """The plan in lines of text: the sizes that fit, and upper bounds of the speed of training and decoding."""
     cfg, config, target, memory = plan.cfg, plan.config, plan.target, plan.memory
     assert memory.uses is not None  # an accelerator
     undivided = replace(config, fsdp=1, tensor=1, expert=1)

@@ -19,7 +19,7 @@ _BEGIN = "deployments: # below this line: python -m tinkerflow.deployments.prefe
 
 
 def rewritten(file: Path) -> str:
-    """The text of a file whose deployments are made anew; all above them stays."""
+    """The text of a file with new deployments; the part above them stays."""
     head = file.read_text(encoding="utf-8").partition(_BEGIN)[0]
     on_kubernetes = file.name == "prefect-kubernetes.yaml"
     return head + _BEGIN + "\n".join(_entry(pipeline, on_kubernetes) for pipeline in pipelines().values())

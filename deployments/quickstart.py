@@ -40,7 +40,7 @@ SHOWN_SECONDS = 60.0  # how long the flow run may take to be seen in Prefect
 def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = STEPS, stay: bool = False) -> bool:
     """Fine-tune on `LESSONS` and print where the run can be seen.
 
-    data_dir: for what the service keeps; default: a scratch folder. steps: of the optimizer. stay: keep serving after
+    data_dir: the service's data; default: a scratch folder. steps: of the optimizer. stay: keep serving after
     the lesson, until Ctrl-C. Returns whether the loss fell and the model then gives every answer exactly.
     """
     learnt, page = False, ""
@@ -65,7 +65,7 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
 
 
 def _progress(status: Status) -> Callable[[str], None]:
-    """Shows the lines of a service's parts in place of one another; the line of the ready service stays."""
+    """Shows the newest line of a service's parts; the line of the ready service stays."""
 
     def report(line: str) -> None:
         if line.startswith("ready:"):

@@ -1,4 +1,4 @@
-"""`tinkerflow run`: one run of a pipeline, now, in this process, with a progress bar."""
+"""`tinkerflow run`: a run of a pipeline, now, in this process, with a progress bar."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def run(
 
     console: where to print. pipeline: its name. config: a YAML file with its parameters; the service at TINKER_BASE_URL
     does the work. example: instead of `config`, use our example on a service that is started for it. changes: values
-    that replace those of the file, as `training.steps=10`. data_dir: for what a started service and a started Prefect
-    server store; default: a scratch folder for the example, else the setting.
+    that replace those of the file, as `training.steps=10`. data_dir: of a started service and Prefect server; default:
+    a scratch folder for the example, else the setting.
 
     Raises UserError unless one of config and example is given.
     """
@@ -97,7 +97,7 @@ def dim_lines(console: Console) -> Callable[[str], None]:
 
 
 def print_line(console: Console, line: str) -> None:
-    """Print a line that people copy from: it is not folded, and nothing in it is coloured."""
+    """Print a line for copying, without folds and colors."""
     console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -175,7 +175,7 @@ def _answers(url: str) -> bool:
 
 
 def _import() -> None:
-    """Import what a run needs; it takes some seconds."""
+    """Import the modules that a run needs, which takes some seconds."""
     for module in ("tinkerflow.flows.pipelines.sft", "tinker", "transformers.tokenization_utils_tokenizers"):
         import_module(module)
 
@@ -193,7 +193,7 @@ def _make_student_and_teacher(console: Console, values: dict[str, Any], prefect:
 
 
 def _result(state: State[BaseModel]) -> dict[str, Any]:
-    """The result of a run; raises the error with which it failed."""
+    """The result of a run; raises the error of a failed run."""
     return asyncio.run(state.aresult()).model_dump()
 
 
@@ -220,7 +220,7 @@ def run_and_show(
 
 
 def _show_failure(console: Console, name: str, state: State[BaseModel]) -> None:
-    """Print why a run did not complete: one line for an error that a person can fix, otherwise the traceback too."""
+    """Print the error of a run in a line, with the traceback unless a person can fix it."""
     error = state.data if isinstance(state.data, Exception) else None
     if error is not None and not isinstance(error, TinkerflowError):
         console.print("".join(traceback.format_exception(error)), highlight=False)

@@ -1,9 +1,9 @@
 """`tinkerflow serve`: run the deployments of a prefect.yaml on this machine, by their schedules, with no work pool.
 
-The file decides what is executed, and the Prefect server only when and with which parameters. The flows are loaded
-from the file's entry points when `serve` starts, and run in processes of their own. Pull steps, other entry points and
-job variables that somebody gave a deployment on the server are not executed: such runs fail. Parameters can name only
-rewards and environments that the file names.
+The file defines the flows; the Prefect server defines only their times and parameters. The flows are loaded
+from the file's entry points when `serve` starts, and run in processes of their own. A run fails if its deployment got
+pull steps, another entry point or job variables on the server. Parameters can name only rewards and environments that
+the file names.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def read_tag_limits(file: Path) -> dict[str, int]:
 
 
 def read_allowed_code(file: Path) -> list[str]:
-    """The import paths that parameters may name: those in the file's deployments, and in its list `allowed_code`.
+    """The import paths that parameters may name, from the file's deployments and its list `allowed_code`.
 
     Raises UserError when `allowed_code` is not a list of import paths.
     """
@@ -122,7 +122,7 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
     """Serve until SIGTERM or Ctrl-C: at most `limit` flow runs at the same time, each in its own process.
 
     The end cancels the runs that are running, and pauses the schedules until the deployments are served again. The
-    Prefect server is the one at PREFECT_API_URL, or else the one of the data dir, for which it waits `start_deadline`.
+    Prefect server is at PREFECT_API_URL, or else it is the data dir's. In that case `start_deadline` bounds the wait.
     """
     prefect = wait_for_prefect(lambda: server_for_clients(settings.data_dir, os.environ), settings.start_deadline)
     os.environ |= prefect.environment | {MAY_IMPORT: " ".join(read_allowed_code(file))}
@@ -146,7 +146,7 @@ async def _serve(file: Path, results: str, limit: int) -> None:
         print(f"serving {served}{note}", flush=True)
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
-    await asyncio.sleep(0)  # by now the runner has set its own handler, which would raise in the middle of a step
+    await asyncio.sleep(0)  # the runner has set its own handler, which would raise in the middle of a step
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, asked.set)
     await asyncio.wait((working, asking), return_when=asyncio.FIRST_COMPLETED)
@@ -180,7 +180,7 @@ async def ensure_automations(wanted: Sequence[AutomationCore]) -> list[str]:
 
 
 async def ensure_results(url: str) -> dict[str, str]:
-    """Register a folder, local or at any fsspec URL, for the results of flows; the variables with which runs use it.
+    """Register a folder (a path or any fsspec URL) for the results of flows; return the variables that runs need.
 
     Each flow run has a JSON file there. Results of tasks are not stored: see `tinkerflow.tasks.pipelines.progress`.
     """
@@ -219,7 +219,7 @@ def _schedule(wanted: dict[str, Any]) -> Schedule:
 
 
 def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]:
-    """The flow of a deployment, and the arguments with which Prefect's runner takes it (`Runner.aadd_flow`).
+    """The flow of a deployment, and its arguments for `Runner.aadd_flow` of Prefect.
 
     Raises UserError when a schedule is wrong, or a parameter of one of our pipelines.
     """

@@ -1,4 +1,4 @@
-"""`tinkerflow status`: what serves a data dir, and its work."""
+"""`tinkerflow status`: the service of a data dir, and its work."""
 
 from __future__ import annotations
 

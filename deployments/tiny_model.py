@@ -1,6 +1,6 @@
 """A tiny Qwen3-architecture model and its tokenizer, made here from a seed: something to train with nothing downloaded.
 
-Its weights are random, so it says nonsense until it is trained; it is large enough to learn a few sentences by heart.
+Its weights are random, so it generates nonsense before training. It is large enough to memorize a few sentences.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _weights() -> dict[str, Floats]:
     """Random weights by Hugging Face name, drawn in this order from one seeded stream.
 
     Uniform, not normal: its float32 values are exact arithmetic, so they do not depend on a C library. A spread of
-    1/sqrt(in) keeps activations of size one; what goes to the residual stream is smaller, by the number of additions.
+    1/sqrt(in) keeps activations of size one. Outputs to the residual stream are divided by the number of additions.
     """
     stream = np.random.Generator(np.random.PCG64(SEED))
 

@@ -91,7 +91,7 @@ class Stack:
 
     @property
     def ready_line(self) -> str:
-        """The one line that says that requests can be served."""
+        """The line that announces a service that is ready."""
         return f"ready: {self.api_url}  prefect: {self.prefect_url or 'off'}"
 
     @property

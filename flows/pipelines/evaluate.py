@@ -1,4 +1,4 @@
-"""The pipeline `evaluate`: scores of weights beside others, or beside a champion, on rows with answers."""
+"""The pipeline `evaluate`: scores of weights, compared with other weights or a champion, on rows with answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE = "base model"
 
 
 class EvaluationResult(BaseModel):
-    """Scores by name: `weights`, and those that were compared: `against`, the `champion`, or the `base model`."""
+    """Scores by name: `weights`, and the compared `against`, `champion` or `base model`."""
 
     scores: dict[str, Scores]
 
@@ -74,7 +74,7 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
 
 
 async def show_scores(artifacts: RunArtifacts, scores: Mapping[str, Scores]) -> None:
-    """Make a table of the scores, and one of the first answers of each candidate beside the expected answers."""
+    """Make a table of the scores, and a table of the first answers of each candidate with the expected answers."""
     rows = [
         {"of": name, "weights": s.weights, "loss": s.loss, "exact match": s.exact_match, "rows": s.rows}
         for name, s in scores.items()

@@ -75,8 +75,8 @@ def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
 async def train(run: PreparedRun, data: str, recipe: Recipe) -> TrainingResult:
     """Make all steps, in segments; steps that an earlier run of the same name has made are not made again.
 
-    data: digest of what is learnt from. Raises StoppedError when somebody asks to stop: what is done is recorded and
-    saved by then.
+    data: digest of the training data. Raises StoppedError after a request to stop. All steps are then recorded and
+    saved.
     """
     parameters, name = run.parameters, run_name(run.parameters)
     training = parameters.training
@@ -160,7 +160,7 @@ async def _export(trainer: Trainer, step: int) -> str:
 
 
 def _plan(run: PreparedRun, data: str) -> str:
-    """A digest of all that decides the outcome, without names, places, and what is only looked at on the way."""
+    """A digest of everything that affects the outcome: not of names, places and mere observations."""
     decides = run.parameters.model_dump(
         mode="json", exclude={"name", "connection", "work", "resume", "samples", "data", "held_out"}
     )

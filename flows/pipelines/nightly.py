@@ -34,8 +34,8 @@ class NightlyResult(BaseModel):
 async def nightly(parameters: NightlyParameters) -> NightlyResult:
     """Train, and promote the result when it beats the champion, or the base model when there is none.
 
-    Data that does not pass its check fails the run before anything is trained; the champion stays, and the artifact
-    `report` says so.
+    Data that does not pass its check fails the run before training. The champion stays, and the artifact `report` has
+    the reason.
     """
     work_url = parameters.work_url
     artifacts = RunArtifacts(f"nightly-{parameters.name}")
@@ -76,7 +76,7 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
 
 
 async def _approved(question: str, scores: Mapping[str, Scores], hours: float) -> tuple[bool, str]:
-    """Whether a person approves, and what the report says of that. The form shows all candidates' first answers."""
+    """Whether a person approves, and the report's line about it. The form shows all candidates' first answers."""
     rows = [
         " | ".join(cell(text) for text in (first.prompt, *(one.samples[i].answer for one in scores.values())))
         for i, first in enumerate(next(iter(scores.values())).samples)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import tinker
 
 Floats = npt.NDArray[np.float64]
-_HELD_OUT = 2**32 - 1  # in the seeds of held-out samples, in place of the number of a training step
+_HELD_OUT = 2**32 - 1  # in the seeds of held-out samples, instead of the number of a training step
 
 
 def group_centred(rewards_G: Sequence[float], *, by_deviation: bool = False) -> Floats:
@@ -53,7 +53,7 @@ def kl_advantages(gaps: Sequence[Floats], coefficient: float) -> list[Floats]:
 class RlRecipe:
     """Learn from the model's own samples: by rewards, by another model's log probabilities, or both.
 
-    A step samples with the current weights and learns from the samples at once; see `trainer.Recipe`. The loss is
+    A step samples with the current weights and immediately learns from the samples; see `trainer.Recipe`. The loss is
     divided by the number of sampled tokens, so the size of a step does not depend on their number.
 
     rows: the prompts. rollouts: how conversations go. other: the model that every sampled token is compared with. kl:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class SftRecipe:
     """Learn the answers' tokens by cross entropy, averaged over the batch; see `trainer.Recipe`.
 
-    examples: what is learnt, in the order of the data. held_out_examples: their loss is measured after each segment.
+    examples: the training data, in the order of the rows. held_out_examples: their loss is measured after each segment.
     """
 
     run: PreparedRun

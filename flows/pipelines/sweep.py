@@ -1,4 +1,4 @@
-"""The pipeline `sweep`: one fine-tune for each point of a grid, some at the same time; an evaluation names the best."""
+"""The pipeline `sweep`: a fine-tune for each point of a grid, and an evaluation that finds the best."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SweepResult(BaseModel):
 @flow(name="sweep", flow_run_name="sweep {parameters.name}")
 @cancellable
 async def sweep(parameters: SweepParameters) -> SweepResult:
-    """Fine-tune with every combination of the grid's values, score all on the held-out rows, and say which is best.
+    """Fine-tune with every combination of the grid's values, score all on the held-out rows, and report the best.
 
     Each point is a flow run `sft` of its own. A retry, or a run with the same `resume`, trains only what is not done.
     """
@@ -154,7 +154,7 @@ async def _show(
 ) -> None:
     """Make the artifacts of a sweep: all points as a table and as a picture, and a page about the best point.
 
-    artifacts: those of this run. grid: all points. trained, scores: by label of the points that were trained; scores
+    artifacts: of this run. grid: all points. trained, scores: by label of the points that were trained; scores
     also of the base model. best: the label of the best point.
     """
     rows = [

@@ -1,6 +1,6 @@
 """The steps of fine-tuning pipelines: clients of our API through the `tinker` SDK, apart from the engine's operations.
 
-Steps of a flow are Prefect tasks; tests and notebooks call their `.fn`. Between steps go only names of what is in the
+Steps of a flow are Prefect tasks; tests and notebooks call their `.fn`. Steps exchange only names of objects in the
 work folder or on the server, never data. The names below do not import Prefect.
 """
 

@@ -42,7 +42,7 @@ class RunArtifacts:
     """
 
     def __init__(self, prefix: str, clock: Clock | None = None) -> None:
-        """`prefix`: `<pipeline>-<name>`. clock: tells when the progress may be written again."""
+        """`prefix`: `<pipeline>-<name>`. clock: limits how often the progress is written."""
         self._prefix = prefix
         self._clock = clock or SystemClock()
         self._made: dict[str, UUID] = {}

@@ -34,7 +34,7 @@ LOOK_SECONDS = 2.0
 
 
 class StoppedError(Exception):
-    """The run has stopped because somebody asked it to; the message says after which step."""
+    """The run has stopped on request; the message names the last step."""
 
 
 class Control:
@@ -70,7 +70,7 @@ class Control:
         return not self._go.is_set()
 
     def stop(self) -> None:
-        """Ask the run to stop; this also ends a pause."""
+        """Request the run to stop; this also ends a pause."""
         self._stop.set()
         self._go.set()
         for part in self._parts:

@@ -1,4 +1,4 @@
-"""Curves as an SVG picture: one panel for each metric, steps from left to right."""
+"""Curves as an SVG picture, with a panel for each metric and steps from left to right."""
 
 from __future__ import annotations
 

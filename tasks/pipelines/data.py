@@ -43,8 +43,9 @@ class Use:
     """What a pipeline does with the rows of a data set.
 
     name: of the pipeline. schemas: the schemas that it takes. max_tokens: longest sequence, or longest prompt. learns:
-    it trains on (or scores) the answers of rows; otherwise it uses their prompts, and samples answers. extra: the other
-    fields that it uses; None = all. answer_tokens: longest sampled answer, which shares the context with its prompt.
+    the pipeline trains on (or scores) the answers of rows. Otherwise it uses prompts, and samples answers. extra: the
+    other fields that it uses; None = all. answer_tokens: longest sampled answer, which shares the context with its
+    prompt.
     """
 
     name: str
@@ -120,7 +121,7 @@ class ReadRows:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Rows as sequences: those of all rows one after another, and `counts`: how many each row has.
+    """Rows as sequences, one after another. `counts` is the number of sequences of each row.
 
     errors: index of a row -> why it has no tokens. too_long: sequences that were left out.
     """
@@ -315,7 +316,7 @@ def refuse_bad(source: DataSource, report: DataReport) -> None:
 
 
 def load_rows(work_url: str, report: DataReport) -> list[Row]:
-    """The good rows that a check stored, without those of which every sequence is too long."""
+    """The good rows that a check stored. Rows without a sequence that is short enough are omitted."""
     work = open_work(work_url)
     tokenized = Tokenized.unpack(work.read(_tokens_key(report.tokenized)))
     counts = [count for i, count in enumerate(tokenized.counts) if i not in tokenized.errors]

@@ -1,4 +1,4 @@
-"""Forward passes of a model that is trained: what it thinks of given answers, without learning from them."""
+"""Forward passes of a model in training: its log probabilities of given answers, without learning from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def answer_logprobs(
 async def _forward(
     client: tinker.TrainingClient, examples: Sequence[TokenizedExample]
 ) -> AsyncIterator[tuple[Sequence[TokenizedExample], tinker.ForwardBackwardOutput]]:
-    """Cross entropy of BATCH examples at a time, all requested at once; each part with its output, in order."""
+    """Cross entropy of BATCH examples at a time, requested concurrently; yields each part with its output."""
     parts = [examples[i : i + BATCH] for i in range(0, len(examples), BATCH)]
     futures = [client.forward([example.datum() for example in part], "cross_entropy") for part in parts]
     for part, future in zip(parts, futures, strict=True):

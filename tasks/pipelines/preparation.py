@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class PreparedRun:
     """A run whose data passed its checks.
 
-    base: samples from the base model. renderer: makes tokens of rows. work_url: the work folder. artifacts: what people
-    see of the run. reports: of the data sets `data` and, when it is given, `held_out`.
+    base: samples from the base model. renderer: makes tokens of rows. work_url: the work folder. artifacts: the run's
+    page for people. reports: of the data sets `data` and, when it is given, `held_out`.
     """
 
     pipeline: str

@@ -1,4 +1,4 @@
-"""Rows from what people thought of answers: the data source `journal://`.
+"""Rows from people's ratings of answers: the data source `journal://`.
 
     journal://?rated=true&since=7d            the server of TINKER_BASE_URL, or of this machine
     journal://BLOCK?rated=true&since=2026-01-31    the server of a Tinkerflow Connection block

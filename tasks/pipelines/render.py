@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Format = Literal["chat", "text"]
 SpecialTokens = Literal["text", "tokens"]
 _VERSION = "2"  # of the rules below; part of the cache's keys
-_MARK = re.compile("\ufdd0(\\d+)\ufdd1")  # stands for a special token in a text; these code points are not characters
+_MARK = re.compile("\ufdd0(\\d+)\ufdd1")  # stands for a special token in a text; the two code points are not characters
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TokenizedExample:
 
 
 class Renderer:
-    """A tokenizer with the rules by which conversations become tokens.
+    """A tokenizer with the rules that turn conversations into tokens.
 
     Format chat: the tokenizer's chat template. Format text, for models without a template: the messages' texts one
     after another, then the end-of-text token.
@@ -225,7 +225,7 @@ class Renderer:
         return str(text)
 
     def _for_template(self, message: Message) -> dict[str, Any]:
-        """The message under the names that templates have; they differ in their name for reasoning."""
+        """The message under the names of templates, which differ in their name for reasoning."""
         shown: dict[str, Any] = {key: value for key, value in message.items() if key != "weight"}
         if "reasoning_content" in message:
             shown["thinking"] = message["reasoning_content"]

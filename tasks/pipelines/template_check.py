@@ -1,7 +1,7 @@
 """Fields of rows that a chat template does not show: training would drop them in silence, so the row is refused.
 
-A template is a program, so the check runs it: each text of a conversation is replaced by a unique mark, and a mark that
-is absent from the rendered text belongs to a field that the template may drop.
+A template is a program, so the check runs it with each text of a conversation replaced by a unique mark. A mark that is
+absent from the rendered text belongs to a field that the template may drop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training in segments: some steps, then a saved state and a record of it, from which any process can go on."""
+"""Training in segments: some steps, then a saved state and its record. Any process can continue from the record."""
 
 from __future__ import annotations
 
@@ -66,15 +66,14 @@ class Lineage:
 class Trainer:
     """A model being trained, and the record of its training. After any failure it is opened again at the last record.
 
-    Steps that a lost process made after the last record are in no later weights: they changed an adapter that nobody
-    uses any more.
+    Steps of a lost process after the last record are in no later weights: their adapter is not used any more.
     """
 
     def __init__(self, run: PreparedRun, recipe: Recipe, progress: RunProgress, lineage: Lineage) -> None:
         """Keep the parts; nothing is requested from the server yet.
 
-        run: its parameters and its connection. recipe: makes the steps. progress: the record of this run. lineage: what
-        checkpoints say about their origin.
+        run: its parameters and its connection. recipe: makes the steps. progress: the record of this run. lineage: the
+        origin that checkpoints record.
         """
         self.run = run
         self.training = run.parameters.training
@@ -107,7 +106,7 @@ class Trainer:
         self._live = (step, self._live[1])
 
     def drop(self) -> None:
-        """Forget the live model: it may have made steps that are not counted."""
+        """Forget the live model, which may have made uncounted steps."""
         self._live = None
 
     def params(self, step: int) -> tinker.AdamParams:
@@ -144,7 +143,7 @@ async def train_segment(
 ) -> SegmentRecord | None:
     """Make the steps first_step..last_step (counted from 1), measure, save the state, and record the segment.
 
-    trainer: the model and its record. control: says whether somebody asks to stop. on_step: gets the metrics of each
+    trainer: the model and its record. control: reports requests to stop. on_step: gets the metrics of each
     step. When somebody asks to stop, the segment ends with the current step and measures nothing; None when no step was
     made. A failure leaves nothing behind: the same call makes the steps again, on the state before them.
     """
@@ -180,7 +179,8 @@ async def _steps(
 ) -> list[StepMetrics]:
     """Make the steps `first` to `last`, or until somebody asks to stop; submitted steps are always awaited.
 
-    trainer: learning rates and recipe. client: the model before the step `first`. control: says when to stop or pause.
+    trainer: learning rates and recipe. client: the model before the step `first`. control: reports requests to stop or
+    pause.
     on_step: gets the metrics of each step.
     """
     made: list[StepMetrics] = []

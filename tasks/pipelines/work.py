@@ -1,4 +1,4 @@
-"""The work folder: what pipelines store between runs, at any URL that `backend/store` can write (file, gs, memory).
+"""The work folder, where pipelines store data between runs, at any URL of `backend/store` (file, gs, memory).
 
     data/<digest>.jsonl           rows that passed their check
     quarantine/<digest>.jsonl     rows that failed it, each with its error
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @cache
 def open_work(url: str) -> Blobs:
-    """The work folder at `url`; one object per URL and process."""
+    """The work folder at `url`; each process has a single object per URL."""
     from tinkerflow.backend.store.blobs import open_blobs  # here: checks of parameters and rows need no store
 
     return open_blobs(url)

@@ -1,4 +1,4 @@
-"""The attackers of attacks.py: a process with some projects, each of which repeats one trick."""
+"""The attackers of attacks.py: a process with some projects; each project repeats a single trick."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from tinkerflow.backend.settings import Settings
 PROJECTS = 20
 PROCESSES = 4  # of attackers
 HEARTBEAT_SECONDS = 0.5
-API_BYTES = 1500 * 2**20  # what is resident at once, with the default of max_body_bytes
+API_BYTES = 1500 * 2**20  # the memory that is resident at the same time, with the default of max_body_bytes
 SHARE = 0.5 / (PROJECTS + 1)  # of the samples without attackers: half of an equal share, as the cores are shared, too
 
 
@@ -53,7 +53,7 @@ class Bystander:
         return self._http.post(f"/api/v1/{path}", json=body).raise_for_status().json()
 
     def measure(self, seconds: float) -> tuple[list[float], list[float]]:
-        """Seconds of each heartbeat, and of each sample, in this time. Samples go on beside heartbeats."""
+        """Seconds of each heartbeat, and of each sample, in this time. Samples continue during heartbeats."""
         beats, samples, end = list[float](), list[float](), time.perf_counter() + seconds
 
         def beat() -> None:

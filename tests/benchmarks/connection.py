@@ -14,7 +14,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Connection:
-    """One HTTP/1.1 connection, kept alive; as little client as possible beside the server on the same cores."""
+    """One HTTP/1.1 connection, kept alive. The client is small, because it shares the cores with the server."""
 
     def __init__(self, port: int, key: str = KEY) -> None:
         self._port, self._key = port, key

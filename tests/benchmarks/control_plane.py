@@ -1,4 +1,4 @@
-"""What a request costs beside the mathematics: round trips through the SDK on the tiny model.
+"""The cost of a request without the mathematics: round trips through the SDK on the tiny model.
 
     python -m tests.benchmarks.control_plane [--base-url URL --server-pid PID] [--repeat 50]
 

@@ -1,4 +1,4 @@
-"""The sampler of this tree beside that of another one, without a server: CPU-milliseconds a token that is made.
+"""The samplers of this tree and of another one, without a server, in CPU-milliseconds per generated token.
 
     python -m tests.benchmarks.decoding [--against TREE] [--cases burst,one,mixed,group,closed] [--repeat 3] [--profile]
 
@@ -12,7 +12,7 @@ the CPU time of the process that computes. TREE is a checkout whose `.package` f
     group   8 samples of 16 tokens of one prompt of 2,000 tokens, and the prompt tokens that were computed for them
     closed  8 users whose next prompt follows their last answer, of mixed lengths, beside 8 x (50 + 64) at once
 
-With --profile one more round says which operations of XLA the time went to, by their names without numbers.
+With --profile, a further round shows the time of XLA's operations, by their names without numbers.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ TOKENS = [1 + i % 200 for i in range(24)]
 
 @dataclass
 class Tenant:
-    """A client that trains and samples: the loss of each round, when each round ended, what was sampled."""
+    """A client that trains and samples: the loss, the end and the samples of each round."""
 
     url: str
     rounds: int

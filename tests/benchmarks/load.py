@@ -1,13 +1,13 @@
-"""Hundreds of tenants on several API replicas, one engine and Postgres: what a request waits for, and what it costs.
+"""Hundreds of tenants on several API replicas, one engine and Postgres: the waits and the cost of a request.
 
     python -m tests.benchmarks.load [--tenants 200] [--seconds 600] [--apis 2] [--rate 0.05]
 
 Each tenant is a project with a key. Tenants arrive as a Poisson process in the first fifth of the time. Two of three
 train on data (SFT), the others sample from published weights and train on a sample (RL). Their pauses are exponential,
-`--rate` of them a second; nine of ten end with one step (or one sample), the tenth with eight at once. Tenants speak
-the protocol over plain sockets: the SDK would take more of the machine than the service. They, and the balancer, share
-the cores with the service, and their times count their own delays. Prints latencies, CPU by part and operation, and
-memory over time. RESULTS.md keeps the output.
+`--rate` of them a second. After nine of ten pauses a tenant sends a step (or a sample), after the tenth eight
+concurrent ones. Tenants speak the protocol over plain sockets: the SDK would take more of the machine than the service.
+They, and the balancer, share the cores with the service, and their times count their own delays. Prints latencies, CPU
+by part and operation, and memory over time. RESULTS.md keeps the output.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Tenant:
             await connection.post("session_heartbeat", {"session_id": self._session})
 
     async def _train(self, steps: int, tokens: list[int] | None = None) -> None:
-        """So many steps, submitted at once."""
+        """`count` steps, submitted concurrently."""
         waiting = []
         for _ in range(steps):
             batch = tokens or [self._random.randrange(8, 1000) for _ in range(_TOKENS)]

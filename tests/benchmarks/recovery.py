@@ -29,7 +29,7 @@ _MARKS = {
 
 
 def main() -> None:
-    """Print one line per kill, and what a snapshot costs a step."""
+    """Print a line per kill, and the cost of a snapshot for a step."""
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder)

@@ -22,11 +22,11 @@ from tinkerflow.backend.supervise.processes import free_port, tail
 START_SECONDS = 600.0
 _RIGHTS = () if os.getuid() == 0 else ("--map-root-user",)
 _ELSEWHERE = ("unshare", "--uts", *_RIGHTS, "sh", "-c", 'hostname "$0" && exec "$@"')
-READY = "ready\n"  # what a part says when it serves
+READY = "ready\n"  # the output of a part that serves
 
 
 class Part:
-    """A part of the service as a process, from its start until it says that it serves, or waits to."""
+    """A part of the service as a process, from its start until it reports that it serves, or that it stands by."""
 
     def __init__(
         self, name: str, number: int, environment: Mapping[str, str], log_dir: Path, *options: str, apart: bool = False
@@ -115,7 +115,7 @@ class Replicas:
     def __init__(
         self, data_dir: Path, database_url: str, settings: Mapping[str, str], *, apis: int, apart: bool
     ) -> None:
-        """Nothing runs but the balancer. settings: TINKERFLOW_<NAME>, beside those that make them parts of one."""
+        """Nothing runs but the balancer. settings: further variables TINKERFLOW_<NAME>."""
         self.data_dir, self._apart = data_dir, apart
         self._group = f"127.0.0.1:{free_port()}"
         ours = {"DATABASE_URL": database_url, "GROUP": self._group, "DATA_DIR": str(data_dir), "PREFECT": "off"}
@@ -131,7 +131,7 @@ class Replicas:
         make_secret(data_dir / "group.secret")
 
     def start_engine(self) -> Part:
-        """An engine: it works, or stands by."""
+        """An engine, which works or stands by."""
         self.engines.append(self._start("engine", self._environment, apart=self._apart))
         return self.engines[-1]
 
@@ -171,8 +171,8 @@ def replicas(
     """All of them, serving, for the block.
 
     data_dir: of all parts. database_url: of an empty Postgres database. settings: further ones, TINKERFLOW_<NAME>.
-    apis, engines: how many of each; one worker process serves them. apart: engines have host names of their own, as on
-    machines of their own: a standby engine cannot see that the other one is dead, and waits for its lease to end.
+    apis, engines: their numbers; a single worker process serves them. apart: engines have host names of their own, as
+    on machines of their own: a standby engine cannot see that the other one is dead, and waits for its lease to end.
     """
     found = Replicas(data_dir, database_url, settings, apis=apis, apart=apart)
     try:

@@ -4,7 +4,7 @@
                                           [--minutes 10] [--data-dir FOLDER]
 
 One `tinkerflow up` without Prefect, on the tiny model unless told. RESULTS.md keeps the output. Rounds of `little` and
-`closed` for which something was compiled do not count.
+`closed` do not count if a program was compiled for them.
 
     little   samples of 1 token while 64 others of 64 are decoded: p50 and p95, beside a chunk's time
     turns    samples of 16 tokens, one after the other, while steps of 16x512 tokens are computed: p50 and the longest
@@ -60,7 +60,7 @@ class Bench:
     data_dir: Path
 
     async def sample(self, sampler: tinker.SamplingClient, prompt: int, most: int, count: int = 1) -> float:
-        """Seconds that a request of random tokens takes; `most` tokens are made, whatever they are."""
+        """Seconds that a request of random tokens takes. It generates exactly `most` tokens."""
         params = types.SamplingParams(max_tokens=most, temperature=1.0, stop=[1])
         began = time.perf_counter()
         await sampler.sample(types.ModelInput.from_ints(random_ids(prompt)), count, params)

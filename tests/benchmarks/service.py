@@ -30,7 +30,8 @@ T = TypeVar("T")
 def server(data_dir: Path, settings: Mapping[str, str], *, model: str = "") -> Iterator[tuple[str, int]]:
     """`tinkerflow up` with these settings (TINKERFLOW_<NAME>), Prefect off; its URL and pid. model: "" = the tiny.
 
-    Nothing is compiled in the background, unless `settings` say so: what is measured would share the cores with it.
+    By default (`settings`) no program is compiled in the background, because it would share the cores with the
+    measurement.
     """
     settings = {"PREFECT": "off", "WARM_UP": "false", **settings}
     command = [sys.executable, "-m", "tinkerflow", "up", "--port", "0", "--data-dir", str(data_dir)]
@@ -72,7 +73,7 @@ def random_ids(count: int) -> list[int]:
 
 
 def datum(tokens: list[int]) -> types.Datum:
-    """A sequence of which every token is scored that follows another."""
+    """A sequence whose tokens, except for the first, are all scored."""
     inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
@@ -120,7 +121,7 @@ _PARTS = {
 
 
 def cpu_seconds(pid: int) -> dict[str, float]:
-    """CPU-seconds spent by each part of the service, by what its command line names."""
+    """CPU-seconds of each part of the service, by the part's name on its command line."""
     spent: dict[str, float] = {}
     for process in tree(pid):
         try:

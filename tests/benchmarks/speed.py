@@ -1,15 +1,15 @@
-"""Ours, through the SDK, beside Hugging Face + PEFT by hand: tokens per CPU-second, and how near the machine's peak.
+"""Our training through the SDK, compared with Hugging Face + PEFT: tokens per CPU-second, and the share of the peak.
 
     python -m tests.benchmarks.speed [--model FOLDER] [--cases train,long,ragged] [--repeat 3] [--small]
 
-One run starts `tinkerflow up` (Prefect off) and takes turns with plain loops in this process (plain.py), case by case:
-a round of ours, a round of theirs, and a matmul in float32 by torch and by JAX, the faster of which is the peak. What
-is counted is the CPU time of the server's whole tree, and of this process while it computes itself: on a shared
-machine walls say little, and two hyper-threads of one core slow each other, so only figures of one run compare. The
-server has no warm-up; a round for which it compiled something does not count, and another one is made.
-Utilisation is the arithmetic that a step cannot do without (flops below), each CPU-second, over that peak.
-Without --model the small-qwen3 shape is made in a scratch folder (small_model.py); --small takes the tiny model.
-Without peft there is no plain loop, and that is said. RESULTS.md keeps the output.
+One run starts `tinkerflow up` (Prefect off), which takes turns with plain loops in this process (plain.py). Each case
+has a round of ours, a round of theirs, and matmuls in float32 by torch and by JAX. The faster matmul is the peak. The
+CPU time of the server's whole tree is counted, and of this process while it computes itself. On a shared machine, wall
+times are not reliable, and two hyper-threads of a core slow each other. Compare only figures of the same run. The
+server has no warm-up. A round with a compilation does not count, and is repeated. Utilisation is the arithmetic that a
+step cannot do without (flops below), each CPU-second, over that peak. Without --model the small-qwen3 shape is made in
+a scratch folder (small_model.py); --small takes the tiny model. Without peft there is no plain loop; the output has a
+note. RESULTS.md keeps the output.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ PROMPT, NEW = 64, 64
 
 @dataclass
 class Side:
-    """One of those who are measured: `call` does a round of `tokens` useful tokens, `spent` is its CPU clock.
+    """A measured program: `call` does a round of `tokens` useful tokens, and `spent` is its CPU clock.
 
-    data_dir: the server's, if there is one: a round for which it compiles something does not count.
+    data_dir: of the server, if there is one. Rounds with a compilation do not count.
     """
 
     name: str
@@ -122,8 +122,8 @@ class Bench:
     def flops(self, lengths: list[int], *, train: bool) -> float:
         """Floating-point operations that cannot be done without.
 
-        A frozen matrix of n weights takes 2 n a token forward and 2 n back to its input, an adapter's 2 n forward and
-        4 n back; a pair of tokens of which one sees the other, 4 H d a layer forward and 8 H d back.
+        A frozen matrix of n weights takes 2 n per token forward, and 2 n back to its input. An adapter's matrix takes
+        2 n forward and 4 n back. Attention between two tokens takes 4 H d per layer forward and 8 H d back.
         """
         cfg = load_config(self.model)
         sizes = {name: (matrix.inputs, matrix.outputs) for name, matrix in projections(cfg).items()}
@@ -142,7 +142,7 @@ class Bench:
         return Case(name, sum(lengths), self.flops(lengths, train=True), lambda: step(client, data), plain)
 
     def clients(self, count: int, lengths: list[int]) -> Case:
-        """The same step by `count` clients at once, each of an adapter of its own."""
+        """The same step by `count` concurrent clients, each with its own adapter."""
         clients, data = [self.client() for _ in range(count)], [datum(random_ids(length + 1)) for length in lengths]
         flops = count * self.flops(lengths, train=True)
 
@@ -152,7 +152,7 @@ class Bench:
         return Case(f"{count} clients {shape(lengths)}", count * sum(lengths), flops, together, None)
 
     def sampling(self, count: int) -> Case:
-        """`count` prompts at once, one sample of each."""
+        """`count` concurrent prompts, with a sample of each."""
         sampler = self.client().save_weights_and_get_sampling_client().result()
         prompts = [random_ids(PROMPT) for _ in range(count)]
         params = types.SamplingParams(max_tokens=NEW, temperature=1.0)

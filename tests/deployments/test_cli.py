@@ -1,4 +1,4 @@
-"""The command line as a person uses it: what it prints and refuses."""
+"""The command line as a person uses it: its output and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tinkerflow doctor` finds, and what it says to do."""
+"""The findings of `tinkerflow doctor`, and its advice."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tinkerflow.deployments.plan import describe_plan, plan_service
 
 
 def plan(folder: Path, model: str, topology: str, *, rank: int = 32, **settings: object) -> str:
-    """The plan for one of MODELS, of which there is a config.json and nothing else."""
+    """The plan for one of MODELS. A model is only a config.json here."""
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     chosen = Settings(data_dir=folder / "data", **settings)  # type: ignore[arg-type]
     return describe_plan(plan_service(chosen, str(folder), topology, rank=rank))

@@ -1,4 +1,4 @@
-"""`tinkerflow run`: its file, its Prefect server, its progress bar and what it says at the end."""
+"""`tinkerflow run`: its file, its Prefect server, its progress bar and its last lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tinkerflow serve` reads from a prefect.yaml, and what it refuses before anything is served."""
+"""The parts of a prefect.yaml that `tinkerflow serve` reads, and its refusals before it serves."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_parameters_may_name_the_code_that_the_file_names(tmp_path: Path, monkey
         "allowed_code: ['os.path:isdir']\n"
     )
     assert read_allowed_code(file) == ["a:B", "os.path:exists", "os.path:isdir"]
-    assert load("reward", "os:system") is os.system, "outside of serve, whoever runs a pipeline chooses its code"
+    assert load("reward", "os:system") is os.system, "outside of serve, the person who runs a pipeline chooses its code"
     monkeypatch.setenv(MAY_IMPORT, " ".join(read_allowed_code(file)))
     assert load("reward", "os.path:isdir") is os.path.isdir
     assert load("reward", "tinkerflow.tasks.pipelines.rewards:is_answer") is is_answer
@@ -117,7 +117,7 @@ def test_allowed_code_is_a_list_of_import_paths(tmp_path: Path, listed: str) -> 
 
 
 def test_flows_are_sent_to_their_processes_whole() -> None:
-    """`Runner.aadd_flow` pickles them, so no pipeline may refer to what cannot be pickled."""
+    """`Runner.aadd_flow` pickles them, so a pipeline must refer only to objects that can be pickled."""
     for pipeline in pipelines().values():
         flow, _ = make_deployment(_example_of(pipeline))
         copy = cloudpickle.loads(cloudpickle.dumps(flow))

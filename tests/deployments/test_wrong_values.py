@@ -23,7 +23,7 @@ from tinkerflow.tasks.pipelines.parameters import PARAMETERS
 
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 REQUIRED = {"grid": {"seed": [0, 1]}, "champion": "best", "reward": "m:f"}
-CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, what the line says
+CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the line's text
     ("sft", "training.stepz", 3, r"training.stepz: is not a parameter (did you mean 'steps'?)"),
     ("sft", "trainig", {}, "trainig: is not a parameter (did you mean 'training'?)"),
     ("sft", "data.colums", {}, "data.colums: is not a parameter (did you mean 'columns'?)"),

@@ -1,4 +1,4 @@
-"""The tables of `docs/accelerators.md`: peaks of devices, budgets, and what the compilers said about the programs."""
+"""The tables of `docs/accelerators.md`: peaks of devices, budgets, and the compilers' analyses of the programs."""
 
 from __future__ import annotations
 

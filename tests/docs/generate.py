@@ -1,4 +1,4 @@
-"""The parts of `docs/` that are made from code: `python -m tests.docs.generate` writes them anew.
+"""The parts of `docs/` that are made from code: `python -m tests.docs.generate` writes them.
 
 A page has prose, and blocks between `<!-- generated: NAME -->` and `<!-- end -->`. `BLOCKS` names the function that
 makes each block. `test_generated.py` compares the committed pages with the code.
@@ -36,7 +36,7 @@ _BLOCK = re.compile(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", re.S)
 
 
 def rewritten(page: str) -> str:
-    """The page with every block made anew. KeyError names a block that nothing makes."""
+    """The page with newly generated blocks. KeyError names a block that nothing makes."""
     return _BLOCK.sub(lambda found: f"<!-- generated: {found[1]} -->\n\n{BLOCKS[found[1]]()}\n\n<!-- end -->", page)
 
 
@@ -181,7 +181,7 @@ def pipeline_parameters() -> str:
 
 
 def _flat(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a model and of the models inside it, by dotted name; a model that comes again is told of once."""
+    """The fields of a model and of the models inside it, by dotted name; a repeated model is described once."""
     found: dict[str, FieldInfo] = {}
     told: dict[type[BaseModel], str] = {}
 

@@ -13,7 +13,7 @@ from tinkerflow.backend.spec.commands import CompileStatus
 
 @dataclass(frozen=True)
 class Family:
-    """A metric: its name, its type, what it says, and its labels."""
+    """A metric: its name, its type, its description, and its labels."""
 
     name: str
     kind: str

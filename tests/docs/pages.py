@@ -1,4 +1,4 @@
-"""The Markdown of the repository, and what it names."""
+"""The Markdown of the repository, and the names in it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def anchors(text: str) -> set[str]:
 def paths(text: str) -> set[str]:
     """Files and folders of the repository that a page names, as `backend/settings.py` or `tests/docs/`.
 
-    Fenced code blocks do not count: they show files of users.
+    Fenced code blocks do not count, because they show files of users.
     """
     rooms = "api|flows|tasks|backend|deployments|tests|docs|\\.ci|\\.package"
     return set(re.findall(rf"(?<![\w/.<-])((?:{rooms})/[\w./-]*\w/?)", without_code_blocks(text)))

@@ -1,6 +1,6 @@
 """The pictures of docs/console.md: `python -m tests.docs.screens` starts a service, teaches it, and takes them.
 
-It needs chromium and chromedriver, and a minute or two. The pictures show what was there: they differ every time.
+It needs chromium and chromedriver, and a minute or two. The pictures show a live service, so they differ every time.
 """
 
 from __future__ import annotations

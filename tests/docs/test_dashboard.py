@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def _known() -> Mapping[str, set[str]]:
-    """The labels of every metric that the page has, by name."""
+    """The labels of every metric on the page, by metric."""
     known = {}
     for family in families():
         names = [family.name, *(f"{family.name}_{part}" for part in ("bucket", "count", "sum"))]

@@ -99,7 +99,7 @@ def test_messages_to_troubleshoot_are_those_of_the_code() -> None:
 
 
 def _texts() -> set[str]:
-    """Every piece of text in our code: constants, and what stands between the values of an f-string."""
+    """Every text in our code: constants, and the literal parts of f-strings."""
     found: set[str] = set()
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         tree = ast.parse(path.read_text())

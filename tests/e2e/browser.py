@@ -27,7 +27,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 class Page:
     """A page of a UI in a headless Chromium.
 
-    A script may draw any part of it anew, and a form may load the next page: an element is looked up at each try.
+    A script may redraw any part of it, and a form may load the next page, so an element is looked up at each try.
     """
 
     def __init__(self, browser, pictures: Path | None) -> None:
@@ -50,7 +50,7 @@ class Page:
         return str(self._with("body", lambda body: body.text))
 
     def shows(self, *words: str, tab: str = "", pause: float = 0.5) -> str:
-        """The page's text, as soon as all the words are in it; `tab`: the id of what to click until they are."""
+        """The page's text, as soon as all the words are in it. `tab`: id of an element to click until they are."""
         deadline = time.monotonic() + 300
         while not all(word in (text := self.text()) for word in words):
             assert time.monotonic() < deadline, f"the page never showed {words}; it says:\n{text}"
@@ -87,7 +87,7 @@ class Page:
         self._with(selector, lambda element: element.click())
 
     def fill(self, selector: str, text: str) -> None:
-        """Write a text into a field, in place of what is there."""
+        """Replace the text of a field."""
 
         def write(field: Any) -> None:
             field.clear()
@@ -102,7 +102,7 @@ class Page:
         self._with(selector, lambda element: ActionChains(self._browser).move_to_element(element).perform())
 
     def run(self, script: str, *values: Any) -> Any:
-        """What a script returns that runs in the page; one that waits calls the last of its arguments."""
+        """The result of a script in the page; an asynchronous script calls its last argument."""
         return self._browser.execute_script(script, *values)
 
     def look(self, *, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
@@ -127,7 +127,7 @@ class Page:
         ]
 
     def complaints(self) -> list[str]:
-        """What the browser has complained of since the last call: errors of scripts, and what our policy refused."""
+        """The browser's complaints since the last call: errors of scripts, and refusals by our policy."""
         said = self._browser.get_log("browser")
         return [one["message"] for one in said if one["level"] == "SEVERE" and "favicon" not in one["message"]]
 

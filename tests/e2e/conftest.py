@@ -124,7 +124,7 @@ class Server:
         return [pid for pid in descendants(self.process.pid) if "tinkerflow.backend.pool.worker" in cmdline(pid)]
 
     def descendants(self) -> list[int]:
-        """Pids of all that it started, and of what those started."""
+        """Pids of its child processes and their descendants."""
         return descendants(self.process.pid)
 
     def parts(self, *names: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which processes came from which, as /proc says."""
+"""Processes and their descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cmdline(pid: int) -> str:
 
 
 def descendants(pid: int, *, beside: Collection[int] = ()) -> list[int]:
-    """Pids of all that the process started, and of what those started; without those `beside` and what they started."""
+    """Pids of the process's descendants, without `beside` and their descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

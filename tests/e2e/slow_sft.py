@@ -1,6 +1,6 @@
-"""The pipeline `sft` in processes that each make three steps, say so, and wait until somebody asks for an end.
+"""The pipeline `sft` in processes that each make three steps, report this, and wait for the request to stop.
 
-They say so by a file in the folder SLOW_SFT.
+They report by a file in the folder SLOW_SFT.
 """
 
 from __future__ import annotations

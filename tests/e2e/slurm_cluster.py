@@ -27,7 +27,7 @@ def missing() -> str:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Mapping[str, str]]:
-    """The variables with which programs find the cluster, which has 4 CPUs."""
+    """The variables that lead programs to the cluster, which has 4 CPUs."""
     name, munge = socket.gethostname(), folder / "munge.socket"
     (folder / "state").mkdir()
     (folder / "spool").mkdir()

@@ -38,7 +38,7 @@ def claude(server: Any) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture(scope="module")
 def taught(server: Any, make_datum: Callable[..., tinker.Datum]) -> dict[str, str]:
-    """Weights by what they learnt to answer: a greeting, and a call of a tool."""
+    """Weights by their learned answers: a greeting, and a tool call."""
     client = server.client()
     return {name: teach(client, server.base_model, make_datum, *said) for name, said in LESSONS.items()}
 
@@ -179,7 +179,7 @@ def test_litellm_chats_streams_and_calls_tools(
         (call,) = message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
         result = {"role": "tool", "tool_call_id": call.id, "content": "wet"}
-        # litellm's own message goes back to it, with what it has added there.
+        # litellm's own message goes back to it, with litellm's additions.
         message.provider_specific_fields = {"refusal": None}
         assert litellm.completion(**calls, messages=[*HI, message, result]).usage.completion_tokens > 0
 

@@ -1,4 +1,4 @@
-"""The console of the whole service in a real browser: a run that is training, and a talk with what it has learnt."""
+"""The console of the whole service in a real browser: a run in training, and a talk with the trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options beyond the SDK's, over HTTP: an answer is JSON of its schema, and what is wrong fails its own request."""
+"""Options beyond the SDK's, over HTTP: answers are JSON of their schema, and wrong options fail only their request."""
 
 from __future__ import annotations
 

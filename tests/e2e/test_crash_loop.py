@@ -1,4 +1,4 @@
-"""Kills of every kind at random moments of a run of two clients: they see pauses, and get what they get without.
+"""Kills of every kind at random moments of a run of two clients, which get the results of an undisturbed run.
 
 CI makes ten, with the journal in SQLite. For more:
 CRASH_LOOP_KILLS=100 CRASH_LOOP_PREFECT=embedded CRASH_LOOP_DATABASE=postgres pytest -s tests/e2e/test_crash_loop.py
@@ -107,7 +107,7 @@ def hashes(server, path):
 
 
 def both(server, make_datum, *go_on):
-    """What each client gets, who goes on as these say, given the number of steps so far."""
+    """The results of each client; the callbacks get the number of steps and decide whether it continues."""
     with ThreadPoolExecutor(2) as threads:
         running = [threads.submit(run, server, make_datum, 3 + i, one) for i, one in enumerate(go_on)]
         return [one.result() for one in running]
@@ -135,7 +135,7 @@ def kill(server, way):
 
 
 def runs(pid):
-    """Whether the process still does something; one that nobody has asked for its exit status does not."""
+    """Whether the process still runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,4 +1,4 @@
-"""All parameters of a model trained through the SDK: kills change no bit, and what is saved is a model."""
+"""All parameters of a model trained through the SDK: kills change no bit, and the saved files are a model."""
 
 from __future__ import annotations
 

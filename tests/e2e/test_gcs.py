@@ -1,4 +1,4 @@
-"""A pipeline with data, work folder, results and checkpoints on gs://, for which the fake of its API stands in."""
+"""A pipeline with data, work folder, results and checkpoints on gs://, served by a fake of its API."""
 
 from __future__ import annotations
 

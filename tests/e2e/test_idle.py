@@ -1,4 +1,4 @@
-"""Worker processes that are released while nobody asks for anything, and what a client then notices."""
+"""Idle worker processes are released, and the next client waits for new ones."""
 
 from __future__ import annotations
 

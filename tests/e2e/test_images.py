@@ -63,7 +63,7 @@ def test_prompts_with_images(server: Any) -> None:
         before = sampler.sample(shown(first, [5, 6, 7]), 2, drawn).result()
         tokens = before.sequences[0].tokens
         assert len(tokens) == 40
-        # What it said is what training says of it.
+        # The sampler's log probabilities are those of training.
         whole = [5, 6, 7, *tokens]
         targets = np.array([8, *[IMAGE_TOKEN] * 6, *whole, 0])
         inputs = {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}
@@ -73,7 +73,7 @@ def test_prompts_with_images(server: Any) -> None:
         np.testing.assert_allclose(before.sequences[0].logprobs, expected[10:-1], atol=1e-5)
         scored = sampler.compute_logprobs(shown(first, whole)).result()
         np.testing.assert_allclose(np.array(scored[1:], np.float32), expected[:-1], atol=1e-5)
-        # An uploaded image is what its location stands for, in prompts and, as the data of an ImageChunk, in training.
+        # A location stands for its uploaded image in prompts, and in training as the data of an ImageChunk.
         with httpx.Client(base_url=f"{server.api_url}/api/v1", headers={"X-API-Key": "tml-test"}) as http:
             kept = http.post("/assets", content=first).json()
             pointer = types.ImageAssetPointerChunk(format="png", location=kept["location"], expected_tokens=6)
@@ -87,7 +87,7 @@ def test_prompts_with_images(server: Any) -> None:
             assert http.delete(f"/assets/{kept['asset_id']}").status_code == 204
         with pytest.raises(tinker.TinkerError, match=r"chunks\[1\]\.location is 'tinker://assets/asset-.*this project"):
             sampler.sample(pointed, 1, drawn).result()
-        # Another image is another prompt, whatever is cached of the first.
+        # Another image is another prompt, also when the first is cached.
         other = sampler.compute_logprobs(shown(second, whole)).result()
         assert np.abs(np.array(other[8:]) - np.array(scored[8:])).max() > 0.01
         # A killed worker changes no token.

@@ -67,7 +67,7 @@ exec "$@"
 class Pod:
     """A pod whose containers run one after the other. Processes in it have a tree of their own, which ends with it.
 
-    made_by: the object, in the manifests of `overlay`. variables: beside those of its containers, which they replace.
+    made_by: the object, in the manifests of `overlay`. variables: replace those of its containers.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Pod:
 
 @contextmanager
 def pods_of(*names: str, folder: Path) -> Iterator[Network]:
-    """Hosts for pods of these names, which know each other by them, and what all pods share in `folder`."""
+    """Hosts for pods, which resolve each other's names; `folder` has the files that all pods share."""
     (folder / "mnt").mkdir()
     (folder / "group.secret").write_text("0123456789abcdef" * 2)
     with ExitStack() as stack:
@@ -220,7 +220,7 @@ def test_four_pods_and_three_kills_change_no_bit(cluster: dict[str, Pod], make_d
 class Launched:
     """A cluster that runs the engine's pod, and pods of the StatefulSet as the launcher asks for them.
 
-    kubelet: makes and ends the only one. ended: its exit statuses, each time that it was told to end.
+    kubelet: makes and ends the only one. ended: its exit statuses, one for each termination.
     """
 
     api: FakeKubernetes

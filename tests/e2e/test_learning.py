@@ -1,4 +1,4 @@
-"""The pipelines beside `sft`, small, on the real service: each learns what it is for, and shows it."""
+"""The pipelines other than `sft`, small, on the real service: each learns its task, and shows its progress."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def panels(pipelines, prefix: str) -> str:
 
 
 async def column(pipelines, prefix: str, name: str) -> list[float]:
-    """A metric of all steps, as the table says it."""
+    """A metric of all steps, from the table."""
     return [row[name] for row in json.loads((await pipelines.artifacts(prefix))["steps"]["data"])]
 
 
@@ -83,7 +83,7 @@ async def test_rl_earns_more_and_distill_comes_nearer_to_its_teacher(pipelines):
     picture = await panels(pipelines, "rl-earns-")
     assert all(f">{name}<" in picture for name in ("reward", "kl_to_base", "entropy", "varied_groups"))
 
-    # What it has become is a good teacher: it says the same few letters whatever it is asked.
+    # The trained model is a good teacher: it answers every prompt with the same few letters.
     teacher = {"weights": earned.weights}
     await run(
         pipelines, "distill", "nearer", training | {"steps": 8}, data=data, held_out=data, answer_tokens=6,

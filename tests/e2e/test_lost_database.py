@@ -1,4 +1,4 @@
-"""Everything is killed and the database is gone: what was saved is listed and loaded again, from the store alone."""
+"""Everything is killed and the database is gone: checkpoints are listed and loaded again from the store alone."""
 
 from __future__ import annotations
 

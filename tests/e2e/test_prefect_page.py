@@ -1,4 +1,4 @@
-"""A training run is a flow run, each batch one readable task run; what Prefect's page shows and its buttons do.
+"""A training run is a flow run, each batch a readable task run; Prefect's page shows them, and its buttons work.
 
 Asked from Prefect, and seen and clicked in a real browser.
 """

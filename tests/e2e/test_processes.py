@@ -67,7 +67,7 @@ def test_all_devices_that_are_there_serve_as_one(
 
 
 def train(client, make_datum, kill=lambda: None):
-    """Losses and gradient norms of some steps sent at once; `kill` is called while they are under way."""
+    """Losses and gradient norms of some concurrent steps; `kill` is called while they are under way."""
     tokens = [1 + i % 200 for i in range(80)]
     futures = []
     for step in range(4):
@@ -111,7 +111,7 @@ def test_a_killed_engine_leaves_its_processes_to_the_next_one(pair, make_datum):
         expected = train(undisturbed, make_datum)
         client = service.create_lora_training_client(base_model=base, rank=8, seed=4).result()
         ((engine,), workers) = pair.parts("engine"), pair.workers()
-        # Between two requests: of what is under way, one rank may have been sent more than the other.
+        # Between two requests: while commands are under way, the ranks may have received different numbers of them.
         os.kill(engine, signal.SIGKILL)
         assert train(client, make_datum) == expected
         assert pair.parts("engine") != [engine]

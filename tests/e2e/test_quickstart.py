@@ -134,7 +134,7 @@ def test_too_few_steps_teach_nothing(server):
 
 @pytest.mark.parametrize("learnt", [True, False])
 def test_the_command_fails_unless_it_was_learnt(learnt):
-    """In a process of its own: it ends that."""
+    """In a separate process, which it ends."""
     stand_in = f"import tinkerflow.deployments.quickstart as q; q.quickstart = lambda *_, **__: {learnt}; "
     command = (
         "from tinkerflow.deployments.commands import command_line as c; c('pipelines')(['quickstart', '--steps', '2'])"

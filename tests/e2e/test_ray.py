@@ -65,7 +65,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def train(client, make_datum, kill: Callable[[], None] = lambda: None):
-    """Metrics of each request of a run, what its weights say, and the seconds from `kill` to the next answer."""
+    """Metrics of a run's requests, log probabilities of its weights, and the seconds from `kill` to the next answer."""
     tokens = [1 + i % 200 for i in range(80)]
     futures, waited = [], 0.0
     for step in range(6):

@@ -1,4 +1,4 @@
-"""The SDK's own loop: what a training script does, in the order in which it does it."""
+"""The SDK's own loop: the calls of a training script, in their order."""
 
 from __future__ import annotations
 

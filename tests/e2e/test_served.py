@@ -62,7 +62,7 @@ def served(pipelines, tmp_path: Path, given: dict) -> Iterator[str]:
 
 
 def test_what_somebody_planted_on_the_server_is_not_executed(pipelines, tmp_path, monkeypatch):
-    """Pull steps, another entry point and job variables: whoever writes them into a deployment gets a failed run."""
+    """A deployment with pull steps, another entry point or job variables gets a failed run."""
     monkeypatch.setenv("SLOW_SFT", str(tmp_path))
     marker, ask = tmp_path / "executed", pipelines.server.ask_prefect
     step = {"prefect.deployments.steps.run_shell_script": {"script": f"touch {marker}"}}
@@ -99,7 +99,7 @@ def segments(pipelines, run: str) -> list[SegmentRecord]:
 
 
 def processes_of(run: str) -> list[int]:
-    """Pids of what executes the run."""
+    """Pids of the processes that execute the run."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""The pipeline `sft` on the real service: it learns, shows what it does, and is paused, stopped and asked again.
+"""The pipeline `sft` on the real service: it learns, shows its progress, and can be paused, stopped and retried.
 
 That it goes on where it was killed is in test_served.py.
 """

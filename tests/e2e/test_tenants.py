@@ -1,7 +1,7 @@
 """What one tenant must not do to others: bad tokens, huge requests, dead clients, and more, through the SDK.
 
-The culprit gets a named error at once (PROMPTLY leaves room for a busy machine), and a bystander's numbers stay
-bitwise what they are without it.
+The culprit gets an immediate error with its cause (PROMPTLY allows for a busy machine). A bystander's numbers stay
+bitwise equal to those of a run without the culprit.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_one_bad_sample_does_not_fail_its_neighbours(server, service):
     good = types.SamplingParams(max_tokens=6, temperature=1.0, seed=1, stop=[])
 
     def burst(bad: list[Callable[[], object]]) -> list[bytes]:
-        """Three good samples in a row, each with all the offences beside it."""
+        """Three good samples in a row, each concurrent with all the offences."""
         answers = []
         for _ in range(3):
             future = sampler.sample(prompt, 1, good)

@@ -38,7 +38,7 @@ BOUND = 2e-3  # nats, of each token's logprob
 
 @pytest.fixture
 def cli(server: Any, tmp_path: Path) -> Callable[..., Any]:
-    """cli(*commands): what each of these words of `tinker --format json` answered; one process, in an empty home."""
+    """cli(*commands): the answers of `tinker --format json` to these commands; one process, in an empty home."""
     (tmp_path / "home").mkdir()
     more = {"TINKER_BASE_URL": server.api_url, "TINKER_API_KEY": "tml-test", "HOME": str(tmp_path / "home")}
 

@@ -21,7 +21,7 @@ OURS = ("api", "flows", "tasks", "backend", "deployments", "tests")
 
 @dataclass(frozen=True)
 class Project:
-    """A user's folder, and the environment in which our wheel is installed. added: what that put into site-packages."""
+    """A user's folder, and the environment in which our wheel is installed. added: the new files in site-packages."""
 
     folder: Path
     environment: Path
@@ -43,7 +43,7 @@ class Project:
 
 
 def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables without those by which tests of this tree direct programs."""
+    """The environment without the variables of this tree's tests."""
     return {name: value for name, value in environment.items() if not name.startswith(("TINKER", "PREFECT", "PYTEST"))}
 
 

@@ -1,1 +1,1 @@
-"""Measures of the source: what one change touches, how long a path is, which names stand twice."""
+"""Measures of the source: files of a change, lengths of paths, and duplicate names."""

@@ -1,8 +1,8 @@
 """How easily one finds one's way in a tree: `python -m tests.house [--tree DIR] [--no-paths]`.
 
-Prints figures for this tree or for another checkout, to compare two: files on the path of three requests
-(traced in a service), files that name one loss, one optimizer and so on, class names used twice, lines, functions
-whose parameters are not documented, and modules of the execution room without a unit test.
+Prints figures for this tree or for another checkout, to compare two. The figures are files on the path of three
+requests (traced in a service), files that name a given loss or optimizer, and class names used twice. They are also
+lines, functions whose parameters are not documented, and modules of the execution room without a unit test.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.house.source import ROOMS
 
-WINDOWS = 6  # what runs in each of them belongs to the request; sweeps and heartbeats run in some
+WINDOWS = 6  # calls in each of them belong to the request; sweeps and heartbeats run in some
 SETTLE_SECONDS = 0.05
 LEAVES = {"backend/core/errors.py", "backend/core/ids.py", "backend/core/clock.py", "backend/core/retry.py"}
 

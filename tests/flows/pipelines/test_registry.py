@@ -1,4 +1,4 @@
-"""Pipelines are found in their folder, and say no to what does not fit."""
+"""Pipelines are found in their folder, and refuse unknown parameters."""
 
 from __future__ import annotations
 

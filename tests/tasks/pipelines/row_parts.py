@@ -1,4 +1,4 @@
-"""Messages and tools of which tests make rows."""
+"""Messages and tools for the rows of tests."""
 
 U, A = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -1,4 +1,4 @@
-"""Champions and what makes one."""
+"""Champions and their promotion."""
 
 from __future__ import annotations
 

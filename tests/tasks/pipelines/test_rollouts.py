@@ -1,4 +1,4 @@
-"""Conversations with environments, what they earn, and the data that is learnt from."""
+"""Conversations with environments, their rewards, and the training data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Echo:
 
 
 class Counting:
-    """Asks again and again until the model has said 1; each answer earns what was asked so far."""
+    """Repeats its question until the model answers 1; each answer earns the number of questions so far."""
 
     def __init__(self, facts: Facts) -> None:
         self.turn = 0

@@ -1,4 +1,4 @@
-"""Segments of a training: which steps are made, what is recorded, and where it goes on after a stop or a failure."""
+"""Segments of a training: their steps, their records, and where training continues after a stop or a failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Client:
 
 
 class Service:
-    """Makes clients that say what they were made of."""
+    """Makes clients that report their origin."""
 
     async def create_lora_training_client(self, base_model: str, **_: object) -> Client:
         return Client(base_model)
@@ -42,7 +42,7 @@ class Service:
 
 
 class Recipe:
-    """Steps that take turns of the loop; step `fails` fails, and the most that were under way at once is kept."""
+    """Steps that take turns of the loop; step `fails` fails, and the largest number of concurrent steps is kept."""
 
     def __init__(self, ahead: int = 0, fails: int = -1) -> None:
         self.ahead, self.fails = ahead, fails
