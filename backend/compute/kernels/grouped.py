@@ -35,7 +35,7 @@ class Groups:
     batch_M: jax.Array
 
     def dot(self, x_Mi: jax.Array, weight_Eio: Array | Int8 | OfLayer) -> jax.Array:
-        """[M, o] in the dtype of x. Differentiable by x, and by the weight unless it is int8 or OfLayer."""
+        """[M, o] in the dtype of x. Differentiable by x, and by weights that are not int8; not with OfLayer."""
         if isinstance(weight_Eio, OfLayer):
             return self._in_place(x_Mi, weight_Eio, transposed=False)
         if isinstance(weight_Eio, Int8):

@@ -1,7 +1,7 @@
-"""Model families, one file each: a new file here that has a `FAMILY` is served, and every list of families shows it.
+"""Model families, one file each. A new file with a `FAMILY` registers its family everywhere.
 
-A file composes the family's layers from `layers`, from the fields of `config.json`. No JAX: the API and the engine read
-it, too.
+A file composes the family's layers from the parts in `layers`, by the fields of `config.json`. No JAX, because the API
+and the engine import it as well.
 """
 
 from __future__ import annotations

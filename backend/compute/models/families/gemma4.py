@@ -1,4 +1,4 @@
-"""Gemma 4 as it is published: the text model, and towers for images and sound that are not loaded."""
+"""Gemma 4 as published: the text model, without the towers for images and sound of its files."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
-"""Gemma 4, the text model: windows in most layers; the others have wider heads, whose keys may be values, too.
+"""Gemma 4, the text model: windows in most layers, and in the others wider heads, whose keys may also be the values.
 
-Small ones (E2B, E4B) give every layer an input of its own for each token, and their last layers read the keys and
-values of earlier ones. Others have experts besides each MLP.
+Small models (E2B, E4B) give every layer an input of its own for each token, and their last layers read the keys and
+values of earlier layers. Other models have experts besides each MLP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """gpt-oss: experts with biases and clamped SwiGLU, attention sinks, windows in every other layer, MXFP4 weights.
 
-Its files have the experts of a layer as one tensor, gate and up in turn. Here, and in adapters, each expert has its own
-matrices.
+Its files store the experts of a layer as one tensor, with gate and up interleaved. Here, and in adapters, each expert
+has its own matrices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 from tinkerflow.backend.compute.weights.files import MadeTensor, Tensor
 from tinkerflow.backend.compute.weights.mxfp4 import BLOCK, dequantised
 
-# Our matrix, its tensor in the files, and which of that tensor's outputs are its own.
+# Our matrix, its tensor in the files, and the slice of that tensor's outputs.
 _PARTS = (
     ("gate", "gate_up_proj", slice(0, None, 2)),
     ("up", "gate_up_proj", slice(1, None, 2)),

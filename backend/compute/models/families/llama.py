@@ -1,4 +1,4 @@
-"""Llama 3 (arXiv 2407.21783): a dense decoder; its rotary frequencies are stretched by Llama 3's own rule."""
+"""Llama 3 (arXiv 2407.21783): a dense decoder, with Llama 3's rule for scaling rotary frequencies."""
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.decoder import decoder, layer_count

@@ -1,4 +1,4 @@
-"""Mistral Small 3 and Ministral 3 as they are published: the text model, and a vision tower that is not loaded."""
+"""Mistral Small 3 and Ministral 3 as published: the text model, without the vision tower of their files."""
 
 from tinkerflow.backend.compute.models.families.ministral3 import FAMILY as TEXT_MODEL
 from tinkerflow.backend.compute.models.vision_text import with_unused_tower

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE: Qwen3.5 with a mixture of experts, stored as two tensors of a layer, and a shared expert."""
+"""Qwen3.5-MoE: Qwen3.5 with a mixture of experts, stored as two tensors of a layer, and with a shared expert."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE: Qwen3-MoE and a vision tower. The files have the experts of a layer as two tensors."""
+"""Qwen3-VL-MoE: Qwen3-MoE and a vision tower. The files store the experts of a layer as two tensors."""
 
 from dataclasses import replace
 
