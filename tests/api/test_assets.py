@@ -33,8 +33,8 @@ def prompted(server: Running, name: str, seq: int, *locations: str, key: str = "
 
 def test_a_request_is_stored_with_the_bytes_of_its_projects_images(server: Running, journal: Journal) -> None:
     name = sampler(server)
+    _, mine = journal.keys.create("us", "local")  # the first key's project takes over the sampler
     _, theirs = journal.keys.create("them", "team-them")
-    _, mine = journal.keys.create("us", "local")
     server.clock.advance(60.0)  # keys are looked up again
     kept = sent(server, key=mine).json()
     assert kept == {"asset_id": kept["asset_id"], "location": kept["location"], "size_bytes": len(FILE)}

@@ -175,6 +175,6 @@ def test_what_cannot_be_sampled_is_refused_by_name(executor: Executor, qwen3: Re
     with pytest.raises(UserError, match="'nan': a weight of its model is not finite"):
         executor.execute(LoadSnapshot("nan", broken))
     narrow = qwen3.executor(device_memory=0.007)
-    assert narrow.plan.whole is None and narrow.plan.full > 0
+    assert narrow.plan.full_model is None and narrow.plan.full > 0
     with pytest.raises(UserError, match=r"sampling: the devices of this group have no room .* checkpoint merge"):
         narrow.execute(LoadSnapshot("x", state))
