@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ MAX_SCHEMAS = 20_000  # of a rewritten schema; inlined alternatives can multiply
 EXACT = 2**53  # doubles hold every integer up to here
 _DIGITS = 15  # decimals of so many digits are read exactly by every parser of doubles
 _LONGEST = 2**31  # no answer that fits a context is longer
-_MULTIPLES = 2**32  # llguidance's integers for multipleOf
+_REMAINDERS = 2**32  # llguidance computes remainders for multipleOf in unsigned integers of 32 bits, which wrap
 _TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
@@ -117,8 +117,7 @@ class _Rewriter:
         while self._pending:
             name, place = self._pending.pop()
             definitions[name] = self._any(place)
-        scale = max((-_exponent(value) for value in self._multiples), default=0)
-        if len(self._multiples) > 1 and math.prod(int(each.scaleb(scale)) for each in self._multiples) >= _MULTIPLES:
+        if len(self._multiples) > 1 and not _fits_remainders(self._multiples):
             raise ValueError(f"multipleOf has the values {_listed(self._multiples)}: too large together")
         return {**rewritten, "$defs": definitions} if definitions else rewritten
 
@@ -251,11 +250,11 @@ class _Rewriter:
 
     def _multiple(self, here: _Place) -> int | float:
         value = here.schema
-        _check(_is_number(value) and 0 < value < _MULTIPLES, here, "above 0 and below 2**32")
+        _check(_is_number(value) and 0 < value < _REMAINDERS // 10, here, f"above 0 and below {_REMAINDERS // 10}")
         exact, read = _decimal(value), float(value)
-        while read % 1 and read < _MULTIPLES:  # as llguidance does, in doubles
+        while read % 1 and read < _REMAINDERS:  # as llguidance does, in doubles
             read *= 10
-        if read >= _MULTIPLES or int(read) != int(exact.scaleb(max(0, -_exponent(exact)))):
+        if int(read) != int(exact.scaleb(_scale([exact]))) or not _fits_remainders([exact]):
             _fail(here.path, value, "a decimal of few digits")
         self._multiples.add(exact.normalize())
         return int(value) if exact % 1 == 0 else float(value)
@@ -307,6 +306,17 @@ def _decimal(value: float) -> Decimal:
 
 def _exponent(value: Decimal) -> int:
     return int(value.normalize().as_tuple().exponent)
+
+
+def _scale(values: Iterable[Decimal]) -> int:
+    """How many digits after the point all of the values need at most."""
+    return max(0, *(-_exponent(value) for value in values))
+
+
+def _fits_remainders(multiples: Collection[Decimal]) -> bool:
+    """Whether remainders of the product of `multiples` are exact: ten times one plus a digit must not wrap."""
+    scale = _scale(multiples)
+    return 10 * math.prod(int(each.scaleb(scale)) for each in multiples) + 9 * int(10**scale) < _REMAINDERS
 
 
 def _unit(value: Decimal) -> Decimal:
