@@ -35,7 +35,7 @@ class SamplingFields(Strict):
     accepted, and changes nothing.
     """
 
-    temperature: Any = None
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: Any = None
     top_k: Any = None
     min_p: Any = None

@@ -16,6 +16,7 @@ from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
 from tinkerflow.api.chat.requests import ToolName, joined, part_of, string_in, text_of, thought
 from tinkerflow.api.endpoints.generation import Generation
 from tinkerflow.api.endpoints.targets import Target, resolve
+from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import OPEN_API, Strict, Wire
 from tinkerflow.api.submit import parsed_prompt
@@ -136,7 +137,8 @@ async def _begin(call: Call) -> tuple[Generation, MessageAnswer, bool]:
         "stop_token_ids": [*target.card.eos_token_ids, *prompt.ends],
     }
     params |= {name: given for name in ("temperature", "top_k", "top_p") if (given := getattr(body, name)) is not None}
-    generation = await sampled(call, target, prompt, params, stream=body.stream)
+    with naming({"stop is": "stop_sequences is", "stop[": "stop_sequences["}):
+        generation = await sampled(call, target, prompt, params, stream=body.stream)
     one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     prompt = replace(prompt, images=())
     answer = MessageAnswer(generation, prompt, AnswerReader(target, prompt, stops, one_call=one_call))

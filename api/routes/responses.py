@@ -220,7 +220,7 @@ def _content(content: Any, field: str, *, images: bool = False) -> str | list[di
             continue
         if part.get("type") not in _TEXTS:
             raise broken(
-                f"{field}[{i}].type", part.get("type"), "a text, or input_image of the user; no sounds or files"
+                f"{field}[{i}].type", part.get("type"), "input_text, or input_image of the user; no sounds or files"
             )
         parts.append({"type": "text", "text": string_in(part, "text", f"{field}[{i}]")})
     return joined(parts)

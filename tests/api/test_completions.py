@@ -154,6 +154,11 @@ def test_wrong_content_names_its_field(body: dict[str, Any], param: str, server:
     assert "sampling_params" not in error["message"] and "chunks" not in error["message"]
 
 
+def test_a_temperature_may_be_an_integer_of_any_size(server: Running, engine: Engine) -> None:
+    answer = post(server, "completions", {"model": BASE, "prompt": "a", "max_tokens": 1, "temperature": 2**64})
+    assert answer.status_code == 200, answer.text
+
+
 def test_a_wrong_token_of_one_of_several_prompts_is_named_as_the_client_has_it(server: Running, engine: Engine) -> None:
     for prompt, name in (([2, 99], "prompt[1]"), ([[2], [2, 99]], "prompt[1][1]")):
         answer = post(server, "completions", {"model": BASE, "prompt": prompt})

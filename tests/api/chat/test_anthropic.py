@@ -153,6 +153,7 @@ def test_a_call_that_breaks_is_text(claude: anthropic.Anthropic, speaker: Speake
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
         ({"temperature": 2}, "temperature"),
+        ({"stop_sequences": ["x" * 1025]}, "stop_sequences is"),
     ],
 )
 def test_wrong_fields_are_refused_by_name_in_anthropics_form(
