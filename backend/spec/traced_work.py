@@ -29,6 +29,14 @@ STEP_OPERATIONS = STEP_SECONDS * 2e10  # floating-point operations of a core in 
 
 _CALL, _CELL, _FLOP = 1e-3, 8e-9, 1e-10
 _PROGRAM, _NODE, _NODE_PAIR = 0.1, 5e-3, 1.5e-5  # compiling: of a program, each node, and each pair of nodes
+# Compiling an op with its slope, as a multiple of an elementwise operation.
+_NODE_FACTORS = {
+    **dict.fromkeys(("sum", "mean", "any", "all", "count_nonzero", "argmax", "argmin", "dot", "matmul"), 5.0),
+    **dict.fromkeys(("max", "min", "amax", "amin", "logsumexp"), 12.0),
+    **dict.fromkeys(("logaddexp", "logsigmoid", "softplus", "gelu", "mse_loss", "l1_loss"), 13.0),
+    **dict.fromkeys(("var", "std", "softmax", "log_softmax", "huber_loss", "smooth_l1_loss"), 20.0),
+}
+_PRODUCT_LEVEL = 11.0  # the same for each of the first levels of the tree of a product
 _CELL_FACTORS = dict.fromkeys(("softmax", "log_softmax", "logsumexp", "var", "std", "logaddexp", "gather"), 3.0)
 _SUMMED_CELL = 3e-5  # compiling a cumsum: XLA computes its slope ahead where that is constant
 _DIFFERENCE = 0.1  # compiling each of the differences of diff
@@ -87,11 +95,11 @@ def work_of(loss: CustomLoss, shapes: Shapes) -> LossWork:
 @lru_cache(maxsize=4096)
 def _work_of(name: str, nodes: str, shapes: Shapes) -> LossWork:
     graph = orjson.loads(nodes)
-    run, compiling, cells, count = _CALL, 0.0, 0, 0
+    run, compiling, cells, count, weight = _CALL, 0.0, 0, 0, 0.0
     by_call = list[float]()
 
     def call(op: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        nonlocal run, compiling, cells, count
+        nonlocal run, compiling, cells, count, weight
         result = shape_of(op, args, named)
         tensors = [x for arg in (*args, *named.values()) for x in (arg if isinstance(arg, list) else [arg])]
         sizes = [x.size for x in tensors if isinstance(x, Shaped)]
@@ -99,18 +107,20 @@ def _work_of(name: str, nodes: str, shapes: Shapes) -> LossWork:
         seconds = _CELL * _CELL_FACTORS.get(op, 1.0) * max(made, sum(sizes))
         if op in ("matmul", "dot", "operator.matmul"):
             seconds += _FLOP * 2 * made * contracted(args[0])
-        slow = _slow_compilation(op, args, named)
-        run, compiling, cells, count = run + seconds, compiling + slow, cells + made, count + max(1, len(sizes) - 2)
+        slow, operations = _slow_compilation(op, args, named), max(1, len(sizes) - 2)
+        run, compiling, cells, count = run + seconds, compiling + slow, cells + made, count + operations
+        weight += operations * _NODE_FACTORS.get(op, 1.0)
+        weight += _PRODUCT_LEVEL * min(6.0, _levels(args)) if op == "prod" else 0.0
         by_call.append(seconds + slow)
         return result
 
     run_graph(name, graph, [Shaped(shape) for shape in shapes], call, _DTYPES)
     calls, heaviest = [node for node in graph if node["op"].startswith("call")], max(by_call, default=0.0)
     reason = f"to compile its {count} operations"
-    if heaviest > _compile_seconds(count):
+    if heaviest > _compile_seconds(weight):
         node = calls[by_call.index(heaviest)]
         reason = f"in node {node['name']!r} ({node['target']})"
-    return LossWork(run, compiling + _compile_seconds(count), cells, reason)
+    return LossWork(run, compiling + _compile_seconds(weight), cells, reason)
 
 
 def loss_steps(command: Forward) -> int:
@@ -136,14 +146,14 @@ def _input_shapes(example: Example, names: Sequence[str]) -> Shapes:
     return (logprobs, *(example.inputs[name].shape for name in names))
 
 
-def _compile_seconds(nodes: int) -> float:
+def _compile_seconds(nodes: float) -> float:
     return _PROGRAM + _NODE * nodes + _NODE_PAIR * nodes * nodes
 
 
 def _slow_compilation(op: str, args: Sequence[Any], named: Mapping[str, Any]) -> float:
     """The seconds that compiling a node takes beyond those of an elementwise one. Products are compiled as trees."""
     first = args[0].size if args and isinstance(args[0], Shaped) else 0
-    deep = max(0.0, math.log2(max(1, first)) - 6)
+    deep = max(0.0, _levels(args) - 6)
     match op:
         case "cumsum":
             return _SUMMED_CELL * first
@@ -154,6 +164,11 @@ def _slow_compilation(op: str, args: Sequence[Any], named: Mapping[str, Any]) ->
         case "diff":
             return _DIFFERENCE * float(args[1] if len(args) > 1 else named.get("n", 1))
     return 0.0
+
+
+def _levels(args: Sequence[Any]) -> float:
+    """The depth of a tree over all cells of the first argument."""
+    return math.log2(max(1, args[0].size)) if args and isinstance(args[0], Shaped) else 0.0
 
 
 def _check_example(loss: CustomLoss, work: LossWork, example: str) -> None:

@@ -53,6 +53,8 @@ REFUSED: dict[str, tuple[list[Op], tuple[int, ...], str]] = {
     ),
     "compilation": ([("mul", ["$", {"ref": "logprobs"}])] * 1900, (4,), "to compile its 1901 operations"),
     "products": ([*OUTER, ("reshape", ["$", -1]), *[("cumprod", ["$", 0])] * 3], (4000,), r"\(cumprod\)"),
+    "composites": ([("logaddexp", ["$", {"ref": "logprobs"}])] * 100, (4,), "to compile its 101 operations"),
+    "products of few": ([("prod", ["$"]), ("expand", ["$", 32])] * 20, (32,), "to compile its 41 operations"),
     "sums": ([*OUTER, ("reshape", ["$", -1]), ("cumsum", ["$", 0])], (1000,), r"\(cumsum\)"),
     "cells": ([*OUTER, *[("exp", ["$"])] * 20], (7000,), "cells in all: must be at most 268435456"),
     "repetition": ([*OUTER, *[("exp", ["$"])] * 4], (3500,) * 1500, "1500 examples of 1 different shapes"),

@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.compute.training.test_custom_losses import elementwise, gspo, masked, ppo, reductions, shapes, trace
@@ -169,7 +170,34 @@ def rooted(logprobs, old, advantages, weights):
     return (weights * inside.sqrt()).sum() + (weights * torch.log(inside)).sum(), {}
 
 
-@pytest.mark.parametrize("fn", [weighted, divided, selected, clipped, multiplied, rooted], ids=lambda fn: fn.__name__)
+def zeroed(logprobs, old, advantages, weights):
+    ratio, none = torch.exp(logprobs - old), torch.zeros_like(old)
+    loss = torch.dot(torch.where(weights > 0, logprobs, none), ratio) + ((logprobs * weights) * ratio).sum()
+    return loss + ((torch.exp((logprobs - old) * weights) - 1) * ratio).sum(), {}
+
+
+def gated(logprobs, old, advantages, weights):
+    ratio = torch.exp(logprobs - old)
+    gate = torch.relu(torch.where(weights > 0, logprobs, old * 0 - 99) + 90)
+    return (gate * ratio).sum() + (
+        torch.sign(logprobs * weights) * ratio + (ratio * weights).detach() * ratio
+    ).sum(), {}
+
+
+def shared(logprobs, old, advantages, weights):
+    return (weights / torch.exp(old - logprobs)).sum() + (weights * logprobs / torch.exp(logprobs - old)).sum(), {}
+
+
+def smooth(logprobs, old, advantages, weights):
+    ratio = torch.exp(logprobs - old)
+    loss = F.softplus(ratio) + F.gelu(ratio) + F.silu(ratio) + F.logsigmoid(ratio) + torch.logaddexp(ratio, old)
+    return (loss * weights).sum() + torch.xlogy(weights, ratio).sum(), {}
+
+
+TRACED = [weighted, divided, selected, clipped, multiplied, rooted, zeroed, gated, shared, smooth]
+
+
+@pytest.mark.parametrize("fn", TRACED, ids=lambda fn: fn.__name__)
 @settings(max_examples=25)
 @given(st.sets(st.integers(0, T - 1), min_size=1, max_size=T - 2), numbers, numbers)
 def test_a_traced_loss_may_mask_tokens_as_it_likes(fn, places, old, advantage):
@@ -191,6 +219,16 @@ def test_a_traced_loss_may_mask_tokens_as_it_likes(fn, places, old, advantage):
     assert np.isfinite(loss) and loss == pytest.approx(expected, rel=1e-5)
     np.testing.assert_allclose(slope, expected_slope, rtol=1e-5, atol=1e-6)
     assert metrics == pytest.approx(expected_metrics, rel=1e-5)
+
+
+def test_an_example_without_tokens_that_count_trains_nothing():
+    def averaged(logprobs, weights):
+        return (logprobs * weights).sum() / weights.sum(), {"custom/mean:mean": weights.sum() / weights.sum()}
+
+    example, logprobs_T = draw()
+    empty = replace(example, inputs={"weights": np.zeros(T, np.float32)})
+    loss, slope, metrics = custom_loss(trace(averaged, logprobs=1, weights=1), empty, logprobs_T[:, None])
+    assert (loss, metrics) == (0.0, {"custom/mean:mean": 0.0}) and not slope.any()
 
 
 @pytest.mark.parametrize("fn", [ppo, gspo, masked, reductions, shapes, elementwise], ids=lambda fn: fn.__name__)

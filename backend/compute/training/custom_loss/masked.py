@@ -4,16 +4,18 @@ In floating-point numbers, 0 times infinity is not a number. So `weights * exp(l
 is 0 and `old` is a placeholder such as -9999. And `where(mask, x, 0)` has no slope where the branch that is not taken
 overflows (the "double where" problem). One such token would spoil the gradient of the whole batch.
 
-Here, a factor of 0 that does not depend on the log probabilities removes the other factor, and a value that does not
-influence the loss has the slope 0. Everything else is computed as usual. The loss is taken as a jaxpr, where every
-operation is a primitive. `evaluate` uses this only when the usual program gives a number that is not finite.
+Here, each value knows which of its cells move, which means that they change with the log probabilities. A factor or a
+dividend of 0 that does not move makes the result 0, and a cell that does not move or does not influence the loss has
+the slope 0. Everything else is computed as usual. The loss is taken as a jaxpr, where every operation is a primitive.
+`evaluate` uses this only when the usual program gives a number that is not finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import jax
@@ -22,19 +24,40 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 # Each cell of the result depends on the same cell of the operands only.
 _ELEMENTWISE = {
-    *("abs", "add", "add_any", "convert_element_type", "copy", "cos", "div", "erf", "exp", "exp2", "expm1"),
-    *("integer_pow", "log", "log1p", "logistic", "max", "min", "neg", "pow", "rem", "rsqrt", "select_n", "sign", "sin"),
-    *("sqrt", "square", "sub", "tan", "tanh"),
+    *("abs", "add", "add_any", "clamp", "convert_element_type", "copy", "cos", "div", "erf", "erfc", "exp", "exp2"),
+    *("expm1", "integer_pow", "log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "rem", "rsqrt"),
+    *("select_n", "sin", "sqrt", "square", "sub", "tan", "tanh"),
 }
-_CALLS = ("jit", "pjit")
+# Elementwise, and constant wherever the result is continuous.
+_FLAT = {
+    *("and", "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or", "round", "sign"),
+    *("stop_gradient", "xor"),
+}
+# Each cell of the result is a cell of the operands, or a sum of such cells.
+_SUMS = {
+    *("broadcast_in_dim", "concatenate", "cumsum", "dynamic_slice", "expand_dims", "gather", "pad", "reduce_sum"),
+    *("reshape", "rev", "slice", "squeeze", "transpose"),
+}
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr"}
+_RULES = {"custom_jvp_call": "call_jaxpr"}  # calls with a slope of their own
 
 
 @dataclass(eq=False)
 class _Value:
-    """A value of the program. moves: whether it changes continuously with the log probabilities."""
+    """A value of the program. moves: which cells change with the log probabilities; None if none of them does."""
 
     array: Any
-    moves: bool
+    moves: Any = None
+
+    @property
+    def moving(self) -> jax.Array:
+        """The cells that move, as an array of the value's shape."""
+        return jnp.full(jnp.shape(self.array), False) if self.moves is None else self.moves
+
+    @property
+    def zeros(self) -> jax.Array:
+        """The cells that are 0 and do not move. Their products are 0, even with infinity."""
+        return (jnp.asarray(self.array) == 0) & ~self.moving
 
 
 @dataclass(frozen=True)
@@ -53,12 +76,16 @@ def value_and_slope(function: Callable[..., Any], values: Sequence[jax.Array]) -
     """
     program, shape = jax.make_jaxpr(function, return_shape=True)(*values)
     steps: list[_Step] = []
-    inputs = [_Value(value, place == 0) for place, value in enumerate(values)]
+    inputs = [_Value(values[0], jnp.full(values[0].shape, True)), *map(_Value, values[1:])]
     results = _run(program.jaxpr, program.consts, inputs, steps)
     slopes: dict[_Value, Any] = {results[0]: jnp.ones_like(results[0].array)}
     for step in reversed(steps):
         if any(result in slopes for result in step.results):
-            by_result = [slopes.get(result, jnp.zeros_like(result.array)) for result in step.results]
+            zero = jnp.float32(0)
+            by_result = [
+                jnp.where(result.moves, slopes.get(result, zero), zero).astype(result.array.dtype)
+                for result in step.results
+            ]
             for operand, slope in zip(step.operands, step.pull(by_result), strict=True):
                 slopes[operand] = slopes[operand] + slope if operand in slopes else slope
     tree = jax.tree.unflatten(jax.tree.structure(shape), [result.array for result in results])
@@ -67,99 +94,144 @@ def value_and_slope(function: Callable[..., Any], values: Sequence[jax.Array]) -
 
 def _run(program: Any, constants: Sequence[Any], inputs: Sequence[_Value], steps: list[_Step]) -> list[_Value]:
     """The results of a jaxpr. Its operations that move are appended to `steps`, in order."""
-    known = {variable: _Value(constant, False) for variable, constant in zip(program.constvars, constants, strict=True)}
+    known = dict(zip(program.constvars, map(_Value, constants), strict=True))
     known.update(zip(program.invars, inputs, strict=True))
 
     def value_of(atom: Any) -> _Value:
-        return _Value(atom.val, False) if isinstance(atom, Literal) else known[atom]
+        return _Value(atom.val) if isinstance(atom, Literal) else known[atom]
 
     for equation in program.eqns:
-        name, shape = equation.primitive.name, equation.outvars[0].aval.shape
+        operands = [value_of(atom) for atom in equation.invars]
+        name = equation.primitive.name
         if name in _CALLS:
-            inner = equation.params["jaxpr"]
-            results = _run(inner.jaxpr, inner.consts, [value_of(atom) for atom in equation.invars], steps)
-        elif name == "mul":
-            results = _multiply([_spread(value_of(atom), shape, steps) for atom in equation.invars], steps)
-        elif name == "dot_general":
-            product = partial(jax.lax.dot_general, **equation.params)
-            results = _multiply_matrices(product, [value_of(atom) for atom in equation.invars], steps)
+            inner = equation.params[_CALLS[name]]
+            results = _run(inner.jaxpr, inner.consts, operands, steps)
         else:
-            variables = list(dict.fromkeys(atom for atom in equation.invars if not isinstance(atom, Literal)))
-            alone = program.replace(constvars=[], invars=variables, outvars=equation.outvars, eqns=[equation])
-            function = jaxpr_as_fun(ClosedJaxpr(alone, ()))
-            operands = [known[variable] for variable in variables]
-            if elementwise := name in _ELEMENTWISE:
-                operands = [_spread(operand, shape, steps) for operand in operands]
-            results = _step(function, operands, steps, elementwise)
+            results = _apply(program, equation, operands, steps)
         known.update(zip(equation.outvars, results, strict=True))
     return [value_of(atom) for atom in program.outvars]
+
+
+def _apply(program: Any, equation: Any, operands: list[_Value], steps: list[_Step]) -> list[_Value]:
+    """The results of one operation, which is appended to `steps` if they move."""
+    name, function, elementwise = equation.primitive.name, _function(program, equation), _is_elementwise(equation)
+    if elementwise:
+        operands = [_spread(operand, equation.outvars[0].aval.shape, steps) for operand in operands]
+    if name == "dot_general":
+        function = partial(_product, partial(jax.lax.dot_general, **equation.params), operands)
+    elif name in ("mul", "div"):
+        function = partial(_without, function, _removed(name, operands))
+    results = [_Value(array) for array in function(*(operand.array for operand in operands))]
+    floats = [result for result in results if _is_float(result.array)]
+    places = [place for place, operand in enumerate(operands) if operand.moves is not None]
+    if not floats or not places or name in _FLAT:
+        return results
+    for result, moves in zip(floats, _moves(equation, function, operands, floats), strict=True):
+        result.moves = moves
+    pull = partial(_pull, function, [operand.array for operand in operands], places, elementwise)
+    steps.append(_Step(pull, [operands[place] for place in places], floats))
+    return results
+
+
+def _function(program: Any, equation: Any) -> Callable[..., list[Any]]:
+    """The operation as a function of the arrays of all operands."""
+    variables = list(dict.fromkeys(atom for atom in equation.invars if not isinstance(atom, Literal)))
+    alone = program.replace(constvars=[], invars=variables, outvars=equation.outvars, eqns=[equation])
+    run, places = jaxpr_as_fun(ClosedJaxpr(alone, ())), [equation.invars.index(variable) for variable in variables]
+    return lambda *arrays: run(*(arrays[place] for place in places))
+
+
+def _is_elementwise(equation: Any) -> bool:
+    name, params = equation.primitive.name, equation.params
+    if inner := (_CALLS | _RULES).get(name):
+        constants = [each for each in params[inner].jaxpr.eqns if all(isinstance(x, Literal) for x in each.invars)]
+        return all(each in constants or _is_elementwise(each) for each in params[inner].jaxpr.eqns)
+    return name in _ELEMENTWISE | _FLAT
 
 
 def _spread(operand: _Value, shape: tuple[int, ...], steps: list[_Step]) -> _Value:
     """The operand of an elementwise operation with the shape of its result. A scalar may stand for all cells."""
     if jnp.shape(operand.array) == shape:
         return operand
-    return _step(lambda x: [jnp.broadcast_to(x, shape)], [operand], steps)[0]
+    result = _Value(jnp.broadcast_to(operand.array, shape))
+    if operand.moves is not None:
+        result.moves = jnp.broadcast_to(operand.moves, shape)
+        pull = partial(_pull, lambda array: [jnp.broadcast_to(array, shape)], [operand.array], [0], False)
+        steps.append(_Step(pull, [operand], [result]))
+    return result
 
 
-def _zeros(operand: _Value) -> jax.Array:
-    """The cells that are 0 and do not move, so their products are 0, even with infinity."""
-    return jnp.full(jnp.shape(operand.array), False) if operand.moves else jnp.asarray(operand.array) == 0
+def _removed(name: str, operands: list[_Value]) -> jax.Array:
+    """The cells of an elementwise result that are 0 because a factor or the dividend is."""
+    causes = {"mul": operands, "div": operands[:1]}.get(name, [])
+    return reduce(or_, (operand.zeros for operand in causes), jnp.asarray(False))
 
 
-def _multiply(operands: list[_Value], steps: list[_Step]) -> list[_Value]:
-    """The product of two operands of one shape."""
-    removed = _zeros(operands[0]) | _zeros(operands[1])
-    return _step(lambda *pair: [jnp.where(removed, 0, jnp.multiply(*pair))], operands, steps, True, removed)
+def _without(function: Callable[..., list[Any]], removed: jax.Array, *arrays: Any) -> list[Any]:
+    """The result of the function, or 0 in the cells that are removed."""
+    return [jnp.where(removed, 0, array) for array in function(*arrays)]
 
 
-def _multiply_matrices(product: Callable[..., jax.Array], operands: list[_Value], steps: list[_Step]) -> list[_Value]:
-    """The product of two arrays along some of their axes."""
-    first, second = arrays = [jnp.asarray(operand.array) for operand in operands]
-    zeros = [_zeros(operand) for operand in operands]
-    finite = [jnp.isfinite(array) for array in arrays]
-
-    def meet(left: jax.Array, right: jax.Array) -> jax.Array:
-        return product(left.astype(first.dtype), right.astype(second.dtype)) > 0
-
-    overflows = meet(~zeros[0], ~finite[1]) | meet(~finite[0], ~zeros[1])
-
-    def of_finite(*pair: jax.Array) -> list[jax.Array]:
-        kept = [jnp.where(cells, array, 0) for cells, array in zip(finite, pair, strict=True)]
-        return [jnp.where(overflows, jnp.nan, product(*kept))]
-
-    return _step(of_finite, operands, steps)
+def _product(product: Callable[..., jax.Array], operands: list[_Value], *arrays: Any) -> list[Any]:
+    """The product of two arrays along some of their axes. Infinity and NaN count unless they meet removed cells."""
+    finite = [jnp.isfinite(operand.array) for operand in operands]
+    first, second = operands
+    overflows = _meet(product, ~first.zeros, ~finite[1]) | _meet(product, ~finite[0], ~second.zeros)
+    kept = [jnp.where(cells, array, 0) for cells, array in zip(finite, arrays, strict=True)]
+    return [jnp.where(overflows, jnp.nan, product(*kept))]
 
 
-def _step(
-    function: Callable[..., list[Any]],
-    operands: list[_Value],
-    steps: list[_Step],
-    elementwise: bool = False,
-    removed: Any = False,
-) -> list[_Value]:
-    """The results of one operation, which is appended to `steps` if it moves.
+def _meet(product: Callable[..., jax.Array], left: jax.Array, right: jax.Array) -> jax.Array:
+    """The cells of a product that have a contribution of a cell in `left` and a cell in `right`."""
+    return product(left.astype(jnp.float32), right.astype(jnp.float32)) > 0
 
-    function: of the operands' arrays. elementwise: where the slope by the result is 0, set the slopes by the operands
-    to 0, even if the operation's own slope is infinite. removed: more cells whose slopes are 0.
+
+def _moves(
+    equation: Any, function: Callable[..., list[Any]], operands: list[_Value], results: list[_Value]
+) -> Sequence[jax.Array]:
+    """The cells that move of each result. Where it is not known, all cells move if any cell of an operand does."""
+    name, params = equation.primitive.name, equation.params
+    if name in _RULES:
+        inner = params[_RULES[name]]
+        return [result.moving for result in _run(inner.jaxpr, inner.consts, operands, [])]
+    if name == "select_n":
+        return [jax.lax.select_n(operands[0].array, *(operand.moving for operand in operands[1:]))]
+    if name == "dot_general":
+        product, (first, second) = partial(jax.lax.dot_general, **params), operands
+        return [_meet(product, first.moving, ~second.zeros) | _meet(product, ~first.zeros, second.moving)]
+    if name in ("max", "min"):
+        x, other = operands
+        exceeds, below = x.array > other.array, x.array < other.array
+        lost, other_lost = (below, exceeds) if name == "max" else (exceeds, below)
+        return [(x.moving & ~lost) | (other.moving & ~other_lost)]
+    if name in _SUMS:
+        arrays = [x.moving.astype(x.array.dtype) if _is_float(x.array) else x.array for x in operands]
+        return [array > 0 for array in function(*arrays)]
+    if name in ("reduce_max", "reduce_min", "reduce_prod"):
+        return [jnp.any(operands[0].moving, axis=params["axes"])]
+    if _is_elementwise(equation):
+        removed = _removed(name, operands)
+        return [reduce(or_, (operand.moving for operand in operands)) & ~removed]
+    moves = reduce(or_, (operand.moving.any() for operand in operands))
+    return [jnp.broadcast_to(moves, jnp.shape(result.array)) for result in results]
+
+
+def _pull(
+    function: Callable[..., list[Any]], arrays: list[Any], places: list[int], elementwise: bool, slopes: list[Any]
+) -> Sequence[Any]:
+    """The slopes by the operands at `places`.
+
+    elementwise: where the slope by the result is 0, so are these, even if the operation's own slope is infinite.
     """
-    arrays = [operand.array for operand in operands]
-    moving = [place for place, operand in enumerate(operands) if operand.moves]
-    results = [_Value(x, bool(moving) and _is_float(x)) for x in function(*arrays)]
 
     def of_moving(*changed: Any) -> list[Any]:
-        by_place = dict(zip(moving, changed, strict=True))
+        by_place = dict(zip(places, changed, strict=True))
         return [x for x in function(*(by_place.get(i, x) for i, x in enumerate(arrays))) if _is_float(x)]
 
-    def pull(slopes: list[Any]) -> Sequence[Any]:
-        _, pullback = jax.vjp(of_moving, *(arrays[place] for place in moving))
-        pulled = pullback(slopes)
-        return [jnp.where(removed | (slopes[0] == 0), 0, slope) for slope in pulled] if elementwise else pulled
-
-    if any(result.moves for result in results):
-        steps.append(_Step(pull, [operands[place] for place in moving], [x for x in results if x.moves]))
-    return results
+    _, pullback = jax.vjp(of_moving, *(arrays[place] for place in places))
+    pulled = pullback(slopes)
+    return [jnp.where(slopes[0] == 0, 0, slope) for slope in pulled] if elementwise else pulled
 
 
 def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
