@@ -1,4 +1,4 @@
-"""Options beyond the SDK's, over HTTP: answers are JSON of their schema, and kills change no token."""
+"""Options beyond the SDK's, over HTTP: answers are JSON of their schema, and wrong options fail only their request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Client:
             return json.load(answer)
 
     def sample(self, **params):
-        """The sequences of an answer."""
+        """The sequences of an answer, or its error's text."""
         body = {
             "sampling_session_id": self.sampler,
             "seq_id": next(self.numbers),
@@ -60,12 +60,15 @@ class Client:
                 with self.open("retrieve_future", {"request_id": future}) as answer:
                     kind, found = answer.headers["Content-Type"], answer.read()
             except urllib.error.HTTPError as error:
-                assert error.code == 408, error.read()
+                assert error.code in (400, 408), error.read()
+                if error.code == 400:
+                    return error.read().decode()
                 continue
             if kind.startswith("application/x-protobuf"):
                 response = pb.SampleResponse.FromString(found)
                 return [memoryview(one.tokens).cast("i").tolist() for one in response.sequences]
-            assert "error" not in json.loads(found), found
+            if "error" in json.loads(found):
+                return json.loads(found)["error"]
             time.sleep(0.1)
         raise AssertionError("no answer")
 
@@ -95,6 +98,15 @@ def test_an_answer_is_json_of_its_schema(client, text):
     )
 
 
+def test_penalties_and_biases_decide_what_is_said(client):
+    options = {"max_tokens": 30, "stop": [], "temperature": 0.0}
+    once = client.sample(repetition_penalty=100.0, **options)
+    assert all(len(set(tokens)) == 30 for tokens in once)
+    assert client.sample(logit_bias={"5": 100, "6": -100}, **options) == [[5] * 30] * 2
+    assert client.sample(min_p=1.0, **{**options, "temperature": 1.0}) == client.sample(**options), "the most likely"
+    assert client.sample(frequency_penalty=2.0, presence_penalty=2.0, logit_bias={"5": 20}, **options) != [[5] * 30] * 2
+
+
 def test_a_killed_worker_changes_no_token(server, client):
     said = {"max_tokens": 300, "stop": [], "temperature": 1.0, "frequency_penalty": 1.0, "logit_bias": {"9": 4}}
     held = {"constraint": {"type": "regex", "value": "(ab|c){60}"}}
@@ -105,3 +117,15 @@ def test_a_killed_worker_changes_no_token(server, client):
         for worker in server.workers():
             os.kill(worker, signal.SIGKILL)
         assert [one.result() for one in again] == before
+
+
+def test_what_is_wrong_fails_alone_and_by_name(client):
+    for params, told in (
+        ({"constraint": {"type": "regex", "value": "a("}}, "sampling_params.constraint.value is no regex"),
+        ({"constraint": {"type": "xml", "value": "a"}}, "sampling_params.constraint.type is 'xml'"),
+        ({"logit_bias": {"999999": 1}}, "sampling_params.logit_bias has the key '999999'"),
+        ({"presence_penalty": 3}, "sampling_params.presence_penalty is 3"),
+        ({"constraint": {"type": "regex", "value": r"[^\s\S]"}}, "sampling_params.constraint cannot be obeyed"),
+    ):
+        assert told in client.sample(**params)
+    assert client.sample(max_tokens=2, stop=[])[0]

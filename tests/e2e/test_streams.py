@@ -86,3 +86,36 @@ def test_a_worker_that_is_killed_amid_64_streams_makes_no_token_come_twice_or_no
     assert killed.is_set()
     assert [tokens for tokens, _, _ in said] == expected
     assert [len(logprobs) for _, logprobs, _ in said] == lengths
+
+
+def test_64_streams_at_once_lose_nothing_and_wait_for_nobody_who_does_not_read(server, client, trained):
+    sampler = server.client().create_sampling_client(model_path=trained).result()
+    params = [types.SamplingParams(max_tokens=60, seed=seed, stop=[]) for seed in range(64)]
+    asked = [sampler.sample(types.ModelInput.from_ints(TOKENS), 1, one) for one in params]
+    expected = [list(one.result().sequences[0].tokens) for one in asked]
+    unread = client.completions.create(
+        model=trained, prompt=TOKENS, max_tokens=100, n=8, seed=1, stream=True, logprobs=20,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    with ThreadPoolExecutor(64) as threads:
+        said = list(threads.map(lambda seed: streamed(client, trained, 60, seed)[0], range(64)))
+    assert said == expected
+    read = [0] * 8
+    for part in unread:
+        for choice in part.choices:
+            read[choice.index] += len(choice.token_ids)
+    assert read == [100] * 8
+
+
+def test_a_client_that_leaves_frees_its_place(server, client):
+    parts = client.completions.create(
+        model=server.base_model, prompt=TOKENS, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(parts))
+    parts.close()
+    tokens, _, _ = streamed(client, server.base_model, 8, 1)
+    assert len(tokens) == 8
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
+    with pytest.raises(openai.BadRequestError, match="frobnicate"):
+        client.completions.create(model=server.base_model, prompt="a", extra_body={"frobnicate": 1})

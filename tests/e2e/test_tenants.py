@@ -75,16 +75,17 @@ BAD_DATA = {
 }
 
 
-def test_bad_training_data_hurts_only_its_sender(server, service, make_datum, undisturbed):
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_training_data_hurts_only_its_sender(server, service, make_datum, undisturbed, name):
+    bad, word = BAD_DATA[name]
     culprit = lora(server, service, seed=8)
 
     def offend() -> None:
-        for name, (bad, word) in BAD_DATA.items():
-            start = time.monotonic()
-            with pytest.raises(tinker.RequestFailedError, match=word) as failure:
-                culprit.forward_backward([bad], "cross_entropy").result()
-            assert time.monotonic() - start < PROMPTLY, name
-            assert failure.value.category == "user", name
+        start = time.monotonic()
+        with pytest.raises(tinker.RequestFailedError, match=word) as failure:
+            culprit.forward_backward([bad], "cross_entropy").result()
+        assert time.monotonic() - start < PROMPTLY
+        assert failure.value.category == "user"
 
     assert bystander(server, service, make_datum, offend) == undisturbed
     # and the culprit itself can go on
