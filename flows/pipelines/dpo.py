@@ -29,8 +29,8 @@ Examples = Sequence[TokenizedExample]
 class DpoLoss:
     """The mean loss of B pairs, and its derivatives [B] by the log probability of each answer.
 
-    metrics: `loss`; `accuracy`, the share of pairs whose chosen answer gained more than the rejected one; `margin`, the
-    mean difference of the rewards; `chosen_reward` and `rejected_reward`: beta times the gain of the log probability.
+    metrics: `loss`; `accuracy`, the share of pairs whose chosen answer gained more; `margin`, the mean difference of
+    the rewards. `chosen_reward` and `rejected_reward` are beta times the gain of the log probability.
     """
 
     loss: float

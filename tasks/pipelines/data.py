@@ -283,8 +283,8 @@ def _tokenized(work_url: str, key: str, rows: Sequence[Row], renderer: Renderer,
 def check_source(source: DataSource, work_url: str, renderer: Renderer, use: Use) -> DataReport:
     """Check all rows of a source, and store the good ones and their tokens in the work folder.
 
-    Raises DataCheckError when more rows are wrong than the source allows, or fewer are good; UserError when no sequence
-    is short enough, or the rows have a schema that the pipeline does not take.
+    Raises DataCheckError when more rows are wrong than the source allows, or fewer are good. Raises UserError when no
+    sequence is short enough, or the pipeline does not take the schema.
     """
     report, read, tokenized = inspect(source, renderer, use, work_url)
     if read.bad:

@@ -63,8 +63,8 @@ class Renderer:
     ) -> None:
         """Raise UserError when the format is chat and the tokenizer has no chat template.
 
-        special_tokens: what `<|im_end|>` in a text of a row becomes: tokens like those of other text, or the special
-        token itself, with which data can end a turn and speak in another role.
+        special_tokens: "text" turns `<|im_end|>` in a text of a row into tokens of plain text. "tokens" turns it into
+        the special token, which lets data end a turn and speak in another role.
         """
         if format_ == "chat" and not tokenizer.chat_template:
             raise UserError(f"format 'chat': the tokenizer {tokenizer.name_or_path} has no chat template; use 'text'")
