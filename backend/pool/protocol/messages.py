@@ -15,12 +15,12 @@ from tinkerflow.backend.spec.commands import Command, FetchState, GroupConfig, W
 from tinkerflow.backend.spec.pool_message import PoolMessage
 
 # The errors that keep their class on the way from an executor to the driver. GroupFailedError is missing: an executor
-# cannot pretend that its group failed. Classes outside backend/core/errors.py are missing, too: their constructors take
-# more than a message, and no executor raises them.
+# cannot pretend that its group failed. ContextExceededError and classes outside backend/core/errors.py are missing,
+# too: their constructors take more than a message, and no executor raises them.
 _ERRORS: dict[str, type[errors.TinkerflowError]] = {
     name: kind
     for name, kind in vars(errors).items()
-    if (isinstance(kind, type) and issubclass(kind, errors.UserError))
+    if (isinstance(kind, type) and issubclass(kind, errors.UserError) and kind is not errors.ContextExceededError)
     or kind in (errors.StateLostError, errors.StoreError, errors.StoreAwayError, errors.ServerError)
 }
 _LONGEST_MESSAGE = 10_000
