@@ -133,6 +133,6 @@ def test_a_store_that_does_not_answer_prevents_no_start(
     holder = SimpleNamespace(take_kept=print, needed_tensors=print, keep_fetched=print)
     config = replace(group_config(), store_url=store.url, store_mark=mark)
     assert transfers.Transfers(holder, config, 0).reach_store
-    monkeypatch.setattr(parts, "reaches", lambda blobs, mark: hangs.wait(60))
+    monkeypatch.setattr(parts, "is_store", lambda blobs, mark: hangs.wait(60))
     assert not transfers.Transfers(holder, config, 0, patience=0.1).reach_store
     hangs.set()
