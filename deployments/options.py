@@ -65,8 +65,9 @@ def _explain(wrong: Any, model: type[BaseModel] | None) -> str:
         return f"{place}: is not a parameter{did_you_mean(str(last), _fields(model, outer))}"
     message = wrong["msg"].removeprefix("Value error, ")
     value = wrong["input"]
-    # A URL may contain a password, and some messages begin with the value.
-    simple = isinstance(value, str | int | float | bool) and "url" not in str(last) and repr(value) not in message
+    # A URL may contain a password. Some messages begin with the value.
+    hidden = "url" in str(last) or message.startswith(repr(value))
+    simple = isinstance(value, str | int | float | bool) and not hidden
     return f"{place}: {value!r}: {message}" if simple else f"{place}: {message}"
 
 

@@ -85,7 +85,7 @@ class ResponsesBody(Strict):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = None
     tools: list[ResponseTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | ToolByName = "auto"

@@ -11,7 +11,7 @@ from tests.api.conftest import Running
 from tests.api.test_futures import sampler
 
 from tinkerflow.backend.journal import Journal
-from tinkerflow.backend.store import Store
+from tinkerflow.backend.store.uploaded_files import UploadedFiles
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 FILE = b"\x89PNG\r\n\x1a\n and more"
@@ -143,13 +143,13 @@ def test_nothing_stays_of_a_file_that_is_deleted_while_it_arrives(server: Runnin
     kept = sent(server).json()
     delete, files = f"{server.url}/api/v1/assets/{kept['asset_id']}", f"uploads/{kept['asset_id']}"
     server.http.delete(delete, headers={"X-API-Key": "tml-test"})
-    write = Store.write_piece
+    write = UploadedFiles.write_piece
 
-    def deleted(self: Store, asset_id: str, *given: Any) -> None:
+    def deleted(self: UploadedFiles, asset_id: str, *given: Any) -> None:
         server.journal.assets.forget(asset_id, "local")
         write(self, asset_id, *given)
 
-    monkeypatch.setattr(Store, "write_piece", deleted)
+    monkeypatch.setattr(UploadedFiles, "write_piece", deleted)
     assert sent(server).status_code == 404
     assert server.store.blobs.children(files) == []
 

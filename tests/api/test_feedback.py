@@ -91,7 +91,7 @@ def test_a_sample_of_the_sdk_can_be_rated_and_one_without_an_answer_cannot(serve
     engine.paused = True
     waiting = server.post("asample", {**body, "seq_id": 1}).json()["request_id"]
     refused = ask(server, "POST", "feedback", {"id": waiting, "label": "good"})
-    assert (refused.status_code, "waits" in refused.json()["error"]["message"]) == (400, True)
+    assert (refused.status_code, "is waiting" in refused.json()["error"]["message"]) == (400, True)
     engine.paused = False
 
 
