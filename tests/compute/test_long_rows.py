@@ -67,7 +67,7 @@ def gradients(qwen3: Any) -> Any:
     def of(keep: Keep, chunk: int = 0, *, again: bool = False) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "choose_keep", lambda *_: keep)
-            patch.setattr(train, "at_once", lambda _: chunk)
+            patch.setattr(train, "tokens_at_a_time", lambda _: chunk)
             patch.setattr(train, "platform", lambda: CUDA if again else CPU)
             steps = make_steps(cfg, mesh, Budget(1024, 2**30))
             grads, scored = steps.backward(params, lora, jax.tree.map(jnp.zeros_like, lora), batch)
