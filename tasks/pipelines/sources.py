@@ -177,18 +177,27 @@ def _read(filesystem: AbstractFileSystem, path: str) -> Iterator[Item]:
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[Item]:
-    number, where = 0, name
-    while line := file.readline(MAX_ROW_BYTES + 1):
-        number += 1
+    for number, line in enumerate(_cut_lines(file), 1):
         where = f"{name}:{number}"
         if len(line) > MAX_ROW_BYTES:
-            while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_ROW_BYTES)
             yield _wrong(where, "", f"must have at most {MAX_ROW_BYTES} bytes")
         elif number == 1 and line.startswith(b"\xef\xbb\xbf"):
             yield from _line(where, line[3:])
         else:
             yield from _line(where, line)
+
+
+def _cut_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines without their ends, cut to MAX_ROW_BYTES + 1 bytes. `readline` of remote files takes no limit."""
+    line = bytearray()
+    while chunk := file.read(2**20):
+        for i, piece in enumerate(chunk.split(b"\n")):
+            if i:
+                yield bytes(line)
+                line.clear()
+            line += piece[: MAX_ROW_BYTES + 1 - len(line)]
+    if line:
+        yield bytes(line)
 
 
 def _line(where: str, line: bytes) -> Iterator[Item]:
