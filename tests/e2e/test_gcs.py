@@ -72,7 +72,7 @@ async def test_a_run_that_died_goes_on_from_what_is_on_gs_and_its_result_is_hand
             await sft(given)
         assert {name.partition("/")[0] for name in kept(gcs, "pipelines/")} == {
             "data",
-            "rendered",
+            "tokens",
             "progress",
             "results",
         }
