@@ -37,6 +37,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in PLAIN:
         return PLAIN[hint]
+    if hasattr(origin, "__value__"):  # an alias of the newest NumPy
+        return values(origin.__value__[arguments])
     if origin is Literal:
         return st.sampled_from(arguments)
     if origin in (Union, types.UnionType):
