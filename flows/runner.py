@@ -304,8 +304,8 @@ class ModelBinding:
 
         restores: whether the state of a live model is needed. detached: ids of its detached saves.
         """
-        context = self._unbound.bound_to(generation)
-        model = await context.read(context.journal.models.get, self._model_id, None)
+        model = await self._unbound.read(self._unbound.journal.models.get, self._model_id, None)
+        context = self._unbound.bound_to(generation, model.owner)
         if restores and model.state is ModelState.LIVE:
             for observer in self._observers:
                 observer.restoring(generation)

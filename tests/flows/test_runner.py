@@ -62,6 +62,23 @@ async def test_many_operations_are_in_flight_and_stay_in_order(served: Any, clie
     assert all(result.error is None for result in await client.results(*requests))
 
 
+async def test_commands_are_charged_to_the_owner_of_the_model(
+    served: Any, client: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool shares training by this owner."""
+    model, _, _ = served
+    owners: dict[str, str] = {}
+    submit = pool.submit
+
+    async def noting(command: Any, *args: Any, owner: str = "", **kwargs: Any) -> Any:
+        owners[type(command).__name__] = owner
+        return await submit(command, *args, owner=owner, **kwargs)
+
+    monkeypatch.setattr(pool, "submit", noting)
+    await client.results(client.forward_backward(model, [1, 2]), client.optim_step(model))
+    assert owners == {"Forward": client.owner, "OptimStep": client.owner}
+
+
 async def test_every_operation_is_executed_once_even_when_woken_all_the_time(
     served: Any, client: Any, pool: Any
 ) -> None:
