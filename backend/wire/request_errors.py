@@ -64,13 +64,15 @@ def _nearest_member(model: type[BaseModel], details: list[ErrorDetails]) -> list
 
     That is the member with the fewest errors inside of the value, and of several the one whose error comes last.
     """
+    if details[0]["type"] not in _OTHER_KINDS:
+        return details
     name, _ = _locate(model, details[0]["loc"])
     inside: dict[object, list[ErrorDetails]] = {}
     for detail in details:
         path, _ = _locate(model, detail["loc"])
-        if path.startswith(name) and path != name:
+        if path.startswith((f"{name}.", f"{name}[")):
             inside.setdefault(detail["loc"][: len(details[0]["loc"])], []).append(detail)
-    if not inside or details[0]["type"] not in _OTHER_KINDS:
+    if not inside:
         return details
     fewest = min(map(len, inside.values()))
     nearest = [member for member in inside.values() if len(member) == fewest]
@@ -107,10 +109,8 @@ def _kinds(annotation: Any) -> list[Any]:
     origin = get_origin(annotation)
     if origin is dict:
         return [dict]
-    if origin in (Annotated, Union, UnionType, list, tuple):
-        members = get_args(annotation)[:1] if origin is Annotated else get_args(annotation)
-        return [kind for member in members for kind in _kinds(member)]
-    return [annotation]
+    members = list(get_args(annotation)) if origin in (list, tuple) else _members(annotation)
+    return members if members == [annotation] else [kind for member in members for kind in _kinds(member)]
 
 
 def _rule(detail: ErrorDetails, field: FieldInfo | None) -> str:

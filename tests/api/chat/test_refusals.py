@@ -50,6 +50,8 @@ CHAT: list[tuple[dict[str, Any], str]] = [
         "messages[1].tool_calls[0].function.arguments is 'x': must be a JSON object as text",
     ),
     ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id is None: must be the id"),
+    ({"stop": 5, "stop_token_ids": "x"}, "stop is 5: must be a string or a list"),  # the first wrong field
+    ({"stream": "yes", "stream_options": 5}, "stream is 'yes': must be true or false"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search': must be 'function'"),
     ({"tools": [{"type": "function"}]}, "tools[0].function is missing"),
     (
