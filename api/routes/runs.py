@@ -51,7 +51,7 @@ async def training_runs(
     page = await asyncio.to_thread(call.journal.models.runs, owner, limit=limit, offset=offset, project_id=project_id)
     return TrainingRuns(
         training_runs=[_training_run(row) for row in page.rows],
-        cursor=Cursor(offset=offset, limit=len(page.rows) if page.cut else limit, total_count=page.total),
+        cursor=Cursor(offset=offset, limit=page.step(limit), total_count=page.total),
     )
 
 

@@ -76,7 +76,7 @@ async def user_checkpoints(
     page = await asyncio.to_thread(call.journal.checkpoints.page, call.owner, limit=limit, offset=offset)
     return CheckpointList(
         checkpoints=[checkpoint(row) for row in page.rows],
-        cursor=Cursor(offset=offset, limit=len(page.rows) if page.cut else limit, total_count=page.total),
+        cursor=Cursor(offset=offset, limit=page.step(limit), total_count=page.total),
     )
 
 

@@ -130,6 +130,10 @@ class Page(Generic[T]):
     total: int
     cut: bool = False
 
+    def step(self, limit: int) -> int:
+        """The distance to the next page. limit: the most rows that were asked for."""
+        return len(self.rows) if self.cut else limit
+
 
 @dataclass(frozen=True)
 class BeforeSave:

@@ -26,7 +26,7 @@ router = page_router()
 async def checkpoints_page(visit: Visiting, offset: PageOffset = 0) -> Response:
     """Checkpoints, newest first."""
     page = await asyncio.to_thread(visit.journal.checkpoints.page, visit.owner, limit=PAGE, offset=offset)
-    return visit.page("checkpoints.html", page=page, offset=offset, size=PAGE)
+    return visit.page("checkpoints.html", page=page, offset=offset, size=page.step(PAGE))
 
 
 @router.get(_ONE)

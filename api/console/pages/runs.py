@@ -36,7 +36,7 @@ router = page_router()
 async def runs_page(visit: Visiting, offset: PageOffset = 0) -> Response:
     """Training runs, newest first."""
     page = await asyncio.to_thread(visit.journal.models.runs, visit.owner, limit=PAGE, offset=offset)
-    return visit.page("runs.html", runs=page, offset=offset, size=PAGE, most=LINES)
+    return visit.page("runs.html", runs=page, offset=offset, size=page.step(PAGE), most=LINES)
 
 
 @router.get("/training_runs/{run_id}")

@@ -8,6 +8,7 @@ import pytest
 from tests.api.console.conftest import of_checkpoint
 
 from tinkerflow.backend.catalog.champions import champion_key
+from tinkerflow.backend.journal import database
 from tinkerflow.backend.store.blobs import open_blobs
 
 EMPTY = {
@@ -48,6 +49,19 @@ def test_every_list_leads_to_what_is_in_it(browser: Any, furnish: Any, lettered:
         assert page.status_code == 200, (path, page.text)
         assert f'href="{link}"' in page.text, path
         assert browser.get(link).status_code == 200, link
+
+
+def test_a_page_that_is_cut_by_bytes_leads_to_the_rows_that_it_left_out(
+    browser: Any, furnish: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    things = furnish()
+    with server.journal.models._write() as connection:
+        copy_rows(connection, "model", things.run, [f"{things.run}again"])
+        copy_rows(connection, "checkpoint", things.weights, [f"{things.weights}again"], "path")
+    monkeypatch.setattr(database, "PAGE_BYTES", 10)  # a row is longer
+    for path in ("/training_runs", "/checkpoints"):
+        page = browser.get(path).text
+        assert "1 to 1 of" in page and f"{path}?offset=1" in page, path
 
 
 def test_a_sample_is_shown_as_text_until_its_bytes_are_dropped(browser: Any, furnish: Any, lettered: Any) -> None:
