@@ -137,10 +137,15 @@ def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------ base models
+def stored_cards(journal: Journal) -> dict[str, str]:
+    """The cards of the served base models, as JSON, by their names and by their aliases."""
+    cards = {row.name: row.card for row in journal.base_models.all()}
+    return {alias: card for name, card in cards.items() if (alias := alias_of(name))} | cards
+
+
 def base_model_card(journal: Journal, base_model: str | None) -> ModelCard:
     """The card of a base model, by its name or its alias; NotFoundError when it is not served here."""
-    cards = {row.name: row.card for row in journal.base_models.all()}
-    cards = {alias: card for name, card in cards.items() if (alias := alias_of(name))} | cards
+    cards = stored_cards(journal)
     if base_model not in cards:
         near = did_you_mean(base_model or "", cards)
         raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(cards)}{near}")

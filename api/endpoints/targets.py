@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import cache
 
 from tinkerflow.api.call import Call
-from tinkerflow.api.submit import base_model_card
+from tinkerflow.api.submit import base_model_card, stored_cards
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.catalog.champions import champion_names, newest_champion
 from tinkerflow.backend.catalog.control_tokens import ControlTokens
@@ -97,7 +97,7 @@ async def find(call: Call, model: str) -> Listed:
     card, checkpoint = await asyncio.to_thread(_find, call, model)
     if checkpoint is not None:
         return _of_checkpoint(model, checkpoint, card.max_context)
-    return next(listed for listed in await asyncio.to_thread(_base_models, call) if listed.name == card.name)
+    return next(listed for listed in await asyncio.to_thread(_base_models, call) if listed.name == model)
 
 
 async def list_models(call: Call) -> Sequence[Listed]:
@@ -147,8 +147,8 @@ def _find(call: Call, model: str) -> tuple[ModelCard, CheckpointView | None]:
     if model.startswith(CHAMPION):
         model = _champion(call, model)
     elif not model.startswith("tinker://"):
-        if any(model in (row.name, alias_of(row.name)) for row in journal.base_models.all()):
-            return base_model_card(journal, model), None
+        if (card := stored_cards(journal).get(model)) is not None:
+            return ModelCard.from_json(card), None
         model = _newest_of_run(call, model)
     checkpoint = journal.checkpoints.get(model, call.owner)
     if checkpoint.unsampled:

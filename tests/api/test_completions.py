@@ -45,6 +45,8 @@ def test_the_embedded_model_may_be_called_by_its_short_name(
     journal.base_models.register([(BASE, lettered.to_json()), (folder, replace(lettered, name=folder).to_json())])
     listed = server.http.get(f"{server.url}/v1/models", headers={"x-api-key": KEY}).json()["data"]
     assert {model["id"]: model["root"] for model in listed} == {BASE: BASE, folder: folder, "tinkerflow/tiny": folder}
+    for model in listed:
+        assert server.http.get(f"{server.url}/v1/models/{model['id']}", headers={"x-api-key": KEY}).json() == model
     assert base_model_card(journal, "tinkerflow/tiny") == base_model_card(journal, folder)
     with pytest.raises(
         NotFoundError, match=r"base_model is 'tinkerflow/tinny': .* \(did you mean 'tinkerflow/tiny'\?\)"
@@ -62,6 +64,8 @@ def test_models_are_listed_and_shown(server: Running, lettered: ModelCard) -> No
     missing = server.http.get(f"{server.url}/v1/models/nobody", headers={"x-api-key": KEY})
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "not_found"
+    empty = post(server, "completions", {"model": "", "prompt": "b"})
+    assert empty.json()["error"]["message"].startswith("model '' does not exist: must be a base model")
 
 
 def test_a_completion_has_ids_tokens_and_logprobs(server: Running, engine: Engine, lettered: ModelCard) -> None:
