@@ -86,13 +86,17 @@ class Connection(HttpToolsProtocol):
     @property
     def unclaimed(self) -> bool:
         """Whether no key was accepted on the connection, and the server works on none of its requests."""
-        answered = self.cycle is None or self.cycle.response_complete
-        return not self.accepted and (self._in_headers or answered)
+        return not self.accepted and (self._in_headers or self._answered)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way: the last request was answered."""
-        return not self.unfinished and (self.cycle is None or self.cycle.response_complete)
+        return not self.unfinished and self._answered
+
+    @property
+    def _answered(self) -> bool:
+        """Whether the last request, if there was one, has its whole answer."""
+        return self.cycle is None or self.cycle.response_complete
 
     def pass_time(self, seconds: float) -> None:
         """Advance the clocks by `seconds`, and close the connection if one of them has run out."""
@@ -113,7 +117,7 @@ class Connection(HttpToolsProtocol):
             return
         answers = not self.idle and (self.cycle is None or not self.cycle.response_started)
         if self._in_headers:  # a client that has sent nothing waits for no answer
-            answers = self._size > 0 and (self.cycle is None or self.cycle.response_complete)
+            answers = self._size > 0 and self._answered
         if answers:
             body = reason.encode()
             head = b"content-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
