@@ -7,6 +7,7 @@ handles no processes and no sockets: its callers pass functions that send to all
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -237,8 +238,5 @@ class OutstandingTransfers:
 def set_failure(future: asyncio.Future[Any], error: TinkerflowError) -> None:
     """Fail a future that is not done with a copy of `error`, because raising one exception twice mixes tracebacks."""
     if not future.done():
-        if isinstance(error, SuspectError):
-            future.set_exception(SuspectError(error.message, crashed=error.crashed))
-        else:
-            future.set_exception(type(error)(error.message))
+        future.set_exception(copy.copy(error))
         future.exception()  # marks the exception as retrieved, because the caller may be gone

@@ -49,21 +49,11 @@ class Pool:
     Made by `await Pool.start(...)`. Use it from the event loop in which it was started.
     """
 
-    def __init__(
-        self,
-        config: PoolConfig,
-        site: Site,
-        on_progress: Callable[[str], None],
-        on_waiting: Callable[[str], Awaitable[None]],
-        *,
-        on_demand: bool,
-    ) -> None:
-        """Use `start`, which explains the arguments."""
+    def __init__(self, config: PoolConfig, scheduler: CommandScheduler, generations: Generations) -> None:
+        """Use `start`."""
         self._config = config
-        self._scheduler = CommandScheduler(config.chunks_per_microbatch)
-        self._generations = Generations(
-            config, site, _without_errors(on_progress), on_waiting, self._scheduler.serve, on_demand=on_demand
-        )
+        self._scheduler = scheduler
+        self._generations = generations
         self._entrance = asyncio.Lock()  # fair: commands that wait for a generation keep their order
         self._detour_until = 0.0  # until then, processes do not reach the store
 
@@ -90,9 +80,12 @@ class Pool:
         Raises UserError when the executor refuses the configuration, GroupFailedError when no group came up in three
         attempts.
         """
-        pool = cls(config, site, on_progress, on_waiting, on_demand=on_demand)
-        await pool._generations.start()
-        return pool
+        scheduler = CommandScheduler(config.chunks_per_microbatch)
+        generations = Generations(
+            config, site, _without_errors(on_progress), on_waiting, scheduler.serve, on_demand=on_demand
+        )
+        await generations.start()
+        return cls(config, scheduler, generations)
 
     # ------------------------------------------------------------------ its state
     def begin(self) -> None:

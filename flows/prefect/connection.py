@@ -28,7 +28,7 @@ from prefect.settings import (
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.prefect_access import make_credential
-from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts, repeat
+from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.server import is_healthy, listen, start_server
@@ -94,11 +94,9 @@ class PrefectConnection:
     async def watch(self) -> None:
         """Check every HEALTH_SECONDS whether Prefect can be reached, until cancelled."""
         async with httpx.AsyncClient(timeout=LATE_SECONDS) as client:
-
-            async def check() -> None:
+            while True:
                 self.note_reachable(await is_healthy(client, self.api_url), "it does not answer")
-
-            await repeat(check, HEALTH_SECONDS, on=(), what="", log=log)
+                await asyncio.sleep(HEALTH_SECONDS)
 
     def note_reachable(self, reachable: bool, why: str) -> None:
         """Prefect answered, or did not and `why`. Callbacks of `on_reachable` are called when it is back."""
