@@ -181,10 +181,10 @@ def _lines(file: IO[bytes], name: str) -> Iterator[Item]:
         where = f"{name}:{number}"
         if len(line) > MAX_ROW_BYTES:
             yield _wrong(where, "", f"must have at most {MAX_ROW_BYTES} bytes")
-        elif number == 1 and line.startswith(b"\xef\xbb\xbf"):
-            yield from _line(where, line[3:])
-        else:
-            yield from _line(where, line)
+            continue
+        text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        if text.strip():
+            yield _row(where, text)
 
 
 def _cut_lines(file: IO[bytes]) -> Iterator[bytes]:
@@ -200,12 +200,11 @@ def _cut_lines(file: IO[bytes]) -> Iterator[bytes]:
         yield bytes(line)
 
 
-def _line(where: str, line: bytes) -> Iterator[Item]:
-    if line.strip():
-        try:
-            yield RawRow(where, strict_json(line.decode()))
-        except (ValueError, RecursionError) as error:  # also when the bytes are not UTF-8
-            yield _wrong(where, line.decode(errors="replace").rstrip("\n"), f"must be JSON ({error})")
+def _row(where: str, text: bytes) -> Item:
+    try:
+        return RawRow(where, strict_json(text.decode()))
+    except (ValueError, RecursionError) as error:  # also when the bytes are not UTF-8
+        return _wrong(where, text.decode(errors="replace").rstrip("\n"), f"must be JSON ({error})")
 
 
 def _wrong(where: str, text: str, rule: str) -> tuple[RawRow, RowError]:
@@ -224,7 +223,7 @@ def _document(file: IO[bytes], name: str) -> Iterator[Item]:
         if lines is None:
             raise UserError(f"data.url: {name}: must be JSON ({error})") from error
         for number, line in enumerate(lines, 1):
-            yield from _line(f"{name}:{number}", line)
+            yield _row(f"{name}:{number}", line)
         return
     if not isinstance(rows, list):
         raise UserError(f"data.url: {name}: must be a list of rows; a file with a row on each line ends in .jsonl")

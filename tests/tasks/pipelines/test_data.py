@@ -213,12 +213,13 @@ def test_a_bad_row_of_a_json_list_is_a_bad_row(tmp_path: Path, work: str, render
         json.dumps(GOOD[0]).encode(),
         *lines.values(),
         json.dumps({"text": 'a "[b]", {c'}).encode(),
+        b"",
         json.dumps(GOOD[1]).encode(),
     ]
     (tmp_path / "rows.json").write_bytes(b"\xef\xbb\xbf[" + b",\n".join(rows) + b"]\n")
     report = check_source(DataSource(url=str(tmp_path / "rows.json"), max_bad_fraction=1), work, renderer, SFT)
-    assert (report.rows, report.bad_rows) == (2, len(lines) + 1)
-    assert [bad.where for bad in report.first_errors] == [f"rows.json:{n}" for n in range(2, len(lines) + 3)]
+    assert (report.rows, report.bad_rows) == (2, len(lines) + 2)
+    assert [bad.where for bad in report.first_errors] == [f"rows.json:{n}" for n in range(2, len(lines) + 4)]
 
 
 def test_tokens_are_made_once_for_each_content(
