@@ -254,10 +254,15 @@ class Settings(BaseSettings):
         return Path(self.group_secret_file).expanduser() if self.group_secret_file else self.data_dir / "group.secret"
 
     @property
+    def journal_file(self) -> Path | None:
+        """The file of the journal; None when it is no SQLite database."""
+        scheme, _, file = self.journal_url.partition(":///")
+        return Path(file.partition("?")[0]) if scheme == "sqlite" else None
+
+    @property
     def has_journal(self) -> bool:
         """Whether a journal may exist already: False only for an SQLite file that does not exist."""
-        scheme, _, file = self.journal_url.partition(":///")
-        return scheme != "sqlite" or Path(file.partition("?")[0]).exists()
+        return self.journal_file is None or self.journal_file.exists()
 
     @property
     def store_url(self) -> str:

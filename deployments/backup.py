@@ -42,9 +42,8 @@ def write_backup(settings: Settings, file: Path) -> Iterator[str]:
         now = datetime.now(UTC).isoformat()
         manifest = {"version": __version__, "made_at": now, "data_dir": str(settings.data_dir)}
         _add_bytes(tar, MANIFEST, json.dumps(manifest).encode())
-        scheme, _, journal = settings.journal_url.partition(":///")
-        if scheme == "sqlite":
-            yield from _add_database(tar, JOURNAL, Path(journal.partition("?")[0]))
+        if (journal := settings.journal_file) is not None:
+            yield from _add_database(tar, JOURNAL, journal)
         else:
             yield "not copied: the journal is in PostgreSQL; copy it with pg_dump before this backup"
         for name, setting in _FOLDERS.items():
@@ -101,7 +100,7 @@ def _add_database(tar: tarfile.TarFile, name: str, file: Path) -> Iterator[str]:
     if not file.exists():
         return
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".backup-") as copy:
-        source = closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True))
+        source = closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True))
         with source as opened, closing(sqlite3.connect(copy.name)) as target:
             opened.backup(target)
         tar.add(copy.name, name)

@@ -14,12 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from tinkerflow.backend.core.disk import make_folder, open_private
+from tinkerflow.backend.core.disk import OTHERS, make_folder, make_private, open_private
 from tinkerflow.backend.core.errors import UserError
 
 LOCK = "up.lock"
 NEEDED_BYTES = 100 * 2**20
-_OTHERS = 0o077
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
     with lock:
         if not _locks(lock):
             refuse_served(data_dir)
+            raise _served(data_dir, "another process")  # it has not written its name yet, or another release wrote it
         try:
             lock.truncate(0)
             lock.write(json.dumps(asdict(Owner(os.getpid(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", api_url))))
@@ -57,17 +57,14 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
                 f"data_dir '{data_dir}': its disk has {free / 2**20:.0f} MiB left, {needs}; make space, or choose "
                 "another --data-dir"
             )
-        for path in open_to_others(data_dir):
-            with suppress(FileNotFoundError):
-                path.chmod(path.stat().st_mode & 0o700)
+        make_private(*open_to_others(data_dir))
         yield
 
 
 def refuse_served(data_dir: Path) -> None:
     """Raise UserError when a process serves the data dir."""
     if (owner := read_owner(data_dir)) is not None:
-        by = f"process {owner.pid} at {owner.api_url}"
-        raise UserError(f"data_dir '{data_dir}': is served already by {by}; stop it, or choose another --data-dir")
+        raise _served(data_dir, f"process {owner.pid} at {owner.api_url}")
 
 
 def _locks(lock: IO[str]) -> bool:
@@ -78,6 +75,10 @@ def _locks(lock: IO[str]) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def _served(data_dir: Path, by: str) -> UserError:
+    return UserError(f"data_dir '{data_dir}': is served already by {by}; stop it, or choose another --data-dir")
 
 
 def _unusable(data_dir: Path, error: OSError) -> UserError:
@@ -110,4 +111,4 @@ def _is_open(path: Path) -> bool:
         status = path.lstat()
     except OSError:
         return False
-    return bool(status.st_mode & _OTHERS) and not path.is_symlink() and status.st_uid == os.getuid()
+    return bool(status.st_mode & OTHERS) and not path.is_symlink() and status.st_uid == os.getuid()

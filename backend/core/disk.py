@@ -14,7 +14,7 @@ from typing import IO, Any
 from urllib.parse import unquote
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-_OTHERS = 0o077  # the bits of the group and of everybody else
+OTHERS = 0o077  # the bits of the group and of everybody else
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +61,11 @@ def make_private(*paths: Path) -> None:
     for path in paths:
         try:
             found = path.lstat()
-            if stat.S_ISLNK(found.st_mode) or not found.st_mode & _OTHERS:
+            if stat.S_ISLNK(found.st_mode) or not found.st_mode & OTHERS:
                 continue
             if stat.S_ISDIR(found.st_mode):
                 make_private(*path.iterdir())
-            path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
+            path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS)
         except FileNotFoundError:
             continue
         except PermissionError as error:

@@ -19,7 +19,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.backup import restore_backup, write_backup
 from tinkerflow.deployments.commands import command_line
 from tinkerflow.deployments.commands.key import _id_of
-from tinkerflow.deployments.data_dir import open_to_others, owned, read_owner
+from tinkerflow.deployments.data_dir import LOCK, open_to_others, owned, read_owner
 from tinkerflow.deployments.doctor import check_data_dir
 from tinkerflow.deployments.options import plain_console
 from tinkerflow.deployments.parts import open_journal
@@ -64,6 +64,9 @@ def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path: Path) -
     message = rf"is served already by process {first.pid} at http://127\.0\.0\.1:1; stop it, or choose another"
     with pytest.raises(UserError, match=message), owned(tmp_path, "x"):
         pass
+    (tmp_path / LOCK).write_text("")  # as before the first one has written its name
+    with pytest.raises(UserError, match="is served already by another process; stop it"), owned(tmp_path, "x"):
+        pass
     first.kill()
     first.join()
     with owned(tmp_path, "x"):
@@ -103,8 +106,9 @@ def filled(data_dir: Path) -> Settings:
     return settings
 
 
-def test_a_backup_is_made_beside_a_writer_and_restored_into_a_new_folder(tmp_path: Path) -> None:
-    settings = filled(tmp_path / "data")
+@pytest.mark.parametrize("name", ["data", "a#b %20"])  # the second has another meaning in a URL
+def test_a_backup_is_made_beside_a_writer_and_restored_into_a_new_folder(tmp_path: Path, name: str) -> None:
+    settings = filled(tmp_path / name)
     with closing(sqlite3.connect(settings.data_dir / "journal.db")) as writer:
         writer.execute("BEGIN IMMEDIATE")
         shown = list(write_backup(settings, tmp_path / "b.tar"))
