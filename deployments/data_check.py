@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tinkerflow.deployments.options import explain
 from tinkerflow.tasks.pipelines.data import DataCheckError, DataReport, Use, inspect, read_source, refuse_bad
 from tinkerflow.tasks.pipelines.parameters import PARAMETERS, AnyParameters
 from tinkerflow.tasks.pipelines.render import Format, Renderer, TokenizedExample
-from tinkerflow.tasks.pipelines.server_address import server_from_environment
+from tinkerflow.tasks.pipelines.server_address import offered_name, server_from_environment
 from tinkerflow.tasks.pipelines.sources import DataSource
 
 _FIRST_ROWS = 1000
@@ -69,9 +69,7 @@ def check_first_rows(parameters: AnyParameters) -> None:
                 duplicates=0, characters=0, first_errors=[first],
             )  # fmt: skip
             refuse_bad(source, report)
-        if read.good and read.reader.schema not in checked.use.schemas:
-            wanted = " or ".join(checked.use.schemas)
-            raise UserError(f"data {source.url}: schema {read.reader.schema}: {checked.use.name} needs {wanted}")
+        read.refuse_schema(source, checked.use)
         if not total:
             raise UserError(f"data.url {source.url!r}: contains no rows")
 
@@ -105,7 +103,7 @@ def sources_of(url: str | None, config: Path | None, pipeline: str, options: Map
         source = DataSource.model_validate(data)
     except ValidationError as error:
         raise UserError(explain(error, DataSource)) from error
-    return [Checked("data", source, Use(**(vars(use) | {"max_tokens": options["max_tokens"]})), options["format"])]
+    return [Checked("data", source, replace(use, max_tokens=options["max_tokens"]), options["format"])]
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> str:
@@ -169,11 +167,9 @@ def _print_example(console: Console, renderer: Renderer, example: TokenizedExamp
 
 def _tokenizer(settings: Settings, base_model: str) -> Any:
     from tinkerflow.backend.catalog.model_source import TEXT_FILES, find_model
-    from tinkerflow.deployments.parts import with_base_models
+    from tinkerflow.deployments.parts import resolve_base_model
 
-    named = {"base_models": (base_model,)} if base_model else {}
-    name = with_base_models(Settings(**(settings.model_dump() | named))).base_models[0]
-    folder = find_model(name, TEXT_FILES)
+    folder = find_model(resolve_base_model(settings, base_model), TEXT_FILES)
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -193,7 +189,4 @@ def check_server(parameters: AnyParameters, settings: Settings) -> None:
         raise UserError(f"{url} refuses the key in TINKER_API_KEY: {answer.text[:200]}")
     wanted, _ = parameters.base_model_and_format()
     if answer.is_success and wanted:
-        offered = [model["model_name"] for model in answer.json().get("supported_models", [])]
-        if wanted not in offered:
-            names = f"{', '.join(offered)}{did_you_mean(wanted, offered)}"
-            raise UserError(f"model.base_model {wanted!r}: the server offers {names}")
+        offered_name(wanted, [model["model_name"] for model in answer.json().get("supported_models", [])])

@@ -29,7 +29,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.deployments.data_dir import NEEDED_BYTES, open_to_others, read_owner
-from tinkerflow.deployments.options import minute
+from tinkerflow.deployments.options import database_of, minute
 
 _PLUGINS = {"cuda": ("gpu", ("jax-cuda13-plugin", "jax-cuda12-plugin")), "tpu": ("tpu", ("libtpu",))}  # by platform
 _NO_DATABASE = "there is no database yet; `tinkerflow up` makes it"
@@ -100,9 +100,9 @@ def check_journal(settings: Settings) -> str:
     """The journal's database, and how much it holds. Raises ServerError when its schema is not this version's."""
     with opened_journal(settings) as journal:
         if journal is None:
-            return f"{settings.journal_url.split('@')[-1]}: {_NO_DATABASE}"
+            return f"{database_of(settings)}: {_NO_DATABASE}"
         runs = journal.models.runs(None, limit=1, offset=0).total
-        return f"{settings.journal_url.split('@')[-1]}: {runs} training run(s), {len(journal.keys.all())} key(s)"
+        return f"{database_of(settings)}: {runs} training run(s), {len(journal.keys.all())} key(s)"
 
 
 def check_processes(settings: Settings, clock: Clock | None = None) -> str:

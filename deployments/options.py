@@ -50,6 +50,11 @@ def print_wide(table: Table) -> None:
     plain_console(width=max(plain_console().width, 240)).print(table)
 
 
+def database_of(settings: Settings) -> str:
+    """The journal's database without user and password, which may be in front of the host or in the query."""
+    return settings.journal_url.rsplit("@", 1)[-1].partition("?")[0]
+
+
 def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str:
     """The error as a line for people: the place, the value and the rule of each wrong value.
 

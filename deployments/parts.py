@@ -73,6 +73,12 @@ def with_base_models(settings: Settings) -> Settings:
     return Settings(**(settings.model_dump() | {"base_models": base_models}))
 
 
+def resolve_base_model(settings: Settings, name: str) -> str:
+    """The model that a name in the settings stands for; "" = the first that they name. See `with_base_models`."""
+    named = {"base_models": (name,)} if name else {}
+    return with_base_models(Settings(**(settings.model_dump() | named))).base_models[0]
+
+
 def embedded_model(settings: Settings) -> Path:
     """Where the embedded model is, or will be."""
     return settings.data_dir.joinpath(*EMBEDDED_FOLDER)

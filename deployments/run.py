@@ -17,7 +17,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,7 +29,6 @@ from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
-from tinkerflow.deployments.options import explain
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -234,10 +233,7 @@ def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefec
 
     from tinkerflow.tasks.pipelines.artifacts import follower
 
-    try:
-        parameters = pipeline.parameters.model_validate(values)
-    except ValidationError as error:
-        raise UserError(explain(error, pipeline.parameters)) from error
+    parameters = parameters_of(pipeline.name, values)
     logging.getLogger("tinker").setLevel(logging.ERROR)  # it warns whenever an answer takes long
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console)

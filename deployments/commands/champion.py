@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.table import Table
 
-from tinkerflow.backend.catalog.champions import champion_history, champion_key, champion_names
+from tinkerflow.backend.catalog.champions import champion_history, champion_key, champion_names, newest_champion
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import ConflictError, NotFoundError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 from tinkerflow.deployments.options import DataDir, print_wide, settings_with
+from tinkerflow.tasks.pipelines.work import create_json
 
 app = typer.Typer(help="List the best weights of pipelines, and roll one back.", no_args_is_help=True)
 
@@ -24,7 +24,7 @@ Name = Annotated[str, typer.Argument(help="name of the champion, as `champion li
 def list_champions(data_dir: DataDir = None) -> None:
     """List the newest champion of each name. `champion/NAME` is a model for OpenAI's and Anthropic's clients."""
     work = open_blobs(settings_with(data_dir=data_dir).pipelines_url)
-    _print([(name, champion_history(work, name)[-1]) for name in champion_names(work)])
+    _print([(name, entry) for name in champion_names(work) if (entry := newest_champion(work, name))])
 
 
 @app.command()
@@ -50,7 +50,7 @@ def rollback(
         raise NotFoundError(f"champion {name!r}: has no number {number}; its numbers are 1 to {history[-1]['number']}")
     after = entry | {"number": history[-1]["number"] + 1, "promoted_at": SystemClock().now().isoformat()}
     try:
-        work.create(champion_key(name, after["number"]), orjson.dumps(after, option=orjson.OPT_SORT_KEYS))
+        create_json(work, champion_key(name, after["number"]), after)
     except FileExistsError as error:
         raise ConflictError(f"champion {name!r}: another one was promoted meanwhile; try again") from error
     print(f"champion/{name} is number {after['number']} now: {after['weights']}")

@@ -22,8 +22,8 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.backend.store.upkeep import Snapshot
-from tinkerflow.deployments.options import DataDir, minute, print_wide, setting, settings_with
-from tinkerflow.deployments.parts import open_journal, with_base_models
+from tinkerflow.deployments.options import DataDir, database_of, minute, print_wide, setting, settings_with
+from tinkerflow.deployments.parts import open_journal, resolve_base_model
 
 app = typer.Typer(help="Manage stored checkpoints, and let others load or copy one.", no_args_is_help=True)
 
@@ -193,8 +193,7 @@ def merge(
     if not opened.exists(path):
         raise _missing(path, settings)
     state, saved = opened.load(path, optimizer=False)
-    named = settings_with(data_dir=data_dir, base_models=(base_model,)) if base_model else None
-    folder = with_base_models(named).base_models[0] if named else saved.meta.base_model
+    folder = resolve_base_model(settings, base_model) if base_model else saved.meta.base_model
     merge_model(find_model(folder), state, to, print)
 
 
@@ -217,8 +216,8 @@ def _named_database(settings: Settings) -> Iterator[None]:
     try:
         yield
     except NotFoundError as error:
-        database = settings.journal_url.rsplit("@", 1)[-1]  # without a password
-        raise NotFoundError(f"{error.message} in the database {database}; name the right one by --data-dir") from error
+        where = f"in the database {database_of(settings)}; name the right one by --data-dir"
+        raise NotFoundError(f"{error.message} {where}") from error
 
 
 @app.command()

@@ -14,11 +14,9 @@ from prefect.blocks.core import Block
 from prefect.utilities.asyncutils import run_coro_as_sync
 from pydantic import Field, SecretStr
 
-from tinkerflow.backend.catalog.model_card import alias_of
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
-from tinkerflow.tasks.pipelines.server_address import server_from_environment
+from tinkerflow.tasks.pipelines.server_address import offered_name, server_from_environment
 
 if TYPE_CHECKING:
     import tinker
@@ -62,11 +60,7 @@ class ServerClients:
             for model in capabilities.supported_models
             if model.model_name
         }
-        wanted = next((name for name in offered if wanted and alias_of(name) == wanted), wanted)
-        if wanted and wanted not in offered:
-            names = f"{', '.join(offered)}{did_you_mean(wanted, offered)}"
-            raise UserError(f"model.base_model {wanted!r}: the server offers {names}")
-        return offered[wanted] if wanted else next(iter(offered.values()))
+        return offered[offered_name(wanted, offered)] if wanted else next(iter(offered.values()))
 
     async def sampler_weights(self, wanted: str) -> str:
         """The path of sampler weights: of a tinker:// path itself, of a training run's id that of its newest ones.

@@ -118,6 +118,12 @@ class ReadRows:
             text = json.dumps(row | {"row": shorten(show(raw.value), _QUARANTINED)})
         self.quarantine.append(text.encode())
 
+    def refuse_schema(self, source: DataSource, use: Use) -> None:
+        """Raise UserError when there are rows, of a schema that the pipeline does not take."""
+        if self.good and self.reader.schema not in use.schemas:
+            wanted = " or ".join(use.schemas)
+            raise UserError(f"data {source.url}: schema {self.reader.schema}: {use.name} needs {wanted}")
+
 
 @dataclass(frozen=True)
 class Tokenized:
@@ -230,9 +236,8 @@ def inspect(
     Raises UserError when there is nothing to read, or the rows have a schema that the pipeline does not take.
     """
     read, renderer = read_source(source, use), renderer.with_special_tokens(source.special_tokens)
+    read.refuse_schema(source, use)
     schema = read.reader.schema
-    if read.good and schema not in use.schemas:
-        raise UserError(f"data {source.url}: schema {schema}: {use.name} needs {' or '.join(use.schemas)}")
     lines = [orjson.dumps(row.to_json(), option=orjson.OPT_SORT_KEYS) for _, row in read.good]
     purpose = [] if use.learns else ["prompts"]
     key = digest(digest(schema, *lines), renderer.fingerprint, str(use.max_tokens), *purpose)

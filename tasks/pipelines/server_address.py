@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 
 API_KEY = "tml-local"  # accepted by a server on loopback that has no keys
@@ -13,3 +16,14 @@ def server_from_environment(settings: Settings) -> tuple[str, str]:
     """URL and key from TINKER_BASE_URL and TINKER_API_KEY, or of the server on this machine."""
     url = os.environ.get("TINKER_BASE_URL") or f"http://{settings.host}:{settings.port}"
     return url, os.environ.get("TINKER_API_KEY") or API_KEY
+
+
+def offered_name(wanted: str, offered: Collection[str]) -> str:
+    """The name under which a server offers `wanted`, a name or an alias; UserError when it does not offer it."""
+    from tinkerflow.backend.catalog.model_card import alias_of
+
+    name = next((name for name in offered if alias_of(name) == wanted), wanted)
+    if name not in offered:
+        names = f"{', '.join(offered)}{did_you_mean(wanted, offered)}"
+        raise UserError(f"model.base_model {wanted!r}: the server offers {names}")
+    return name

@@ -17,9 +17,11 @@ from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import cli
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
+from tinkerflow.deployments.options import database_of
 from tinkerflow.deployments.overview import MODULES, overview
 from tinkerflow.deployments.run import example_file
 from tinkerflow.tasks.pipelines.parameters import PARAMETERS
+from tinkerflow.tasks.pipelines.server_address import offered_name
 
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 REQUIRED = {"grid": {"seed": [0, 1]}, "champion": "best", "reward": "m:f"}
@@ -99,6 +101,14 @@ def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         check_server(parameters, Settings())
 
 
+def test_a_server_offers_its_base_models_by_name_and_by_alias() -> None:
+    folder = "/data/models/tinkerflow/tiny-qwen3"
+    assert offered_name("tinkerflow/tiny", ["other", folder]) == folder
+    assert offered_name("other", ["other", folder]) == "other"
+    with pytest.raises(UserError, match=r"model.base_model 'othre': the server offers .*did you mean 'other'"):
+        offered_name("othre", ["other", folder])
+
+
 def tinkerflow(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     import os
 
@@ -165,3 +175,5 @@ def test_a_database_password_is_moved_out_of_the_arguments(monkeypatch: pytest.M
     cli.hide_password(["up", "--database-url", "sqlite:////tmp/a.db"])
     assert executed == [(["up", "--port", "0"], url)] * 2
     assert cli.has_password("postgresql:///x?host=db&password=secret")
+    for url in ("postgresql:///x?host=db&password=secret", "postgresql://me:secret@db/x"):
+        assert "secret" not in database_of(Settings(database_url=url))
