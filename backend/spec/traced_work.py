@@ -29,9 +29,10 @@ STEP_OPERATIONS = STEP_SECONDS * 2e10  # floating-point operations of a core in 
 
 _CALL, _CELL, _FLOP = 1e-3, 8e-9, 1e-10
 _PROGRAM, _NODE, _NODE_PAIR = 0.1, 5e-3, 1.5e-5  # compiling: of a program, each node, and each pair of nodes
+_PRODUCTS = ("dot", "matmul", "operator.matmul")
 # Compiling an op with its slope, as a multiple of an elementwise operation.
 _NODE_FACTORS = {
-    **dict.fromkeys(("sum", "mean", "any", "all", "count_nonzero", "argmax", "argmin", "dot", "matmul"), 5.0),
+    **dict.fromkeys(("sum", "mean", "any", "all", "count_nonzero", "argmax", "argmin", *_PRODUCTS), 5.0),
     **dict.fromkeys(("max", "min", "amax", "amin", "logsumexp"), 12.0),
     **dict.fromkeys(("logaddexp", "logsigmoid", "softplus", "gelu", "mse_loss", "l1_loss"), 13.0),
     **dict.fromkeys(("var", "std", "softmax", "log_softmax", "huber_loss", "smooth_l1_loss"), 20.0),
@@ -105,7 +106,7 @@ def _work_of(name: str, nodes: str, shapes: Shapes) -> LossWork:
         sizes = [x.size for x in tensors if isinstance(x, Shaped)]
         made = result.values.size if isinstance(result, Extremes) else getattr(result, "size", 0)
         seconds = _CELL * _CELL_FACTORS.get(op, 1.0) * max(made, sum(sizes))
-        if op in ("matmul", "dot", "operator.matmul"):
+        if op in _PRODUCTS:
             seconds += _FLOP * 2 * made * contracted(args[0])
         slow, operations = _slow_compilation(op, args, named), max(1, len(sizes) - 2)
         run, compiling, cells, count = run + seconds, compiling + slow, cells + made, count + operations
@@ -152,11 +153,10 @@ def _compile_seconds(nodes: float) -> float:
 
 def _slow_compilation(op: str, args: Sequence[Any], named: Mapping[str, Any]) -> float:
     """The seconds that compiling a node takes beyond those of an elementwise one. Products are compiled as trees."""
-    first = args[0].size if args and isinstance(args[0], Shaped) else 0
     deep = max(0.0, _levels(args) - 6)
     match op:
         case "cumsum":
-            return _SUMMED_CELL * first
+            return _SUMMED_CELL * _first_size(args)
         case "prod":
             return 0.3 * deep
         case "cumprod":
@@ -168,7 +168,11 @@ def _slow_compilation(op: str, args: Sequence[Any], named: Mapping[str, Any]) ->
 
 def _levels(args: Sequence[Any]) -> float:
     """The depth of a tree over all cells of the first argument."""
-    return math.log2(max(1, args[0].size)) if args and isinstance(args[0], Shaped) else 0.0
+    return math.log2(max(1, _first_size(args)))
+
+
+def _first_size(args: Sequence[Any]) -> int:
+    return args[0].size if args and isinstance(args[0], Shaped) else 0
 
 
 def _check_example(loss: CustomLoss, work: LossWork, example: str) -> None:

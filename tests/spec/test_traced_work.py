@@ -55,6 +55,7 @@ REFUSED: dict[str, tuple[list[Op], tuple[int, ...], str]] = {
     "products": ([*OUTER, ("reshape", ["$", -1]), *[("cumprod", ["$", 0])] * 3], (4000,), r"\(cumprod\)"),
     "composites": ([("logaddexp", ["$", {"ref": "logprobs"}])] * 100, (4,), "to compile its 101 operations"),
     "products of few": ([("prod", ["$"]), ("expand", ["$", 32])] * 20, (32,), "to compile its 41 operations"),
+    "operators": ([*OUTER, *[("operator.matmul", ["$", "$"])] * 200], (8,), "to compile its 203 operations"),
     "sums": ([*OUTER, ("reshape", ["$", -1]), ("cumsum", ["$", 0])], (1000,), r"\(cumsum\)"),
     "cells": ([*OUTER, *[("exp", ["$"])] * 20], (7000,), "cells in all: must be at most 268435456"),
     "repetition": ([*OUTER, *[("exp", ["$"])] * 4], (3500,) * 1500, "1500 examples of 1 different shapes"),
