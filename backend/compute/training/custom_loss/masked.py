@@ -119,14 +119,15 @@ def _apply(program: Any, equation: Any, operands: list[_Value], steps: list[_Ste
         operands = [_spread(operand, equation.outvars[0].aval.shape, steps) for operand in operands]
     if name == "dot_general":
         function = partial(_product, partial(jax.lax.dot_general, **equation.params), operands)
-    elif name in ("mul", "div"):
-        function = partial(_without, function, _removed(name, operands))
+    removed = _removed(name, operands) if name in ("mul", "div") else None
+    if removed is not None:
+        function = partial(_without, function, removed)
     results = [_Value(array) for array in function(*(operand.array for operand in operands))]
     floats = [result for result in results if _is_float(result.array)]
     places = [place for place, operand in enumerate(operands) if operand.moves is not None]
     if not floats or not places or name in _FLAT:
         return results
-    for result, moves in zip(floats, _moves(equation, function, operands, floats), strict=True):
+    for result, moves in zip(floats, _moves(equation, function, operands, floats, elementwise, removed), strict=True):
         result.moves = moves
     pull = partial(_pull, function, [operand.array for operand in operands], places, elementwise)
     steps.append(_Step(pull, [operands[place] for place in places], floats))
@@ -162,9 +163,9 @@ def _spread(operand: _Value, shape: tuple[int, ...], steps: list[_Step]) -> _Val
 
 
 def _removed(name: str, operands: list[_Value]) -> jax.Array:
-    """The cells of an elementwise result that are 0 because a factor or the dividend is."""
-    causes = {"mul": operands, "div": operands[:1]}.get(name, [])
-    return reduce(or_, (operand.zeros for operand in causes), jnp.asarray(False))
+    """The cells of a product (`mul`) or a quotient (`div`) that are 0 because a factor or the dividend is."""
+    causes = operands if name == "mul" else operands[:1]
+    return reduce(or_, (operand.zeros for operand in causes))
 
 
 def _without(function: Callable[..., list[Any]], removed: jax.Array, *arrays: Any) -> list[Any]:
@@ -187,9 +188,17 @@ def _meet(product: Callable[..., jax.Array], left: jax.Array, right: jax.Array) 
 
 
 def _moves(
-    equation: Any, function: Callable[..., list[Any]], operands: list[_Value], results: list[_Value]
+    equation: Any,
+    function: Callable[..., list[Any]],
+    operands: list[_Value],
+    results: list[_Value],
+    elementwise: bool,
+    removed: jax.Array | None,
 ) -> Sequence[jax.Array]:
-    """The cells that move of each result. Where it is not known, all cells move if any cell of an operand does."""
+    """The cells that move of each result. Where it is not known, all cells move if any cell of an operand does.
+
+    elementwise: see `_is_elementwise`. removed: the cells of a product or a quotient that stay 0.
+    """
     name, params = equation.primitive.name, equation.params
     if name in _RULES:
         inner = params[_RULES[name]]
@@ -209,9 +218,9 @@ def _moves(
         return [array > 0 for array in function(*arrays)]
     if name in ("reduce_max", "reduce_min", "reduce_prod"):
         return [jnp.any(operands[0].moving, axis=params["axes"])]
-    if _is_elementwise(equation):
-        removed = _removed(name, operands)
-        return [reduce(or_, (operand.moving for operand in operands)) & ~removed]
+    if elementwise:
+        moves = reduce(or_, (operand.moving for operand in operands))
+        return [moves if removed is None else moves & ~removed]
     moves = reduce(or_, (operand.moving.any() for operand in operands))
     return [jnp.broadcast_to(moves, jnp.shape(result.array)) for result in results]
 
