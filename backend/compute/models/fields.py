@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,13 @@ class ConfigFields:
             raise self.error(f"{key} is {value!r} in config.json; must be a list")
         return value or None
 
+    def types(self, key: str, usual: Sequence[str], *allowed: str) -> list[str]:
+        """A field with a type for each layer. usual: where the file has none. UserError unless all are `allowed`."""
+        types = self.items(key) or list(usual)
+        if len(types) != len(usual) or any(kind not in allowed for kind in types):
+            raise self.error(f"{key} {types!r}; must be {len(usual)} of {', '.join(allowed)}")
+        return types
+
     def inner(self, key: str) -> ConfigFields:
         """The fields of an object that a field holds; UserError when it is absent or holds something else."""
         value = self[key]
@@ -74,8 +81,14 @@ class ConfigFields:
         return replace(self, values={key: value for key, value in self.values.items() if key not in keys})
 
     @property
-    def rope(self) -> Any:
-        """The object with the parameters of rotary embeddings; transformers 4 and 5 name it differently."""
+    def rope(self) -> Mapping[str, Any]:
+        """The object with the parameters of rotary embeddings; transformers 4 and 5 name it differently.
+
+        UserError when one of the two fields is no object.
+        """
+        for key in ("rope_parameters", "rope_scaling"):
+            if (value := self.get(key) or {}) and not isinstance(value, dict):
+                raise self.error(f"{key} is {value!r} in config.json; must be an object")
         return self.get("rope_parameters") or self.get("rope_scaling") or {}
 
     def chosen_experts(self, experts: int, key: str = "num_experts_per_tok") -> int:

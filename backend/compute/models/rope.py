@@ -136,13 +136,10 @@ def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> 
     releases wrote rope_scaling besides rope_theta. head_dim: of a head. theta: where the file has none. UserError for
     values that contradict each other.
     """
+    values = fields.rope
     newer, older = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
-    for key, values in {"rope_parameters": newer, "rope_scaling": older}.items():
-        if not isinstance(values, dict):
-            raise fields.error(f"{key} is {values!r} in config.json; must be an object")
     if newer and older and {**newer, **older} != newer:
         raise fields.error(f"rope_parameters {newer!r} and rope_scaling {older!r} contradict each other")
-    values = newer or older
     outer = {key: fields[key] for key in _OUTER_FIELDS if fields.get(key) is not None}
 
     def read(values: Mapping[str, Any]) -> Rope:

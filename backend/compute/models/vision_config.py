@@ -30,8 +30,8 @@ def read_vision(fields: ConfigFields, sections: tuple[int, int, int]) -> Vision:
     own = fields.inner("vision_config")
     text = fields.inner("text_config")
     own.refuse_others(hidden_act="gelu_pytorch_tanh", in_channels=COLOURS)
-    positions, deep = own.size("num_position_embeddings"), own.get("deepstack_visual_indexes") or []
-    sections = tuple(text.rope.get("mrope_section") or sections)
+    positions, deep = own.size("num_position_embeddings"), own.items("deepstack_visual_indexes") or []
+    sections = tuple(replace(text, values=text.rope).items("mrope_section") or sections)
     vision = Vision(
         layers=own.size("depth"),
         hidden=own.size("hidden_size"),
@@ -57,7 +57,8 @@ def read_vision(fields: ConfigFields, sections: tuple[int, int, int]) -> Vision:
             f"{len(deep)} deepstack_visual_indexes, out_hidden_size {own['out_hidden_size']}; must be at most "
             f"num_hidden_layers, and hidden_size, {text['hidden_size']}"
         )
-    if len(sections) != COLOURS or vision.token >= text.size("vocab_size"):
+    wrong = [size for size in sections if type(size) is not int or size < 0]
+    if wrong or len(sections) != COLOURS or vision.token >= text.size("vocab_size"):
         raise fields.error(
             f"mrope_section {list(sections)}, image_token_id {vision.token}; must be 3 numbers, and a token"
         )

@@ -269,6 +269,34 @@ def test_values_that_would_be_misread_are_refused(
         parse_config(fields, name="m")
 
 
+@pytest.mark.parametrize("family", registered())
+def test_rope_parameters_that_are_no_object_are_refused(family: str, folder_of: Callable[[str], Path]) -> None:
+    fields = fields_of(folder_of(family))
+    text = fields.get("text_config", fields)
+    text.update(rope_parameters=[1], rope_scaling=None)
+    with pytest.raises(UserError, match=r"rope_parameters is \[1\] in config.json; must be an object"):
+        parse_config(fields, name="m")
+
+
+@pytest.mark.parametrize(
+    ("inner", "value", "message"),
+    [
+        ("vision_config", {"deepstack_visual_indexes": 5}, "deepstack_visual_indexes is 5 in config.json; must be a"),
+        ("text_config", {"rope_parameters": {"mrope_section": 5}}, "mrope_section is 5 in config.json; must be a list"),
+        ("text_config", {"rope_parameters": {"mrope_section": ["a", 1, 2]}}, "mrope_section .*; must be 3 numbers"),
+    ],
+)
+def test_lists_of_vision_that_are_none_are_refused(
+    inner: str, value: dict[str, Any], message: str, folder_of: Callable[[str], Path]
+) -> None:
+    fields = fields_of(folder_of("qwen3_vl"))
+    (changed,) = value.items()
+    key, given = changed
+    fields[inner][key] = {**fields[inner][key], **given} if isinstance(given, dict) else given
+    with pytest.raises(UserError, match=message):
+        parse_config(fields, name="m")
+
+
 def test_experts_that_are_fused_and_alone_are_refused(folder_of: Callable[[str], Path]) -> None:
     for family, fused in (("qwen3_vl_moe", "gate_up_proj"), ("gpt_oss", "down_proj")):
         folder = folder_of(family)
