@@ -43,14 +43,15 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
     spec = _spec(cfg, values, tensors, asked)
     scales = Scales(values)
     weights: dict[str, Floats] = {}
-    for module, projection in modules(cfg, spec).items():
+    adapted = modules(cfg, spec)
+    for module, projection in adapted.items():
         own = matrix_rank(spec, projection)
         factor = scales.alpha(module, own) / LORA_ALPHA * peft_factor(spec.rank, own)
         shapes = (own, projection.inputs), (projection.outputs, own)
         for name, shape, scale in zip(pair_names(module), shapes, (1.0, factor), strict=True):
             weights[name] = _scaled(_checked(tensors, name, shape, cfg, spec), scale, name)
     unembed = projections(cfg)["unembed"].module
-    Targets(values, unembed).check(modules(cfg, spec))
+    Targets(values, unembed).check(adapted)
     if surplus := sorted(set(tensors) - set(weights)):
         raise wrong_file(ADAPTER, f"tensor {surplus[0]!r} is no part of {_called(cfg, spec)}: must not be there")
     return AdapterState(spec, 0, weights)

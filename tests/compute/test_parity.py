@@ -8,6 +8,7 @@ file has changed. `pytest --families tests/compute/test_parity.py` runs them for
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_de
 REPRESENTATIVES = {
     "qwen3",
     "olmo2",
+    "phi3",
     "qwen3_moe",
     "gpt_oss",
     "qwen3_next",
@@ -60,6 +62,7 @@ REPRESENTATIVES = {
 FAMILY_FILES = "backend/compute/models/families"
 
 
+@functools.cache
 def changed_families():
     """The families whose file differs from the branch `main`, or from the last commit."""
     root = Path(__file__).parents[2]
@@ -100,6 +103,7 @@ def layer_kinds(config):
         kinds |= {
             option for option in ("sinks", "gated", "value_norm", "biases") if getattr(layer.attention, option, None)
         }
+        kinds |= {f"fused {type(part).__name__}" for part in (layer.attention, mlp) if getattr(part, "fused", False)}
         kinds |= {f"qk_norm of {layer.attention.qk_norm}"} if hasattr(layer.attention, "qk_norm") else set()
     return kinds
 

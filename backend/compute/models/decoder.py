@@ -51,9 +51,7 @@ def windows(fields: ConfigFields, usual: Sequence[str]) -> list[int | None]:
     usual: FULL or SLIDING for each layer, where the file has no `layer_types`. UserError names a type that is not
     supported, or a wrong number of types.
     """
-    types = fields.items("layer_types") or usual
-    if len(types) != len(usual) or any(kind not in (SLIDING, FULL) for kind in types):
-        raise fields.error(f"layer_types {list(types)!r}; must be {len(usual)} of {SLIDING!r} and {FULL!r}")
+    types = fields.types("layer_types", usual, SLIDING, FULL)
     return [fields.size("sliding_window") if kind == SLIDING else None for kind in types]
 
 

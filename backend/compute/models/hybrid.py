@@ -62,9 +62,7 @@ def _layer_types(fields: ConfigFields, layers: int) -> list[str]:
     """The type of every layer."""
     every = fields.size("full_attention_interval", _EVERY)
     usual = [FULL if number % every == 0 else LINEAR for number in range(1, layers + 1)]
-    types = fields.items("layer_types") or usual
-    if len(types) != layers or any(kind not in (LINEAR, FULL) for kind in types):
-        raise fields.error(f"layer_types {types!r}; must be {layers} of {LINEAR}, {FULL}")
+    types = fields.types("layer_types", usual, LINEAR, FULL)
     if len(set(types)) != 2:
         raise fields.error(f"layer_types are all {types[0]!r}; there must be layers of both kinds")
     return types

@@ -6,6 +6,7 @@ The router scores by sigmoids with corrections, and some experts, which are one 
 from __future__ import annotations
 
 from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.decoder import layer_count
 from tinkerflow.backend.compute.models.family import Tensors
 from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.models.layers import (
@@ -44,7 +45,7 @@ def routed_layers(fields: ConfigFields, attention: Attention | LatentAttention, 
     )
     experts = Experts(attention.hidden, count, width, router, shared=shared)
     dense = MLP(attention.hidden, fields.size("intermediate_size"), prefix="dense_")
-    types = _mlp_types(fields, fields.size("num_hidden_layers"))
+    types = _mlp_types(fields, layer_count(fields))
     return [DecoderLayer(attention, dense if kind == _DENSE else experts, norm) for kind in types]
 
 
@@ -69,9 +70,7 @@ def _mlp_types(fields: ConfigFields, layers: int) -> list[str]:
     """The type of every layer, as in `mlp_layer_types`."""
     first = fields.get("first_k_dense_replace", 1)
     usual = [_DENSE if isinstance(first, int) and number < first else _SPARSE for number in range(layers)]
-    types = fields.items("mlp_layer_types") or usual
-    if len(types) != layers or any(kind not in (_DENSE, _SPARSE) for kind in types):
-        raise fields.error(f"mlp_layer_types {types!r}; must be {layers} of {_DENSE}, {_SPARSE}")
+    types = fields.types("mlp_layer_types", usual, _DENSE, _SPARSE)
     if _SPARSE not in types:
         raise fields.error(f"first_k_dense_replace {first!r} of {layers} layers; at least one must have experts")
     return types

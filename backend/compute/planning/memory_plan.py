@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 
 from tinkerflow.backend.compute.mesh import heads_split
 from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.layers import DELTA
 from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.planning.array_sizes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
 from tinkerflow.backend.compute.planning.training_memory import (
@@ -340,7 +341,7 @@ def state_bytes(cfg: ModelConfig, dtype: Any, heads: int | None = None) -> int:
         return 0
     heads = cfg.delta.value_heads if heads is None else heads
     conv = (cfg.delta.taps - 1) * cfg.delta.channels * jnp.dtype(dtype).itemsize
-    return len(cfg.numbers("delta")) * (4 * heads * cfg.delta.key_dim * cfg.delta.value_dim + conv)
+    return len(cfg.numbers(DELTA)) * (4 * heads * cfg.delta.key_dim * cfg.delta.value_dim + conv)
 
 
 def _host_bytes() -> int:

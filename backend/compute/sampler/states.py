@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, cache_mesh
 from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.layers import DELTA
 from tinkerflow.backend.compute.models.layers.delta_rule import DeltaState, Pooled, empty_state
 
 # Of gathered rows: [L, S, ...], or L of [S, ...] by layer. None in models without states.
@@ -27,7 +28,7 @@ def empty_pool(cfg: ModelConfig, mesh: Mesh, states: int, dtype: str) -> DeltaSt
     """A pool of zeros; None for a model without such layers. states: N, a multiple of the fsdp axis."""
     if cfg.delta is None or not states:
         return None
-    number, one = len(cfg.numbers("delta")), empty_state(cfg.delta, states, dtype)
+    number, one = len(cfg.numbers(DELTA)), empty_state(cfg.delta, states, dtype)
     pool: DeltaState = jax.tree.map(lambda part: jnp.zeros((number, *part.shape), part.dtype), one)
     return pin_pool(cfg, mesh, pool)
 

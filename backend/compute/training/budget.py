@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import layers_with, projections
 from tinkerflow.backend.compute.models.layer_loop import kept_carries
+from tinkerflow.backend.compute.models.layers import DELTA
 from tinkerflow.backend.compute.models.transformer import Keep
 from tinkerflow.backend.compute.platforms import on_cpu
 
@@ -70,5 +71,5 @@ def result_width(cfg: ModelConfig, *, mixers: bool = False) -> int:
 
 def attended_width(cfg: ModelConfig) -> int:
     """The width of the results of all layers' mixers, in numbers per token."""
-    delta = 0 if cfg.delta is None else cfg.delta.values * len(cfg.numbers("delta"))
+    delta = 0 if cfg.delta is None else cfg.delta.values * len(cfg.numbers(DELTA))
     return delta + cfg.heads * sum(attention.widths[1] for attention in cfg.attentions)

@@ -19,12 +19,8 @@ WIDTH, LAYERS, INS, OUTS = 160, 2, 700, 70  # sums in two parts, and tiles that 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_updates_are_those_of_the_whole_stack(tokens: int, dtype: jnp.dtype) -> None:
     random = np.random.default_rng(tokens)
-    places = [
-        (0, 0),
-        (8, 24),
-        (24, 32),
-        (96, 136),
-    ]  # two adapters in one block, one in two blocks; no row uses the second and third
+    # two adapters in one block, one in two blocks; no row uses the second and third
+    places = [(0, 0), (8, 24), (24, 32), (96, 136)]
     columns_B2 = np.array([places[i] for i in random.integers(0, 4, 20)], np.int32)
 
     def array(*shape: int) -> jax.Array:

@@ -29,9 +29,8 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 ALL = LoraSpec(0)
 STEP = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
-PROMPT = (
-    np.random.default_rng(0).integers(0, 90, 140).tolist()
-)  # more than a page, so the next request finds it in the prefix cache
+# more than a page, so the next request finds it in the prefix cache
+PROMPT = np.random.default_rng(0).integers(0, 90, 140).tolist()
 Ask = Callable[..., SampleRequest]
 
 

@@ -192,9 +192,8 @@ def test_a_page_that_is_to_be_zeroed_gets_no_key(pool: PagePool) -> None:
     one = grown(pool, 80)
     pool.keep_prefix(KEYS, one)
     two = pool.find_prefix(KEYS)
-    pool.release(
-        one, tainted_from=0
-    )  # as after a cancellation before the first chunk, while another request computes the same prompt
+    # as after a cancellation before the first chunk, while another request computes the same prompt
+    pool.release(one, tainted_from=0)
     pool.keep_prefix(KEYS, two)
     pool.release(two)
     assert len(pool.pop_copies()) == 3

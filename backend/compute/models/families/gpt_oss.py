@@ -18,6 +18,7 @@ from tinkerflow.backend.compute.models.decoder import decoder, layer_count, wind
 from tinkerflow.backend.compute.models.family import FP8, MXFP4, TEXT_MODEL, Family, Tensors, check_shape, with_parts
 from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.models.layers import Attention, DecoderLayer, Experts, RMSNorm, SoftmaxRouter
+from tinkerflow.backend.compute.models.layers.mlp import refuse_other_mlps
 from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 from tinkerflow.backend.compute.weights.files import MadeTensor, Tensor
 from tinkerflow.backend.compute.weights.mxfp4 import BLOCK, dequantised
@@ -31,7 +32,8 @@ _PARTS = (
 
 
 def _gpt_oss(fields: ConfigFields) -> ModelConfig:
-    fields.refuse_others(hidden_act="silu", mlp_bias=False, attention_bias=True)
+    refuse_other_mlps(fields)
+    fields.refuse_others(attention_bias=True)
     norm, count = RMSNorm.read(fields), fields.size("num_local_experts")
     attention = Attention.read(
         fields.without("attention_bias"), rope_theta=150_000.0, biases=("q", "k", "v", "o"), sinks=True

@@ -5,14 +5,14 @@ from tinkerflow.backend.compute.models.decoder import decoder, layer_count, rota
 from tinkerflow.backend.compute.models.family import Family
 from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.models.layers import Attention, DecoderLayer, Experts, RMSNorm, SigmoidRouter
+from tinkerflow.backend.compute.models.layers.mlp import refuse_other_mlps
 
 _MODULE = "block_sparse_moe."
 
 
 def _minimax_m2(fields: ConfigFields) -> ModelConfig:
+    refuse_other_mlps(fields)
     fields.refuse_others(
-        hidden_act="silu",
-        mlp_bias=False,
         scoring_func="sigmoid",
         use_routing_bias=True,
         use_qk_norm=True,
