@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 
 import pytest
 
 from tinkerflow.backend.core.errors import StoreAwayError, StoreError
-from tinkerflow.backend.core.retry import Restarts, backoff, backoffs, retry
+from tinkerflow.backend.core.retry import Restarts, backoff, backoffs, repeat, retry
 
 log = logging.getLogger(__name__)
 
@@ -68,3 +69,22 @@ def test_pauses_grow_until_something_was_steady() -> None:
     assert [restarts.pause(steady=False) for _ in range(3)] == [0.1, 0.2, 0.4]
     assert restarts.pause(steady=True) == 0.1
     assert restarts.pause(steady=False) == 0.2
+
+
+async def test_work_is_repeated_after_errors_and_early_but_not_after_other_errors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    early, rounds = asyncio.Event(), list[bool]()
+
+    async def work() -> None:
+        rounds.append(early.is_set())  # cleared before each round
+        early.set()  # ends the pause of an hour
+        if len(rounds) == 2:
+            raise StoreError("no answer")
+        if len(rounds) == 4:
+            raise ValueError("another error")
+
+    with pytest.raises(ValueError, match="another error"):
+        await repeat(work, 3600.0, on=StoreError, what="the work failed", log=log, early=early)
+    assert rounds == [False] * 4
+    assert caplog.messages == ["the work failed, trying again in 3600 s: no answer"]
