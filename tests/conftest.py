@@ -37,43 +37,32 @@ NOT_FAST = (
     *(f"api/test_{name}.py" for name in ("fuzz", "limits", "sdk", "serve", "tenants", "traps")),
     *(f"deployments/test_{name}.py" for name in ("keeper", "tiny_model", "up")),
 )
-# Where programs are compiled without most optimizations, in half the time: what compares with torch by tolerances, and
-# what looks at services. Whether batches, rows and pieces change bits is tested with programs as users run them.
-QUICKLY_COMPILED = (
-    *("compat", "deployments", "e2e", "flows", "pool"),
-    *(f"compute/test_{name}.py" for name in ("delta_step", "deltanet", "executor", "experts", "flash")),
-    *(f"compute/test_{name}.py" for name in ("grouped", "latent", "long_rows", "lora")),
-    *(f"compute/test_{name}.py" for name in ("mesh", "parity", "quantized", "warming")),
-    *(
-        f"compute/training/test_{name}.py"
-        for name in ("attention", "full_kinds", "logprobs", "losses", "masked_tokens")
-    ),
-    "compute/training/test_sequence_losses.py",
-    *(f"compute/sampler/test_{name}.py" for name in ("adapter_gpu", "adapter_runs", "constraints", "drift")),
-    *(f"compute/sampler/test_{name}.py" for name in ("expert_columns", "float8", "images", "move", "no_memory")),
-    *(f"compute/sampler/test_{name}.py" for name in ("paged_attention", "parity", "prompt_scores")),
-    *(f"compute/sampler/test_{name}.py" for name in ("run_ahead", "snapshot_cache", "spmd")),
+# Where programs are compiled as users run them: tests of bits, of compiled programs, and of the README's commands.
+# Elsewhere they are compiled without most optimizations, in a third of the time.
+AS_USERS_RUN_IT = (
+    *("accelerators", "benchmarks", "compute/test_matmul.py", "compute/sampler/test_bits.py"),
+    *(f"compute/training/test_{name}.py" for name in ("optimizer", "train", "train_work")),
+    *(f"e2e/test_{name}.py" for name in ("crash_loop", "learning", "quickstart", "readme", "wheel")),
 )
 _QUICK_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+_last_mode = [True]  # of the file before: whether its programs were compiled quickly
 CROWDED = 0.3  # of a process's memory maps: behind a file, all compiled programs are forgotten
-AS_USERS_RUN_IT = tuple(f"e2e/test_{name}.py" for name in ("crash_loop", "learning", "quickstart", "readme", "wheel"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out what starts services or compiles much")
+    parser.addoption("--thorough", action="store_true", help="run the tests that are marked as thorough, too")
     parser.addoption("--families", action="store_true", help="run the parity tests for every model family")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Rooms that use the SDK come last, and an open socket is no error there. `--fast` drops what is not fast.
+    """Rooms that use the SDK come last, and an open socket is no error there.
 
-    The SDK leaves daemon threads running, and closes some connections only when they are collected, which may be in the
-    middle of any later test.
+    `--fast` drops slow tests, and only `--thorough` keeps thorough tests. The SDK leaves daemon threads running, and
+    closes some connections only when they are collected, which may be in the middle of any later test.
     """
-    if config.getoption("--fast"):
-        slow = [item for item in items if not _is_fast(item)]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = filter(_is_fast, items)
+    config.hook.pytest_deselected(items=[item for item in items if not _is_chosen(item, config)])
+    items[:] = (item for item in items if _is_chosen(item, config))
     items.sort(key=_uses_the_sdk)
     for item in filter(_uses_the_sdk, items):
         item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
@@ -94,8 +83,11 @@ def pytest_collection_finish() -> None:
 def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     """How much JAX optimizes in a file's tests, here and in the processes that they start."""
     path = request.path.relative_to(ROOM).as_posix()
-    quickly = path.startswith(QUICKLY_COMPILED) and not path.startswith(AS_USERS_RUN_IT)
+    quickly = not path.startswith(AS_USERS_RUN_IT)
     quickly &= "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", "")  # .ci/run looks at what other CPUs compute
+    if quickly != _last_mode.pop():
+        forget_programs()  # compiled the other way
+    _last_mode.append(quickly)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(quickly).lower())
         if jax := sys.modules.get("jax"):
@@ -190,6 +182,12 @@ def postgres_database() -> Iterator[Callable[[str], str]]:
             yield make
         finally:
             server.cleanup()
+
+
+def _is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
+    if item.get_closest_marker("thorough") is not None and not config.getoption("--thorough"):
+        return False
+    return _is_fast(item) or not config.getoption("--fast")
 
 
 def _is_fast(item: pytest.Item) -> bool:

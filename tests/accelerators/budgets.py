@@ -101,12 +101,12 @@ BUDGETS = (
     Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MEMORY, 100, quick=False),
     # Every layer's input is kept where there is room for all, 6 GB, and else those of groups of layers.
     Budget(_case("4B h100:1 forward_backward 1x32768"), TEMPORARIES, 9),
-    Budget(_case("4B h100:1 forward_backward 1x32768", memory=40), TEMPORARIES, 4),
+    Budget(_case("4B h100:1 forward_backward 1x32768", memory=40), TEMPORARIES, 4, quick=False),
     Budget(_case("4B h100:1 forward_backward 1x32768"), LARGEST_F32, 1),
     Budget(_case("4B v6e:1x1 forward_backward 1x32768"), TEMPORARIES, 4, met=False, quick=False),
     Budget(_case("4B v6e:1x1 forward_backward 1x32768"), LARGEST_F32, 1, quick=False),
     Budget(_case("4B h100:1 forward_backward 1x131072"), MEMORY_16, 100, quick=False),
-    Budget(_case("8B h100:1 forward_backward 1x8192"), MEMORY_16, 100),
+    Budget(_case("8B h100:1 forward_backward 1x8192"), MEMORY_16, 100, quick=False),
     Budget(_case("32B h100:8 forward_backward 8x1024"), MEMORY_16, 100),
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), DENSE, 2),
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), MEMORY, 100),
@@ -117,10 +117,10 @@ BUDGETS = (
     *(
         Budget(_case(f"4B {target} decode {sizes}", unknown_trips=CHUNK), STEP, 1.25, quick=quick)
         for target, sizes, quick in (
-            ("h100:1", "1x512", True),
+            ("h100:1", "1x512", False),
             ("h100:1", "1x32768", False),
             ("h100:1", "8x8192", False),
-            ("h100:1", "64x512", True),
+            ("h100:1", "64x512", False),
             ("h100:1", "64x2048", True),
             ("h100:1", "64x8192", False),
             ("h100:1", "256x512", False),

@@ -97,8 +97,7 @@ LATENT = {
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LINEAR: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -108,8 +107,6 @@ LINEAR: dict[str, Any] = {
 SHARED = {
     **LINEAR,
     **EXPERTS,
-    "num_hidden_layers": 2,
-    "layer_types": LINEAR["layer_types"][:2],
     "shared_expert_intermediate_size": 20,
 }
 QWEN_VISION = {
@@ -187,8 +184,8 @@ FAMILY_SHAPE: dict[str, dict[str, Any]] = {
         },
     },
     "gemma4_text": {
-        "num_hidden_layers": 6,
-        "layer_types": [SLIDING, FULL] * 3,
+        "num_hidden_layers": 4,
+        "layer_types": [SLIDING, FULL] * 2,
         "sliding_window": 12,
         "global_head_dim": 16,
         "vocab_size_per_layer_input": VOCAB,
@@ -215,7 +212,6 @@ FAMILY_SHAPE: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
     },
     "gpt_oss": {
-        "num_hidden_layers": 4,
         "sliding_window": 12,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

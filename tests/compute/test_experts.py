@@ -143,6 +143,7 @@ def test_a_reader_that_knows_one_scale_gives_the_same_logprobs(moe, executor, ad
     close_logprobs(forward(executor, "c", (example,)).logprobs[0], scored[:, 0].numpy())
 
 
+@pytest.mark.thorough
 def test_a_mesh_of_eight_devices_gives_the_numbers_of_one(moe, tmp_path):
     """Values, gradients and adapters by row, with experts, rows and widths split; int8, whose scales are split too."""
     worker, numbers = str(Path(__file__).with_name("expert_worker.py")), tmp_path / "numbers.json"

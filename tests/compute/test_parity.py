@@ -59,6 +59,8 @@ REPRESENTATIVES = {
     "qwen3_vl",
     "qwen3_5",
 }
+# Families of one kind of cached state each. The sampler's own tests have the other representatives.
+SAMPLED = {"qwen3", "gpt_oss", "qwen3_next", "deepseek_v3", "gemma4", "gemma4_text"}
 FAMILY_FILES = "backend/compute/models/families"
 
 
@@ -74,12 +76,22 @@ def changed_families():
     return changed
 
 
+def _skip_unless(usual, request):
+    family = request.node.callspec.params["family"]
+    if not request.config.getoption("--families") and family not in usual | changed_families():
+        pytest.skip("runs with --families, or when the family's file changes")
+
+
 @pytest.fixture
 def chosen(request):
     """Skips the test for a family that is not a representative, unless its file has changed."""
-    family = request.node.callspec.params["family"]
-    if not request.config.getoption("--families") and family not in REPRESENTATIVES | changed_families():
-        pytest.skip("runs with --families, or when the family's file changes")
+    _skip_unless(REPRESENTATIVES, request)
+
+
+@pytest.fixture
+def sampled(request):
+    """The same with fewer representatives."""
+    _skip_unless(SAMPLED, request)
 
 
 @pytest.fixture(scope="module", params=registered())
@@ -159,7 +171,7 @@ def test_adapter_and_its_gradients_as_peft_has_them(
         same_gradients(gradients(executor, "a"), by_torch)
 
 
-@pytest.mark.usefixtures("chosen")
+@pytest.mark.usefixtures("sampled")
 def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forward, gradients):
     base, executor, parts = family
     adapter(executor, "steps", **parts)
@@ -231,41 +243,31 @@ def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, exa
         close_logprobs(found, merged.logprobs(example)[:, 0])
 
 
-@pytest.mark.usefixtures("chosen")
+@pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
-def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(family, tmp_path, adapter, ask, run_all):
+def test_samples_are_those_of_transformers_and_scores_those_of_training(
+    family, tmp_path, adapter, ask, run_all, forward
+):
+    """With an adapter, also from a cached prefix. Each other shape would be another program to compile."""
     base, executor, parts = family
-    adapter(executor, "tokens", **parts)
-    executor.execute(PublishSnapshot("tokens", "tokens"))
+    adapter(executor, "sampled", **parts)
+    executor.execute(PublishSnapshot("sampled", "sampled"))
     prompt = np.random.default_rng(5).integers(0, VOCAB, 150).tolist()
-    asked = [ask(name, prompt, 64, snapshot_id="tokens") for name in ("first", "second")]
-    (first,), (second,) = (run_all(executor, one)[one.request_id].sequences for one in asked)
-    with in_peft(base, executor, "tokens", tmp_path) as by_torch:
-        wanted = _generated(by_torch, prompt, 64)
-    assert first.tokens_T.tolist() == second.tokens_T.tolist() == wanted
-    np.testing.assert_array_equal(first.logprobs_T, second.logprobs_T)
-
-
-@pytest.mark.usefixtures("chosen")
-@pytest.mark.parametrize("family", DECODERS, indirect=True)
-def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forward):
-    """Also adapters of experts; the base model's own tokens are those of transformers.
-
-    Shapes are those of the test before where they can be, because each other one is a program to compile.
-    """
-    base, executor, _ = family
-    adapter(executor, "scored")
-    executor.execute(PublishSnapshot("scored", "scored"))
-    prompt = np.random.default_rng(6).integers(0, VOCAB, 30).tolist()
-    plain = run_all(executor, ask("base", prompt, 35))["base"]
-    assert plain.sequences[0].tokens_T.tolist() == _generated(base.model, prompt, 35)
-    own = run_all(executor, ask("own", prompt, 35, snapshot_id="scored", prompt_logprobs=True))["own"]
-    (sequence,) = own.sequences
-    whole = np.asarray([*prompt, *sequence.tokens_T], np.int32)
+    asked = [
+        ask(name, prompt, 22, snapshot_id="sampled", prompt_logprobs=name == "first") for name in ("first", "second")
+    ]
+    first, second = (run_all(executor, one)[one.request_id] for one in asked)
+    tokens_T, (again,) = first.sequences[0].tokens_T, second.sequences
+    assert second.prompt_cache_hit_tokens > 0
+    np.testing.assert_array_equal(tokens_T, again.tokens_T)
+    np.testing.assert_array_equal(first.sequences[0].logprobs_T, again.logprobs_T)
+    with in_peft(base, executor, "sampled", tmp_path) as by_torch:
+        assert tokens_T.tolist() == _generated(by_torch, prompt, 22)
+    whole = np.asarray([*prompt, *tokens_T], np.int32)
     example = Example(whole[:-1], whole[1:, None], np.ones((len(whole) - 1, 1), np.float32))
-    (expected,) = forward(executor, "scored", (example,)).logprobs
-    close_logprobs(own.prompt_logprobs_T[1:], expected[:29], ulps=1024)
-    close_logprobs(sequence.logprobs_T, expected[29:], ulps=1024)
+    (expected,) = forward(executor, "sampled", (example,)).logprobs
+    close_logprobs(first.prompt_logprobs_T[1:], expected[:149], ulps=1024)
+    close_logprobs(first.sequences[0].logprobs_T, expected[149:], ulps=1024)
 
 
 @pytest.mark.usefixtures("chosen")

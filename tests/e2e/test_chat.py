@@ -211,6 +211,7 @@ def test_litellm_gives_logprobs_and_holds_schemas(
 
 
 @pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
+@pytest.mark.thorough
 def test_lm_eval_scores_choices_and_texts_and_generates(
     server: Any, taught: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tinker_cookbook
 
 EXAMPLES = Path(tinker_cookbook.__file__).parent / "example_data" / "conversations.jsonl"
@@ -64,6 +65,7 @@ def run(program: str, server, log: Path) -> list[dict]:
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_supervised_training_runs_unmodified(server, tmp_path):
     metrics = run(SUPERVISED, server, tmp_path / "sl")
     nll = [m["train_mean_nll"] for m in metrics if "train_mean_nll" in m]

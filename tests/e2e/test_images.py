@@ -115,6 +115,7 @@ def test_prompts_with_images(server: Any) -> None:
             sampler.sample(types.ModelInput(chunks=[wrong]), 1, greedy).result()
 
 
+@pytest.mark.thorough
 def test_the_cookbooks_classifier_learns_and_is_evaluated(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

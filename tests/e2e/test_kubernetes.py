@@ -271,6 +271,7 @@ def launched(tmp_path: Path, compiled_programs: Path) -> Iterator[Launched]:
         kubelet.result()
 
 
+@pytest.mark.thorough
 def test_the_launcher_has_pods_while_requests_need_them_and_a_kill_changes_no_bit(
     launched: Launched, tmp_path: Path, make_datum
 ) -> None:

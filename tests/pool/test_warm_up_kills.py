@@ -27,7 +27,7 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.deployments.tiny_model import make_tiny
 
-KILLS = int(os.environ.get("WARM_UP_KILLS", "2"))
+KILLS = int(os.environ.get("WARM_UP_KILLS", "1"))
 
 
 async def status(pool: Pool) -> CompileStatus:
@@ -37,6 +37,7 @@ async def status(pool: Pool) -> CompileStatus:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 async def test_kills_during_the_warm_up_end_well(
     start_pool: Callable[..., Coroutine[Any, Any, Pool]], tmp_path: Path
 ) -> None:

@@ -83,7 +83,7 @@ def _save(folder: Path, architecture: str) -> None:
         "vocab_size": VOCAB,
         "hidden_size": 48,
         "intermediate_size": 96,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 2048,
@@ -110,7 +110,6 @@ def _save(folder: Path, architecture: str) -> None:
         "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
         "qwen3_moe": {
             "head_dim": 16,
-            "num_hidden_layers": 2,  # its programs take long to compile
             "moe_intermediate_size": 32,
             "num_experts": 6,
             "num_experts_per_tok": 2,
@@ -141,6 +140,12 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """A random Llama 3 with rope scaling and an unembedding of its own."""
     return make_tiny(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A random Qwen3.5, with a layer of linear attention and a layer of full attention."""
+    return make_tiny(tmp_path_factory.mktemp("hybrid"), "qwen3_5")
 
 
 @pytest.fixture(scope="session", params=["qwen", "llama"])

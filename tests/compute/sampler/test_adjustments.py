@@ -104,25 +104,6 @@ def test_repetition_counts_the_prompt(qwen: Any, ask: Any, run_all: Any, prompt:
     assert len(set(long.tokens_T.tolist())) == 60, "no token comes twice"
 
 
-def test_others_in_the_batch_change_nothing(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
-    """Adjusted rows have the same tokens alone and in a batch. Other rows are unchanged bit for bit."""
-    sampler = qwen.sampler(decode_chunk=4)
-    requests = [ask("plain", prompt(9), 25, temperature=1.0, seed=8), ask("greedy", prompt(40), 25)]
-    requests += [
-        ask(name, prompt(12), 25, num_samples=2, temperature=0.9, seed=3, min_p=0.02, adjustments=asked)
-        for name, asked in WISHES.items()
-    ]
-    together = run_all(sampler, *requests)
-    unadjusted = run_all(sampler, *(replace(request, adjustments=None, min_p=0.0) for request in requests))
-    for request in requests:
-        (alone,) = run_all(sampler, request).values()
-        for one, other in zip(alone.sequences, together[request.request_id].sequences, strict=True):
-            assert one.tokens_T.tolist() == other.tokens_T.tolist(), request.request_id
-    for name in ("plain", "greedy"):  # the same slots, but another program
-        (one,), (other,) = together[name].sequences, unadjusted[name].sequences
-        np.testing.assert_array_equal(one.logprobs_T, other.logprobs_T)
-
-
 def test_a_sequence_that_had_to_wait_goes_on_with_its_counts(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     requests = [ask(f"r{i}", prompt(30, i), 60, adjustments=WISHES["all"]) for i in range(4)]
     roomy, tight = qwen.sampler(page=32), qwen.sampler(page=32, pages=9)

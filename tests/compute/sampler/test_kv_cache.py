@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.sampler import kv_cache
@@ -29,15 +28,6 @@ def scattered(lengths: list[int], rng: np.random.Generator, d: int = D) -> tuple
     return KVCache(k=cells(d, PAGE), v=cells(PAGE, d)), tables_SW
 
 
-def attended(lengths: list[int]) -> np.ndarray[Any, Any]:
-    rng = np.random.default_rng(7)
-    cache, tables_SW = scattered(lengths, rng)
-    q, k, v = (jnp.asarray(rng.standard_normal((len(lengths), 1, heads, D)), jnp.float32) for heads in (H, G, G))
-    start_S = jnp.asarray(lengths, jnp.int32) - 1
-    _, o = attend_cached(make_mesh(1, 1), cache, jnp.int32(0), tables_SW, start_S, q, k, v)
-    return np.asarray(o)
-
-
 def test_unused_slots_do_not_read_what_is_before_the_window_of_the_others() -> None:
     cache, tables_SW = scattered([160, 150] + [0] * 14, np.random.default_rng(7))
     q = jnp.ones((16, 1, H, D), jnp.float32)
@@ -49,13 +39,6 @@ def test_unused_slots_do_not_read_what_is_before_the_window_of_the_others() -> N
     before = jnp.asarray(tables_SW[:2, :3].ravel())
     broken = KVCache(k=cache.k.at[:, before].set(np.nan), v=cache.v.at[:, before].set(np.nan))
     np.testing.assert_array_equal(attend(broken)[:2], attend(cache)[:2])
-
-
-def test_rows_attended_in_groups_have_the_bits_of_rows_attended_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = [160, 150, 129, 128, 97, 96, 65, 64, 63, 40, 33, 32, 31, 2, 1, 1]
-    grouped = attended(lengths)
-    monkeypatch.setattr(kv_cache, "_TOGETHER", len(lengths))
-    np.testing.assert_array_equal(grouped, attended(lengths))
 
 
 def test_a_cache_in_float8_holds_the_nearest_numbers_and_its_largest_for_larger_ones() -> None:

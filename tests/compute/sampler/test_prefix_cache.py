@@ -58,28 +58,6 @@ def assert_same(result: SampleResult, other: SampleResult) -> None:
         np.testing.assert_array_equal(one.logprobs_T, same.logprobs_T)
 
 
-def test_a_conversation_goes_on_from_what_is_cached_and_nothing_changes(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, computed_sizes: Any
-) -> None:
-    # Each turn is the beginning of the next one. Their caches have two lengths.
-    whole = prompt(480)
-    turns = [ask("turn", whole[:length], 6, temperature=1.0, seed=length) for length in (100, 129, 300, 480)]
-    cold, computed = [], []
-    for turn in turns:
-        cold.append(run_all(qwen.sampler(), turn)["turn"])
-        computed.append(computed_sizes())
-    assert computed == [(128,), (128,), (128, 128, 64), (128, 128, 128, 64, 32)]
-    warm, hits = qwen.sampler(), []
-    for turn, expected, whole_pieces in zip(turns, cold, computed, strict=True):
-        for again in (False, True):
-            result = run_all(warm, turn)["turn"]
-            assert_same(result, expected)
-            known = result.prompt_cache_hit_tokens
-            hits.append(known)
-            assert computed_sizes() == (() if again else whole_pieces[known // 128 :])
-    assert hits == [0, 99, 0, 128, 128, 299, 256, 479]
-
-
 def test_prompts_that_part_share_what_comes_before(qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any) -> None:
     sampler, common = qwen.sampler(), prompt(200)
     assert hit(sampler, ask("a", common + prompt(100, 1), 2)) == 0

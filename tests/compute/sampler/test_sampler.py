@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.compute.closeness import close_logprobs
 
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
@@ -18,33 +17,6 @@ from tinkerflow.backend.spec.commands import LoraSpec, SampledSequence, SampleSt
 
 def tokens_of(sequence: SampledSequence) -> list[int]:
     return [int(token) for token in sequence.tokens_T]
-
-
-@pytest.mark.slow
-def test_a_row_is_the_same_alone_and_in_a_crowd(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
-) -> None:
-    sampler = qwen.sampler()
-    specs = {"small": LoraSpec(2), "large": LoraSpec(12, train_unembed=False)}
-    for seed, (name, spec) in enumerate(specs.items()):
-        sampler.publish(name, random_lora(qwen.cfg, spec, seed), spec)
-    requests = [
-        ask("greedy", prompt(20), 30),
-        ask("warm", prompt(7), 40, temperature=1.0, seed=2**63 + 5, num_samples=3),
-        ask("cut", prompt(50), 20, temperature=0.8, top_k=20, top_p=0.9, seed=-1, snapshot_id="small"),
-        ask("adapted", prompt(20), 30, snapshot_id="large"),
-        ask("scored", prompt(70), 10, temperature=1.2, seed=3, snapshot_id="small", prompt_logprobs=True),
-    ]
-    together = run_all(sampler, *requests)
-    for request in requests:
-        alone = run_all(sampler, request)[request.request_id]
-        crowd = together[request.request_id]
-        assert [tokens_of(s) for s in alone.sequences] == [tokens_of(s) for s in crowd.sequences]
-        for one, other in zip(alone.sequences, crowd.sequences, strict=True):
-            close_logprobs(one.logprobs_T, other.logprobs_T, ulps=128)
-    assert tokens_of(together["greedy"].sequences[0]) != tokens_of(together["adapted"].sequences[0])
-    samples = {tuple(tokens_of(s)) for s in together["warm"].sequences}
-    assert len(samples) == 3, "each sample has its own random numbers"
 
 
 def test_samples_of_one_prompt_are_prefilled_once(
@@ -261,17 +233,6 @@ def test_a_chunk_ends_where_somebody_reaches_their_limit_but_not_before_its_half
         made.append(max(tokens for _, tokens in sampler.decoding))
         sampler.step(SampleStep())
     assert made == [8, 12, 16, 24, 32]
-
-
-def test_when_memory_is_short_the_youngest_wait_and_nothing_changes(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any
-) -> None:
-    requests = [ask(str(i), prompt(20, i), 150 + i, temperature=1.0, seed=i) for i in range(6)]
-    plenty = run_all(qwen.sampler(), *requests)
-    scarce = run_all(qwen.sampler(pages=8), *requests)
-    for name, result in plenty.items():
-        assert tokens_of(scarce[name].sequences[0]) == tokens_of(result.sequences[0])
-        close_logprobs(scarce[name].sequences[0].logprobs_T, result.sequences[0].logprobs_T, ulps=128)
 
 
 def test_a_prompt_that_overflows_fails_alone_and_leaves_nothing_behind(

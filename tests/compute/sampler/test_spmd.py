@@ -67,7 +67,7 @@ def alone(qwen: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "devices", "fsdp", "tensor", "ahead"),
-    [(2, 2, 2, 2, True), (2, 1, 1, 2, False), (1, 4, 4, 1, True)],
+    [(2, 2, 2, 2, True), pytest.param(2, 1, 1, 2, False, marks=pytest.mark.thorough)],
 )
 def test_a_mesh_changes_nothing(
     qwen: Any, alone: dict[str, Any], processes: int, devices: int, fsdp: int, tensor: int, ahead: bool
@@ -84,6 +84,7 @@ def test_a_mesh_changes_nothing(
             close_logprobs(results[0][name]["prompt"], expected["prompt"], ulps=128)
 
 
+@pytest.mark.thorough
 def test_a_cache_in_float8_is_copied_between_shards(qwen: Any, alone: dict[str, Any]) -> None:
     (result,) = group(qwen.folder, processes=1, devices=2, fsdp=2, tensor=1, kv_cache="float8")
     assert result["repeated"]["cached"] == 249

@@ -26,7 +26,10 @@ from tinkerflow.backend.spec.commands import (
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "glm4_moe_lite", "gemma4_text"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_5_moe", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("glm4_moe_lite", "gemma4_text"))],
+)
 def test_layers_of_every_kind_train_whole(family, tmp_path, examples, forward, ask, run_all):
     """Linear attention, experts of both routers, latents, heads of two widths and layers' inputs, as in torch.
 

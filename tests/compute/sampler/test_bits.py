@@ -1,0 +1,163 @@
+"""Programs compiled as users run them: other requests change no bit of a result, and no large array is copied.
+
+The other tests of the sampler compile without most optimizations, in a third of the time.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.compute.closeness import close_logprobs
+from tests.compute.sampler.test_adjustments import WISHES
+from tests.compute.sampler.test_kv_cache import D, G, H, scattered
+from tests.compute.sampler.test_prefix_cache import assert_same
+
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.models.params import by_layer
+from tinkerflow.backend.compute.sampler import kv_cache
+from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.kv_cache import attend_cached, empty_cache
+from tinkerflow.backend.compute.sampler.pages import PAGE
+from tinkerflow.backend.compute.sampler.sampling import greedy_choice
+from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
+from tinkerflow.backend.spec.commands import LoraSpec
+
+
+def test_a_row_is_the_same_alone_and_in_a_crowd(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
+) -> None:
+    sampler = qwen.sampler()
+    specs = {"small": LoraSpec(2), "large": LoraSpec(12, train_unembed=False)}
+    for seed, (name, spec) in enumerate(specs.items()):
+        sampler.publish(name, random_lora(qwen.cfg, spec, seed), spec)
+    requests = [
+        ask("greedy", prompt(20), 30),
+        ask("warm", prompt(7), 40, temperature=1.0, seed=2**63 + 5, num_samples=3),
+        ask("cut", prompt(50), 20, temperature=0.8, top_k=20, top_p=0.9, seed=-1, snapshot_id="small"),
+        ask("adapted", prompt(20), 30, snapshot_id="large"),
+        ask("scored", prompt(70), 10, temperature=1.2, seed=3, snapshot_id="small", prompt_logprobs=True),
+    ]
+    together = run_all(sampler, *requests)
+    for request in requests:
+        alone = run_all(sampler, request)[request.request_id]
+        crowd = together[request.request_id]
+        for one, other in zip(alone.sequences, crowd.sequences, strict=True):
+            np.testing.assert_array_equal(one.tokens_T, other.tokens_T)
+            close_logprobs(one.logprobs_T, other.logprobs_T, ulps=128)
+    greedy, adapted = (together[name].sequences[0].tokens_T.tolist() for name in ("greedy", "adapted"))
+    assert greedy != adapted
+    samples = {tuple(one.tokens_T.tolist()) for one in together["warm"].sequences}
+    assert len(samples) == 3, "each sample has its own random numbers"
+
+
+def test_when_memory_is_short_the_youngest_wait_and_nothing_changes(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any
+) -> None:
+    requests = [ask(str(i), prompt(20, i), 120 + i, temperature=1.0, seed=i) for i in range(4)]
+    plenty = run_all(qwen.sampler(), *requests)
+    scarce = run_all(qwen.sampler(pages=6), *requests)
+    for name, result in plenty.items():
+        (one,), (other,) = result.sequences, scarce[name].sequences
+        np.testing.assert_array_equal(one.tokens_T, other.tokens_T)
+        close_logprobs(one.logprobs_T, other.logprobs_T, ulps=128)
+
+
+def test_rows_without_adjustments_change_by_no_bit(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    """Adjusted rows have the same tokens alone and in a batch."""
+    sampler = qwen.sampler()
+    requests = [ask("plain", prompt(9), 25, temperature=1.0, seed=8), ask("greedy", prompt(20), 25)]
+    requests += [
+        ask(name, prompt(12), 25, temperature=0.9, seed=3, min_p=0.02, adjustments=asked)
+        for name, asked in WISHES.items()
+    ]
+    together = run_all(sampler, *requests)
+    unadjusted = run_all(sampler, *(replace(request, adjustments=None, min_p=0.0) for request in requests))
+    for request in requests:
+        (alone,) = run_all(sampler, request).values()
+        (one,), (other,) = alone.sequences, together[request.request_id].sequences
+        np.testing.assert_array_equal(one.tokens_T, other.tokens_T, request.request_id)
+    for name in ("plain", "greedy"):  # the same slots, but another program
+        (one,), (other,) = together[name].sequences, unadjusted[name].sequences
+        np.testing.assert_array_equal(one.logprobs_T, other.logprobs_T)
+
+
+def test_turns_of_a_conversation_continue_from_the_cache_bit_for_bit(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, pieces: list[tuple[int, int]]
+) -> None:
+    """Each turn is the beginning of the next turn."""
+    turns = [ask("turn", prompt(480)[:length], 6, temperature=1.0, seed=length) for length in (100, 129, 300)]
+    cold, computed, warm, hits = [], [], qwen.sampler(), []
+    for turn in turns:
+        cold.append(run_all(qwen.sampler(), turn)["turn"])
+        computed.append([size for _, size in pieces])
+        pieces.clear()
+    assert computed == [[128], [128], [128, 128, 64]]
+    for turn, expected, sizes in zip(turns, cold, computed, strict=True):
+        for again in (False, True):
+            result = run_all(warm, turn)["turn"]
+            assert_same(result, expected)
+            hits.append(result.prompt_cache_hit_tokens)
+            assert [size for _, size in pieces] == ([] if again else sizes[hits[-1] // 128 :])
+            pieces.clear()
+    assert hits == [0, 99, 0, 128, 128, 299]
+
+
+def test_states_of_linear_attention_do_not_depend_on_the_batch(
+    hybrid: Any, ask: Any, run_all: Any, prompt: Any
+) -> None:
+    """With few pages, the youngest sequences are preempted and computed again from their tokens."""
+    asked = [ask(str(seed), prompt(40, seed), 20) for seed in range(4)]
+    alone = {one.request_id: run_all(hybrid.sampler(page=32), one)[one.request_id] for one in asked[::3]}
+    sampler = hybrid.sampler(page=32, pages=7)  # of the 8 that they need
+    together = run_all(sampler, *asked)
+    for name, result in alone.items():
+        np.testing.assert_array_equal(result.sequences[0].tokens_T, together[name].sequences[0].tokens_T)
+    assert sampler.pages.used == 0
+
+
+def test_rows_attended_in_groups_have_the_bits_of_rows_attended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [160, 150, 129, 128, 97, 96, 65, 64, 63, 40, 33, 32, 31, 2, 1, 1]
+
+    def attended() -> np.ndarray[Any, Any]:
+        rng = np.random.default_rng(7)
+        cache, tables_SW = scattered(lengths, rng)
+        q, k, v = (jnp.asarray(rng.standard_normal((len(lengths), 1, heads, D)), jnp.float32) for heads in (H, G, G))
+        start_S = jnp.asarray(lengths, jnp.int32) - 1
+        _, o = attend_cached(make_mesh(1, 1), cache, jnp.int32(0), tables_SW, start_S, q, k, v)
+        return np.asarray(o)
+
+    grouped = attended()
+    monkeypatch.setattr(kv_cache, "_TOGETHER", len(lengths))
+    np.testing.assert_array_equal(grouped, attended())
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["by layer", "stacked"])
+def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> None:
+    slots, pages, chunk = 4, 50, 8
+    rows = Rows(
+        tokens_S=np.zeros(slots, np.int32),
+        positions_S=np.zeros(slots, np.int32),
+        tables_SW=np.zeros((slots, 4), np.int32),
+        columns_S2=np.zeros((slots, 2), np.int32),
+        uniform_CS=np.zeros((chunk, slots), np.float32),
+        choice=greedy_choice(slots),
+    )
+    params = by_layer(qwen.cfg, qwen.params) if apart else qwen.params
+    assert params.unstacked == apart
+    cache = empty_cache(qwen.cfg, qwen.mesh, pages, PAGE, "float32", apart)
+    stack = empty_stack(qwen.cfg, qwen.mesh, (32, 32), "float32", apart)
+    lowered = decode.lower(qwen.cfg, qwen.mesh, chunk, 0, params, stack, cache, rows, np.int32(chunk))
+    text = lowered.compile().as_text()
+    copied = [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]\S* copy\(", text)]
+    assert copied, "the pattern must match the copies of another program"
+    parts = {part.size for part in jax.tree.leaves(cache)}
+    weights = {np.prod(leaf.shape) for leaf in jax.tree.leaves(params) if leaf.ndim > 1}
+    forbidden = parts | weights
+    assert not [shape for shape in copied if np.prod(shape) in forbidden]
+    assert "sort(" not in text
