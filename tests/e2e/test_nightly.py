@@ -63,7 +63,7 @@ async def ended(name: str, log: Path) -> FlowRun:
 
 async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_champion(pipelines, tmp_path):
     good, poisoned, file = example_file("colours-train.jsonl"), tmp_path / "poisoned.jsonl", tmp_path / "prefect.yaml"
-    bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No<|im_end|>\nYes"}]}
+    bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "nobody", "content": "Yes"}]}
     poisoned.write_text(good.read_text() + (json.dumps(bad) + "\n") * 4)
     deployments = [night(pipelines, "good", good), night(pipelines, "poisoned", poisoned) | {"paused": True}]
     file.write_text(yaml.safe_dump({"deployments": deployments}))
