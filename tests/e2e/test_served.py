@@ -98,16 +98,9 @@ def segments(pipelines, run: str) -> list[SegmentRecord]:
     return [] if plan is None else RunProgress(pipelines.work, run, plan["plan"]).segments()
 
 
-def processes_of(run: str) -> list[int]:
-    """Pids of the processes that execute the run."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if run.encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+def processes_of(waiting: Path) -> list[int]:
+    """Pids of the processes that reported in this folder and still exist."""
+    return [int(reported.name) for reported in waiting.iterdir() if Path("/proc", reported.name).exists()]
 
 
 def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(pipelines, tmp_path, page, monkeypatch):
@@ -131,7 +124,7 @@ def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(p
             clicked = page.press("Suspend", "Submit")
             wait_for(lambda: len(segments(pipelines, run)) == 2)
         print(f"\nSuspend: the state was saved {time.monotonic() - clicked:.1f} s after the click")
-        wait_for(lambda: not processes_of(run))
+        wait_for(lambda: not processes_of(waiting))
         assert state(pipelines, run)["name"] == "Suspended"
         shown("Suspended")
 
@@ -145,7 +138,7 @@ def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(p
             wait_for(lambda: len(segments(pipelines, run)) == 4)
         print(f"Cancel: the state was saved {time.monotonic() - clicked:.1f} s after the click")
         wait_for(lambda: state(pipelines, run)["type"] == "CANCELLED")
-        wait_for(lambda: not processes_of(run))
+        wait_for(lambda: not processes_of(waiting))
         shown("Cancelled")
         with pipelines.server.client() as service:
             left = segments(pipelines, run)[-1].state
@@ -156,8 +149,8 @@ def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(p
             page.press("Retry", "Retry")
             wait_for(lambda: state(pipelines, run)["type"] != "CANCELLED")
         made_three_steps(3)
-        for pid in processes_of(run):  # step 9 is lost with it
-            os.kill(pid, signal.SIGKILL)
+        (pid,) = processes_of(waiting)
+        os.kill(pid, signal.SIGKILL)  # step 9 is lost with it
         wait_for(lambda: state(pipelines, run)["type"] == "CRASHED")
         before = segments(pipelines, run)
         shown("Crashed")
