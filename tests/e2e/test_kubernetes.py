@@ -182,6 +182,7 @@ def train(service, make_datum, disturb: Callable[[int], None]) -> list[Any]:
     return [*seen, sampler.compute_logprobs(types.ModelInput.from_ints(list(range(1, 40)))).result()]
 
 
+@pytest.mark.thorough
 def test_four_pods_and_three_kills_change_no_bit(cluster: dict[str, Pod], make_datum) -> None:
     engine, api = cluster["engine"], cluster["api"]
     health = api.containers[-1]["readinessProbe"]["httpGet"]["path"]
