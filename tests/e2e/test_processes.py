@@ -43,8 +43,8 @@ def test_two_processes_agree_with_one(server, pair, make_datum):
         assert np.allclose(a, b, atol=2e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [pytest.param(1, 8, marks=pytest.mark.thorough), (2, 4)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 4)])
 def test_all_devices_that_are_there_serve_as_one(
     server, start_server, make_datum, tmp_path, monkeypatch, processes, devices
 ):
