@@ -45,7 +45,6 @@ AS_USERS_RUN_IT = (
     *(f"e2e/test_{name}.py" for name in ("crash_loop", "learning", "quickstart", "readme", "wheel")),
 )
 _QUICK_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-_last_mode = [True]  # of the file before: whether its programs were compiled quickly
 CROWDED = 0.3  # of a process's memory maps: behind a file, all compiled programs are forgotten
 
 
@@ -61,9 +60,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     `--fast` drops slow tests, and only `--thorough` keeps thorough tests. The SDK leaves daemon threads running, and
     closes some connections only when they are collected, which may be in the middle of any later test.
     """
-    config.hook.pytest_deselected(items=[item for item in items if not _is_chosen(item, config)])
-    items[:] = (item for item in items if _is_chosen(item, config))
-    items.sort(key=_uses_the_sdk)
+    kept, dropped = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        (kept if _is_chosen(item, config) else dropped).append(item)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = sorted(kept, key=_uses_the_sdk)
     for item in filter(_uses_the_sdk, items):
         item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
         item.add_marker(
@@ -85,9 +86,8 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     path = request.path.relative_to(ROOM).as_posix()
     quickly = not path.startswith(AS_USERS_RUN_IT)
     quickly &= "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", "")  # .ci/run looks at what other CPUs compute
-    if quickly != _last_mode.pop():
-        forget_programs()  # compiled the other way
-    _last_mode.append(quickly)
+    if not quickly:
+        forget_programs()  # those of files before may be compiled quickly
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(quickly).lower())
         if jax := sys.modules.get("jax"):
@@ -95,7 +95,7 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
         if quickly:
             _compile_quickly(patch)
         yield
-    if memory_maps_used() > CROWDED:
+    if not quickly or memory_maps_used() > CROWDED:
         forget_programs()
 
 

@@ -1,8 +1,9 @@
 """Every family against Hugging Face transformers and PEFT in torch: a new one joins by a row in `FAMILY_SHAPE`.
 
 Logprobs, the adapter's effect, its gradients and its steps; tokens through the real sampler; packed rows. The logprobs
-of every family are always compared. The other tests run for one family of each kind of layer and for families whose
-file has changed. `pytest --families tests/compute/test_parity.py` runs them for all families.
+of every family are always compared. The other tests run for one family of each kind of layer, those of the sampler for
+one family of each kind of cached state, and all of them for families whose file has changed.
+`pytest --families tests/compute/test_parity.py` runs them for all families.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def test_adapter_and_its_gradients_as_peft_has_them(
         same_gradients(gradients(executor, "a"), by_torch)
 
 
-@pytest.mark.usefixtures("sampled")
+@pytest.mark.usefixtures("chosen")
 def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forward, gradients):
     base, executor, parts = family
     adapter(executor, "steps", **parts)
@@ -245,29 +246,39 @@ def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, exa
 
 @pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
-def test_samples_are_those_of_transformers_and_scores_those_of_training(
-    family, tmp_path, adapter, ask, run_all, forward
-):
-    """With an adapter, also from a cached prefix. Each other shape would be another program to compile."""
+def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(family, tmp_path, adapter, ask, run_all):
     base, executor, parts = family
-    adapter(executor, "sampled", **parts)
-    executor.execute(PublishSnapshot("sampled", "sampled"))
+    adapter(executor, "tokens", **parts)
+    executor.execute(PublishSnapshot("tokens", "tokens"))
     prompt = np.random.default_rng(5).integers(0, VOCAB, 150).tolist()
-    asked = [
-        ask(name, prompt, 22, snapshot_id="sampled", prompt_logprobs=name == "first") for name in ("first", "second")
-    ]
-    first, second = (run_all(executor, one)[one.request_id] for one in asked)
-    tokens_T, (again,) = first.sequences[0].tokens_T, second.sequences
-    assert second.prompt_cache_hit_tokens > 0
-    np.testing.assert_array_equal(tokens_T, again.tokens_T)
-    np.testing.assert_array_equal(first.sequences[0].logprobs_T, again.logprobs_T)
-    with in_peft(base, executor, "sampled", tmp_path) as by_torch:
-        assert tokens_T.tolist() == _generated(by_torch, prompt, 22)
-    whole = np.asarray([*prompt, *tokens_T], np.int32)
+    asked = [ask(name, prompt, 64, snapshot_id="tokens") for name in ("first", "second")]
+    (first,), (second,) = (run_all(executor, one)[one.request_id].sequences for one in asked)
+    with in_peft(base, executor, "tokens", tmp_path) as by_torch:
+        wanted = _generated(by_torch, prompt, 64)
+    assert first.tokens_T.tolist() == second.tokens_T.tolist() == wanted
+    np.testing.assert_array_equal(first.logprobs_T, second.logprobs_T)
+
+
+@pytest.mark.usefixtures("sampled")
+@pytest.mark.parametrize("family", DECODERS, indirect=True)
+def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forward):
+    """Also adapters of experts; the base model's own tokens are those of transformers.
+
+    Shapes are those of the test before where they can be, because each other one is a program to compile.
+    """
+    base, executor, _ = family
+    adapter(executor, "scored")
+    executor.execute(PublishSnapshot("scored", "scored"))
+    prompt = np.random.default_rng(6).integers(0, VOCAB, 30).tolist()
+    plain = run_all(executor, ask("base", prompt, 35))["base"]
+    assert plain.sequences[0].tokens_T.tolist() == _generated(base.model, prompt, 35)
+    own = run_all(executor, ask("own", prompt, 35, snapshot_id="scored", prompt_logprobs=True))["own"]
+    (sequence,) = own.sequences
+    whole = np.asarray([*prompt, *sequence.tokens_T], np.int32)
     example = Example(whole[:-1], whole[1:, None], np.ones((len(whole) - 1, 1), np.float32))
-    (expected,) = forward(executor, "sampled", (example,)).logprobs
-    close_logprobs(first.prompt_logprobs_T[1:], expected[:149], ulps=1024)
-    close_logprobs(first.sequences[0].logprobs_T, expected[149:], ulps=1024)
+    (expected,) = forward(executor, "scored", (example,)).logprobs
+    close_logprobs(own.prompt_logprobs_T[1:], expected[:29], ulps=1024)
+    close_logprobs(sequence.logprobs_T, expected[29:], ulps=1024)
 
 
 @pytest.mark.usefixtures("chosen")

@@ -23,7 +23,7 @@ from tests.compute.conftest import TOWER
 from tinker import types
 
 SEED = int(os.environ.get("CRASH_LOOP_SEED", "7"))
-KILLS = int(os.environ.get("CRASH_LOOP_KILLS", "6"))
+KILLS = int(os.environ.get("CRASH_LOOP_KILLS", "10"))
 PREFECT = os.environ.get("CRASH_LOOP_PREFECT", "off")
 DATABASE = os.environ.get("CRASH_LOOP_DATABASE", "sqlite")
 # Once each, then by chance. A name alone: SIGKILL. `up` takes its children with it; "all" leaves only `up`.

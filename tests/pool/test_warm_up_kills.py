@@ -27,7 +27,7 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.deployments.tiny_model import make_tiny
 
-KILLS = int(os.environ.get("WARM_UP_KILLS", "1"))
+KILLS = int(os.environ.get("WARM_UP_KILLS", "2"))
 
 
 async def status(pool: Pool) -> CompileStatus:

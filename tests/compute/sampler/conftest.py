@@ -176,6 +176,18 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return computed
 
 
+@pytest.fixture
+def computed_sizes(pieces: list[tuple[int, int]]) -> Callable[[], tuple[int, ...]]:
+    """computed_sizes(): the sizes of the pieces of prompts that were computed since the last call."""
+
+    def read() -> tuple[int, ...]:
+        sizes = tuple(size for _, size in pieces)
+        pieces.clear()
+        return sizes
+
+    return read
+
+
 @pytest.fixture(scope="session")
 def random_lora() -> Callable[..., Lora]:
     """random_lora(cfg, spec, seed): an adapter on the host whose B is not zero, strong enough to change every token."""

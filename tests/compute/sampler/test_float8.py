@@ -14,7 +14,7 @@ from tests.compute.sampler.conftest import make_tiny
     ("family", "most"),
     [
         ("qwen3", 0.1),
-        *(pytest.param(*one, marks=pytest.mark.thorough) for one in (("qwen3_5", 0.1), ("gemma4_text", 0.4))),
+        *(pytest.param(*one, marks=pytest.mark.thorough) for one in (("qwen3_next", 0.1), ("gemma4_text", 0.4))),
     ],
 )
 def test_it_says_almost_what_the_exact_one_says(

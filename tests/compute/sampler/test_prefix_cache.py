@@ -18,18 +18,6 @@ SPEC = LoraSpec(4)
 
 
 @pytest.fixture
-def computed_sizes(pieces: list[tuple[int, int]]) -> Callable[[], tuple[int, ...]]:
-    """computed_sizes(): the sizes of the pieces of prompts that were computed since the last call."""
-
-    def read() -> tuple[int, ...]:
-        sizes = tuple(size for _, size in pieces)
-        pieces.clear()
-        return sizes
-
-    return read
-
-
-@pytest.fixture
 def published(qwen: Any, random_lora: Any) -> Sampler:
     """A sampler with the snapshots one and two."""
     sampler: Sampler = qwen.sampler()

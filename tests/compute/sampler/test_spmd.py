@@ -67,7 +67,10 @@ def alone(qwen: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "devices", "fsdp", "tensor", "ahead"),
-    [(2, 2, 2, 2, True), pytest.param(2, 1, 1, 2, False, marks=pytest.mark.thorough)],
+    [
+        (2, 2, 2, 2, True),
+        *(pytest.param(*mesh, marks=pytest.mark.thorough) for mesh in ((2, 1, 1, 2, False), (1, 4, 4, 1, True))),
+    ],
 )
 def test_a_mesh_changes_nothing(
     qwen: Any, alone: dict[str, Any], processes: int, devices: int, fsdp: int, tensor: int, ahead: bool
