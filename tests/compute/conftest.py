@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.compute.models.families import registered
@@ -265,13 +264,19 @@ class Reference:
         return np.take_along_axis(scored, example.targets_TK.astype(np.int64), axis=1)
 
 
+def image_processor() -> Any:
+    """The processor of transformers with the settings `PROCESSOR`. Importing it takes seconds."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(**PROCESSOR)
+
+
 def inputs_of(example: Example) -> dict[str, torch.Tensor]:
     """The inputs of a transformers model for the example."""
     tokens = torch.tensor(example.tokens_T[None].astype(np.int64))
     if not example.images:
         return {"input_ids": tokens}
-    processor = Qwen2VLImageProcessorPil(**PROCESSOR)
-    pixels = processor([image.pixels_HWC for image in example.images], do_resize=False, return_tensors="pt")
+    pixels = image_processor()([image.pixels_HWC for image in example.images], do_resize=False, return_tensors="pt")
     return {"input_ids": tokens, "mm_token_type_ids": (tokens == IMAGE_TOKEN).int(), **pixels}
 
 

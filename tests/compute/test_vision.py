@@ -10,8 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tests.compute.conftest import IMAGE_TOKEN, PROCESSOR, SHAPE, TOWER, inputs_of, random_example, random_model, seeing
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from tests.compute.conftest import (
+    IMAGE_TOKEN,
+    PROCESSOR,
+    SHAPE,
+    TOWER,
+    image_processor,
+    inputs_of,
+    random_example,
+    random_model,
+    seeing,
+)
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models import vision_tower
@@ -94,7 +103,7 @@ def test_the_processor_is_read_from_its_file(sees, tmp_path):
     assert open_processor(cfg, tmp_path) is None
     assert TOWER["qwen3_vl"]["depth"] == cfg.vision.layers
     file = tmp_path / "preprocessor_config.json"
-    Qwen2VLImageProcessorPil(**PROCESSOR).save_pretrained(tmp_path)
+    image_processor().save_pretrained(tmp_path)
     found = open_processor(cfg, tmp_path)
     assert (found.token, found.side, found.least, found.most) == (IMAGE_TOKEN, 8, 256, 1536)
     assert found.mean == (0.5, 0.4, 0.3)

@@ -18,7 +18,6 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.events import Event, Resource
 from prefect.events.clients import PrefectEventsClient
-from prefect.server.api.server import create_api_app
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect_server import prefect_http
 from starlette.routing import WebSocketRoute
@@ -62,11 +61,15 @@ OPEN_PATHS = {"/health", "/ready"}  # probes, which answer nothing but `true`
 
 def rest_operations() -> list[tuple[str, str]]:
     """Every method and path of Prefect's REST API."""
+    from prefect.server.api.server import create_api_app  # here: it takes seconds in each process that collects tests
+
     paths = create_api_app().openapi()["paths"]
     return [(method, path) for path, methods in paths.items() for method in methods]
 
 
 def websocket_paths() -> list[str]:
+    from prefect.server.api.server import create_api_app
+
     def of(routes: Any) -> Iterator[str]:
         for route in routes:
             if isinstance(route, WebSocketRoute):

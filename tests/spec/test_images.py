@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.images import ImageProcessor
@@ -17,6 +18,11 @@ from tinkerflow.backend.spec.limits import MAX_IMAGE_PIXELS
 
 QWEN = ImageProcessor(151_655, 32, 65_536, 16_777_216, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 TINY = ImageProcessor(95, 8, 256, 1536, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+def theirs() -> Any:
+    """Transformers' module of the processor. Importing it takes seconds in each process that collects tests."""
+    return importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 
 
 def file_of(image: Image.Image, kind: str = "png", **more: object) -> bytes:
@@ -34,7 +40,7 @@ def noise(width: int, height: int, channels: int = 3) -> Image.Image:
 @settings(max_examples=60, deadline=None)
 def test_sizes_are_those_of_transformers(width: int, height: int) -> None:
     try:
-        wanted = smart_resize(height, width, QWEN.side, QWEN.least, QWEN.most)[::-1]
+        wanted = theirs().smart_resize(height, width, QWEN.side, QWEN.least, QWEN.most)[::-1]
     except ValueError:
         wanted = None
     if wanted is None:
@@ -49,7 +55,7 @@ def test_sizes_are_those_of_transformers(width: int, height: int) -> None:
 def test_pixels_are_those_of_transformers(kind: str, channels: int, size: tuple[int, int]) -> None:
     data = file_of(noise(*size, channels), kind)
     found = TINY.read(data, kind, "image")
-    plain = Qwen2VLImageProcessorPil(
+    plain = theirs().Qwen2VLImageProcessorPil(
         patch_size=TINY.side, merge_size=1, temporal_patch_size=1, do_rescale=False, do_normalize=False,
         size={"shortest_edge": TINY.least, "longest_edge": TINY.most},
     )  # fmt: skip

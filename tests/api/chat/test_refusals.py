@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import litellm
 import pytest
 from tests.api.chat.conftest import Speaker
 from tests.api.conftest import BASE, KEY, Running
@@ -179,6 +178,8 @@ def test_an_answer_that_the_context_cannot_hold_has_the_code_too(post: Post, spe
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_litellm_knows_that_the_context_is_exceeded(provider: str, server: Running, speaker: Speaker) -> None:
+    import litellm  # here, because it takes seconds in each process that collects tests
+
     base = f"{server.url}/v1" if provider == "openai" else server.url
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(

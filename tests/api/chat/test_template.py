@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from tinkerflow.api.chat.template import load_template
 from tinkerflow.backend.core.errors import ServerError, UserError
@@ -67,7 +67,7 @@ def test_the_text_is_that_of_transformers(
     tmp_path: Path, name: str, tools: list[dict[str, Any]], options: dict[str, Any], in_file: bool
 ) -> None:
     folder = folder_with(tmp_path, TEMPLATES[name], in_file)
-    theirs = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template(
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(folder)).apply_chat_template(
         MESSAGES, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
     )
     template = load_template(folder, "tiny")
