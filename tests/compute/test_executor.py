@@ -77,7 +77,7 @@ def test_a_failed_backward_says_that_the_gradients_are_gone(qwen3, examples, for
 NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
 
 
-@pytest.mark.parametrize("accumulated", [True, False])
+@pytest.mark.parametrize("accumulated", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("late", [True, False], ids=["when it is read", "when it is begun"])
 def test_without_memory_a_backward_costs_its_request_and_nothing_else(
     qwen3, examples, forward, gradients, monkeypatch, accumulated, late
@@ -202,7 +202,7 @@ def test_a_forward_by_micro_batch_gives_the_same_bits(
         pass
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "gspo"])
+@pytest.mark.parametrize("loss", ["cross_entropy", pytest.param("gspo", marks=pytest.mark.thorough)])
 def test_what_is_begun_before_the_last_is_read_has_the_same_answers(qwen3, examples, adapter, loss):
     commands: list[Any] = []
     for step in range(3):

@@ -62,7 +62,7 @@ def adapted_weights(model, weights, scale=lambda rank: LORA_ALPHA / rank):
     return named
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.thorough)])
 def test_gradients_of_every_adapter_as_torch_has_them(
     request, tmp_path, architecture, adapter, examples, forward, gradients
 ):

@@ -44,7 +44,7 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
         pytest.param("moe", TRAINED, 8, (1, 8, 1), marks=pytest.mark.thorough),
         pytest.param("gemma4_text", "adamw,sampled", 4, (2, 1, 2), marks=pytest.mark.thorough),
         pytest.param("glm4_moe_lite", "adamw,sampled", 8, (2, 2, 2), marks=pytest.mark.thorough),
-        ("qwen3_5", "adamw,sampled", 4, (2, 1, 2)),
+        pytest.param("qwen3_5", "adamw,sampled", 4, (2, 1, 2), marks=pytest.mark.thorough),
     ],
 )
 def test_a_mesh_gives_the_numbers_of_one_device(model, runs, devices, axes, request, tmp_path):

@@ -108,6 +108,7 @@ def test_turns_of_a_conversation_continue_from_the_cache_bit_for_bit(
     assert hits == [0, 99, 0, 128, 128, 299, 256, 479]
 
 
+@pytest.mark.thorough
 def test_states_of_linear_attention_do_not_depend_on_the_batch(
     hybrid: Any, ask: Any, run_all: Any, prompt: Any
 ) -> None:
@@ -138,7 +139,9 @@ def test_rows_attended_in_groups_have_the_bits_of_rows_attended_together(monkeyp
     np.testing.assert_array_equal(grouped, attended())
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["by layer", "stacked"])
+@pytest.mark.parametrize(
+    "apart", [pytest.param(True, id="by layer", marks=pytest.mark.thorough), pytest.param(False, id="stacked")]
+)
 def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> None:
     slots, pages, chunk = 4, 50, 8
     rows = Rows(

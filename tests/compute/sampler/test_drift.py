@@ -25,7 +25,7 @@ from tinkerflow.backend.wire import drift_metrics
 LARGEST = {"float32": (1e-5, 1e-10), "bfloat16": (0.3, 0.01)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_samples_of_the_weights_in_training_have_not_drifted(
     qwen3: Any, ask: Any, run_all: Any, examples: Any, dtype: str
 ) -> None:
