@@ -22,11 +22,11 @@ B, H, G = 2, 4, 2
 @pytest.mark.parametrize(
     ("target", "T", "d", "window", "sinks"),
     [
-        (CUDA, 32, 8, None, None),
-        (CUDA, 256, 64, None, None),
+        pytest.param(CUDA, 32, 8, None, None, marks=pytest.mark.thorough),
+        pytest.param(CUDA, 256, 64, None, None, marks=pytest.mark.thorough),
         (CUDA, 32, 8, 32, [1.0, 0.0, -2.0, 4.0]),
-        (TPU, 128, 64, None, None),
-        (TPU, 128, 64, 40, None),
+        pytest.param(TPU, 128, 64, None, None, marks=pytest.mark.thorough),
+        pytest.param(TPU, 128, 64, 40, None, marks=pytest.mark.thorough),
         (TPU, 128, 64, 40, [1.0, 0.0, -2.0, 4.0]),
     ],
 )

@@ -39,7 +39,7 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
 @pytest.mark.parametrize(
     ("model", "runs", "devices", "axes"),
     [
-        ("qwen3", TRAINED, 4, (0, 1, 2)),
+        pytest.param("qwen3", TRAINED, 4, (0, 1, 2), marks=pytest.mark.thorough),
         ("moe", TRAINED, 8, (2, 2, 2)),
         pytest.param("moe", TRAINED, 8, (1, 8, 1), marks=pytest.mark.thorough),
         pytest.param("gemma4_text", "adamw,sampled", 4, (2, 1, 2), marks=pytest.mark.thorough),

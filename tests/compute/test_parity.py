@@ -1,7 +1,7 @@
 """Every family against Hugging Face transformers and PEFT in torch: a new one joins by a row in `FAMILY_SHAPE`.
 
-Logprobs, the adapter's effect, its gradients and its steps; tokens through the real sampler; packed rows. The logprobs
-of every family are always compared. The other tests run for one family of each kind of layer, those of the sampler for
+Logprobs, the adapter's effect, its gradients and its steps; tokens through the real sampler; packed rows. CI runs them
+for one family of each kind of layer, those of the sampler for
 one family of each kind of cached state, and all of them for up to three families whose file has changed.
 `pytest --families tests/compute/test_parity.py` runs them for all families.
 """
@@ -146,6 +146,7 @@ def in_peft(model, executor, adapter_id, folder):
         adapted.unload()
 
 
+@pytest.mark.usefixtures("chosen")
 def test_logprobs_of_the_base_model(family, examples, forward):
     base, executor, _ = family
     same_logprobs(base, executor, examples(LENGTHS), forward)
@@ -302,7 +303,11 @@ def _shown(examples):
     return text, seeing(others[0], (3, 2, 3), (20, 4, 2)), seeing(others[1], (0, 1, 5)), others[2]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"], indirect=True)
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3_vl_moe", "qwen3_5"))],
+    indirect=True,
+)
 def test_images_in_one_row_are_seen_as_in_transformers(family, tmp_path, examples, adapter, forward, gradients):
     base, executor, parts = family
     adapter(executor, "sees", **parts)
@@ -336,7 +341,11 @@ def test_images_in_one_row_are_seen_as_alone_and_again_alike(family, examples, a
         np.testing.assert_array_equal(found[name], gradient)
 
 
-@pytest.mark.parametrize("reference", [f"{name}-tied" for name in ("qwen3", *SEEING)], indirect=True)
+@pytest.mark.parametrize(
+    "reference",
+    ["qwen3-tied", *(pytest.param(f"{name}-tied", marks=pytest.mark.thorough) for name in SEEING)],
+    indirect=True,
+)
 def test_logprobs_of_the_base_model_with_tied_embeddings(reference, examples, forward):
     """Where the file says in a way of its own that they are."""
     same_logprobs(reference, reference.executor(), examples(LENGTHS), forward)

@@ -134,7 +134,6 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "env", "line"), COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )

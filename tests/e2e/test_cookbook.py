@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import tinker_cookbook
 
+pytestmark = pytest.mark.thorough
+
 EXAMPLES = Path(tinker_cookbook.__file__).parent / "example_data" / "conversations.jsonl"
 
 SUPERVISED = """
@@ -65,7 +67,6 @@ def run(program: str, server, log: Path) -> list[dict]:
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.thorough
 def test_supervised_training_runs_unmodified(server, tmp_path):
     metrics = run(SUPERVISED, server, tmp_path / "sl")
     nll = [m["train_mean_nll"] for m in metrics if "train_mean_nll" in m]

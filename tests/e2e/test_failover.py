@@ -9,7 +9,7 @@ import pytest
 from tests.benchmarks.failover import disturb
 from tests.benchmarks.replicas import replicas
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 def test_a_killed_engine_and_a_killed_replica_lose_nothing(

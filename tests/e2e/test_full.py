@@ -18,6 +18,8 @@ from tinker import types
 from tinkerflow.backend.catalog.merging import merge
 from tinkerflow.backend.store import Store
 
+pytestmark = pytest.mark.thorough
+
 STEP = types.AdamParams(learning_rate=1e-3, weight_decay=0.01)
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
 

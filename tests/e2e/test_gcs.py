@@ -17,7 +17,7 @@ from tinkerflow.deployments.serve import ensure_results
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult
 from tinkerflow.flows.pipelines.sft import SftParameters, SftRecipe, sft
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 WORK, DATA = "gs://bucket/pipelines", "gs://bucket/given/colours.jsonl"
 

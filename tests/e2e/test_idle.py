@@ -6,7 +6,7 @@ import pytest
 from browser import wait_for
 from tinker import types
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 def test_a_model_goes_on_bit_for_bit_after_its_workers_were_released(

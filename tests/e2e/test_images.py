@@ -19,6 +19,8 @@ from PIL import Image
 from test_cookbook import run
 from tinker import types
 
+pytestmark = pytest.mark.thorough
+
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
     "{% if part.type == 'image' %}<|pad|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
@@ -115,7 +117,6 @@ def test_prompts_with_images(server: Any) -> None:
             sampler.sample(types.ModelInput(chunks=[wrong]), 1, greedy).result()
 
 
-@pytest.mark.thorough
 def test_the_cookbooks_classifier_learns_and_is_evaluated(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

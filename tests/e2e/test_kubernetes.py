@@ -30,7 +30,7 @@ from tinker import types
 
 from tinkerflow.backend.journal import Journal
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")]
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
 MODEL = "/var/lib/tinkerflow/models/tinkerflow/tiny-qwen3"
 CHANGED = {
     "TINKERFLOW_PLATFORM": "cpu",

@@ -15,7 +15,7 @@ from tinkerflow.flows.pipelines import pipelines as registered
 from tinkerflow.flows.pipelines.dpo import DpoRecipe
 from tinkerflow.flows.pipelines.sft import SftRecipe
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 async def run(pipelines, pipeline: str, name: str, training: dict, **changes):
@@ -39,7 +39,6 @@ async def column(pipelines, prefix: str, name: str) -> list[float]:
     return [row[name] for row in json.loads((await pipelines.artifacts(prefix))["steps"]["data"])]
 
 
-@pytest.mark.thorough
 async def test_dpo_prefers_what_was_chosen_and_goes_on_where_it_died(pipelines, monkeypatch):
     trained = await run(pipelines, "dpo", "shown", {"steps": 4})
     assert trained.first["loss"] == pytest.approx(np.log(2), abs=1e-4)  # the reference is the model itself
@@ -96,7 +95,6 @@ async def test_rl_earns_more_and_distill_comes_nearer_to_its_teacher(pipelines):
     assert ">reverse_kl<" in picture and ">held_out_reverse_kl<" in picture and ">reward<" not in picture
 
 
-@pytest.mark.thorough
 async def test_a_sweep_names_the_best_and_repeats_nothing(pipelines, monkeypatch):
     held_out = {"url": str(example_file("colours-test.jsonl")), "limit": 2}
     grid = {"learning_rate": [1e-6, 0.005], "rank": [8]}

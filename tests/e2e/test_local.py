@@ -17,8 +17,6 @@ from tinker import types
 
 import tinkerflow
 
-pytestmark = pytest.mark.slow
-
 
 def learn(service, base_model: str) -> None:
     trainer = service.create_lora_training_client(base_model=base_model, rank=4).result()

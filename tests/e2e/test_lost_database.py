@@ -8,7 +8,10 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import pytest
 from tinker import types
+
+pytestmark = pytest.mark.thorough
 
 
 def test_checkpoints_outlive_the_database(tmp_path, start_server, make_datum):

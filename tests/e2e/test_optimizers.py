@@ -6,6 +6,8 @@ import pytest
 import tinker
 from tinker import types
 
+pytestmark = pytest.mark.thorough
+
 DIMUON = types.DimuonOptimizerConfig()
 STEP = types.DimuonParams(learning_rate=2e-2)
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]

@@ -17,7 +17,8 @@ from browser import wait_for
 from descent import cmdline, descendants
 from tinker import types
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
+
 WORKER = "tinkerflow.backend.pool.worker"
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from tinkerflow.deployments.tiny_model import make_tiny
-
-pytestmark = pytest.mark.slow
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

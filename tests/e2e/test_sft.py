@@ -24,8 +24,6 @@ from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.progress import RunProgress
 from tinkerflow.tasks.pipelines.work import open_work, read_json
 
-pytestmark = pytest.mark.slow
-
 
 def config(pipelines, name: str, **training) -> dict:
     """The example, smaller; with the rank that other tests use, so that its programs are compiled already."""

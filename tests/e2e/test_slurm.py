@@ -16,7 +16,7 @@ from descent import cmdline
 from slurm_cluster import jobs, missing, slurm
 from tinker import types
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"no Slurm: {missing()}")]
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(bool(missing()), reason=f"no Slurm: {missing()}")]
 SCRIPT = Path(__file__).parents[2] / "deployments" / "slurm" / "tinkerflow.sbatch"
 
 

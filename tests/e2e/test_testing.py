@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from prefect import flow, get_client, task
 from prefect.client.schemas.objects import StateType
 
@@ -10,8 +9,6 @@ from tinkerflow.deployments.run import example_file
 from tinkerflow.flows.pipelines.sft import SftParameters, sft
 
 pytest_plugins = ["tinkerflow.deployments.testing"]
-pytestmark = pytest.mark.slow
-
 MOST = {"steps": 2, "segment_steps": 1, "batch_size": 2}
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from tinker import types
 
 from tinkerflow.deployments.tiny_model import make_tiny
+
+pytestmark = pytest.mark.thorough
 
 
 def test_each_base_model_has_its_worker_group(tmp_path, start_server, make_datum):

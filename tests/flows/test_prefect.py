@@ -35,7 +35,6 @@ from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy, Why
 from tinkerflow.flows.sampling_runner import SamplingRunner
 
 pytestmark = [
-    pytest.mark.slow,
     # Prefect's event worker keeps its connections to a server until they are collected (a few, and no more with time)
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in. <:pytest.PytestUnraisableExceptionWarning"),

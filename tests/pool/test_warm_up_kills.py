@@ -36,7 +36,6 @@ async def status(pool: Pool) -> CompileStatus:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 async def test_kills_during_the_warm_up_end_well(
     start_pool: Callable[..., Coroutine[Any, Any, Pool]], tmp_path: Path

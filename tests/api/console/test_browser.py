@@ -11,8 +11,6 @@ import pytest
 from tests.api.console.conftest import of_checkpoint
 from tests.e2e.browser import Page, open_page
 
-pytestmark = pytest.mark.slow
-
 PAGES = (
     *("/", "/sessions", "/training_runs", "/compare", "/samples"),
     *("/checkpoints", "/playground", "/pool", "/usage", "/keys"),

@@ -123,6 +123,7 @@ def test_states_of_linear_attention_do_not_depend_on_the_batch(
         assert sampler.pages.used == 0
 
 
+@pytest.mark.thorough
 def test_rows_attended_in_groups_have_the_bits_of_rows_attended_together(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [160, 150, 129, 128, 97, 96, 65, 64, 63, 40, 33, 32, 31, 2, 1, 1]
 

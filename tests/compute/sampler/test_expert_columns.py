@@ -37,6 +37,7 @@ def test_the_usual_adapter_follows_the_rule(moe):
     assert divisor_of(cfg, LoraSpec(32, expert_rank=10)) == 2
 
 
+@pytest.mark.thorough
 def test_adapters_with_divided_and_full_rank_are_sampled_together(moe, adapter, ask, run_all, forward):
     """Alone and in one batch. The second adapter has the full rank, so the stack becomes full width."""
     executor = moe.executor()

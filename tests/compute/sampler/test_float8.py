@@ -29,6 +29,7 @@ def test_it_says_almost_what_the_exact_one_says(
     assert 0 < np.abs(found - wanted).mean() < most
 
 
+@pytest.mark.thorough
 def test_it_says_the_same_again_from_pages_that_it_kept(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     sampler, tokens = qwen.sampler(kv_cache="float8"), prompt(150)
     first, again, repeated = (run_all(sampler, ask(name, tokens, 20))[name] for name in "abc")

@@ -118,6 +118,7 @@ def test_tokens_are_those_of_transformers_and_logprobs_those_of_training(
     assert alone.tokens_T.tolist() == both["text"].sequences[0].tokens_T.tolist()
 
 
+@pytest.mark.thorough
 def test_a_hybrid_model_sees_and_its_states_are_shared_by_what_was_seen(
     tmp_path: Path, ask: Any, run_all: Any, looks: Any
 ) -> None:

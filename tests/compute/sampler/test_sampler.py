@@ -278,7 +278,6 @@ def test_a_batch_that_fails_is_answered_and_the_next_one_works(
     assert tokens_of(run_all(sampler, request)["a"].sequences[0]) == tokens_of(expected.sequences[0])
 
 
-@pytest.mark.slow
 def test_the_same_traffic_compiles_nothing_the_second_time_and_few_shapes_the_first(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
 ) -> None:

@@ -64,7 +64,6 @@ def alone(qwen: Any) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "devices", "fsdp", "tensor", "ahead"),
     [

@@ -61,7 +61,13 @@ EXPECTED = jax.value_and_grad(plain, argnums=(2, 1), has_aux=True)
 @pytest.mark.parametrize("adapted", [True, False])
 @pytest.mark.parametrize(
     ("most", "target"),
-    [(1, CPU), (B * V * 8, CPU), (2**24, CPU), (V * 16, CUDA), (V * 16, TPU)],
+    [
+        (1, CPU),
+        pytest.param(B * V * 8, CPU, marks=pytest.mark.thorough),
+        pytest.param(2**24, CPU, marks=pytest.mark.thorough),
+        (V * 16, CUDA),
+        (V * 16, TPU),
+    ],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_chunks_change_nothing(data, most, adapted, target):
@@ -126,7 +132,9 @@ def difference(found: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize("target", [CUDA, TPU], ids=lambda target: target.name)
-@pytest.mark.parametrize(("rank", "cap"), [(4, 5.0), (80, 5.0), (0, 0.0)])
+@pytest.mark.parametrize(
+    ("rank", "cap"), [(4, 5.0), *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((80, 5.0), (0, 0.0)))]
+)
 def test_kernels_give_what_whole_logits_give(target, rank, cap):
     """Tiles that neither rows, ranks nor the vocabulary fill; ranks within a kernel and beyond it; capped logits."""
     data = drawn(rank, cap)
