@@ -22,6 +22,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.backend.store.upkeep import Snapshot
+from tinkerflow.backend.wire.requests import MAX_TTL
 from tinkerflow.deployments.options import DataDir, database_of, minute, print_wide, setting, settings_with
 from tinkerflow.deployments.parts import open_journal, resolve_base_model
 
@@ -200,7 +201,9 @@ def merge(
 @app.command()
 def share(
     path: Annotated[str, typer.Argument(help="tinker://run/kind/name")],
-    ttl: Annotated[float | None, typer.Option(min=1, help="seconds until the token expires (default: never)")] = None,
+    ttl: Annotated[
+        int | None, typer.Option(min=1, max=MAX_TTL, help="seconds until the token expires (default: never)")
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Make a weights_access_token for a checkpoint as it is now; the token is shown once."""

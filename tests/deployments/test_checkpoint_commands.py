@@ -69,6 +69,12 @@ def test_a_token_is_shown_once_and_opens_until_revoked(tmp_path: Path) -> None:
         assert journal.shares.all()[0].revoked_at is not None
 
 
+@pytest.mark.parametrize("ttl", ["0", "nan", "inf", "1.5", "999999999"])
+def test_a_time_to_live_that_cannot_be_is_refused(ttl: str) -> None:
+    refused = CliRunner().invoke(every_command(), ["checkpoint", "share", PATH, "--ttl", ttl])
+    assert refused.exit_code == 2 and "Invalid value for '--ttl'" in refused.output
+
+
 # ------------------------------------------------------------------ looking after the store
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
