@@ -16,7 +16,7 @@ from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.environments import EnvironmentMaker, environment_maker
 from tinkerflow.tasks.pipelines.parameters import RlParameters, SamplingParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
-from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, SampledTurn
+from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, Trajectory
 from tinkerflow.tasks.pipelines.rows import Row
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
@@ -47,6 +47,22 @@ def kl_advantages(gaps: Sequence[Floats], coefficient: float) -> list[Floats]:
     """
     mean = np.concatenate(gaps).mean()
     return [coefficient * (mean - gap_N) for gap_N in gaps]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Conversations of one step. trajectories: of each episode, in the order of groups and their episodes. gaps: for
+    each trajectory [N], see `kl_advantages`.
+    """
+
+    groups: Sequence[Sequence[Episode]]
+    trajectories: Sequence[Sequence[Trajectory]]
+    gaps: Sequence[Floats]
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """All episodes, in the order of groups."""
+        return [episode for group in self.groups for episode in group]
 
 
 @dataclass(frozen=True)
@@ -81,27 +97,28 @@ class RlRecipe:
     async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
         """Sample answers to the prompts of step `step`, and learn from them."""
         picked = [self.rows[i] for i in self.run.batch(step, len(self.rows))]
-        groups, turns, gaps = await self._sample(client, picked, step)
+        sampled = await self._sample(client, picked, step)
         advantages = [
             advantage
-            for group in groups
+            for group in sampled.groups
             for advantage in group_centred([episode.reward for episode in group], by_deviation=self.by_deviation)
         ]
-        tokens = sum(len(turn.answer) for turn in turns)
-        near = iter(kl_advantages(gaps, self.coefficient))
-        episodes = [episode for group in groups for episode in group]
+        tokens = sum(map(len, sampled.gaps))
+        near = iter(kl_advantages(sampled.gaps, self.coefficient))
         data = [
-            turn.datum((advantage + next(near)) / tokens)
-            for advantage, episode in zip(advantages, episodes, strict=True)
-            for turn in episode.turns
+            trajectory.datum((advantage + next(near)) / tokens)
+            for advantage, trajectories in zip(advantages, sampled.trajectories, strict=True)
+            for trajectory in trajectories
         ]
         forward, update = client.forward_backward(data, self.loss), client.optim_step(params)
         loss = (await forward).metrics["loss:sum"]
-        varied = float(np.mean([len({episode.reward for episode in group}) > 1 for group in groups]))
+        varied = float(np.mean([len({episode.reward for episode in group}) > 1 for group in sampled.groups]))
+        turns = sum(len(episode.turns) for episode in sampled.episodes)
         return {
-            **self._measure(groups, turns, gaps),
+            **self._measure(sampled),
             **({"varied_groups": varied} if self.rewards else {}),
-            "answer_tokens": tokens / len(turns),
+            **({"broken_turns": len(data) - len(sampled.episodes)} if turns > len(sampled.episodes) else {}),
+            "answer_tokens": tokens / turns,
             "loss": loss,
             "grad_norm": await grad_norm(update),
         }
@@ -110,26 +127,25 @@ class RlRecipe:
         """Measure reward and divergence on the held-out prompts, with the same seeds each time."""
         if not self.held_out_rows:
             return {}
-        measured = self._measure(*await self._sample(client, self.held_out_rows, _HELD_OUT))
+        measured = self._measure(await self._sample(client, self.held_out_rows, _HELD_OUT))
         return {f"held_out_{name}": value for name, value in measured.items() if name in ("reward", self.kl)}
 
-    async def _sample(
-        self, client: tinker.TrainingClient, rows: Sequence[Row], step: int
-    ) -> tuple[list[list[Episode]], list[SampledTurn], list[Floats]]:
-        """Groups of conversations, all their turns in order, and each turn's gaps [N] (see `kl_advantages`)."""
+    async def _sample(self, client: tinker.TrainingClient, rows: Sequence[Row], step: int) -> Sampled:
         sampler = await client.save_weights_and_get_sampling_client()
         groups = await self.rollouts.groups(sampler, rows, [self.run.parameters.model.seed, step])
         self.rollouts.refuse_failures(len(self.rows))
-        turns = [turn for group in groups for episode in group for turn in episode.turns]
-        others = await asyncio.gather(*(turn.logprobs_by(self.other) for turn in turns))
-        return groups, turns, [turn.logprobs - other for turn, other in zip(turns, others, strict=True)]
+        trajectories = [episode.trajectories() for group in groups for episode in group]
+        each = [trajectory for few in trajectories for trajectory in few]
+        others = await asyncio.gather(*(trajectory.logprobs_by(self.other) for trajectory in each))
+        gaps = [trajectory.logprobs - other for trajectory, other in zip(each, others, strict=True)]
+        return Sampled(groups, trajectories, gaps)
 
-    def _measure(self, groups: list[list[Episode]], turns: list[SampledTurn], gaps: list[Floats]) -> dict[str, float]:
-        rewards = [episode.reward for group in groups for episode in group]
+    def _measure(self, sampled: Sampled) -> dict[str, float]:
+        logprobs = [trajectory.logprobs for few in sampled.trajectories for trajectory in few]
         return {
-            **({"reward": float(np.mean(rewards))} if self.rewards else {}),
-            self.kl: float(np.concatenate(gaps).mean()),
-            "entropy": float(-np.concatenate([turn.logprobs for turn in turns]).mean()),
+            **({"reward": float(np.mean([episode.reward for episode in sampled.episodes]))} if self.rewards else {}),
+            self.kl: float(np.concatenate(sampled.gaps).mean()),
+            "entropy": float(-np.concatenate(logprobs).mean()),
         }
 
 

@@ -35,26 +35,63 @@ class SampledTurn:
     answer: Sequence[int]
     logprobs: npt.NDArray[np.float64]
 
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and the answer."""
+        return [*self.prompt, *self.answer]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Consecutive turns of an episode as one sequence: the prompt of each turn begins with all tokens before it.
+
+    So a conversation of many turns is computed and trained once, and not once for each turn. N is the number of sampled
+    tokens of all turns.
+    """
+
+    turns: Sequence[SampledTurn]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens: the last prompt has those of the turns before."""
+        return self.turns[-1].tokens
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float64]:
+        """The log probabilities [N] of the sampling."""
+        return np.concatenate([turn.logprobs for turn in self.turns])
+
+    @property
+    def answers(self) -> npt.NDArray[np.intp]:
+        """The places [N] of sampled tokens among all tokens."""
+        return np.concatenate([np.arange(len(turn.prompt), len(turn.tokens)) for turn in self.turns])
+
     async def logprobs_by(self, sampler: tinker.SamplingClient) -> npt.NDArray[np.float64]:
-        """The log probabilities [N] of the answer's tokens under another model."""
+        """The log probabilities [N] of the sampled tokens under another model."""
         import tinker
 
-        tokens = tinker.ModelInput.from_ints([*self.prompt, *self.answer])
-        logprobs = await sampler.compute_logprobs(tokens, prompt_logprobs_last_n=len(self.answer))
-        return np.array(logprobs[-len(self.answer) :], np.float64)
+        tokens, places_N = self.tokens, self.answers
+        last = len(tokens) - len(self.turns[0].prompt)
+        logprobs = await sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens), prompt_logprobs_last_n=last)
+        return np.array([logprobs[place - len(tokens)] for place in places_N], np.float64)
 
     def datum(self, advantages_N: npt.NDArray[np.float64]) -> tinker.Datum:
-        """The input of `importance_sampling` and `ppo`; only the answer's tokens are learnt."""
+        """The input of `importance_sampling` and `ppo`; only sampled tokens are learnt."""
         import tinker
 
-        tokens = [*self.prompt, *self.answer]
-        read = np.zeros(len(self.prompt) - 1)
+        tokens, places_N = self.tokens, self.answers
+
+        def placed(values_N: npt.NDArray[np.float64]) -> tinker.TensorData:
+            values_T = np.zeros(len(tokens) - 1, np.float32)
+            values_T[places_N - 1] = values_N
+            return tinker.TensorData.from_numpy(values_T)
+
         return tinker.Datum(
             model_input=tinker.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={
                 "target_tokens": tinker.TensorData.from_numpy(np.array(tokens[1:], np.int64)),
-                "logprobs": tinker.TensorData.from_numpy(np.concatenate([read, self.logprobs]).astype(np.float32)),
-                "advantages": tinker.TensorData.from_numpy(np.concatenate([read, advantages_N]).astype(np.float32)),
+                "logprobs": placed(self.logprobs),
+                "advantages": placed(advantages_N),
             },
         )
 
@@ -69,6 +106,21 @@ class Episode:
     turns: list[SampledTurn] = field(default_factory=list)
     reward: float = 0.0
     ended: bool = False
+
+    def trajectories(self) -> list[Trajectory]:
+        """The turns in order, as few sequences as possible.
+
+        A turn begins a new sequence where its prompt does not begin with the tokens before, for example because the
+        chat template drops reasoning of earlier answers.
+        """
+        found: list[list[SampledTurn]] = []
+        for turn in self.turns:
+            before = found[-1][-1].tokens if found else []
+            if before and list(turn.prompt[: len(before)]) == before:
+                found[-1].append(turn)
+            else:
+                found.append([turn])
+        return [Trajectory(turns) for turns in found]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tinkerflow.tasks.pipelines.environments import (
     unrewarded,
 )
 from tinkerflow.tasks.pipelines.rewards import holds_answer, is_answer
-from tinkerflow.tasks.pipelines.rollouts import Rollouts, SampledTurn
+from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, SampledTurn, Trajectory
 
 ROW = parse({"prompt": "Which colour is grass?", "answer": "Green"})
 
@@ -90,19 +90,54 @@ async def test_an_environment_leads_several_turns(tokenizer: Any, renderer: Rend
     assert [len(one.turns) for one in group] == [3, 1, 3]
     assert [one.reward for one in group] == [6.0, 1.0, 6.0]
     assert [asked[1] for asked in sampler.asked] == [3, 1, 1, 1, 1]
+    assert [[len(each.turns) for each in one.trajectories()] for one in group] == [[3], [1], [3]]
     said = (
         "<|im_start|>user\nCount<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\nAgain, 1<|im_end|>\n"
     )
     assert sampler.asked[2][0] == said + "<|im_start|>assistant\n"
 
 
+FIRST = SampledTurn([5, 6, 7], [8, 9], np.array([-0.5, -1.5]))
+SECOND = SampledTurn([5, 6, 7, 8, 9, 4], [3], np.array([-2.5]))
+
+
 def test_only_the_answer_is_learnt() -> None:
-    datum = SampledTurn([5, 6, 7], [8, 9], np.array([-0.5, -1.5])).datum(np.array([2.0, -2.0]))
+    datum = Trajectory([FIRST]).datum(np.array([2.0, -2.0]))
     inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
     assert datum.model_input.to_ints() == [5, 6, 7, 8]
     assert inputs["target_tokens"] == [6, 7, 8, 9]
     assert inputs["logprobs"] == [0.0, 0.0, -0.5, -1.5]
     assert inputs["advantages"] == [0.0, 0.0, 2.0, -2.0]
+
+
+def test_turns_that_extend_the_tokens_before_are_one_datum() -> None:
+    (both,) = Episode(None, [], turns=[FIRST, SECOND]).trajectories()  # type: ignore[arg-type]
+    datum = both.datum(np.array([1.0, 2.0, 3.0]))
+    inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
+    assert datum.model_input.to_ints() == [5, 6, 7, 8, 9, 4]
+    assert inputs["target_tokens"] == [6, 7, 8, 9, 4, 3]
+    assert inputs["logprobs"] == [0.0, 0.0, -0.5, -1.5, 0.0, -2.5]
+    assert inputs["advantages"] == [0.0, 0.0, 1.0, 2.0, 0.0, 3.0]
+
+
+def test_a_turn_whose_prompt_drops_tokens_begins_a_datum() -> None:
+    dropped = SampledTurn([5, 6, 7, 9, 4], [3], np.array([-2.5]))
+    longer = SampledTurn([5, 6, 7, 9, 4, 3, 1], [2], np.array([-1.0]))
+    found = Episode(None, [], turns=[FIRST, dropped, longer]).trajectories()  # type: ignore[arg-type]
+    assert [each.turns for each in found] == [[FIRST], [dropped, longer]]
+
+
+async def test_sampled_tokens_of_all_turns_are_compared_in_one_request() -> None:
+    asked = []
+
+    class Other:
+        async def compute_logprobs(self, tokens: Any, prompt_logprobs_last_n: int) -> list[float]:
+            asked.append((tokens.to_ints(), prompt_logprobs_last_n))
+            return [float(-token) for token in tokens.to_ints()[-prompt_logprobs_last_n:]]
+
+    found = await Trajectory([FIRST, SECOND]).logprobs_by(Other())  # type: ignore[arg-type]
+    assert asked == [([5, 6, 7, 8, 9, 4, 3], 4)]
+    assert found.tolist() == [-8.0, -9.0, -3.0]
 
 
 def test_advantages_are_what_is_better_than_the_group() -> None:
