@@ -34,6 +34,7 @@ async def distill(parameters: DistillParameters) -> TrainingResult:
             coefficient=1.0,
             rewards=False,
             loss=parameters.loss,
+            loss_config=parameters.loss_config,
             held_out_rows=run.prompts("held_out")[1],
         )
         return await train(run, key, recipe)

@@ -3,61 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from prefect import flow
 
+from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
+from tinkerflow.tasks.pipelines.advantages import ESTIMATORS, Floats, kl_advantages, overlong_penalty
 from tinkerflow.tasks.pipelines.environments import EnvironmentMaker, environment_maker
-from tinkerflow.tasks.pipelines.parameters import RlParameters, SamplingParameters
+from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters, SamplingParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
-from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, Trajectory
+from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, Trajectory, is_varied
 from tinkerflow.tasks.pipelines.rows import Row
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
     import tinker
 
-Floats = npt.NDArray[np.float64]
 _HELD_OUT = 2**32 - 1  # in the seeds of held-out samples, instead of the number of a training step
-
-
-def group_centred(rewards_G: Sequence[float], *, by_deviation: bool = False) -> Floats:
-    """Rewards [G] of one group minus their mean.
-
-    by_deviation: divided by their standard deviation, as in GRPO (Shao et al., 2024, section 4.1.2). Without it, as
-    Liu et al. (2025, "Dr. GRPO") recommend, groups in which all answers but one are right or wrong do not weigh more.
-    """
-    centred = np.asarray(rewards_G, np.float64) - np.mean(rewards_G)
-    return centred / (centred.std() + 1e-6) if by_deviation else centred
-
-
-def kl_advantages(gaps: Sequence[Floats], coefficient: float) -> list[Floats]:
-    """Advantages of sampled tokens for staying near another model, shaped like `gaps`: coefficient * (mean gap - gap).
-
-    gaps: for each sequence [N], the model's own log probabilities minus those of the other model. Their mean estimates
-    the reverse Kullback-Leibler divergence. With that mean as the baseline, they are the per-token reward of on-policy
-    distillation (Agarwal et al., 2023, "GKD"; Thinking Machines, 2025, "On-Policy Distillation"), and the penalty of RL
-    for leaving the base model.
-    """
-    mean = np.concatenate(gaps).mean()
-    return [coefficient * (mean - gap_N) for gap_N in gaps]
+_RESAMPLED = 2**31  # in the seeds of other rows, plus the number of the attempt, instead of the number of a row
 
 
 @dataclass(frozen=True)
 class Sampled:
     """Conversations of one step. trajectories: of each episode, in the order of groups and their episodes. gaps: for
-    each trajectory [N], see `kl_advantages`.
+    each trajectory [N], see `kl_advantages`. first: the groups before some were replaced.
     """
 
     groups: Sequence[Sequence[Episode]]
     trajectories: Sequence[Sequence[Trajectory]]
     gaps: Sequence[Floats]
+    first: Sequence[Sequence[Episode]]
 
     @property
     def episodes(self) -> list[Episode]:
@@ -75,8 +55,9 @@ class RlRecipe:
     rows: the prompts. rollouts: how conversations go. other: the model that every sampled token is compared with. kl:
     the name of the metric that compares the two models, the mean of the model's own minus the other's log probability.
     coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have rewards.
-    by_deviation: see `group_centred`. loss: the policy's loss. held_out_rows: prompts that are measured after each
-    segment.
+    advantage: a name in `ESTIMATORS`. overlong_tokens: see `overlong_penalty`. resample: how many times groups with
+    equal rewards are replaced by groups of other rows. loss, loss_config: the policy's loss. held_out_rows: prompts
+    that are measured after each segment.
     """
 
     run: PreparedRun
@@ -86,8 +67,11 @@ class RlRecipe:
     kl: str
     coefficient: float
     rewards: bool = True
-    by_deviation: bool = False
-    loss: Literal["importance_sampling", "ppo"] = "importance_sampling"
+    advantage: str = "group_mean"
+    overlong_tokens: int = 0
+    resample: int = 0
+    loss: PolicyLoss = "importance_sampling"
+    loss_config: Mapping[str, float] = field(default_factory=dict)
     held_out_rows: Sequence[Row] = ()
     ahead: ClassVar[int] = 0
 
@@ -97,26 +81,32 @@ class RlRecipe:
     async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
         """Sample answers to the prompts of step `step`, and learn from them."""
         picked = [self.rows[i] for i in self.run.batch(step, len(self.rows))]
-        sampled = await self._sample(client, picked, step)
-        advantages = [
-            advantage
-            for group in sampled.groups
-            for advantage in group_centred([episode.reward for episode in group], by_deviation=self.by_deviation)
+        sampled = await self._sample(client, picked, step, self.resample)
+        penalties = [np.array([self._penalty(episode) for episode in group]) for group in sampled.groups]
+        rewards = [
+            np.array([episode.reward for episode in group], np.float64) - penalty_G
+            for group, penalty_G in zip(sampled.groups, penalties, strict=True)
         ]
+        advantages = np.concatenate(ESTIMATORS[self.advantage](rewards))
         tokens = sum(map(len, sampled.gaps))
+        # A loss that is not proportional to the advantages is divided by its weights.
+        scale, weight = (1, 1 / tokens) if "advantages" not in LOSSES[self.loss].masks else (tokens, None)
         near = iter(kl_advantages(sampled.gaps, self.coefficient))
         data = [
-            trajectory.datum((advantage + next(near)) / tokens)
+            trajectory.datum((advantage + next(near)) / scale, weight)
             for advantage, trajectories in zip(advantages, sampled.trajectories, strict=True)
             for trajectory in trajectories
         ]
-        forward, update = client.forward_backward(data, self.loss), client.optim_step(params)
+        config = dict(self.loss_config) or None
+        forward, update = client.forward_backward(data, self.loss, config), client.optim_step(params)
         loss = (await forward).metrics["loss:sum"]
-        varied = float(np.mean([len({episode.reward for episode in group}) > 1 for group in sampled.groups]))
         turns = sum(len(episode.turns) for episode in sampled.episodes)
         return {
             **self._measure(sampled),
-            **({"varied_groups": varied} if self.rewards else {}),
+            **(
+                {"varied_groups": float(np.mean([is_varied(group) for group in sampled.first]))} if self.rewards else {}
+            ),
+            **({"overlong_penalty": float(np.concatenate(penalties).mean())} if self.overlong_tokens else {}),
             **({"broken_turns": len(data) - len(sampled.episodes)} if turns > len(sampled.episodes) else {}),
             "answer_tokens": tokens / turns,
             "loss": loss,
@@ -130,20 +120,40 @@ class RlRecipe:
         measured = self._measure(await self._sample(client, self.held_out_rows, _HELD_OUT))
         return {f"held_out_{name}": value for name, value in measured.items() if name in ("reward", self.kl)}
 
-    async def _sample(self, client: tinker.TrainingClient, rows: Sequence[Row], step: int) -> Sampled:
+    def _penalty(self, episode: Episode) -> float:
+        most = self.rollouts.max_tokens
+        return sum(overlong_penalty(len(turn.answer), most, self.overlong_tokens) for turn in episode.turns)
+
+    async def _sample(
+        self, client: tinker.TrainingClient, rows: Sequence[Row], step: int, resample: int = 0
+    ) -> Sampled:
+        """Conversations from `rows`. resample: as the recipe's; if it is not 0, groups with equal rewards are dropped.
+
+        If all groups have equal rewards, the first ones are kept.
+        """
         sampler = await client.save_weights_and_get_sampling_client()
-        groups = await self.rollouts.groups(sampler, rows, [self.run.parameters.model.seed, step])
+        seed = [self.run.parameters.model.seed, step]
+        first = await self.rollouts.groups(sampler, rows, seed)
+        varied = [*filter(is_varied, first)]
+        for attempt in range(resample):
+            if (missing := len(rows) - len(varied)) <= 0:
+                break
+            again = [*seed, _RESAMPLED + attempt]
+            picked = np.random.default_rng(again).choice(len(self.rows), missing)
+            varied += filter(is_varied, await self.rollouts.groups(sampler, [self.rows[i] for i in picked], again))
+        groups = varied if resample and varied else first
         self.rollouts.refuse_failures(len(self.rows))
         trajectories = [episode.trajectories() for group in groups for episode in group]
         each = [trajectory for few in trajectories for trajectory in few]
         others = await asyncio.gather(*(trajectory.logprobs_by(self.other) for trajectory in each))
         gaps = [trajectory.logprobs - other for trajectory, other in zip(each, others, strict=True)]
-        return Sampled(groups, trajectories, gaps)
+        return Sampled(groups, trajectories, gaps, first)
 
     def _measure(self, sampled: Sampled) -> dict[str, float]:
+        rewards = [episode.reward for group in sampled.first for episode in group]
         logprobs = [trajectory.logprobs for few in sampled.trajectories for trajectory in few]
         return {
-            **({"reward": float(np.mean([episode.reward for episode in sampled.episodes]))} if self.rewards else {}),
+            **({"reward": float(np.mean(rewards))} if self.rewards else {}),
             self.kl: float(np.concatenate(sampled.gaps).mean()),
             "entropy": float(-np.concatenate(logprobs).mean()),
         }
@@ -178,8 +188,11 @@ async def rl(parameters: RlParameters) -> TrainingResult:
             run.base,
             kl="kl_to_base",
             coefficient=parameters.kl_coefficient,
-            by_deviation=parameters.by_deviation,
+            advantage=parameters.advantage,
+            overlong_tokens=parameters.overlong_tokens,
+            resample=parameters.resample,
             loss=parameters.loss,
+            loss_config=parameters.loss_config,
             held_out_rows=run.prompts("held_out")[1],
         )
         return await train(run, key, recipe)

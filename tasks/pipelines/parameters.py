@@ -11,7 +11,9 @@ from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.tasks.pipelines.data import Use
 from tinkerflow.tasks.pipelines.render import Format
 from tinkerflow.tasks.pipelines.rows import Schema
@@ -21,6 +23,7 @@ NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
 PATH = r"^(tinker://.+)?$"
 WEIGHTS = r"^(tinker://.+|[^/]+)?$"
 Metric = Literal["loss", "exact_match"]
+PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 MOST_POINTS = 256  # of a sweep
 IMPORT = r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$"
 
@@ -145,7 +148,10 @@ class SamplingParameters(PipelineParameters):
 
     group_size: int = Field(8, ge=1, le=1024, description="Answers that are sampled for each prompt of a step.")
     answer_tokens: int = Field(128, ge=1, le=65536, description="Longest sampled answer, in tokens.")
-    loss: Literal["importance_sampling", "ppo"] = Field("importance_sampling", description="The policy's loss.")
+    loss: PolicyLoss = Field("importance_sampling", description="The policy's loss.")
+    loss_config: dict[str, float] = Field(
+        {}, description="The loss's `loss_fn_config`, such as clip_high_threshold: 1.28 for ppo."
+    )
     uses_fields: ClassVar[frozenset[str] | None]  # beside those of the row's form; None = all
 
     def use(self) -> Use:
@@ -153,6 +159,14 @@ class SamplingParameters(PipelineParameters):
         schemas: tuple[Schema, ...] = ("prompt", "prompt_completion", "chat")
         longest = self.training.max_tokens
         return Use(self.pipeline, schemas, longest, False, self.uses_fields, self.answer_tokens)
+
+    @model_validator(mode="after")
+    def _known_config(self) -> Self:
+        try:
+            loss_named(self.loss).read_config(self.loss_config)
+        except UserError as error:
+            raise ValueError(error.message) from error
+        return self
 
 
 class RlParameters(SamplingParameters):
@@ -175,8 +189,27 @@ class RlParameters(SamplingParameters):
         "conversations of several turns; instead of reward.",
     )
     max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
-    by_deviation: bool = Field(
-        False, description="Divide a group's advantages by their standard deviation, as the original GRPO does."
+    advantage: Literal[
+        "group_mean", "group_deviation", "leave_one_out", "batch_deviation", "group_mean_batch_deviation"
+    ] = Field(
+        "group_mean",
+        description="How rewards become advantages: less the group's mean (Dr. GRPO); that by the group's deviation "
+        "(GRPO); less the mean of the others (RLOO); by the batch's mean and deviation (REINFORCE++); less the group's "
+        "mean, by the batch's deviation.",
+    )
+    resample: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="How many times groups with equal rewards are replaced by groups of other prompts, as in DAPO; "
+        "0 = they stay.",
+    )
+    overlong_tokens: int = Field(
+        0,
+        ge=0,
+        le=65536,
+        description="Over how many tokens before `answer_tokens` a penalty for long answers grows from 0 to 1, as in "
+        "DAPO; 0 = none.",
     )
     kl_coefficient: float = Field(
         0.0, ge=0, le=100, description="Penalty for leaving the base model; 0 = the divergence is only measured."
@@ -186,6 +219,9 @@ class RlParameters(SamplingParameters):
     def _one_judge(self) -> Self:
         if bool(self.reward) == bool(self.environment):
             raise ValueError("give either reward or environment")
+        if self.overlong_tokens > self.answer_tokens:
+            rule = f"must be at most answer_tokens, {self.answer_tokens}"
+            raise ValueError(f"overlong_tokens {self.overlong_tokens}: {rule}")
         return self
 
 

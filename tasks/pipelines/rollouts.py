@@ -75,8 +75,8 @@ class Trajectory:
         logprobs = await sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens), prompt_logprobs_last_n=last)
         return np.array([logprobs[place - len(tokens)] for place in places_N], np.float64)
 
-    def datum(self, advantages_N: npt.NDArray[np.float64]) -> tinker.Datum:
-        """The input of `importance_sampling` and `ppo`; only sampled tokens are learnt."""
+    def datum(self, advantages_N: npt.NDArray[np.float64], weight: float | None = None) -> tinker.Datum:
+        """The input of a policy's loss; only sampled tokens are learnt. weight: of each of them; None = not sent."""
         import tinker
 
         tokens, places_N = self.tokens, self.answers
@@ -92,6 +92,7 @@ class Trajectory:
                 "target_tokens": tinker.TensorData.from_numpy(np.array(tokens[1:], np.int64)),
                 "logprobs": placed(self.logprobs),
                 "advantages": placed(advantages_N),
+                **({} if weight is None else {"weights": placed(np.full(len(places_N), weight))}),
             },
         )
 
@@ -121,6 +122,11 @@ class Episode:
             else:
                 found.append([turn])
         return [Trajectory(turns) for turns in found]
+
+
+def is_varied(group: Sequence[Episode]) -> bool:
+    """Whether the rewards of a group differ. Equal ones have no advantages (Yu et al., 2025, "DAPO", section 3.2)."""
+    return len({episode.reward for episode in group}) > 1
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import pytest
 from tests.tasks.pipelines.conftest import parse
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.flows.pipelines.rl import group_centred, kl_advantages
 from tinkerflow.tasks.pipelines import Renderer, Row
 from tinkerflow.tasks.pipelines.environments import (
     Asked,
@@ -138,14 +137,6 @@ async def test_sampled_tokens_of_all_turns_are_compared_in_one_request() -> None
     found = await Trajectory([FIRST, SECOND]).logprobs_by(Other())  # type: ignore[arg-type]
     assert asked == [([5, 6, 7, 8, 9, 4, 3], 4)]
     assert found.tolist() == [-8.0, -9.0, -3.0]
-
-
-def test_advantages_are_what_is_better_than_the_group() -> None:
-    assert group_centred([1.0, 0.0, 0.0, 1.0]).tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert group_centred([1.0, 1.0]).tolist() == [0.0, 0.0]
-    assert group_centred([1.0, 0.0, 0.0, 1.0], by_deviation=True) == pytest.approx([1, -1, -1, 1], rel=1e-5)
-    first, second = kl_advantages([np.array([1.0, 3.0]), np.array([2.0])], 0.5)
-    assert (first.tolist(), second.tolist()) == ([0.5, -0.5], [0.0])
 
 
 async def test_rewards_are_named_by_their_import_path() -> None:

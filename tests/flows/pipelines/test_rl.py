@@ -1,0 +1,140 @@
+"""One step of `rl`: which groups it learns from, and the data and the configuration that it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import tinker
+from pydantic import ValidationError
+from tests.tasks.pipelines.conftest import parse
+from transformers import PreTrainedTokenizerFast
+
+from tinkerflow.backend.spec.losses import LOSSES
+from tinkerflow.deployments.tiny_model import make_tiny
+from tinkerflow.flows.pipelines.rl import RlRecipe
+from tinkerflow.tasks.pipelines import Renderer
+from tinkerflow.tasks.pipelines.environments import Asked, Facts
+from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters
+from tinkerflow.tasks.pipelines.rollouts import Rollouts
+
+EQUAL, VARIED = (parse({"prompt": name, "answer": name}) for name in ("equal", "varied"))
+NUMBERS = [f"{number}" for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+class Sampler:
+    """Answers with its number among the samples; another model finds each token twice as unlikely."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    async def sample(self, prompt: Any, num_samples: int, params: Any) -> Any:
+        texts = [self._tokenizer.encode(text, add_special_tokens=False) for text in NUMBERS[:num_samples]]
+        return SimpleNamespace(sequences=[SimpleNamespace(tokens=text, logprobs=[-1.0] * len(text)) for text in texts])
+
+    async def compute_logprobs(self, tokens: Any, prompt_logprobs_last_n: int) -> list[float]:
+        return [-2.0] * prompt_logprobs_last_n
+
+
+class Client:
+    """A training client that keeps what it is sent."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.sent: list[tuple[list[tinker.Datum], str, dict[str, float] | None]] = []
+
+    async def save_weights_and_get_sampling_client(self) -> Sampler:
+        return Sampler(self._tokenizer)
+
+    async def forward_backward(self, data: list[tinker.Datum], loss: str, config: dict[str, float] | None) -> Any:
+        self.sent.append((data, loss, config))
+        return SimpleNamespace(metrics={"loss:sum": 1.0})
+
+    async def optim_step(self, params: Any) -> Any:
+        return SimpleNamespace(metrics={"grad_norm": 1.0})
+
+
+def environment(facts: Facts) -> Any:
+    return Asked(facts, lambda facts, text: float(text) if facts["answer"] == "varied" else 1.0)
+
+
+async def step_of(tokenizer: Any, picked: Sequence[int], **changes: Any) -> tuple[Any, list[Any], Any, dict[str, Any]]:
+    """A step with the batch `picked` of EQUAL and VARIED: values, inputs, the loss and its configuration, prompts."""
+    client, renderer = Client(tokenizer), Renderer(tokenizer)
+    run: Any = SimpleNamespace(
+        batch=lambda step, rows: list(picked), parameters=SimpleNamespace(model=SimpleNamespace(seed=3))
+    )
+    other: Any = Sampler(tokenizer)
+    rollouts = Rollouts(renderer, environment, group_size=3, max_tokens=4)
+    recipe = RlRecipe(run, [EQUAL, VARIED], rollouts, other, kl="kl_to_base", coefficient=0.0, **changes)
+    values = await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
+    ((data, loss, config),) = client.sent
+    inputs = [{name: value.to_numpy() for name, value in datum.loss_fn_inputs.items()} for datum in data]
+    return values, inputs, (loss, config), {"prompts": [tokenizer.decode(one.model_input.to_ints()) for one in data]}
+
+
+async def test_the_loss_is_divided_by_the_number_of_sampled_tokens(tokenizer: Any) -> None:
+    values, inputs, sent, _ = await step_of(tokenizer, [1])
+    assert sent == ("importance_sampling", None)
+    assert [one["advantages"][-1] for one in inputs] == pytest.approx([-1 / 3, 0, 1 / 3])
+    assert all("weights" not in one for one in inputs)
+    assert (values["reward"], values["varied_groups"], values["kl_to_base"]) == (1.0, 1.0, 1.0)
+
+
+async def test_a_loss_that_is_not_proportional_to_advantages_is_divided_by_weights(tokenizer: Any) -> None:
+    _, inputs, sent, _ = await step_of(tokenizer, [1], loss="dro", loss_config={"beta": 0.1})
+    assert sent == ("dro", {"beta": 0.1})
+    assert [one["advantages"][-1] for one in inputs] == [-1.0, 0.0, 1.0]
+    for one in inputs:
+        assert one["weights"][-1] == pytest.approx(1 / 3) and not np.any(one["weights"][:-1])
+
+
+async def test_groups_with_equal_rewards_stay_unless_they_are_replaced(tokenizer: Any) -> None:
+    values, inputs, _, kept = await step_of(tokenizer, [0, 1])
+    assert len(inputs) == 6 and sum("equal" in prompt for prompt in kept["prompts"]) == 3
+    assert (values["varied_groups"], values["reward"]) == (0.5, 1.0)
+    values, inputs, _, kept = await step_of(tokenizer, [0, 1], resample=16)
+    assert len(inputs) == 6 and all("varied" in prompt for prompt in kept["prompts"])
+    assert values["varied_groups"] == 0.5
+    again = await step_of(tokenizer, [0, 1], resample=16)
+    assert again[3] == kept
+
+
+async def test_where_no_group_varies_the_step_has_no_advantages(tokenizer: Any) -> None:
+    _, inputs, _, kept = await step_of(tokenizer, [0], resample=0)
+    assert len(inputs) == 3 and not any(np.any(one["advantages"]) for one in inputs)
+    assert all("equal" in prompt for prompt in kept["prompts"])
+
+
+async def test_long_answers_earn_less(tokenizer: Any) -> None:
+    values, inputs, _, _ = await step_of(tokenizer, [0], overlong_tokens=4)
+    assert values["overlong_penalty"] == 0.25  # an answer has one token of four
+    assert not any(np.any(one["advantages"]) for one in inputs)
+    assert values["reward"] == 1.0
+
+
+def test_every_loss_of_a_policy_may_be_chosen() -> None:
+    policies = {name for name, loss in LOSSES.items() if loss.read == {"logprobs", "advantages"} and not loss.recorded}
+    assert set(get_args(PolicyLoss)) == policies
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"loss": "ppo", "loss_config": {"beta": 1.0}}, "loss_fn_config has the key 'beta'"),
+        ({"loss": "dro", "loss_config": {"beta": -1.0}}, "beta"),
+        ({"overlong_tokens": 200}, "overlong_tokens 200: must be at most answer_tokens, 128"),
+        ({"resample": 17}, "less than or equal to 16"),
+    ],
+)
+def test_wrong_parameters_are_named(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        RlParameters.model_validate({"name": "a", "data": {"url": "a.jsonl"}, "reward": "a:b", **wrong})
