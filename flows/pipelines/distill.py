@@ -14,6 +14,7 @@ from tinkerflow.tasks.pipelines.environments import unrewarded
 from tinkerflow.tasks.pipelines.parameters import DistillParameters, TeacherParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.render import Renderer
+from tinkerflow.tasks.pipelines.versions import WeightVersions
 
 if TYPE_CHECKING:
     import tinker
@@ -36,6 +37,7 @@ async def distill(parameters: DistillParameters) -> TrainingResult:
             loss=parameters.loss,
             loss_config=parameters.loss_config,
             held_out_rows=run.prompts("held_out")[1],
+            versions=WeightVersions(parameters.max_staleness),
         )
         return await train(run, key, recipe)
 

@@ -79,6 +79,9 @@ class DpoRecipe:
         self._reference = await _reference(trainer, "reference", self.examples)
         self._held_out_reference = await _reference(trainer, "reference-held-out", self.held_out_examples)
 
+    def begin(self, step: int) -> None:
+        """Do nothing: a step depends on no other step."""
+
     async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
         """Learn from the pairs of step `step`."""
         picked = [i for pair in self.run.batch(step, len(self.examples) // 2) for i in (2 * pair, 2 * pair + 1)]

@@ -164,8 +164,9 @@ def _plan(run: PreparedRun, data: str) -> str:
     decides = run.parameters.model_dump(
         mode="json", exclude={"name", "connection", "work", "resume", "samples", "data", "held_out"}
     )
-    for name in ("segment_steps", "state_days"):
-        decides["training"].pop(name)
+    decides["training"].pop("state_days")
+    if not decides.get("max_staleness"):
+        decides["training"].pop("segment_steps")  # otherwise a segment begins with fresh samples
     return digest(run.pipeline, run.model.name, data, orjson.dumps(decides, option=orjson.OPT_SORT_KEYS))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from prefect import flow
@@ -20,6 +20,7 @@ from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, Trajectory, is_varied
 from tinkerflow.tasks.pipelines.rows import Row
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
+from tinkerflow.tasks.pipelines.versions import WeightVersions
 
 if TYPE_CHECKING:
     import tinker
@@ -49,15 +50,16 @@ class Sampled:
 class RlRecipe:
     """Learn from the model's own samples: by rewards, by another model's log probabilities, or both.
 
-    A step samples with the current weights and immediately learns from the samples; see `trainer.Recipe`. The loss is
-    divided by the number of sampled tokens, so the size of a step does not depend on their number.
+    A step samples, and learns from its samples; see `trainer.Recipe`. Its weights are the current ones, or older ones
+    where sampling runs ahead (`versions`). The loss is divided by the number of sampled tokens, so the size of a step
+    does not depend on their number.
 
     rows: the prompts. rollouts: how conversations go. other: the model that every sampled token is compared with. kl:
     the name of the metric that compares the two models, the mean of the model's own minus the other's log probability.
     coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have rewards.
     advantage: a name in `ESTIMATORS`. overlong_tokens: see `overlong_penalty`. resample: how many times groups with
     equal rewards are replaced by groups of other rows. loss, loss_config: the policy's loss. held_out_rows: prompts
-    that are measured after each segment.
+    that are measured after each segment. versions: the weights that steps sample from.
     """
 
     run: PreparedRun
@@ -73,15 +75,25 @@ class RlRecipe:
     loss: PolicyLoss = "importance_sampling"
     loss_config: Mapping[str, float] = field(default_factory=dict)
     held_out_rows: Sequence[Row] = ()
-    ahead: ClassVar[int] = 0
+    versions: WeightVersions = field(default_factory=lambda: WeightVersions(0))
+
+    @property
+    def ahead(self) -> int:
+        """Steps that may sample while the one before them is not trained."""
+        return self.versions.lag
 
     async def prepare(self, trainer: Trainer) -> None:
         """Do nothing: the first step needs no measurement."""
 
+    def begin(self, step: int) -> None:
+        """Sample from no weights before `step`."""
+        self.versions.begin(step)
+
     async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
         """Sample answers to the prompts of step `step`, and learn from them."""
         picked = [self.rows[i] for i in self.run.batch(step, len(self.rows))]
-        sampled = await self._sample(client, picked, step, self.resample)
+        sampled = await self._sample(await self.versions.sampler_for(client, step), picked, step, self.resample)
+        staleness = step - self.versions.version_for(step)
         penalties = [np.array([self._penalty(episode) for episode in group]) for group in sampled.groups]
         rewards = [
             np.array([episode.reward for episode in group], np.float64) - penalty_G
@@ -98,7 +110,9 @@ class RlRecipe:
             for trajectory in trajectories
         ]
         config = dict(self.loss_config) or None
+        await self.versions.ready_to_train(client, step)
         forward, update = client.forward_backward(data, self.loss, config), client.optim_step(params)
+        self.versions.trained(client, step)
         loss = (await forward).metrics["loss:sum"]
         turns = sum(len(episode.turns) for episode in sampled.episodes)
         return {
@@ -108,6 +122,7 @@ class RlRecipe:
             ),
             **({"overlong_penalty": float(np.concatenate(penalties).mean())} if self.overlong_tokens else {}),
             **({"broken_turns": len(data) - len(sampled.episodes)} if turns > len(sampled.episodes) else {}),
+            **({"staleness": staleness} if self.ahead else {}),
             "answer_tokens": tokens / turns,
             "loss": loss,
             "grad_norm": await grad_norm(update),
@@ -117,7 +132,8 @@ class RlRecipe:
         """Measure reward and divergence on the held-out prompts, with the same seeds each time."""
         if not self.held_out_rows:
             return {}
-        measured = self._measure(await self._sample(client, self.held_out_rows, _HELD_OUT))
+        sampler = await client.save_weights_and_get_sampling_client()
+        measured = self._measure(await self._sample(sampler, self.held_out_rows, _HELD_OUT))
         return {f"held_out_{name}": value for name, value in measured.items() if name in ("reward", self.kl)}
 
     def _penalty(self, episode: Episode) -> float:
@@ -125,13 +141,12 @@ class RlRecipe:
         return sum(overlong_penalty(len(turn.answer), most, self.overlong_tokens) for turn in episode.turns)
 
     async def _sample(
-        self, client: tinker.TrainingClient, rows: Sequence[Row], step: int, resample: int = 0
+        self, sampler: tinker.SamplingClient, rows: Sequence[Row], step: int, resample: int = 0
     ) -> Sampled:
         """Conversations from `rows`. resample: as the recipe's; if it is not 0, groups with equal rewards are dropped.
 
         If all groups have equal rewards, the first ones are kept.
         """
-        sampler = await client.save_weights_and_get_sampling_client()
         seed = [self.run.parameters.model.seed, step]
         first = await self.rollouts.groups(sampler, rows, seed)
         varied = [*filter(is_varied, first)]
@@ -194,6 +209,7 @@ async def rl(parameters: RlParameters) -> TrainingResult:
             loss=parameters.loss,
             loss_config=parameters.loss_config,
             held_out_rows=run.prompts("held_out")[1],
+            versions=WeightVersions(parameters.max_staleness),
         )
         return await train(run, key, recipe)
 

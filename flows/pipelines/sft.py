@@ -35,6 +35,9 @@ class SftRecipe:
     async def prepare(self, trainer: Trainer) -> None:
         """Do nothing: the first step needs no measurement."""
 
+    def begin(self, step: int) -> None:
+        """Do nothing: a step depends on no other step."""
+
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
         """Learn from the batch of step `step`, without waiting for the step before it."""
         batch = [self.examples[i] for i in self.run.batch(step, len(self.examples))]

@@ -152,6 +152,13 @@ class SamplingParameters(PipelineParameters):
     loss_config: dict[str, float] = Field(
         {}, description="The loss's `loss_fn_config`, such as clip_high_threshold: 1.28 for ppo."
     )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="How many optimizer steps older than the trained weights the sampled weights may be: so many steps "
+        "sample while others are trained. A segment begins with fresh samples. 0 = a step samples, then trains.",
+    )
     uses_fields: ClassVar[frozenset[str] | None]  # beside those of the row's form; None = all
 
     def use(self) -> Use:

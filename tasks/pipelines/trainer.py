@@ -24,7 +24,10 @@ Values = Mapping[str, float]
 
 
 class Recipe(Protocol):
-    """How a pipeline makes its steps. Steps count from 0. A step depends only on its number and the weights."""
+    """How a pipeline makes its steps. Steps count from 0.
+
+    A step depends only on its number, the first step of its segment, and the weights of steps in that segment.
+    """
 
     @property
     def ahead(self) -> int:
@@ -33,6 +36,10 @@ class Recipe(Protocol):
 
     async def prepare(self, trainer: Trainer) -> None:
         """Called once in every process before its first step; `trainer.at(0)` is the model before any step."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """A segment begins with `step`; all steps before it are answered."""
         ...
 
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
@@ -149,7 +156,7 @@ async def train_segment(
     """
     try:
         client = await trainer.at(first_step - 1)
-        made = await _steps(trainer, client, first_step, last_step, control, on_step)
+        made = await make_steps(trainer, client, first_step, last_step, control, on_step)
         if not made:
             return None
         cut = control.stopping and made[-1].step < trainer.training.steps  # a person who stops a run is waiting
@@ -169,7 +176,7 @@ async def train_segment(
     return segment
 
 
-async def _steps(
+async def make_steps(
     trainer: Trainer,
     client: tinker.TrainingClient,
     first: int,
@@ -194,6 +201,7 @@ async def _steps(
             made.append(StepMetrics(step=step, values=values))
             on_step(made[-1])
 
+    trainer.recipe.begin(first - 1)
     try:
         for step in range(first, last + 1):
             if not await control.may_go_on():

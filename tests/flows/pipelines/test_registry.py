@@ -44,7 +44,11 @@ async def test_a_stopped_flow_is_cancelled_and_says_why() -> None:
         (RlParameters, {"reward": "a:b", "environment": "c:D"}, "give either reward or environment"),
         (RlParameters, {"reward": "a.b"}, "reward\n  String should match pattern"),
         (RlParameters, {"reward": "a:b", "group_size": 1}, "group_size\n  Input should be greater than or equal to 2"),
-        (RlParameters, {"reward": "a:b", "loss": "cross_entropy"}, "loss\n  Input should be 'importance_sampling' or"),
+        (
+            RlParameters,
+            {"reward": "a:b", "loss": "cross_entropy"},
+            "loss\n  Input should be 'importance_sampling', 'ppo'",
+        ),
         (DistillParameters, {"teacher": {"weights": "a/b"}}, "teacher.weights\n  String should match pattern"),
         (DistillParameters, {"reward": "a:b"}, "reward\n  Extra inputs are not permitted"),
     ],

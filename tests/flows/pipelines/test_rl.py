@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -13,13 +15,16 @@ from pydantic import ValidationError
 from tests.tasks.pipelines.conftest import parse
 from transformers import PreTrainedTokenizerFast
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.pipelines.rl import RlRecipe
 from tinkerflow.tasks.pipelines import Renderer
-from tinkerflow.tasks.pipelines.environments import Asked, Facts
-from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters
+from tinkerflow.tasks.pipelines.environments import Asked, Facts, Reply
+from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters, TrainingParameters
 from tinkerflow.tasks.pipelines.rollouts import Rollouts
+from tinkerflow.tasks.pipelines.trainer import make_steps
+from tinkerflow.tasks.pipelines.versions import WeightVersions
 
 EQUAL, VARIED = (parse({"prompt": name, "answer": name}) for name in ("equal", "varied"))
 NUMBERS = [f"{number}" for number in range(3)]
@@ -33,10 +38,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class Sampler:
     """Answers with its number among the samples; another model finds each token twice as unlikely."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, version: int = 0, sampled: list[int] | None = None) -> None:
+        self._tokenizer, self._version, self._sampled = tokenizer, version, sampled
 
     async def sample(self, prompt: Any, num_samples: int, params: Any) -> Any:
+        if self._sampled is not None:
+            self._sampled.append(self._version)
         texts = [self._tokenizer.encode(text, add_special_tokens=False) for text in NUMBERS[:num_samples]]
         return SimpleNamespace(sequences=[SimpleNamespace(tokens=text, logprobs=[-1.0] * len(text)) for text in texts])
 
@@ -48,18 +55,24 @@ class Client:
     """A training client that keeps what it is sent."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.version = tokenizer, 0
         self.sent: list[tuple[list[tinker.Datum], str, dict[str, float] | None]] = []
+        self.sampled: list[int] = []  # the versions of the weights, in the order of the samples
 
     async def save_weights_and_get_sampling_client(self) -> Sampler:
-        return Sampler(self._tokenizer)
+        return Sampler(self._tokenizer, self.version, self.sampled)
 
     async def forward_backward(self, data: list[tinker.Datum], loss: str, config: dict[str, float] | None) -> Any:
         self.sent.append((data, loss, config))
         return SimpleNamespace(metrics={"loss:sum": 1.0})
 
-    async def optim_step(self, params: Any) -> Any:
-        return SimpleNamespace(metrics={"grad_norm": 1.0})
+    def optim_step(self, params: Any) -> Any:
+        self.version += 1
+
+        async def metrics() -> Any:
+            return SimpleNamespace(metrics={"grad_norm": 1.0})
+
+        return metrics()
 
 
 def environment(facts: Facts) -> Any:
@@ -75,6 +88,7 @@ async def step_of(tokenizer: Any, picked: Sequence[int], **changes: Any) -> tupl
     other: Any = Sampler(tokenizer)
     rollouts = Rollouts(renderer, environment, group_size=3, max_tokens=4)
     recipe = RlRecipe(run, [EQUAL, VARIED], rollouts, other, kl="kl_to_base", coefficient=0.0, **changes)
+    recipe.begin(0)
     values = await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
     ((data, loss, config),) = client.sent
     inputs = [{name: value.to_numpy() for name, value in datum.loss_fn_inputs.items()} for datum in data]
@@ -138,3 +152,69 @@ def test_every_loss_of_a_policy_may_be_chosen() -> None:
 def test_wrong_parameters_are_named(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
         RlParameters.model_validate({"name": "a", "data": {"url": "a.jsonl"}, "reward": "a:b", **wrong})
+
+
+class Dawdling:
+    """A conversation whose reward takes a random time. `busy`: how many steps wait for one, now and at most."""
+
+    busy, most = 0, 0
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+
+    async def begin(self) -> Any:
+        return self._facts["prompt"]
+
+    async def answered(self, text: str) -> Reply:
+        Dawdling.busy += 1
+        Dawdling.most = max(Dawdling.most, Dawdling.busy)
+        await asyncio.sleep(random.random() * 0.02)
+        Dawdling.busy -= 1
+        return Reply(float(text))
+
+
+@pytest.mark.parametrize(
+    ("lag", "versions"),
+    [(0, [0, 1, 2, 3, 4, 5, 6]), (1, [0, 0, 1, 2, 4, 4, 5]), (2, [0, 0, 0, 1, 4, 4, 4]), (16, [0, 0, 0, 0, 4, 4, 4])],
+)
+async def test_steps_sample_from_weights_of_a_fixed_age(tokenizer: Any, lag: int, versions: list[int]) -> None:
+    """Two segments, of four steps and of three."""
+    client, run = Client(tokenizer), SimpleNamespace(batch=lambda step, rows: [1])
+    run.parameters = SimpleNamespace(model=SimpleNamespace(seed=3))
+    rollouts = Rollouts(Renderer(tokenizer), Dawdling, group_size=2, max_tokens=4)
+    own: Any = WeightVersions(lag)
+    recipe = RlRecipe(run, [EQUAL, VARIED], rollouts, Sampler(tokenizer), "kl", 0.0, versions=own)  # type: ignore[arg-type]
+    training = TrainingParameters(steps=7, segment_steps=4)
+    trainer: Any = SimpleNamespace(
+        recipe=recipe, training=training, params=lambda step: tinker.AdamParams(learning_rate=step)
+    )
+    control, made = SimpleNamespace(may_go_on=going_on), []
+    Dawdling.most = 0
+    for first, last in ((1, 4), (5, 7)):
+        made += await make_steps(trainer, client, first, last, control, lambda _: None)  # type: ignore[arg-type]
+    assert client.sampled == versions
+    assert [one.step for one in made] == [*range(1, 8)] and len(client.sent) == 7
+    if lag:
+        assert [one.values["staleness"] for one in made] == [step - version for step, version in enumerate(versions)]
+    assert Dawdling.most <= 2 * (lag + 1)
+
+
+async def going_on() -> bool:
+    return True
+
+
+async def test_a_step_whose_sampling_fails_ends_the_segment(tokenizer: Any) -> None:
+    class Broken(Dawdling):
+        async def answered(self, text: str) -> Reply:
+            raise KeyError("broken")
+
+    client, run = Client(tokenizer), SimpleNamespace(batch=lambda step, rows: [1])
+    run.parameters = SimpleNamespace(model=SimpleNamespace(seed=3))
+    rollouts = Rollouts(Renderer(tokenizer), Broken, group_size=2, max_tokens=4)
+    recipe = RlRecipe(run, [EQUAL, VARIED], rollouts, Sampler(tokenizer), "kl", 0.0, versions=WeightVersions(2))  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(
+        recipe=recipe, training=TrainingParameters(), params=lambda step: tinker.AdamParams()
+    )
+    with pytest.raises(UserError, match="broken"):
+        await make_steps(trainer, client, 1, 4, SimpleNamespace(may_go_on=going_on), lambda _: None)  # type: ignore[arg-type]
+    assert not client.sent

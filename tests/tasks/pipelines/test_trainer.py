@@ -48,9 +48,13 @@ class Recipe:
         self.ahead, self.fails = ahead, fails
         self.under_way = self.most = 0
         self.asked: list[int] = []
+        self.begun: list[int] = []
 
     async def prepare(self, trainer: Trainer) -> None:
         """Nothing."""
+
+    def begin(self, step: int) -> None:
+        self.begun.append(step)
 
     async def submit(self, client: Any, step: int, params: Any) -> Mapping[str, float]:
         self.asked.append(step)
@@ -113,6 +117,7 @@ async def test_so_many_steps_are_submitted_ahead(work: str, ahead: int) -> None:
     segment = await train_segment.fn(trainer(work, recipe), 1, 6, Control(), lambda _: None)
     assert segment is not None and [step.step for step in segment.steps] == [1, 2, 3, 4, 5, 6]
     assert recipe.most == ahead + 1
+    assert recipe.begun == [0]
 
 
 async def test_a_stop_ends_with_the_step_that_is_being_made_and_measures_nothing(work: str) -> None:

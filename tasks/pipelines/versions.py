@@ -1,0 +1,72 @@
+"""Which weights a step samples from, when sampling runs ahead of training with a bound on staleness.
+
+Step s samples from the weights after s - lag steps, and never from weights before its segment. That depends on the
+step's number alone, and not on how long samples and environments take. So a killed run makes the same steps again.
+
+A segment begins when all steps before it are trained, because a resumed run has only the weights that a segment saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tinker
+
+
+class WeightVersions:
+    """The samplers of the weights that steps of a segment need. Version v is the weights after v steps."""
+
+    def __init__(self, lag: int) -> None:
+        """No versions yet. lag: how many steps training may be ahead of the weights that a step samples from."""
+        self.lag = lag
+        self._first = 0
+        self._samplers: dict[int, asyncio.Future[tinker.SamplingClient]] = {}
+
+    def begin(self, step: int) -> None:
+        """A segment begins with `step`, and all steps before it are trained."""
+        self._first, self._samplers = step, {}
+
+    def version_for(self, step: int) -> int:
+        """The version that `step` samples from."""
+        return max(self._first, step - self.lag)
+
+    async def sampler_for(self, client: tinker.TrainingClient, step: int) -> tinker.SamplingClient:
+        """A sampler of the weights that `step` samples from."""
+        return await self._taken(client, self.version_for(step))
+
+    async def ready_to_train(self, client: tinker.TrainingClient, step: int) -> None:
+        """Wait until all steps before `step` are trained, and their weights are saved for steps that need them."""
+        if self.lag:
+            await self._taken(client, step)
+
+    def trained(self, client: tinker.TrainingClient, step: int) -> None:
+        """The optimizer step of `step` is submitted: save the weights after it."""
+        self._samplers.pop(step - self.lag, None)  # only steps up to this one have sampled from it
+        if self.lag:
+            self._request(client, step + 1)
+
+    async def _taken(self, client: tinker.TrainingClient, version: int) -> tinker.SamplingClient:
+        if version not in self._samplers and (version == self._first or not self.lag):
+            self._request(client, version)
+        return await asyncio.shield(self._sampler(version))
+
+    def _sampler(self, version: int) -> asyncio.Future[tinker.SamplingClient]:
+        if version not in self._samplers:
+            self._samplers[version] = asyncio.get_running_loop().create_future()
+        return self._samplers[version]
+
+    def _request(self, client: tinker.TrainingClient, version: int) -> None:
+        sampler = self._sampler(version)
+
+        def pass_on(request: asyncio.Future[tinker.SamplingClient]) -> None:
+            if request.cancelled():
+                sampler.cancel()
+            elif error := request.exception():
+                sampler.set_exception(error)
+                sampler.exception()  # a segment that fails for another reason may not ask for it
+            else:
+                sampler.set_result(request.result())
+
+        asyncio.ensure_future(client.save_weights_and_get_sampling_client()).add_done_callback(pass_on)
