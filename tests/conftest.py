@@ -44,6 +44,14 @@ AS_USERS_RUN_IT = (
     *(f"compute/training/test_{name}.py" for name in ("optimizer", "train", "train_work")),
     *(f"e2e/test_{name}.py" for name in ("crash_loop", "learning", "quickstart", "readme", "wheel")),
 )
+# Files whose tests share a service. One process runs all files of a line, and starts their service once.
+_CLIENTS = ("chat", "console", "constraints", "cookbook", "images", "losses", "optimizers", "sampling", "sdk_loop")
+_PIPELINES = ("learning", "nightly", "prefect_page", "served", "sft")
+SHARE_A_SERVICE = (
+    ("tests/compat/",),
+    tuple(f"tests/e2e/test_{name}.py" for name in (*_CLIENTS, "streams", "tenants", "weights")),
+    tuple(f"tests/e2e/test_{name}.py" for name in _PIPELINES),
+)
 _QUICK_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 CROWDED = 0.3  # of a process's memory maps: behind a file, all compiled programs are forgotten
 
@@ -70,6 +78,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(
             pytest.mark.filterwarnings("ignore:Exception ignored in. <:pytest.PytestUnraisableExceptionWarning")
         )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one process, and the files of `SHARE_A_SERVICE` together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::", 1)[0]
+            return next((files[0] for files in SHARE_A_SERVICE if path.startswith(files)), path)
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)

@@ -44,6 +44,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.thorough
 def test_nothing_is_compiled_for_mixed_traffic_after_the_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward, examples
 ) -> None:

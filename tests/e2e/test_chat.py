@@ -18,6 +18,8 @@ import tinker
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
+pytestmark = pytest.mark.thorough
+
 HI: Any = [{"role": "user", "content": "Hi"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -211,7 +213,6 @@ def test_litellm_gives_logprobs_and_holds_schemas(
 
 
 @pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
-@pytest.mark.thorough
 def test_lm_eval_scores_choices_and_texts_and_generates(
     server: Any, taught: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

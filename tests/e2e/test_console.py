@@ -7,9 +7,12 @@ import time
 import urllib.parse
 
 import httpx
+import pytest
 import tinker.lib.console_urls
 from browser import wait_for
 from tinker import types
+
+pytestmark = pytest.mark.thorough
 
 STEPS = "return Number((document.body.innerText.match(/(\\d+) steps? measured/) || [0, 0])[1])"
 LINE = "return document.querySelector('path.line-0')?.getAttribute('d') || ''"

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
+pytestmark = pytest.mark.thorough
+
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Oslo"]}, "seen": {"type": "boolean"}, "year": {"type": "integer"}},

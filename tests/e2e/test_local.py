@@ -17,6 +17,8 @@ from tinker import types
 
 import tinkerflow
 
+pytestmark = pytest.mark.thorough
+
 
 def learn(service, base_model: str) -> None:
     trainer = service.create_lora_training_client(base_model=base_model, rank=4).result()

@@ -9,6 +9,8 @@ import pytest
 import tinker
 import torch
 
+pytestmark = pytest.mark.thorough
+
 TEXTS = [[17, 45, 99, 23, 23, 150, 7, 81], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [200, 201, 3]]
 
 

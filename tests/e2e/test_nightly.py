@@ -21,6 +21,8 @@ from tinkerflow.flows.pipelines.nightly import NightlyParameters, NightlyResult,
 from tinkerflow.tasks.pipelines.approval import approval
 from tinkerflow.tasks.pipelines.champions import champion
 
+pytestmark = pytest.mark.thorough
+
 
 def small(pipelines, name: str, data: Path) -> dict:
     """Parameters of a small nightly fine-tune."""

@@ -20,6 +20,8 @@ from tinker.lib.queue_state_logger import QueueStateLogger
 
 from tinkerflow.deployments.serve import automations, ensure_automations
 
+pytestmark = pytest.mark.thorough
+
 
 def flow_run(server, model_id: str) -> dict:
     """The training run of a model, as soon as Prefect has it."""

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from tinker import types
 
+pytestmark = pytest.mark.thorough
+
 
 def run(server, make_datum) -> tuple[list[float], list[list[float]]]:
     with server.client() as service:
@@ -43,7 +45,6 @@ def test_two_processes_agree_with_one(server, pair, make_datum):
         assert np.allclose(a, b, atol=2e-3)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 4)])
 def test_all_devices_that_are_there_serve_as_one(
     server, start_server, make_datum, tmp_path, monkeypatch, processes, devices

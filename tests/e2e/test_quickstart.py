@@ -93,6 +93,7 @@ def test_quickstart_teaches_pig_latin_and_says_where_its_run_can_be_seen(kept):
     assert httpx.get(run, timeout=60).status_code == 401
 
 
+@pytest.mark.thorough
 def test_a_new_user_opens_the_console_sees_the_run_and_talks_to_what_was_just_taught(kept, page):
     console, run = kept.console
     page.look()
@@ -115,6 +116,7 @@ def test_a_new_user_opens_the_console_sees_the_run_and_talks_to_what_was_just_ta
     assert page.complaints() == []
 
 
+@pytest.mark.thorough
 def test_a_quickstart_ends_at_ctrl_c_and_its_run_can_be_seen_again(kept, start_server):
     _, flow_run = kept.prefect
     kept.process.send_signal(signal.SIGINT)
@@ -126,6 +128,7 @@ def test_a_quickstart_ends_at_ctrl_c_and_its_run_can_be_seen_again(kept, start_s
         assert server.ask_prefect(f"/flow_runs/{flow_run}")["id"] == flow_run
 
 
+@pytest.mark.thorough
 def test_too_few_steps_teach_nothing(server):
     said = io.StringIO()
     assert teach(Console(file=said, width=200), server.api_url, None, steps=2) == (False, "")

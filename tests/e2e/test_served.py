@@ -31,6 +31,8 @@ from tinkerflow.tasks.pipelines.connection import TinkerflowConnection, connect
 from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord
 from tinkerflow.tasks.pipelines.work import open_work, read_json
 
+pytestmark = pytest.mark.thorough
+
 
 def values(pipelines, name: str) -> dict:
     """The example, smaller: of the shapes that other tests use, so that its programs are compiled already."""
@@ -101,7 +103,6 @@ def processes_of(waiting: Path) -> list[int]:
     return [int(reported.name) for reported in waiting.iterdir() if Path("/proc", reported.name).exists()]
 
 
-@pytest.mark.thorough
 def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(pipelines, tmp_path, page, monkeypatch):
     waiting = tmp_path / "waiting"
     waiting.mkdir()

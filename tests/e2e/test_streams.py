@@ -13,6 +13,8 @@ import pytest
 import tinker
 from tinker import types
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = [17, 45, 99, 23, 23, 150, 7, 81, 140, 3]
 
 

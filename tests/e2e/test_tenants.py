@@ -15,6 +15,8 @@ import pytest
 import tinker
 from tinker import types
 
+pytestmark = pytest.mark.thorough
+
 PROMPTLY = 30.0  # seconds
 TOKENS = [11, 22, 33, 44, 55, 66]
 ADAM = types.AdamParams(learning_rate=1e-2, weight_decay=0.1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from prefect import flow, get_client, task
 from prefect.client.schemas.objects import StateType
 
 from tinkerflow.deployments.run import example_file
 from tinkerflow.flows.pipelines.sft import SftParameters, sft
+
+pytestmark = pytest.mark.thorough
 
 pytest_plugins = ["tinkerflow.deployments.testing"]
 MOST = {"steps": 2, "segment_steps": 1, "batch_size": 2}
