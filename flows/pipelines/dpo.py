@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from prefect import flow
 
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
+from tinkerflow.tasks.pipelines.advantages import Floats
 from tinkerflow.tasks.pipelines.forwards import answer_logprobs
 from tinkerflow.tasks.pipelines.parameters import DpoParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
@@ -21,7 +21,6 @@ from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 if TYPE_CHECKING:
     import tinker
 
-Floats = npt.NDArray[np.float64]
 Examples = Sequence[TokenizedExample]
 
 

@@ -64,7 +64,7 @@ class Trajectory:
     @property
     def answers(self) -> npt.NDArray[np.intp]:
         """The places [N] of sampled tokens among all tokens."""
-        return np.concatenate([np.arange(len(turn.prompt), len(turn.tokens)) for turn in self.turns])
+        return np.concatenate([len(turn.prompt) + np.arange(len(turn.answer)) for turn in self.turns])
 
     async def logprobs_by(self, sampler: tinker.SamplingClient) -> npt.NDArray[np.float64]:
         """The log probabilities [N] of the sampled tokens under another model."""

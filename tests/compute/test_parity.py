@@ -1,8 +1,8 @@
 """Every family against Hugging Face transformers and PEFT in torch: a new one joins by a row in `FAMILY_SHAPE`.
 
 Logprobs, the adapter's effect, its gradients and its steps; tokens through the real sampler; packed rows. CI runs them
-for one family of each kind of layer, those of the sampler for
-one family of each kind of cached state, and all of them for up to three families whose file has changed.
+for one family of each kind of layer, those of the sampler for three families, and all of them for up to three families
+whose file has changed.
 `pytest --families tests/compute/test_parity.py` runs them for all families.
 """
 
@@ -60,7 +60,7 @@ REPRESENTATIVES = {
     "qwen3_vl",
     "qwen3_5",
 }
-# Families of one kind of cached state each. The sampler's own tests have the other representatives.
+# Of other kinds of cached state, latent attention and shared keys, only `--families` compares tokens.
 SAMPLED = {"qwen3", "gpt_oss", "qwen3_next"}
 FAMILY_FILES = "backend/compute/models/families"
 MOST_CHANGED = 3
@@ -70,7 +70,7 @@ MOST_CHANGED = 3
 def changed_families():
     """The families whose file differs from the branch `main`, or from the last commit.
 
-    None when more than `MOST_CHANGED` differ: a change of all families is tested by the representatives.
+    Empty when more than `MOST_CHANGED` differ: a change of all families is tested by the representatives.
     """
     root = Path(__file__).parents[2]
     changed = set()

@@ -20,8 +20,10 @@ from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.pipelines.rl import RlRecipe
 from tinkerflow.tasks.pipelines import Renderer
-from tinkerflow.tasks.pipelines.environments import Asked, Facts, Reply
+from tinkerflow.tasks.pipelines.control import Control
+from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, Facts, Reply
 from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters, TrainingParameters
+from tinkerflow.tasks.pipelines.progress import StepMetrics
 from tinkerflow.tasks.pipelines.rollouts import Rollouts
 from tinkerflow.tasks.pipelines.trainer import make_steps
 from tinkerflow.tasks.pipelines.versions import WeightVersions
@@ -79,15 +81,24 @@ def environment(facts: Facts) -> Any:
     return Asked(facts, lambda facts, text: float(text) if facts["answer"] == "varied" else 1.0)
 
 
-async def step_of(tokenizer: Any, picked: Sequence[int], **changes: Any) -> tuple[Any, list[Any], Any, dict[str, Any]]:
-    """A step with the batch `picked` of EQUAL and VARIED: values, inputs, the loss and its configuration, prompts."""
-    client, renderer = Client(tokenizer), Renderer(tokenizer)
+def recipe_of(
+    tokenizer: Any,
+    make: EnvironmentMaker = environment,
+    picked: Sequence[int] = (1,),
+    group_size: int = 2,
+    **changes: Any,
+) -> RlRecipe:
+    """A recipe whose steps have the batch `picked` of EQUAL and VARIED."""
     run: Any = SimpleNamespace(
         batch=lambda step, rows: list(picked), parameters=SimpleNamespace(model=SimpleNamespace(seed=3))
     )
-    other: Any = Sampler(tokenizer)
-    rollouts = Rollouts(renderer, environment, group_size=3, max_tokens=4)
-    recipe = RlRecipe(run, [EQUAL, VARIED], rollouts, other, kl="kl_to_base", coefficient=0.0, **changes)
+    rollouts, other = Rollouts(Renderer(tokenizer), make, group_size, max_tokens=4), Sampler(tokenizer)
+    return RlRecipe(run, [EQUAL, VARIED], rollouts, other, "kl_to_base", 0.0, **changes)  # type: ignore[arg-type]
+
+
+async def step_of(tokenizer: Any, picked: Sequence[int], **changes: Any) -> tuple[Any, list[Any], Any, dict[str, Any]]:
+    """A step with the batch `picked` of EQUAL and VARIED: values, inputs, the loss and its configuration, prompts."""
+    client, recipe = Client(tokenizer), recipe_of(tokenizer, picked=picked, group_size=3, **changes)
     recipe.begin(0)
     values = await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
     ((data, loss, config),) = client.sent
@@ -179,19 +190,15 @@ class Dawdling:
 )
 async def test_steps_sample_from_weights_of_a_fixed_age(tokenizer: Any, lag: int, versions: list[int]) -> None:
     """Two segments, of four steps and of three."""
-    client, run = Client(tokenizer), SimpleNamespace(batch=lambda step, rows: [1])
-    run.parameters = SimpleNamespace(model=SimpleNamespace(seed=3))
-    rollouts = Rollouts(Renderer(tokenizer), Dawdling, group_size=2, max_tokens=4)
-    own: Any = WeightVersions(lag)
-    recipe = RlRecipe(run, [EQUAL, VARIED], rollouts, Sampler(tokenizer), "kl", 0.0, versions=own)  # type: ignore[arg-type]
+    client, recipe = Client(tokenizer), recipe_of(tokenizer, Dawdling, versions=WeightVersions(lag))
     training = TrainingParameters(steps=7, segment_steps=4)
     trainer: Any = SimpleNamespace(
         recipe=recipe, training=training, params=lambda step: tinker.AdamParams(learning_rate=step)
     )
-    control, made = SimpleNamespace(may_go_on=going_on), []
+    made: list[StepMetrics] = []
     Dawdling.most = 0
     for first, last in ((1, 4), (5, 7)):
-        made += await make_steps(trainer, client, first, last, control, lambda _: None)  # type: ignore[arg-type]
+        made += await make_steps(trainer, client, first, last, Control(), lambda _: None)  # type: ignore[arg-type]
     assert client.sampled == versions
     assert [one.step for one in made] == [*range(1, 8)] and len(client.sent) == 7
     if lag:
@@ -199,22 +206,15 @@ async def test_steps_sample_from_weights_of_a_fixed_age(tokenizer: Any, lag: int
     assert Dawdling.most <= 2 * (lag + 1)
 
 
-async def going_on() -> bool:
-    return True
-
-
 async def test_a_step_whose_sampling_fails_ends_the_segment(tokenizer: Any) -> None:
     class Broken(Dawdling):
         async def answered(self, text: str) -> Reply:
             raise KeyError("broken")
 
-    client, run = Client(tokenizer), SimpleNamespace(batch=lambda step, rows: [1])
-    run.parameters = SimpleNamespace(model=SimpleNamespace(seed=3))
-    rollouts = Rollouts(Renderer(tokenizer), Broken, group_size=2, max_tokens=4)
-    recipe = RlRecipe(run, [EQUAL, VARIED], rollouts, Sampler(tokenizer), "kl", 0.0, versions=WeightVersions(2))  # type: ignore[arg-type]
+    client, recipe = Client(tokenizer), recipe_of(tokenizer, Broken, versions=WeightVersions(2))
     trainer: Any = SimpleNamespace(
         recipe=recipe, training=TrainingParameters(), params=lambda step: tinker.AdamParams()
     )
     with pytest.raises(UserError, match="broken"):
-        await make_steps(trainer, client, 1, 4, SimpleNamespace(may_go_on=going_on), lambda _: None)  # type: ignore[arg-type]
+        await make_steps(trainer, client, 1, 4, Control(), lambda _: None)  # type: ignore[arg-type]
     assert not client.sent
