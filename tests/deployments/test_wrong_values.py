@@ -57,7 +57,7 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("dpo", "data.url", "rows.jsonl", "schema chat: dpo needs preference"),
     ("rl", "reward", "a.b", "reward: 'a.b': String should match pattern"),
     ("rl", "environment", "m:E", "give either reward or environment"),
-    ("rl", "loss", "cross_entropy", "loss: 'cross_entropy': Input should be 'importance_sampling' or 'ppo'"),
+    ("rl", "loss", "cross_entropy", "loss: 'cross_entropy': Input should be 'importance_sampling', 'ppo', 'cispo', "),
     ("distill", "teacher.weight", "x", "teacher.weight: is not a parameter (did you mean 'weights'?)"),
     ("evaluate", "weights", "a/b", "weights: 'a/b': String should match pattern"),
     ("nightly", "metric", "accuracy", "metric: 'accuracy': Input should be 'loss' or 'exact_match'"),
