@@ -44,7 +44,10 @@ class FairThreads:
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._queue.push(owner, _Work(partial(work, *args, **kwargs), result))
         self._begin_calls()
-        return await result
+        try:
+            return await result
+        finally:
+            del result  # an error's traceback contains this frame; the cycle would keep the call's arguments
 
     def _begin_calls(self) -> None:
         for ticket in self._queue:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -41,3 +44,24 @@ async def test_projects_take_turns_in_one_thread() -> None:
 async def test_what_work_raises_is_raised() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         await FairThreads("test", 2).run("ann", int, "x")
+
+
+async def test_arguments_of_failed_work_are_freed_at_once() -> None:
+    class Argument:
+        def fail(self) -> None:
+            raise ValueError("wrong")
+
+    async def fail() -> weakref.ref[Argument]:
+        argument = Argument()
+        with contextlib.suppress(ValueError):
+            await threads.run("ann", argument.fail)
+        return weakref.ref(argument)
+
+    threads = FairThreads("test", 2)
+    gc.disable()  # a reference cycle would keep a large body until the collector runs
+    try:
+        freed = await fail()
+        await asyncio.sleep(0)  # asyncio drops the result of the thread
+        assert freed() is None
+    finally:
+        gc.enable()
