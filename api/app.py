@@ -11,7 +11,7 @@ from typing import Literal
 from fastapi import Depends, FastAPI
 
 from tinkerflow import __version__
-from tinkerflow.api import console, errors, links, routes
+from tinkerflow.api import console, errors, links, openapi, routes
 from tinkerflow.api.bodies import Memories
 from tinkerflow.api.call import Holds, Services, authorised
 from tinkerflow.api.counted import Counted
@@ -21,8 +21,8 @@ from tinkerflow.api.metrics import Metrics
 from tinkerflow.api.sampler_sessions import EndpointSamplers
 from tinkerflow.api.schemas import API, Wire
 from tinkerflow.api.text import Tokenizers
-from tinkerflow.api.threads import FairThreads
 from tinkerflow.backend.core.clock import Clock, SystemClock
+from tinkerflow.backend.core.threads import FairThreads
 from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
@@ -47,7 +47,7 @@ def create_app(
     settings: of the service. journal, store: open. subscriptions: must be running. clock: default the machine's.
     """
     # The OpenAPI document describes each endpoint. FastAPI's page for it would load scripts from another site.
-    app = FastAPI(title="tinkerflow", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="tinkerflow", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     clock, metrics = clock or SystemClock(), Metrics()
     urgent = ThreadPoolExecutor(2, "urgent")
     app.state.services = Services(
@@ -72,6 +72,7 @@ def create_app(
     app.add_middleware(HostGuard, settings=settings, is_open=app.state.services.auth.is_open)
     app.add_middleware(Counted, metrics=metrics)  # added last, so it is the outermost
     errors.install(app)
+    openapi.serve_document(app)
     app.add_api_route(f"{API}/healthz", _healthz, methods=["GET"])
     # Every module of `routes` has a `router`; some have a `link_router` too, which links open without a key.
     modules = [import_module(f"{routes.__name__}.{module.name}") for module in pkgutil.iter_modules(routes.__path__)]

@@ -22,8 +22,8 @@ from tinkerflow.api.metrics import Metrics
 from tinkerflow.api.sampler_sessions import EndpointSamplers
 from tinkerflow.api.schemas import API, Wire
 from tinkerflow.api.text import Tokenizers
-from tinkerflow.api.threads import FairThreads
 from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.threads import FairThreads
 from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store

@@ -1,10 +1,31 @@
-"""Bodies in the OpenAPI document. Routes read their bodies themselves (`api/call.py`), so FastAPI does not see them."""
+"""The OpenAPI document, and bodies in it.
+
+Routes read their bodies themselves (`api/call.py`), so FastAPI does not see them.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import orjson
+from fastapi import FastAPI
+from fastapi.responses import Response
 from pydantic import BaseModel
+from starlette.requests import Request
+
+
+def serve_document(app: FastAPI) -> None:
+    """Serve the document of `app`, whose openapi_url is None. FastAPI would encode it again for each stranger."""
+
+    @cache
+    def encoded() -> bytes:
+        return orjson.dumps(app.openapi())
+
+    async def document(request: Request) -> Response:
+        return Response(encoded(), media_type="application/json")
+
+    app.add_route("/openapi.json", document, include_in_schema=False)
 
 
 def takes(*models: type[BaseModel]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "api": (
         "schemas bodies bytes openapi text tokens trace",
-        "errors metrics threads",
+        "errors metrics",
         "counted hosts",
         "connections identity",
         "sampler_sessions",

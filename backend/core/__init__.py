@@ -1,4 +1,4 @@
-"""Small parts that every room uses: errors, ids, time, retries, secrets, files. They import no other room."""
+"""Small parts that every room uses: errors, ids, time, retries, secrets, files, threads. They import no other room."""
 
 __all__ = [
     "clock",
@@ -14,5 +14,6 @@ __all__ = [
     "process_identity",
     "retry",
     "suggest",
+    "threads",
     "tracing",
 ]

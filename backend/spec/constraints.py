@@ -32,6 +32,7 @@ T = TypeVar("T")
 Kind = Literal["json_schema", "regex", "grammar"]
 
 MAX_CHARACTERS = 65_536  # of a constraint's text
+KEPT_CONSTRAINTS = 32  # that a sampler keeps compiled, the most recent ones: one takes up to a second to compile
 _STACK = 256 * 2**20  # bytes, mostly unused: 8,000 rules that name each other take 28 MB, and the usual 8 MB overflow
 _STACK_SIZE_LOCK = threading.Lock()
 _LONGEST = 300  # characters of an error's text

@@ -55,6 +55,11 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _INT64 = np.dtype("<i8")
 _TOKEN = np.dtype("<i4")
 
+_MOST_FIELDS = 2**16  # of a request's own: its data are the most, up to MAX_DATA
+_VARINT, _LENGTH_DELIMITED, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types, the last by their size
+_VARINT_BYTES = 10  # of the longest
+_MOST_NUMBER = 2**29 - 1  # of a field
+
 Inputs = dict[str, npt.NDArray[Any]]  # the inputs of one datum, unchanged
 M = TypeVar("M", pb.ForwardBackwardHeader, pb.ForwardBackwardRequest)
 
@@ -68,9 +73,43 @@ class ForwardHeader(NamedTuple):
 
 
 def forward_backward_header(body: bytes) -> ForwardHeader:
-    """The address of a ForwardBackwardRequest; its data is skipped, not read. UserError when it is not protobuf."""
-    header = _parsed(pb.ForwardBackwardHeader(), body)
+    """The address of a ForwardBackwardRequest. UserError when the body is not protobuf.
+
+    The parser would copy the data as unknown fields, and block all threads meanwhile, so it gets the header alone.
+    """
+    numbers, kept, end = pb.ForwardBackwardHeader.DESCRIPTOR.fields_by_number, bytearray(), 0
+    for _ in range(_MOST_FIELDS):
+        if end >= len(body):
+            break
+        begin = end
+        tag, end = _varint(body, begin)
+        wire_type = tag & 7
+        if wire_type == _LENGTH_DELIMITED:
+            length, end = _varint(body, end)
+            end += length
+        elif wire_type == _VARINT:
+            _, end = _varint(body, end)
+        elif wire_type in _FIXED_BYTES:
+            end += _FIXED_BYTES[wire_type]
+        else:
+            raise UserError(f"the request body is not a ForwardBackwardRequest: wire type {wire_type} at byte {begin}")
+        number = tag >> 3
+        if number in numbers or end > len(body) or not 0 < number <= _MOST_NUMBER:
+            kept += body[begin:end]  # the parser refuses a field without its end, and a wrong number
+    else:
+        raise UserError(f"the request body has more than {_MOST_FIELDS} fields: must have at most that")
+    header = _parsed(pb.ForwardBackwardHeader(), bytes(kept))
     return ForwardHeader(header.model_id, header.seq_id, header.forward_only)
+
+
+def _varint(body: bytes, begin: int) -> tuple[int, int]:
+    """The varint (https://protobuf.dev/programming-guides/encoding) at this place, and its end."""
+    value = 0
+    for count, byte in enumerate(body[begin : begin + _VARINT_BYTES]):
+        value |= (byte & 127) << 7 * count
+        if byte < 128:
+            return value, begin + count + 1
+    raise UserError(f"the request body is not a ForwardBackwardRequest: no number at byte {begin}")
 
 
 def training_tokens(body: bytes) -> int:

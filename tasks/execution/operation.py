@@ -29,6 +29,7 @@ from tinkerflow.backend.core.errors import (
     TinkerflowError,
 )
 from tinkerflow.backend.core.retry import retry
+from tinkerflow.backend.core.threads import FairThreads
 from tinkerflow.backend.journal import (
     AWAY,
     Effect,
@@ -69,6 +70,7 @@ MOST_CRASHES = 2  # of worker groups that were executing a request
 MOST_DEATHS = 6  # crashes included
 _MOST = 64  # outcomes of one transaction
 Finish = Callable[[Sequence[Outcome]], object]
+_DECODERS = 4  # threads; one project has at most half of them
 INLINE_BYTES = 64 * 1024  # decoded in less than 1 ms; the round trip of a thread takes a third of that
 
 
@@ -96,6 +98,7 @@ class ExecutionContext:
     image_memory: MemoryQuota = field(default_factory=MemoryQuota)
     full_models: FullModelQueue = field(default_factory=FullModelQueue)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
+    decoders: FairThreads = field(default_factory=lambda: FairThreads("decode", _DECODERS))
 
     def bound_to(self, generation: int, owner: str = "") -> ExecutionContext:
         """A copy for the worker group of this generation alone, with the context length that fits its devices."""
@@ -113,9 +116,9 @@ class ExecutionContext:
 
         return await retry(ask, on=AWAY, pauses=READ_PAUSES, what="the journal cannot be read", log=log)
 
-    async def decode(self, size: int, function: Callable[[], T]) -> T:
-        """Call `function`, which works on `size` bytes: in a thread if it would block the event loop."""
-        return function() if size <= INLINE_BYTES else await asyncio.to_thread(function)
+    async def decode(self, owner: str, size: int, function: Callable[[], T]) -> T:
+        """Call `function`, which works on `size` bytes of a project: in a thread if it would block the event loop."""
+        return function() if size <= INLINE_BYTES else await self.decoders.run(owner, function)
 
     async def answer(self, outcome: Outcome) -> None:
         """Put an outcome into the journal, and remember the snapshots that its rows name."""
@@ -129,6 +132,7 @@ class ExecutionContext:
     def close(self) -> None:
         """End the threads."""
         self.readers.shutdown()
+        self.decoders.close()
 
     async def _reply(self, command: Command, kind: type[R]) -> R:
         reply = await self.pool.submit(command, owner=self.owner, generation=self.generation)

@@ -22,7 +22,7 @@ async def execute(execution: Execution) -> Outcome:
     """
     context, request = execution.context, execution.request
     card, size = context.card, len(request.payload)
-    read = await context.decode(size, lambda: read_forward(request.payload))
+    read = await context.decode(request.owner, size, lambda: read_forward(request.payload))
     custom, recorded = None, {}
     if read.loss_id is not None:
         stored = await context.read(context.journal.custom_losses.definition, read.loss_id, request.session_id)
@@ -43,7 +43,7 @@ async def execute(execution: Execution) -> Outcome:
         )
 
     if processor is None:
-        command = await context.decode(size, decode)
+        command = await context.decode(request.owner, size, decode)
         async with execution.slot:
             reply = execution.send(command.copy_with(adapter_id=execution.model_id), ForwardResult)
         result = await reply
@@ -53,7 +53,7 @@ async def execute(execution: Execution) -> Outcome:
             async with execution.slot:  # no later operation of the model may take the quota that this one waits for
                 decoding = await held.enter_async_context(context.image_memory.reserve(request.owner, pixels))
                 async with decoding:
-                    command = await context.decode(INLINE_BYTES + 1, decode)
+                    command = await context.decode(request.owner, INLINE_BYTES + 1, decode)
                 reply = execution.send(command.copy_with(adapter_id=execution.model_id), ForwardResult)
             result = await reply
 
@@ -61,7 +61,7 @@ async def execute(execution: Execution) -> Outcome:
         drift = drift_metrics(command, result)
         return encode_forward(result.copy_with(metrics={**result.metrics, **drift})), drift
 
-    answer, drift = await context.decode(sum(array.nbytes for array in result.logprobs), encode)
+    answer, drift = await context.decode(request.owner, sum(array.nbytes for array in result.logprobs), encode)
     if 0 < context.most_drift < drift.get(KL_MEAN, 0.0):
         metrics = ", ".join(f"{name} {value:.3g}" for name, value in drift.items())
         log.warning(

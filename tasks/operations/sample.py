@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -27,6 +27,7 @@ from tinkerflow.backend.core.errors import (
     SuspectError,
     UserError,
 )
+from tinkerflow.backend.core.fairness import FairQueue
 from tinkerflow.backend.journal import (
     AWAY,
     Outcome,
@@ -39,6 +40,7 @@ from tinkerflow.backend.journal import (
 )
 from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
 from tinkerflow.backend.spec.commands import (
+    Constraint,
     NewTokens,
     SampleProgress,
     SampleRequest,
@@ -47,6 +49,7 @@ from tinkerflow.backend.spec.commands import (
     SnapshotHeld,
     StabilityInfo,
 )
+from tinkerflow.backend.spec.constraints import KEPT_CONSTRAINTS
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
 from tinkerflow.tasks.execution.memory_quota import BODIES, MemoryQuota
@@ -257,7 +260,10 @@ class _SampleOperation:
         # A check of a grammar takes longer than its size suggests, so it never runs in the event loop. The key
         # "constraint" may be written with escapes.
         slow = not blank or b'"constraint"' in payload or b"\\" in payload
-        return await self._context.decode(INLINE_BYTES + 1 if slow else len(payload), parse)
+        if slow:
+            self._separate()  # it waits for its project's other checks, and then for its turn to be compiled
+        size = INLINE_BYTES + 1 if slow else len(payload)
+        return await self._context.decode(sample.request.owner, size, parse)
 
     async def _sample_weights(self, command: SampleRequest) -> Outcome:
         """Sample. A full-parameter model first waits until the workers' host memory has space for its weights."""
@@ -298,7 +304,11 @@ class SampleBatch:
         self.context = context
         self._group = group
         self._waiting: dict[str, _Sample] = {}  # for the batch, or in it
-        self._admit: list[SampleRequest] = []  # they join with the next step
+        self._admit: FairQueue[SampleRequest] = FairQueue()  # they join with the next steps
+        # By owner, the constraints that the group keeps compiled, as sampler.py does; the one used last is the last.
+        self._compiled = OrderedDict[tuple[str, Constraint], None]()
+        self._compiles = False  # whether the step that is under way compiles a constraint
+        self._compile_at = 0.0  # the event loop's time from which the next constraint may be compiled
         self._cancel: list[str] = []  # they leave with the next step
         self._decoding: set[str] = set()  # in the batch
         self._suspects: set[str] = set()  # their group crashed, so each is decoded alone until it is answered
@@ -320,7 +330,7 @@ class SampleBatch:
             return _cancelled(sample.request)
         sample.ended = asyncio.get_running_loop().create_future()
         self._waiting[sample.request.id] = sample
-        self._admit.append(command)
+        self._admit.push(command.owner, command, cost=0.0 if command.constraint is None else 1.0)
         self._has_work.set()
         try:
             return await sample.ended
@@ -331,10 +341,11 @@ class SampleBatch:
         """Let a cancelled request leave the batch with the next step, or not join it."""
         if not sample.waits:
             return
-        joining = [command for command in self._admit if command.request_id != sample.request.id]
-        if len(joining) == len(self._admit):
+        ticket = next((ticket for ticket in self._admit if ticket.item.request_id == sample.request.id), None)
+        if ticket is None:
             self._cancel.append(sample.request.id)
-        self._admit = joining
+        else:
+            self._admit.withdraw(ticket)
         sample.end(_cancelled(sample.request))
         self._has_work.set()
 
@@ -350,6 +361,7 @@ class SampleBatch:
         for sample in self._samples_of(joining):
             sample.joined = self.context.clock.now()
         self._decoding = (self._decoding | joining) - set(command.cancel)
+        began = asyncio.get_running_loop().time()
         try:
             progress = await self.context.send(command, SampleProgress)
         except GroupFailedError as error:
@@ -359,6 +371,8 @@ class SampleBatch:
             self._fail(self._waiting, error)
             self._empty()
             return
+        if self._compiles:
+            self._pause_compiling(asyncio.get_running_loop().time() - began)
         self._stream(progress.streamed)
         for result in progress.finished:
             self._decoding.discard(result.request_id)
@@ -369,17 +383,38 @@ class SampleBatch:
             self._decoding = set()
 
     def _joining(self) -> tuple[SampleRequest, ...]:
-        """The requests that join the batch now: all that wait, except that a suspect is decoded alone."""
+        """The requests that join the batch now. A suspect is decoded alone, and new constraints take turns."""
         if self._decoding & self._suspects:
             return ()
-        if not any(request.request_id in self._suspects for request in self._admit):
-            joining, self._admit = tuple(self._admit), []
-            return joining
-        if self._decoding:
+        suspects = [ticket for ticket in self._admit if ticket.item.request_id in self._suspects]
+        if suspects and self._decoding:
             return ()
-        suspect = next(request for request in self._admit if request.request_id in self._suspects)
-        self._admit.remove(suspect)
-        return (suspect,)
+        joining = list[SampleRequest]()
+        may_compile = not self._decoding or asyncio.get_running_loop().time() >= self._compile_at
+        self._compiles = False
+        for ticket in suspects[:1] or self._admit:
+            request = ticket.item
+            compiled = request.constraint is None or (request.owner, request.constraint) in self._compiled
+            if not compiled and (self._compiles or not may_compile):
+                continue
+            self._compiles |= not compiled
+            (self._admit.withdraw if compiled else self._admit.serve)(ticket)  # only new constraints are charged
+            if request.constraint is not None:
+                self._keep(request.owner, request.constraint)
+            joining.append(request)
+        return tuple(joining)
+
+    def _keep(self, owner: str, constraint: Constraint) -> None:
+        """Note that the group uses this constraint now, and so keeps it compiled for a while."""
+        self._compiled[owner, constraint] = None
+        self._compiled.move_to_end((owner, constraint))
+        if len(self._compiled) > KEPT_CONSTRAINTS:
+            self._compiled.popitem(last=False)
+
+    def _pause_compiling(self, seconds: float) -> None:
+        """Compile no constraint until every other project had as many seconds as the step that compiled one took."""
+        others = len({sample.request.owner for sample in self._waiting.values()}) - 1
+        self._compile_at = asyncio.get_running_loop().time() + seconds * others
 
     def _samples_of(self, request_ids: Iterable[str]) -> list[_Sample]:
         """The samples of these requests, without those that are answered."""
@@ -393,7 +428,8 @@ class SampleBatch:
     def _empty(self) -> None:
         """Nothing is in the batch, or about to join or leave it."""
         self._decoding = set()
-        self._admit, self._cancel = [], []
+        self._admit, self._cancel = FairQueue(), []
+        self._compiled.clear()
 
     async def _interrupt(self, error: GroupFailedError) -> None:
         """The group ended. If it crashed, the requests in the batch are suspects."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from tinkerflow.api.openapi import serve_document
+
 # What is sent there is not read.
 NO_BODY = {"/client/config", "/client/dynamic_config", "/auth/token", "/publish", "/v1/embeddings"}
 
@@ -22,3 +27,13 @@ def test_every_route_that_reads_a_body_describes_it(server: Any) -> None:
         "schema"
     ]
     assert search["properties"]["limit"]["maximum"] == 200
+
+
+def test_the_document_is_made_once() -> None:
+    app, made = FastAPI(openapi_url=None), list[dict[str, Any]]()
+    document = app.openapi
+    app.openapi = lambda: made.append(document()) or made[-1]  # type: ignore[func-returns-value, method-assign]
+    serve_document(app)
+    with TestClient(app) as client:
+        answers = [client.get("/openapi.json") for _ in range(2)]
+    assert [answer.json() for answer in answers] == [made[0]] * 2 and len(made) == 1

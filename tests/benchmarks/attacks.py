@@ -72,12 +72,13 @@ class Bystander:
         thread.join()
         return beats, samples
 
-    def sample(self) -> None:
+    def sample(self, constraint: Any = None) -> None:
         """One sample, from its submit to its result."""
         self._seq += 1
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
         body = {"sampling_session_id": self._sampler, "seq_id": self._seq, "prompt": prompt}
-        submitted = self._post("asample", {**body, "sampling_params": {"max_tokens": 32, "stop": []}})
+        params = {"max_tokens": 32, "stop": [], "constraint": constraint}
+        submitted = self._post("asample", {**body, "sampling_params": params})
         while True:
             answer = self._http.post("/api/v1/retrieve_future", json={"request_id": submitted["request_id"]})
             if b"try_again" not in answer.content:
@@ -128,6 +129,7 @@ def main() -> None:
         bystander = Bystander(url, models[0]["id"], keys[0])
         for _ in range(10):
             bystander.sample()
+        bystander.sample({"type": "regex", "value": "[a-z]+"})  # so that no attacker is the first to need its program
         beats, alone = bystander.measure(args.seconds / 3)
         quiet = len(alone) / (args.seconds / 3)
         print(f"without attackers: heartbeats {percentiles(beats)}; samples {percentiles(alone)}, {quiet:.1f} a second")

@@ -142,7 +142,7 @@ async def test_images_that_wait_for_room_cost_other_projects_no_place_and_are_no
         asked = [client.sample(sampler, large if number % 2 else shown()) for number in range(9)]
         await until(lambda: decoded and pool.log)
         text = other.sample(its)
-        await until(lambda: text in [one.request_id for one in taken.batch._admit])
+        await until(lambda: text in [one.item.request_id for one in taken.batch._admit])
         assert taken.owners == {client.owner: 4, other.owner: 1}
         waiting = [taken._samples[one] for one in asked if one in taken.ids]
         assert [len(one.request.payload) for one in waiting if one.request.left] == [0, 0]

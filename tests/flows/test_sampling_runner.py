@@ -166,11 +166,11 @@ async def test_a_large_request_that_is_read_while_its_group_ends_is_taken_again(
     assert tokens(await client.result(client.sample(loaded)))[0][0] == 5
     decode, entered, release = ExecutionContext.decode, asyncio.Event(), asyncio.Event()
 
-    async def slow(self: ExecutionContext, size: int, function: Any) -> Any:
+    async def slow(self: ExecutionContext, owner: str, size: int, function: Any) -> Any:
         if size > 64 * 1024:
             entered.set()
             await release.wait()
-        return await decode(self, size, function)
+        return await decode(self, owner, size, function)
 
     async def mourn() -> None:
         async for _ in pool.losses():
@@ -218,6 +218,40 @@ async def test_who_asks_for_little_does_not_wait_for_all_that_another_asked(
     assert len(tokens(await other.result(little))[0]) == 12
     assert len(client.journal.results.finished(many)) <= 100
     assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
+
+
+async def test_projects_take_turns_with_constraints_that_must_be_compiled(
+    sampling: Any, client: Any, pool: Any, connect: Any, until: Any
+) -> None:
+    runner, _ = sampling
+    other = await connect(client.journal, owner="another")
+    mine, its = client.sampler(0), other.sampler(0)
+
+    def constrained(value: str) -> dict[str, Any]:
+        return {"constraint": {"type": "regex", "value": value}}
+
+    pool.hold = asyncio.Event()
+    requests = [client.sample(mine, max_tokens=60)]
+    await until(lambda: pool.log)
+    requests += [client.sample(mine, **constrained(value)) for value in ("a", "b", "b", "c")]
+    await until(lambda: len(runner._taken.batch._admit) == 4)
+    asked = [other.sample(its, **constrained("a")), other.sample(its)]
+    await until(lambda: len(runner._taken.batch._admit) == 6)
+    pool.hold.set()
+    assert all(len(tokens(result)[0]) == 6 for result in await other.results(*asked))
+    await client.results(*requests)
+    steps = [
+        [(one.owner, one.constraint and one.constraint.text) for one in command.admit]
+        for command in pool.log
+        if isinstance(command, SampleStep) and command.admit
+    ]
+    assert steps == [
+        [("local", None)],
+        [("local", "a"), ("another", None)],
+        [("another", "a")],
+        [("local", "b"), ("local", "b")],
+        [("local", "c")],
+    ]
 
 
 async def test_a_person_does_not_wait_for_the_batch_that_a_program_of_the_same_project_sent(
@@ -304,7 +338,7 @@ async def test_a_cancelled_request_leaves_with_the_next_chunk(
     request = client.sample(sampler, max_tokens=60)
     await until(lambda: pool.log)
     joining = client.sample(sampler, max_tokens=60)
-    await until(lambda: joining in [one.request_id for one in runner._taken.batch._admit])
+    await until(lambda: joining in [one.item.request_id for one in runner._taken.batch._admit])
     for one in (request, joining):
         client.journal.requests.cancel(one, "local")
         runner.cancel(one)

@@ -45,6 +45,26 @@ def test_header_is_read_without_the_data(body: Any, datum: Any) -> None:
     assert forward_backward_header(body([datum([1, 2])], forward_only=True)).forward_only
 
 
+@given(st.binary(max_size=60), st.integers(0, 60))
+@settings(max_examples=200)
+def test_a_header_is_the_one_that_the_parser_of_protobuf_reads(more: bytes, cut: int) -> None:
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=2**31 - 1, loss_fn="custom", data=[pb.Datum()] * 2)
+    message.loss_fn_config["x"] = 1.0
+    fields = message.SerializeToString()
+    for body in (fields + more, more + fields, fields[:-cut] + more):
+        try:
+            header = forward_backward_header(body)
+        except UserError:
+            continue
+        expected = pb.ForwardBackwardHeader.FromString(body)
+        assert header == (expected.model_id, expected.seq_id, expected.forward_only)
+
+
+def test_a_header_is_not_searched_in_a_million_fields() -> None:
+    with pytest.raises(UserError, match="more than 65536 fields"):
+        forward_backward_header(b"\x20\x01" * 2**20 + b"\x0a\x01m")
+
+
 def test_cross_entropy_from_the_sdk(body: Any, datum: Any) -> None:
     first = datum([1, 2, 3], target_tokens=np.array([2, 3, 4]), weights=np.array([0.0, -1.5, 1.0], np.float32))
     command = decode(body([first, datum([5])]))

@@ -45,11 +45,11 @@ from tinkerflow.backend.spec.commands import (
     SampleResult,
     SampleStep,
 )
+from tinkerflow.backend.spec.constraints import KEPT_CONSTRAINTS
 
 log = logging.getLogger(__name__)
 
 _BUDGET_PIECES = 2  # of the largest size, whose tokens one step prefills at most
-_KEPT_MATCHERS = 32  # of recent constraints: a grammar takes up to a second to compile
 
 
 class Sampler:
@@ -135,7 +135,7 @@ class Sampler:
             runs_ahead=runs_ahead,
             weights=weights,
         )
-        self._matcher = lru_cache(_KEPT_MATCHERS)(self._new_matcher)
+        self._matcher = lru_cache(KEPT_CONSTRAINTS)(self._new_matcher)
 
     # ------------------------------------------------------------------ what it holds
     @property

@@ -1,4 +1,4 @@
-"""Threads for the slow part of a request: a long text to tokenise, a grammar to compile, a template to fill."""
+"""Threads that projects share, for slow work: a long text to tokenise, a grammar to compile, a body to decode."""
 
 from __future__ import annotations
 
@@ -48,6 +48,10 @@ class FairThreads:
             return await result
         finally:
             del result  # an error's traceback contains this frame; the cycle would keep the call's arguments
+
+    def close(self) -> None:
+        """End the threads, after the calls that have begun."""
+        self._threads.shutdown()
 
     def _begin_calls(self) -> None:
         for ticket in self._queue:

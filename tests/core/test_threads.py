@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from tinkerflow.api.threads import FairThreads
+from tinkerflow.backend.core.threads import FairThreads
 
 
 async def test_a_project_with_much_slow_work_leaves_threads_to_others() -> None:
