@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from prefect import flow
@@ -13,8 +13,9 @@ from prefect import flow
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
+from tinkerflow.tasks.pipelines.adapters import environment_maker
 from tinkerflow.tasks.pipelines.advantages import ESTIMATORS, Floats, kl_advantages, overlong_penalty
-from tinkerflow.tasks.pipelines.environments import EnvironmentMaker, environment_maker
+from tinkerflow.tasks.pipelines.environments import EnvironmentMaker
 from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters, SamplingParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, Trajectory, is_varied
@@ -123,6 +124,7 @@ class RlRecipe:
             **({"overlong_penalty": float(np.concatenate(penalties).mean())} if self.overlong_tokens else {}),
             **({"broken_turns": len(data) - len(sampled.episodes)} if turns > len(sampled.episodes) else {}),
             **({"staleness": staleness} if self.ahead else {}),
+            **self._count_lost(sampled, len(picked)),
             "answer_tokens": tokens / turns,
             "loss": loss,
             "grad_norm": await grad_norm(update),
@@ -135,6 +137,15 @@ class RlRecipe:
         sampler = await client.save_weights_and_get_sampling_client()
         measured = self._measure(await self._sample(sampler, self.held_out_rows, _HELD_OUT))
         return {f"held_out_{name}": value for name, value in measured.items() if name in ("reward", self.kl)}
+
+    def _count_lost(self, sampled: Sampled, rows: int) -> dict[str, float]:
+        """How many conversations were begun again or left out, where any were."""
+        kept = [episode for group in sampled.first for episode in group]
+        counts = {
+            "repeated_episodes": sum(episode.attempt > 0 for episode in kept),
+            "left_out_episodes": rows * self.rollouts.group_size - len(kept),
+        }
+        return {name: count for name, count in counts.items() if count}
 
     def _penalty(self, episode: Episode) -> float:
         most = self.rollouts.max_tokens
@@ -174,18 +185,16 @@ class RlRecipe:
         }
 
 
-def rollouts_of(
-    run: PreparedRun, parameters: SamplingParameters, make: EnvironmentMaker, max_turns: int = 1
-) -> Rollouts:
-    """The conversations of a run with the environments that `make` makes."""
+def rollouts_of(run: PreparedRun, parameters: SamplingParameters, make: EnvironmentMaker, **more: Any) -> Rollouts:
+    """The conversations of a run with the environments that `make` makes. more: other fields of `Rollouts`."""
     return Rollouts(
         run.renderer,
         make,
         parameters.group_size,
         parameters.answer_tokens,
-        max_turns,
         max_context=run.model.max_context,
         max_bad_fraction=parameters.data.max_bad_fraction,
+        **more,
     )
 
 
@@ -199,7 +208,14 @@ async def rl(parameters: RlParameters) -> TrainingResult:
         recipe = RlRecipe(
             run,
             rows,
-            rollouts_of(run, parameters, make, parameters.max_turns),
+            rollouts_of(
+                run,
+                parameters,
+                make,
+                max_turns=parameters.max_turns,
+                environment_seconds=parameters.environment_seconds,
+                environment_retries=parameters.environment_retries,
+            ),
             run.base,
             kl="kl_to_base",
             coefficient=parameters.kl_coefficient,

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import httpx
+
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.rows import Message, Row
 
@@ -32,8 +34,22 @@ class Reply:
     messages: Sequence[Message] = ()
 
 
+class EnvironmentUnavailableError(Exception):
+    """Raised by an environment whose infrastructure failed: its sandbox died, or its server cannot be reached.
+
+    The conversation says nothing about the model. It is begun again, and is left out if that fails, too.
+    """
+
+
+# Errors that say nothing about the model; the first is of asyncio.timeout, too.
+UNAVAILABLE = (TimeoutError, EnvironmentUnavailableError, ConnectionError, httpx.TransportError)
+
+
 class Environment(Protocol):
-    """One conversation with the model; a new object, made from a row's facts, for each conversation."""
+    """One conversation with the model; a new object, made from a row's facts, for each conversation.
+
+    If it has a method `async def close(self)`, this is awaited when the conversation is over, however it ended.
+    """
 
     async def begin(self) -> Sequence[Message]:
         """The first messages to the model."""
@@ -96,17 +112,6 @@ def load(field: str, path: str) -> Callable[..., Any]:
     if not callable(loaded):
         raise UserError(f"{field} {path!r}: must be a function or a class")
     return loaded
-
-
-def environment_maker(reward: str, environment: str) -> EnvironmentMaker:
-    """What makes conversations: the class at the import path `environment`, or one turn with the function `reward`.
-
-    Raises UserError when an import path is wrong.
-    """
-    if environment:
-        return load("environment", environment)
-    function = load("reward", reward)
-    return lambda facts: Asked(facts, function)
 
 
 def checked_reward(value: object) -> float:

@@ -26,6 +26,7 @@ Metric = Literal["loss", "exact_match"]
 PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 MOST_POINTS = 256  # of a sweep
 IMPORT = r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$"
+ENVIRONMENT = r"^([A-Za-z_][A-Za-z0-9_.-]*:[A-Za-z_][A-Za-z0-9_]*)?$"
 
 
 class Parameters(BaseModel):
@@ -191,11 +192,21 @@ class RlParameters(SamplingParameters):
     )
     environment: str = Field(
         "",
-        pattern=IMPORT,
+        pattern=ENVIRONMENT,
         description="package.module:Class, an Environment (tinkerflow.tasks.pipelines.environments) for "
-        "conversations of several turns; instead of reward.",
+        "conversations of several turns, or reasoning-gym:TASK; instead of reward.",
     )
     max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
+    environment_seconds: float = Field(
+        600.0, gt=0, le=86400, description="Longest time of a call of the reward or environment."
+    )
+    environment_retries: int = Field(
+        2,
+        ge=0,
+        le=16,
+        description="How many times a conversation is begun again whose environment was not available or took too "
+        "long; then it is left out of its group.",
+    )
     advantage: Literal[
         "group_mean", "group_deviation", "leave_one_out", "batch_deviation", "group_mean_batch_deviation"
     ] = Field(

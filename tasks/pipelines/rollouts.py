@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines.environments import Environment, EnvironmentMaker, checked_reward, facts_of
+from tinkerflow.tasks.pipelines.environments import (
+    UNAVAILABLE,
+    Environment,
+    EnvironmentMaker,
+    EnvironmentUnavailableError,
+    checked_reward,
+    facts_of,
+)
 from tinkerflow.tasks.pipelines.render import Renderer
 from tinkerflow.tasks.pipelines.rows import Message, Row, shorten
 
@@ -21,6 +28,8 @@ if TYPE_CHECKING:
     import tinker
 
 log = logging.getLogger(__name__)
+
+_REPEATED = 2**31  # in the seeds of conversations that are begun again, plus the number of the attempt
 
 
 class FailedRowError(Exception):
@@ -99,7 +108,11 @@ class Trajectory:
 
 @dataclass
 class Episode:
-    """One conversation: the messages so far, the model's answers, and the sum of the rewards."""
+    """One conversation: the messages so far, the model's answers, and the sum of the rewards.
+
+    attempt: how many conversations in its place were interrupted before. interrupted: why the environment is not
+    available any more.
+    """
 
     environment: Environment
     messages: list[Message]
@@ -107,6 +120,8 @@ class Episode:
     turns: list[SampledTurn] = field(default_factory=list)
     reward: float = 0.0
     ended: bool = False
+    attempt: int = 0
+    interrupted: str = ""
 
     def trajectories(self) -> list[Trajectory]:
         """The turns in order, as few sequences as possible.
@@ -137,6 +152,9 @@ class Rollouts:
     when its next prompt and answer may exceed `max_context` tokens.
 
     max_bad_fraction: share of rows whose environment or reward may fail; `failures` has their prompts and errors.
+    environment_seconds: for each call of an environment or reward. environment_retries: how many times a conversation
+    is begun again whose environment was not available. After that it is left out of its group, and so is a group that
+    has too few others to compare with.
     """
 
     renderer: Renderer
@@ -146,6 +164,8 @@ class Rollouts:
     max_turns: int = 1
     max_context: int = 2**31
     max_bad_fraction: float = 0.0
+    environment_seconds: float = 600.0
+    environment_retries: int = 2
     failures: dict[str, str] = field(default_factory=dict)
 
     async def groups(
@@ -153,7 +173,8 @@ class Rollouts:
     ) -> list[list[Episode]]:
         """A group of conversations for each row, all concurrent. Equal seeds give equal samples of the same model.
 
-        A row whose environment fails has no group. Raises UserError when no row has one.
+        A row whose environment fails has no group. UserError: no row has one. EnvironmentUnavailableError: no row has
+        one, because no environment was available.
         """
         conversations = [self._group(sampler, row, [*seed, i]) for i, row in enumerate(rows)]
         results = await asyncio.gather(*conversations, return_exceptions=True)
@@ -162,8 +183,10 @@ class Rollouts:
                 self._note_failure(row, result)
             elif isinstance(result, BaseException):
                 raise result
-        groups = [result for result in results if not isinstance(result, BaseException)]
+        groups = [result for result in results if isinstance(result, list) and len(result) >= min(2, self.group_size)]
         if not groups:
+            if not self.failures:
+                raise EnvironmentUnavailableError(f"no environment of the step's {len(rows)} rows was available")
             raise UserError(f"all {len(rows)} rows of this step failed; first: {next(iter(self.failures.items()))}")
         return groups
 
@@ -181,18 +204,37 @@ class Rollouts:
             log.warning("row %r is left out: %s", prompt, error)
 
     async def _group(self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int]) -> list[Episode]:
-        with _of_row("environment"):
-            environments = [self.make(facts_of(row)) for _ in range(self.group_size)]
-            episodes = [
-                Episode(environment, list(await environment.begin()), tools=row.tools) for environment in environments
-            ]
-        for turn in range(self.max_turns):
-            going = [episode for episode in episodes if not episode.ended and self._has_space(episode)]
-            if not going:
+        episodes = await self._conversations(sampler, row, seed, self.group_size)
+        for attempt in range(1, self.environment_retries + 1):
+            if not (missing := self.group_size - len(episodes)):
                 break
-            answers = await self._answers(sampler, going, [*seed, turn])
-            await asyncio.gather(*(self._take(episode, answer) for episode, answer in zip(going, answers, strict=True)))
+            again = await self._conversations(sampler, row, [*seed, _REPEATED + attempt], missing)
+            for episode in again:
+                episode.attempt = attempt
+            episodes += again
         return episodes
+
+    async def _conversations(
+        self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], count: int
+    ) -> list[Episode]:
+        """`count` conversations that begin with a row, without those that were interrupted."""
+        with _of_row("environment"):
+            facts = facts_of(row)
+            episodes = [Episode(self.make(facts), [], tools=row.tools) for _ in range(count)]
+        try:
+            await asyncio.gather(*map(self._begin, episodes))
+            for turn in range(self.max_turns):
+                going = [episode for episode in episodes if self._continues(episode)]
+                if not going:
+                    break
+                answers = await self._answers(sampler, going, [*seed, turn])
+                await asyncio.gather(*map(self._take, going, answers))
+        finally:
+            await asyncio.gather(*(_close(episode.environment) for episode in episodes))
+        for episode in episodes:
+            if episode.interrupted:
+                log.warning("a conversation is left out, its environment was not available: %s", episode.interrupted)
+        return [episode for episode in episodes if not episode.interrupted]
 
     async def _answers(
         self, sampler: tinker.SamplingClient, going: Sequence[Episode], seed: Sequence[int]
@@ -220,6 +262,9 @@ class Rollouts:
         with _of_row("messages"):
             return self.renderer.prompt(episode.messages, episode.tools)
 
+    def _continues(self, episode: Episode) -> bool:
+        return not (episode.ended or episode.interrupted) and self._has_space(episode)
+
     def _has_space(self, episode: Episode) -> bool:
         """Whether the context has space for another answer; the first answer of a conversation must have it."""
         prompt = self._prompt(episode)
@@ -229,15 +274,36 @@ class Rollouts:
             raise FailedRowError(f"the prompt has {tokens}: the context has {self.max_context}")
         return fits
 
+    async def _begin(self, episode: Episode) -> None:
+        async with self._asking(episode, "environment"):
+            episode.messages += await episode.environment.begin()
+
     async def _take(self, episode: Episode, turn: SampledTurn) -> None:
         text = self.renderer.text(turn.answer)
-        with _of_row("reward"):
+        async with self._asking(episode, "reward"):
             reply = await episode.environment.answered(text)
-            reward = checked_reward(reply.reward)
-        episode.turns.append(turn)
-        episode.reward += reward
-        episode.messages += [Message(role="assistant", content=text), *reply.messages]
-        episode.ended = not reply.messages
+            episode.reward += checked_reward(reply.reward)
+            episode.turns.append(turn)
+            episode.messages += [Message(role="assistant", content=text), *reply.messages]
+            episode.ended = not reply.messages
+
+    @asynccontextmanager
+    async def _asking(self, episode: Episode, part: str) -> AsyncIterator[None]:
+        """Inside, the environment is called, and has `environment_seconds`. It may turn out to be unavailable."""
+        try:
+            async with asyncio.timeout(self.environment_seconds):
+                with _of_row(part):
+                    yield
+        except UNAVAILABLE as error:
+            episode.interrupted = f"{type(error).__name__}: {error}"
+
+
+async def _close(environment: Environment) -> None:
+    if (close := getattr(environment, "close", None)) is not None:
+        try:
+            await close()
+        except Exception:
+            log.warning("an environment could not be closed", exc_info=True)
 
 
 @contextmanager
@@ -245,5 +311,7 @@ def _of_row(part: str) -> Iterator[None]:
     """Errors in the block, which are those of a person's code on one row, become FailedRowError."""
     try:
         yield
+    except UNAVAILABLE:
+        raise
     except Exception as error:
         raise FailedRowError(f"{part}: {type(error).__name__}: {error}") from error

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.tasks.pipelines.adapters import adapter_named
 from tinkerflow.tasks.pipelines.rows import RowError, strict_json
 
 JOURNAL = "journal://"
@@ -46,7 +47,7 @@ class DataSource(BaseModel):
         min_length=1,
         description="A file (.jsonl, .json, .csv, .tsv, .txt, .parquet, .arrow), a folder of them, or a folder by "
         "datasets' save_to_disk; a path or any fsspec URL (gs://, s3://, hf://, https://). Or "
-        "journal://?rated=true&since=7d: answers that people rated.",
+        "journal://?rated=true&since=7d: answers that people rated. Or reasoning-gym://TASK?size=500: questions.",
     )
     split: str = Field("", description="In a folder: read only what is named for this split, such as 'train'.")
     kind: Literal["auto", "chat", "sharegpt", "alpaca", "preference", "prompt_completion", "prompt", "text"] = Field(
@@ -91,6 +92,10 @@ def read_rows(source: DataSource) -> Iterator[Item]:
 
         for number, row in enumerate(rated_rows(source.url, source.kind), 1):
             yield RawRow(f"feedback:{number}", row)
+        return
+    if (adapter := adapter_named(scheme := source.url.partition("://")[0])) is not None:
+        for number, row in enumerate(adapter.read_rows(source.url), 1):
+            yield RawRow(f"{scheme}:{number}", row)
         return
     url = unquote(source.url) if source.url.startswith("file://") else source.url
     try:

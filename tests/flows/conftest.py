@@ -8,4 +8,4 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_parts import *  # noqa: F403
-from prefect_server import server  # noqa: F401
+from prefect_server import collected_connections, server  # noqa: F401

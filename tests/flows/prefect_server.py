@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from collections.abc import Iterator
 
 import httpx
@@ -19,6 +21,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
     yield server
     asyncio.run(server.stop())
     listener.close()
+
+
+@pytest.fixture(scope="module")
+def collected_connections() -> Iterator[None]:
+    """Collects connections of Prefect's clients, because an open socket is an error in the next module's tests."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def prefect_http(api_url: str, credential: str | None = None) -> httpx.AsyncClient:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import signal
-import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -36,20 +34,12 @@ from tinkerflow.flows.sampling_runner import SamplingRunner
 
 pytestmark = [
     # Prefect's event worker keeps its connections to a server until they are collected (a few, and no more with time)
+    pytest.mark.usefixtures("collected_connections"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in. <:pytest.PytestUnraisableExceptionWarning"),
 ]
 
 BASE = "folder/unigram"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _collect_prefect_s_connections() -> Iterator[None]:
-    """Collect them here, because an open socket is an error in the next module's tests."""
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 @pytest.fixture

@@ -38,7 +38,10 @@ from tinkerflow.backend.core.prefect_access import (
 from tinkerflow.flows.prefect.guard import GuardedApp
 from tinkerflow.flows.prefect.server import PrefectServer, listen
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+pytestmark = [
+    pytest.mark.usefixtures("collected_connections"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
 
 FOREIGN_HOSTS = (
     "evil.example",

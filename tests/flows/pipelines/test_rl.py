@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -137,6 +138,33 @@ async def test_where_no_group_varies_the_step_has_no_advantages(tokenizer: Any) 
     _, inputs, _, kept = await step_of(tokenizer, [0], resample=0)
     assert len(inputs) == 3 and not any(np.any(one["advantages"]) for one in inputs)
     assert all("equal" in prompt for prompt in kept["prompts"])
+
+
+async def test_lost_conversations_are_counted_and_count_for_nothing(tokenizer: Any) -> None:
+    left = 2
+
+    def make(facts: Facts) -> Any:
+        def reward(facts: Facts, text: str) -> float:
+            nonlocal left
+            if text == "2" and left:
+                left -= 1
+                raise ConnectionError("the sandbox is gone")
+            return float(text)
+
+        return Asked(facts, reward)
+
+    client, recipe = Client(tokenizer), recipe_of(tokenizer, make, group_size=3)
+    recipe.begin(0)
+    values = await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
+    assert (values["repeated_episodes"], values["reward"], len(client.sent[0][0])) == (1, 1 / 3, 3)
+    left, recipe = 1, recipe_of(tokenizer, make, group_size=3)
+    recipe = replace(recipe, rollouts=replace(recipe.rollouts, environment_retries=0))
+    recipe.begin(0)
+    values = await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
+    assert (values["left_out_episodes"], values["reward"]) == (1, 0.5)
+    (data, *_) = client.sent[1]
+    advantages = [datum.loss_fn_inputs["advantages"].to_numpy()[-1] for datum in data]
+    assert advantages == [-0.25, 0.25], "divided by the two tokens that are left"
 
 
 async def test_long_answers_earn_less(tokenizer: Any) -> None:

@@ -141,8 +141,8 @@ async def test_a_journal_that_is_away_is_read_again(context: Any) -> None:
 
 async def test_large_payloads_are_decoded_in_a_thread(context: Any) -> None:
     here = threading.get_ident()
-    assert await context.decode(INLINE_BYTES, threading.get_ident) == here
-    assert await context.decode(INLINE_BYTES + 1, threading.get_ident) != here
+    assert await context.decode("ann", INLINE_BYTES, threading.get_ident) == here
+    assert await context.decode("ann", INLINE_BYTES + 1, threading.get_ident) != here
 
 
 async def test_a_reply_of_another_type_is_a_defect(context: Any, pool: Any) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from tests.tasks.pipelines.conftest import parse
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines import Renderer, Row
+from tinkerflow.tasks.pipelines.adapters import environment_maker
 from tinkerflow.tasks.pipelines.environments import (
     Asked,
+    EnvironmentUnavailableError,
     Facts,
     Message,
     Reply,
-    environment_maker,
     facts_of,
     unrewarded,
 )
@@ -189,6 +191,60 @@ async def test_a_row_that_fails_is_left_out_while_the_data_allows_it(
         Rollouts(renderer, Failing, 2, 4, failures=rollouts.failures).refuse_failures(3)
     with pytest.raises(UserError, match="all 1 rows of this step failed"):
         await rollouts.groups(Echo(tokenizer), [bad], [1])
+
+
+class Unavailable(Counting):
+    """A sandbox that dies as often as its row has `deaths`: while it begins, or in its conversation."""
+
+    left: ClassVar[list[str]] = []
+    closed: ClassVar[list[Unavailable]] = []
+
+    async def _die(self, where: str) -> None:
+        if where in self.left:
+            self.left.remove(where)
+            raise EnvironmentUnavailableError("killed")
+
+    async def begin(self) -> Sequence[Message]:
+        await self._die("begin")
+        return await super().begin()
+
+    async def answered(self, text: str) -> Reply:
+        if text == "0":
+            await self._die("answered")
+        if text == "2" and "slow" in self.left:
+            self.left.remove("slow")
+            await asyncio.sleep(60)
+        return await super().answered(text)
+
+    async def close(self) -> None:
+        self.closed.append(self)
+
+
+@pytest.mark.parametrize("deaths", [["begin"], ["answered"], ["slow"], ["answered", "slow"]])
+async def test_a_conversation_whose_environment_is_lost_is_begun_again(
+    tokenizer: Any, renderer: Renderer, deaths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unavailable, "left", [*deaths])
+    monkeypatch.setattr(Unavailable, "closed", [])
+    rollouts = Rollouts(renderer, Unavailable, 3, 4, environment_seconds=0.5)
+    sampler = Echo(tokenizer)
+    (group,) = await rollouts.groups(sampler, [ROW], [1])
+    assert sorted(episode.attempt for episode in group)[-len(deaths) :] == [1] * len(deaths)
+    assert len(group) == 3 and len(Unavailable.closed) == 3 + len(deaths)
+    assert all(len(episode.turns) == 1 for episode in group) and not rollouts.failures
+    assert len({seed for _, _, seed in sampler.asked}) == len(sampler.asked), "a repeated sample has a new seed"
+
+
+async def test_a_conversation_without_an_environment_is_left_out_of_its_group(
+    tokenizer: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unavailable, "left", ["begin"] * 4)
+    rollouts = Rollouts(renderer, Unavailable, 3, 4, environment_retries=1)
+    ((one, other),) = await rollouts.groups(Echo(tokenizer), [ROW], [1])
+    assert (one.attempt, other.attempt) == (1, 1)
+    monkeypatch.setattr(Unavailable, "left", ["begin"] * 100)
+    with pytest.raises(EnvironmentUnavailableError, match="no environment of the step's 1 rows"):
+        await Rollouts(renderer, Unavailable, 3, 4).groups(Echo(tokenizer), [ROW], [1])
 
 
 async def test_a_conversation_ends_when_its_context_is_full(tokenizer: Any, renderer: Renderer) -> None:

@@ -1,0 +1,83 @@
+"""Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym): questions whose answers a program checks.
+
+    data: {url: "reasoning-gym://chain_sum?size=500&seed=1&max_terms=3"}
+    environment: reasoning-gym:chain_sum
+
+The URL names the task, the number of questions (500), the seed (0) and settings of the task. Equal URLs have equal
+questions. A reward is 1 for a right answer, and less for wrong ones, down to 0, as the task defines. If an answer has
+<answer>…</answer>, only the last of these is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, Facts
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+_SCHEME = "reasoning-gym://"
+_ENTRY = "reasoning_gym"  # the field of a row that identifies its question
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def read_rows(url: str) -> Iterator[dict[str, Any]]:
+    """The task's questions, and their answers as completions. UserError: the library refuses the URL's settings."""
+    dataset = _dataset(url)
+    for index in range(len(dataset)):
+        entry = dataset[index]
+        answer = {} if entry["answer"] is None else {"completion": str(entry["answer"])}
+        yield {"prompt": entry["question"], **answer, _ENTRY: {"url": url, "index": index}}
+
+
+def environment_maker(name: str) -> EnvironmentMaker:
+    """A question and an answer, rewarded by the task `name`. Rows must come from its data source, else UserError."""
+
+    def make(facts: Facts) -> Asked:
+        if dict(facts.get(_ENTRY, {})).get("url", "").partition("?")[0] != _SCHEME + name:
+            raise UserError(f"environment 'reasoning-gym:{name}': data.url must be {_SCHEME}{name}?…")
+        return Asked(facts, _score)
+
+    return make
+
+
+async def _score(facts: Facts, text: str) -> float:
+    return await asyncio.to_thread(_score_entry, facts[_ENTRY]["url"], facts[_ENTRY]["index"], text)
+
+
+def _score_entry(url: str, index: int, text: str) -> float:
+    dataset, answers = _dataset(url), _ANSWER.findall(text)
+    return float(dataset.score_answer((answers[-1] if answers else text).strip(), dataset[index]))
+
+
+@lru_cache(8)
+def _dataset(url: str) -> ProceduralDataset:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # its dependencies warn while they are compiled
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise UserError(f"data.url {url!r}: install reasoning-gym: pip install '.[environments]' ({error})") from error
+    name, _, query = url.removeprefix(_SCHEME).partition("?")
+    if name not in DATASETS:
+        raise UserError(f"data.url {url!r}: reasoning-gym has no task {name!r}{did_you_mean(name, DATASETS)}")
+    settings: dict[str, Any] = {"seed": 0, "size": 500}
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    try:
+        return reasoning_gym.create_dataset(name, **settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"data.url {url!r}: {error}") from error
