@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_INTERRUPTED = "a conversation is interrupted, its environment is not available: %s"
 _REPEATED = 2**31  # in the seeds of conversations that are begun again, plus the number of the attempt
 
 
@@ -110,7 +111,7 @@ class Trajectory:
 class Episode:
     """One conversation: the messages so far, the model's answers, and the sum of the rewards.
 
-    attempt: how many conversations in its place were interrupted before. interrupted: why the environment is not
+    attempt: how many conversations in its place were interrupted before. interrupted: whether the environment is not
     available any more.
     """
 
@@ -121,7 +122,7 @@ class Episode:
     reward: float = 0.0
     ended: bool = False
     attempt: int = 0
-    interrupted: str = ""
+    interrupted: bool = False
 
     def trajectories(self) -> list[Trajectory]:
         """The turns in order, as few sequences as possible.
@@ -218,9 +219,8 @@ class Rollouts:
         self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], count: int
     ) -> list[Episode]:
         """`count` conversations that begin with a row, without those that were interrupted."""
-        with _of_row("environment"):
-            facts = facts_of(row)
-            episodes = [Episode(self.make(facts), [], tools=row.tools) for _ in range(count)]
+        made = [self._make(row) for _ in range(count)]
+        episodes = [episode for episode in made if episode is not None]
         try:
             await asyncio.gather(*map(self._begin, episodes))
             for turn in range(self.max_turns):
@@ -230,10 +230,7 @@ class Rollouts:
                 answers = await self._answers(sampler, going, [*seed, turn])
                 await asyncio.gather(*map(self._take, going, answers))
         finally:
-            await asyncio.gather(*(_close(episode.environment) for episode in episodes))
-        for episode in episodes:
-            if episode.interrupted:
-                log.warning("a conversation is left out, its environment was not available: %s", episode.interrupted)
+            await asyncio.gather(*(self._close(episode.environment) for episode in episodes))
         return [episode for episode in episodes if not episode.interrupted]
 
     async def _answers(
@@ -274,6 +271,15 @@ class Rollouts:
             raise FailedRowError(f"the prompt has {tokens}: the context has {self.max_context}")
         return fits
 
+    def _make(self, row: Row) -> Episode | None:
+        """A conversation that is not begun; None when its environment is not available."""
+        try:
+            with _of_row("environment"):
+                return Episode(self.make(facts_of(row)), [], tools=row.tools)
+        except UNAVAILABLE as error:
+            log.warning(_INTERRUPTED, error)
+            return None
+
     async def _begin(self, episode: Episode) -> None:
         async with self._asking(episode, "environment"):
             episode.messages += await episode.environment.begin()
@@ -295,15 +301,16 @@ class Rollouts:
                 with _of_row(part):
                     yield
         except UNAVAILABLE as error:
-            episode.interrupted = f"{type(error).__name__}: {error}"
+            log.warning(_INTERRUPTED, f"{type(error).__name__}: {error}")
+            episode.interrupted = True
 
-
-async def _close(environment: Environment) -> None:
-    if (close := getattr(environment, "close", None)) is not None:
-        try:
-            await close()
-        except Exception:
-            log.warning("an environment could not be closed", exc_info=True)
+    async def _close(self, environment: Environment) -> None:
+        if (close := getattr(environment, "close", None)) is not None:
+            try:
+                async with asyncio.timeout(self.environment_seconds):
+                    await close()
+            except Exception:
+                log.warning("an environment could not be closed", exc_info=True)
 
 
 @contextmanager

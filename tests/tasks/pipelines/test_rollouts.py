@@ -194,23 +194,27 @@ async def test_a_row_that_fails_is_left_out_while_the_data_allows_it(
 
 
 class Unavailable(Counting):
-    """A sandbox that dies as often as its row has `deaths`: while it begins, or in its conversation."""
+    """A sandbox that dies at each of the places in `left` once."""
 
     left: ClassVar[list[str]] = []
     closed: ClassVar[list[Unavailable]] = []
 
-    async def _die(self, where: str) -> None:
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        self._die("make")
+
+    def _die(self, where: str) -> None:
         if where in self.left:
             self.left.remove(where)
             raise EnvironmentUnavailableError("killed")
 
     async def begin(self) -> Sequence[Message]:
-        await self._die("begin")
+        self._die("begin")
         return await super().begin()
 
     async def answered(self, text: str) -> Reply:
         if text == "0":
-            await self._die("answered")
+            self._die("answered")
         if text == "2" and "slow" in self.left:
             self.left.remove("slow")
             await asyncio.sleep(60)
@@ -220,7 +224,7 @@ class Unavailable(Counting):
         self.closed.append(self)
 
 
-@pytest.mark.parametrize("deaths", [["begin"], ["answered"], ["slow"], ["answered", "slow"]])
+@pytest.mark.parametrize("deaths", [["make"], ["begin"], ["answered"], ["slow"], ["answered", "slow"]])
 async def test_a_conversation_whose_environment_is_lost_is_begun_again(
     tokenizer: Any, renderer: Renderer, deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +234,7 @@ async def test_a_conversation_whose_environment_is_lost_is_begun_again(
     sampler = Echo(tokenizer)
     (group,) = await rollouts.groups(sampler, [ROW], [1])
     assert sorted(episode.attempt for episode in group)[-len(deaths) :] == [1] * len(deaths)
-    assert len(group) == 3 and len(Unavailable.closed) == 3 + len(deaths)
+    assert len(group) == 3 and len(Unavailable.closed) == 3 + len(deaths) - deaths.count("make")
     assert all(len(episode.turns) == 1 for episode in group) and not rollouts.failures
     assert len({seed for _, _, seed in sampler.asked}) == len(sampler.asked), "a repeated sample has a new seed"
 
