@@ -125,7 +125,7 @@ def test_peft_loads_the_export(moe, executor, adapter, tmp_path, examples, forwa
     try:
         adapted = type(moe)(moe.folder, model).logprobs(example)[:, 0]
     finally:
-        model.unload()
+        model.unload().requires_grad_(True)  # PEFT has frozen it
     assert np.abs(adapted - moe.logprobs(example)[:, 0]).max() > 0.1
     close_logprobs(found, adapted)
 

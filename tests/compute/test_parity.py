@@ -143,7 +143,7 @@ def in_peft(model, executor, adapter_id, folder):
     try:
         yield adapted
     finally:
-        adapted.unload()
+        adapted.unload().requires_grad_(True)  # PEFT has frozen it
 
 
 @pytest.mark.usefixtures("chosen")
