@@ -115,14 +115,18 @@ def test_connections_whose_key_is_being_checked_do_not_give_way(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 60)
-    checked, identity = threading.Event(), Authenticator.identity
+    begun, checked, identity = threading.Semaphore(0), threading.Event(), Authenticator.identity
 
     async def slow_identity(*args: Any) -> Any:
+        begun.release()
         await asyncio.to_thread(checked.wait)
         return await identity(*args)
 
     monkeypatch.setattr(Authenticator, "identity", slow_identity)
-    working = [connect(HEAD + "Content-Length: 19\r\n\r\n" + '{"sdk_version":"0"}') for _ in range(20)]
+    working = []
+    for _ in range(20):
+        working.append(connect(HEAD + "Content-Length: 19\r\n\r\n" + '{"sdk_version":"0"}'))
+        assert begun.acquire(timeout=30), "its key is being checked before the next one comes"
     excess = [connect(HEAD) for _ in range(6)]
     assert end_of(excess[0]) == b"", "the bound was applied"
     checked.set()
