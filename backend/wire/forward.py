@@ -58,7 +58,7 @@ _TOKEN = np.dtype("<i4")
 _MOST_FIELDS = 2**16  # of a request's own: its data are the most, up to MAX_DATA
 _VARINT, _LENGTH_DELIMITED, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types, the last by their size
 _VARINT_BYTES = 10  # of the longest
-_MOST_NUMBER = 2**29 - 1  # of a field
+_MOST_NUMBER, _TAG_BYTES = 2**29 - 1, 5  # of a field
 
 Inputs = dict[str, npt.NDArray[Any]]  # the inputs of one datum, unchanged
 M = TypeVar("M", pb.ForwardBackwardHeader, pb.ForwardBackwardRequest)
@@ -83,7 +83,8 @@ def forward_backward_header(body: bytes) -> ForwardHeader:
             break
         begin = end
         tag, end = _varint(body, begin)
-        wire_type = tag & 7
+        number, wire_type = tag >> 3, tag & 7
+        is_wrong = not 0 < number <= _MOST_NUMBER or end - begin > _TAG_BYTES
         if wire_type == _LENGTH_DELIMITED:
             length, end = _varint(body, end)
             end += length
@@ -93,9 +94,8 @@ def forward_backward_header(body: bytes) -> ForwardHeader:
             end += _FIXED_BYTES[wire_type]
         else:
             raise UserError(f"the request body is not a ForwardBackwardRequest: wire type {wire_type} at byte {begin}")
-        number = tag >> 3
-        if number in numbers or end > len(body) or not 0 < number <= _MOST_NUMBER:
-            kept += body[begin:end]  # the parser refuses a field without its end, and a wrong number
+        if number in numbers or is_wrong or end > len(body):
+            kept += body[begin:end]  # the parser refuses a wrong number, and a field without its end
     else:
         raise UserError(f"the request body has more than {_MOST_FIELDS} fields: must have at most that")
     header = _parsed(pb.ForwardBackwardHeader(), bytes(kept))

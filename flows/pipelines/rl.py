@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from prefect import flow
@@ -185,8 +185,8 @@ class RlRecipe:
         }
 
 
-def rollouts_of(run: PreparedRun, parameters: SamplingParameters, make: EnvironmentMaker, **more: Any) -> Rollouts:
-    """The conversations of a run with the environments that `make` makes. more: other fields of `Rollouts`."""
+def rollouts_of(run: PreparedRun, parameters: SamplingParameters, make: EnvironmentMaker) -> Rollouts:
+    """The conversations of a run with the environments that `make` makes."""
     return Rollouts(
         run.renderer,
         make,
@@ -194,7 +194,6 @@ def rollouts_of(run: PreparedRun, parameters: SamplingParameters, make: Environm
         parameters.answer_tokens,
         max_context=run.model.max_context,
         max_bad_fraction=parameters.data.max_bad_fraction,
-        **more,
     )
 
 
@@ -208,10 +207,8 @@ async def rl(parameters: RlParameters) -> TrainingResult:
         recipe = RlRecipe(
             run,
             rows,
-            rollouts_of(
-                run,
-                parameters,
-                make,
+            replace(
+                rollouts_of(run, parameters, make),
                 max_turns=parameters.max_turns,
                 environment_seconds=parameters.environment_seconds,
                 environment_retries=parameters.environment_retries,

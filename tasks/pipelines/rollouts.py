@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_INTERRUPTED = "a conversation is interrupted, its environment is not available: %s"
 _REPEATED = 2**31  # in the seeds of conversations that are begun again, plus the number of the attempt
 
 
@@ -111,12 +110,12 @@ class Trajectory:
 class Episode:
     """One conversation: the messages so far, the model's answers, and the sum of the rewards.
 
-    attempt: how many conversations in its place were interrupted before. interrupted: whether the environment is not
-    available any more.
+    environment: None until it is made. attempt: how many conversations in its place were interrupted before.
+    interrupted: whether the environment is not available any more.
     """
 
-    environment: Environment
-    messages: list[Message]
+    environment: Environment | None = None
+    messages: list[Message] = field(default_factory=list)
     tools: Sequence[Mapping[str, Any]] = ()
     turns: list[SampledTurn] = field(default_factory=list)
     reward: float = 0.0
@@ -186,7 +185,7 @@ class Rollouts:
                 raise result
         groups = [result for result in results if isinstance(result, list) and len(result) >= min(2, self.group_size)]
         if not groups:
-            if not self.failures:
+            if not any(isinstance(result, FailedRowError) for result in results):
                 raise EnvironmentUnavailableError(f"no environment of the step's {len(rows)} rows was available")
             raise UserError(f"all {len(rows)} rows of this step failed; first: {next(iter(self.failures.items()))}")
         return groups
@@ -219,10 +218,9 @@ class Rollouts:
         self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], count: int
     ) -> list[Episode]:
         """`count` conversations that begin with a row, without those that were interrupted."""
-        made = [self._make(row) for _ in range(count)]
-        episodes = [episode for episode in made if episode is not None]
+        episodes = [Episode(tools=row.tools) for _ in range(count)]
         try:
-            await asyncio.gather(*map(self._begin, episodes))
+            await asyncio.gather(*(self._begin(episode, row) for episode in episodes))
             for turn in range(self.max_turns):
                 going = [episode for episode in episodes if self._continues(episode)]
                 if not going:
@@ -271,20 +269,13 @@ class Rollouts:
             raise FailedRowError(f"the prompt has {tokens}: the context has {self.max_context}")
         return fits
 
-    def _make(self, row: Row) -> Episode | None:
-        """A conversation that is not begun; None when its environment is not available."""
-        try:
-            with _of_row("environment"):
-                return Episode(self.make(facts_of(row)), [], tools=row.tools)
-        except UNAVAILABLE as error:
-            log.warning(_INTERRUPTED, error)
-            return None
-
-    async def _begin(self, episode: Episode) -> None:
+    async def _begin(self, episode: Episode, row: Row) -> None:
         async with self._asking(episode, "environment"):
+            episode.environment = self.make(facts_of(row))
             episode.messages += await episode.environment.begin()
 
     async def _take(self, episode: Episode, turn: SampledTurn) -> None:
+        assert episode.environment is not None, "only conversations that have begun have turns"
         text = self.renderer.text(turn.answer)
         async with self._asking(episode, "reward"):
             reply = await episode.environment.answered(text)
@@ -301,10 +292,11 @@ class Rollouts:
                 with _of_row(part):
                     yield
         except UNAVAILABLE as error:
-            log.warning(_INTERRUPTED, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            log.warning("a conversation is interrupted, its environment is not available: %s", reason)
             episode.interrupted = True
 
-    async def _close(self, environment: Environment) -> None:
+    async def _close(self, environment: Environment | None) -> None:
         if (close := getattr(environment, "close", None)) is not None:
             try:
                 async with asyncio.timeout(self.environment_seconds):

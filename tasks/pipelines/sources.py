@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
@@ -90,12 +90,10 @@ def read_rows(source: DataSource) -> Iterator[Item]:
     if source.url.startswith(JOURNAL):
         from tinkerflow.tasks.pipelines.rated import rated_rows
 
-        for number, row in enumerate(rated_rows(source.url, source.kind), 1):
-            yield RawRow(f"feedback:{number}", row)
+        yield from _made_rows("feedback", rated_rows(source.url, source.kind))
         return
     if (adapter := adapter_named(scheme := source.url.partition("://")[0])) is not None:
-        for number, row in enumerate(adapter.read_rows(source.url), 1):
-            yield RawRow(f"{scheme}:{number}", row)
+        yield from _made_rows(scheme, adapter.read_rows(source.url))
         return
     url = unquote(source.url) if source.url.startswith("file://") else source.url
     try:
@@ -110,6 +108,11 @@ def read_rows(source: DataSource) -> Iterator[Item]:
         except Exception as error:  # codecs and pyarrow have errors of their own
             reason = " ".join(str(error).split())
             raise UserError(f"data.url {source.url!r}: {PurePosixPath(file).name} cannot be read: {reason}") from error
+
+
+def _made_rows(origin: str, rows: Iterable[object]) -> Iterator[RawRow]:
+    """Rows that come from no file, each with its number."""
+    return (RawRow(f"{origin}:{number}", row) for number, row in enumerate(rows, 1))
 
 
 def _files(filesystem: AbstractFileSystem, path: str, source: DataSource) -> list[str]:

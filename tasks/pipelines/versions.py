@@ -1,8 +1,8 @@
 """Which weights a step samples from, when sampling runs ahead of training with a bound on staleness.
 
 Step s samples from the weights after s - lag steps, and never from weights before its segment. That depends on the
-step's number alone, and not on how long samples and environments take. So a killed run samples from
-weights of the same age again.
+step's number alone, and not on how long samples and environments take. So a killed run samples from weights
+of the same age again.
 
 A segment begins when all steps before it are trained, because a resumed run has only the weights that a segment saved.
 """

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tinker import types
@@ -45,6 +45,7 @@ def test_header_is_read_without_the_data(body: Any, datum: Any) -> None:
     assert forward_backward_header(body([datum([1, 2])], forward_only=True)).forward_only
 
 
+@example(b"\x80\x80\x80\x80\x88\x00\x00", 0)  # a tag in more bytes than a tag has
 @given(st.binary(max_size=60), st.integers(0, 60))
 @settings(max_examples=200)
 def test_a_header_is_the_one_that_the_parser_of_protobuf_reads(more: bytes, cut: int) -> None:

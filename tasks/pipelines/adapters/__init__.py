@@ -1,6 +1,6 @@
 """Libraries of environments, one module for each: `reasoning_gym` serves `reasoning-gym:NAME` and `reasoning-gym://`.
 
-A module has `environment_maker(name)`, which makes the conversations of `environment: PREFIX:NAME`, and may have
+A module has `environment_maker(name)`, which makes the conversations of `environment: PREFIX:NAME`, and
 `read_rows(url)`, the rows of a data source `PREFIX://…`. It imports its library when one of them is called.
 """
 

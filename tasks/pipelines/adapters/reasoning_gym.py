@@ -56,8 +56,15 @@ async def _score(facts: Facts, text: str) -> float:
 
 
 def _score_entry(url: str, index: int, text: str) -> float:
-    dataset, answers = _dataset(url), _ANSWER.findall(text)
-    return float(dataset.score_answer((answers[-1] if answers else text).strip(), dataset[index]))
+    answers = _ANSWER.findall(text)
+    return float(_dataset(url).score_answer((answers[-1] if answers else text).strip(), _entry(url, index)))
+
+
+@lru_cache(1024)
+def _entry(url: str, index: int) -> dict[str, Any]:
+    """A question with its answer. The dataset makes it again at each access, and all answers of a group need it."""
+    entry: dict[str, Any] = _dataset(url)[index]
+    return entry
 
 
 @lru_cache(8)

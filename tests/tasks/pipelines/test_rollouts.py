@@ -112,7 +112,7 @@ def test_only_the_answer_is_learnt() -> None:
 
 
 def test_turns_that_extend_the_tokens_before_are_one_datum() -> None:
-    (both,) = Episode(None, [], turns=[FIRST, SECOND]).trajectories()  # type: ignore[arg-type]
+    (both,) = Episode(turns=[FIRST, SECOND]).trajectories()
     datum = both.datum(np.array([1.0, 2.0, 3.0]))
     inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
     assert datum.model_input.to_ints() == [5, 6, 7, 8, 9, 4]
@@ -124,7 +124,7 @@ def test_turns_that_extend_the_tokens_before_are_one_datum() -> None:
 def test_a_turn_whose_prompt_drops_tokens_begins_a_datum() -> None:
     dropped = SampledTurn([5, 6, 7, 9, 4], [3], np.array([-2.5]))
     longer = SampledTurn([5, 6, 7, 9, 4, 3, 1], [2], np.array([-1.0]))
-    found = Episode(None, [], turns=[FIRST, dropped, longer]).trajectories()  # type: ignore[arg-type]
+    found = Episode(turns=[FIRST, dropped, longer]).trajectories()
     assert [each.turns for each in found] == [[FIRST], [dropped, longer]]
 
 
@@ -247,8 +247,9 @@ async def test_a_conversation_without_an_environment_is_left_out_of_its_group(
     ((one, other),) = await rollouts.groups(Echo(tokenizer), [ROW], [1])
     assert (one.attempt, other.attempt) == (1, 1)
     monkeypatch.setattr(Unavailable, "left", ["begin"] * 100)
+    earlier = {"Bad": "a row that failed in another step"}
     with pytest.raises(EnvironmentUnavailableError, match="no environment of the step's 1 rows"):
-        await Rollouts(renderer, Unavailable, 3, 4).groups(Echo(tokenizer), [ROW], [1])
+        await Rollouts(renderer, Unavailable, 3, 4, failures=earlier).groups(Echo(tokenizer), [ROW], [1])
 
 
 async def test_a_conversation_ends_when_its_context_is_full(tokenizer: Any, renderer: Renderer) -> None:
