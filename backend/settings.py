@@ -86,6 +86,8 @@ class Settings(BaseSettings):
     """longest sequence in tokens; 0 = as long as the model allows, at most 32768"""
     microbatch_tokens: int = Field(0, ge=0)
     """padded tokens in one training micro-batch, at least 32; 0 = as many as device memory allows"""
+    share_prefixes: bool = True
+    """train the tokens that examples of a request have in common at their beginnings once, and not in each example"""
     device_memory: float = Field(0.0, ge=0)
     """GB of each device that a worker group plans with; 0 = as much as the device reports; on CPU, 0 = no plan"""
     sample_slots: int = Field(64, ge=1)

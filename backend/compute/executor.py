@@ -22,6 +22,7 @@ import numpy as np
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, row_parts, to_host
 from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.layers.delta_rule import chunk_tokens
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.lora_weights import check_spec
 from tinkerflow.backend.compute.models.params import count, load_params
@@ -37,7 +38,7 @@ from tinkerflow.backend.compute.training.adapter_shards import GRADIENTS, are_sh
 from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore, forget
 from tinkerflow.backend.compute.training.forward_backward import ForwardRun, Training
 from tinkerflow.backend.compute.training.packing import MicroBatch
-from tinkerflow.backend.compute.training.train import make_steps
+from tinkerflow.backend.compute.training.train import make_steps, needs_tree_program
 from tinkerflow.backend.compute.training.train_programs import StepsByShape, adapter_like, training_programs
 from tinkerflow.backend.compute.warming import WarmUp
 from tinkerflow.backend.core.errors import OUT_OF_MEMORY, AllocationError, DevicesError, ServerError, UserError
@@ -129,6 +130,8 @@ class Executor:
             mesh=self._mesh,
             adapters=self._adapters,
             microbatch_tokens=self.microbatch_tokens,
+            branch_tokens=self.branch_tokens,
+            tree_programs=needs_tree_program(self._cfg),
             announce=self._announce,
             read=self._read,
             tower=self._tower,
@@ -173,6 +176,16 @@ class Executor:
     def attention_tokens(self) -> int:
         """The tokens of a row whose attention costs as much as everything else."""
         return platform().attention_tokens
+
+    @property
+    def branch_tokens(self) -> int:
+        """Shared beginnings of examples are multiples of it; 0 = nothing is shared.
+
+        Linear attention has a state only between chunks.
+        """
+        if not self._config.share_prefixes:
+            return 0
+        return 1 if self._cfg.delta is None else chunk_tokens()
 
     @property
     def fsdp(self) -> int:

@@ -224,7 +224,13 @@ class Pool:
 
     async def _execute(self, command: Command, seconds: float, owner: str, generation: int) -> Reply:
         parent = tracing.current.get()  # read here, because the scheduler sends from another task
-        parts = in_parts(command, self._scheduler.microbatch, self.info.fsdp, self.info.attention_tokens)
+        parts = in_parts(
+            command,
+            self._scheduler.microbatch,
+            self.info.fsdp,
+            self.info.attention_tokens,
+            branch_tokens=self.info.branch_tokens,
+        )
         if len(parts) == 1:
             send_all = partial(self._send, generation, command, seconds, parent)
             return await self._scheduler.submit(command, send_all, owner)

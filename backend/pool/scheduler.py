@@ -28,6 +28,7 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.packing import ATTENTION_TOKENS, micro_batches
+from tinkerflow.backend.spec.prefix_trees import prefix_trees
 from tinkerflow.backend.spec.traced_work import STEP_OPERATIONS, loss_steps
 
 _SMALL_SIZE = 1 / 16  # of a micro-batch: the size of commands that compute for no tokens
@@ -36,22 +37,34 @@ _TURN = 1.0  # micro-batches that an adapter sends in its turn
 
 
 def in_parts(
-    command: Command, microbatch_tokens: int, fsdp: int, attention_tokens: int = ATTENTION_TOKENS
+    command: Command,
+    microbatch_tokens: int,
+    fsdp: int,
+    attention_tokens: int = ATTENTION_TOKENS,
+    *,
+    branch_tokens: int = 0,
 ) -> Sequence[Command]:
     """Split a command into one command for each micro-batch and for each step of a custom loss.
 
     The reply to the last part is the reply to `command`.
 
-    microbatch_tokens, attention_tokens: see GroupInfo. fsdp: the size of the mesh axis that splits the rows.
+    microbatch_tokens, attention_tokens, branch_tokens: see GroupInfo. fsdp: the size of the mesh axis that splits the
+    rows.
     """
     if not isinstance(command, Forward) or not command.examples:
         return (command,)
     lengths = [len(example.tokens_T) for example in command.examples]
+    loss = LOSSES[command.loss]
     a_pass = micro_batches(
-        lengths, microbatch_tokens=microbatch_tokens, row_multiple=fsdp, attention_tokens=attention_tokens
+        lengths,
+        microbatch_tokens=microbatch_tokens,
+        row_multiple=fsdp,
+        attention_tokens=attention_tokens,
+        branch_tokens=branch_tokens,
+        trees=partial(prefix_trees, command.examples, loss.of_pass, branch_tokens),
     )
     micro_batch, loss_step = NextMicroBatch(command.adapter_id), NextMicroBatch(command.adapter_id, of_loss=True)
-    passes = LOSSES[command.loss].passes(backward=command.backward)
+    passes = loss.passes(backward=command.backward)
     parts = [*[micro_batch] * a_pass, *[loss_step] * loss_steps(command), *[micro_batch] * (a_pass * (passes - 1))]
     return (command,) if len(parts) == 1 else (command.copy_with(by_micro_batch=True), *parts[1:])
 

@@ -14,6 +14,7 @@ __all__ = [
     "optimizers",
     "packing",
     "pool_message",
+    "prefix_trees",
     "ranks",
     "registry",
     "torch_names",

@@ -541,6 +541,7 @@ class GroupConfig:
     store_url: str = ""  # processes that reach this store read and write states themselves; "" = none
     store_mark: str = ""  # from `Store.mark`: on another host, the same URL may be a different folder
     kv_cache: CacheFormat = "full"  # full = as dtype
+    share_prefixes: bool = True  # train equal beginnings of examples once, in models that can (`spec.prefix_trees`)
 
 
 @dataclass(frozen=True)
@@ -561,4 +562,5 @@ class GroupInfo:
     generation: int
     reaches_store: bool = False  # every process reads and writes states itself
     memory: Mapping[str, int] = field(default_factory=dict)  # reserved bytes of each device, by use
+    branch_tokens: int = 0  # shared beginnings of examples are multiples of it (`prefix_trees`); 0 = nothing is shared
     programs: str = ""  # a digest of the inputs of its programs: groups with equal digests compute equal bits

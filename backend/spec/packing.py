@@ -8,7 +8,11 @@ use the same functions, so they count the same micro-batches.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tinkerflow.backend.spec.prefix_trees import Branch, Tree
 
 SHORTEST_ROW = 32
 # The cost of attention: a token in a row of T tokens costs 1 + T / ATTENTION_TOKENS times a token alone.
@@ -26,11 +30,17 @@ def micro_batches(
     microbatch_tokens: int,
     row_multiple: int = 1,
     attention_tokens: int = ATTENTION_TOKENS,
+    branch_tokens: int = 0,
+    trees: Callable[[], Sequence[Tree]] = tuple,
 ) -> int:
-    """The number of micro-batches for examples of these lengths. For the arguments see `layout`."""
+    """The number of micro-batches for examples of these lengths. For the arguments see `layout`.
+
+    trees: called where they matter.
+    """
     if len(lengths) * bucket(max(lengths), SHORTEST_ROW) * row_multiple <= microbatch_tokens:
         return 1  # a row for each example fits, and packing never takes more rows
-    return len(layout(lengths, microbatch_tokens, row_multiple, attention_tokens))
+    shared = trees() if branch_tokens else ()
+    return len(layout(lengths, microbatch_tokens, row_multiple, attention_tokens, shared, branch_tokens))
 
 
 def micro_batch_shapes(microbatch_tokens: int, longest: int, row_multiple: int = 1) -> list[tuple[int, int]]:
@@ -46,19 +56,79 @@ def micro_batch_shapes(microbatch_tokens: int, longest: int, row_multiple: int =
     ]
 
 
+@dataclass(frozen=True)
+class Trees:
+    """Trees of examples. lengths: the tokens of each example. branch_tokens: see `layout`."""
+
+    trees: Sequence[Tree]
+    lengths: Sequence[int]
+    branch_tokens: int = 1
+
+    def own_tokens(self, branch: Branch) -> int:
+        """The tokens of a branch in its row, with padding, without those that it shares."""
+        return -(-(self.lengths[branch.example] - branch.shared) // self.branch_tokens) * self.branch_tokens
+
+    def divided(self, width: int) -> Trees:
+        """The trees, divided into trees of at most `width` tokens. Each of them computes its own beginning."""
+        return replace(self, trees=[part for tree in self.trees for part in self._parts(tree, width)])
+
+    def _parts(self, tree: Tree, width: int) -> Iterator[Tree]:
+        part: list[Branch] = []
+        tokens = 0
+        for branch in tree:
+            tokens += self.own_tokens(branch)
+            if part and tokens > width:
+                yield tuple(part)
+                part, tokens = [], self.own_tokens(Branch(branch.example, 0))
+            part.append(branch if part else Branch(branch.example, 0))
+        yield tuple(part)
+
+    def in_rows(self, width: int) -> list[list[Tree]]:
+        """Best fit, longest first: each tree goes into the fullest row with enough space."""
+        rows: list[list[Tree]] = []
+        rooms: list[tuple[int, int]] = []  # (free tokens, row), sorted
+        sizes = [sum(map(self.own_tokens, tree)) for tree in self.trees]
+        for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+            best = bisect.bisect_left(rooms, (sizes[number], -1))
+            if best == len(rooms):
+                rooms.append((width, len(rows)))
+                rows.append([])
+            room, row = rooms.pop(best)
+            rows[row].append(self.trees[number])
+            bisect.insort(rooms, (room - sizes[number], row))
+        return rows
+
+
+class _Layout(NamedTuple):
+    """The trees of each row of at most `width` tokens. cost: estimated, in tokens."""
+
+    cost: float
+    width: int
+    rows: list[list[Tree]]
+
+
 def layout(
-    lengths: Sequence[int], microbatch_tokens: int, row_multiple: int, attention_tokens: int = ATTENTION_TOKENS
-) -> list[list[list[int]]]:
-    """The rows of each micro-batch, and the examples of each row.
+    lengths: Sequence[int],
+    microbatch_tokens: int,
+    row_multiple: int,
+    attention_tokens: int = ATTENTION_TOKENS,
+    trees: Sequence[Tree] = (),
+    branch_tokens: int = 1,
+) -> list[list[list[Tree]]]:
+    """The rows of each micro-batch, and the trees of each row.
 
     lengths: the tokens of each example. microbatch_tokens: the most padded tokens of a micro-batch, unless its fewest
     rows have more. row_multiple: the number of rows is a multiple of it. attention_tokens: the tokens of a row whose
-    attention costs as much as everything else.
+    attention costs as much as everything else. trees: all examples by shared beginnings (`prefix_trees`). They are used
+    where this costs less, and divided where they do not fit into a row. Otherwise each example is a tree of its own.
+    branch_tokens: the own tokens of each branch of `trees` are padded to a multiple of it.
     """
-    width = _row_width(lengths, microbatch_tokens, row_multiple, attention_tokens)
-    rows = _fill_rows(lengths, width)
-    most = _most_rows(width, microbatch_tokens, row_multiple)
-    return [rows[start : start + most] for start in range(0, len(rows), most)]
+    sized = microbatch_tokens, row_multiple, attention_tokens
+    best = _cheapest(Trees([(Branch(number, 0),) for number in range(len(lengths))], lengths), *sized)
+    if any(len(tree) > 1 for tree in trees):
+        best = min(best, _cheapest(Trees(trees, lengths, branch_tokens), *sized), key=lambda layout: layout.cost)
+    most = _most_rows(best.width, microbatch_tokens, row_multiple)
+    return [best.rows[start : start + most] for start in range(0, len(best.rows), most)]
 
 
 def _most_rows(width: int, microbatch_tokens: int, row_multiple: int) -> int:
@@ -66,38 +136,23 @@ def _most_rows(width: int, microbatch_tokens: int, row_multiple: int) -> int:
     return row_multiple * (1 << (fit.bit_length() - 1))
 
 
-def _row_width(lengths: Sequence[int], microbatch_tokens: int, row_multiple: int, attention_tokens: int) -> int:
-    """The width with the lowest estimated cost, among those that fit the longest example."""
-    width = bucket(max(lengths), SHORTEST_ROW)
+def _cheapest(trees: Trees, microbatch_tokens: int, row_multiple: int, attention_tokens: int) -> _Layout:
+    """The layout with the lowest estimated cost, among the widths that fit the longest example. Arguments: `layout`."""
+    longest = max(trees.own_tokens(Branch(number, 0)) for number in range(len(trees.lengths)))
+    width = bucket(longest, SHORTEST_ROW)
     widths = [width]
-    while (width := width * 2) <= microbatch_tokens and widths[-1] < sum(lengths):
+    while (width := width * 2) <= microbatch_tokens and widths[-1] < sum(trees.lengths):
         widths.append(width)
 
-    def cost(width: int) -> float:
-        most = _most_rows(width, microbatch_tokens, row_multiple)
-        full, rest = divmod(len(_fill_rows(lengths, width)), most)
-        rows = full * most + (padded_rows(rest, row_multiple) if rest else 0)
-        return rows * width * (1 + width / attention_tokens)
+    def of_width(width: int) -> _Layout:
+        rows = trees.divided(width).in_rows(width)
+        full, rest = divmod(len(rows), most := _most_rows(width, microbatch_tokens, row_multiple))
+        padded = full * most + (padded_rows(rest, row_multiple) if rest else 0)
+        return _Layout(padded * width * (1 + width / attention_tokens), width, rows)
 
-    return min(widths, key=cost)
+    return min(map(of_width, widths), key=lambda layout: layout.cost)
 
 
 def padded_rows(rows: int, row_multiple: int) -> int:
     """The number of rows of a micro-batch of `rows`, with padding."""
     return row_multiple * bucket(-(-rows // row_multiple))
-
-
-def _fill_rows(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Best fit, longest first: each example goes into the fullest row with enough space."""
-    rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[example]
-        best = bisect.bisect_left(rooms, (length, -1))
-        if best == len(rooms):
-            rooms.append((width, len(rows)))
-            rows.append([])
-        room, row = rooms.pop(best)
-        rows[row].append(example)
-        bisect.insort(rooms, (room - length, row))
-    return rows

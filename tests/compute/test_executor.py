@@ -59,11 +59,11 @@ def test_a_failed_backward_says_that_the_gradients_are_gone(qwen3, examples, for
     forward(executor, "a", examples((9,)), backward=True)
     calls: list[int] = []
 
-    def no_room(*args: Any) -> Any:
+    def no_room(*args: Any, **more: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("INTERNAL")
-        return train.to_devices(*args)
+        return train.to_devices(*args, **more)
 
     monkeypatch.setattr(forward_backward, "to_devices", no_room)
     with pytest.raises(ServerError, match=r"INTERNAL.* gradients that adapter 'a' had accumulated are cleared"):
@@ -146,7 +146,7 @@ def test_without_memory_nothing_new_is_made(qwen3, command, monkeypatch):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
 
-    def no_room(*args: Any) -> Any:
+    def no_room(*args: Any, **more: Any) -> Any:
         raise RuntimeError(NO_MEMORY)
 
     with monkeypatch.context() as patched:
@@ -291,7 +291,7 @@ def test_a_forward_that_fails_between_micro_batches_is_not_gone_on_with(
     first, *others = in_parts(Forward("a", examples(3 * LENGTHS), "cross_entropy"), executor.microbatch_tokens, 1)
     executor.execute(first)
 
-    def no_room(*args: Any) -> Any:
+    def no_room(*args: Any, **more: Any) -> Any:
         raise RuntimeError("INTERNAL")
 
     with monkeypatch.context() as patched:

@@ -14,7 +14,7 @@ from tests.compute.closeness import close
 from tinkerflow.backend.compute.kernels.flash import flash_attention
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
-from tinkerflow.backend.compute.training.attention import attend_segments
+from tinkerflow.backend.compute.training.attention import attend_trees
 
 B, H, G = 2, 4, 2
 
@@ -31,13 +31,13 @@ B, H, G = 2, 4, 2
     ],
 )
 def test_packed_rows_give_the_values_and_gradients_of_the_attention_of_cpus(target, T, d, window, sinks):
-    q, k, v, slope, segments = drawn(T, d)
+    q, k, v, slope, ends = drawn(T, d)
     mesh, sinks_H = make_mesh(1, 1), None if sinks is None else jnp.asarray(sinks)
     with compiling_for(target):
         kernel = flash_attention(mesh, T, window, interpret=True)
     assert kernel is not None
-    found, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, segments, sinks_H), q, k, v)
-    plain = partial(attend_segments(segments, mesh), window=window, sinks_H=sinks_H)
+    found, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, ends, sinks_H), q, k, v)
+    plain = partial(attend_trees(ends, mesh), window=window, sinks_H=sinks_H)
     expected, pull_plain = jax.vjp(plain, q, k, v)
     close(found, expected, ulps=64)
     for a, b in zip(pull(slope), pull_plain(slope), strict=True):
@@ -48,7 +48,7 @@ def test_packed_rows_give_the_values_and_gradients_of_the_attention_of_cpus(targ
     ("target", "T", "window", "sinks"), [(CUDA, 256, None, [1.0, 0.0, -2.0, 4.0]), (TPU, 128, 40, None)]
 )
 def test_less_memory_gives_the_same_bits(target, T, window, sinks):
-    q, k, v, slope, segments = drawn(T, 64)
+    q, k, v, slope, ends = drawn(T, 64)
     sinks_H = None if sinks is None else jnp.asarray(sinks)
 
     def found(*, save_memory: bool) -> Any:
@@ -58,7 +58,7 @@ def test_less_memory_gives_the_same_bits(target, T, window, sinks):
 
         @jax.jit
         def both(q: jax.Array, k: jax.Array, v: jax.Array, slope: jax.Array) -> tuple[jax.Array, ...]:
-            out, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, segments, sinks_H), q, k, v)
+            out, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, ends, sinks_H), q, k, v)
             return out, *pull(slope)
 
         return both(q, k, v, slope)
@@ -69,12 +69,12 @@ def test_less_memory_gives_the_same_bits(target, T, window, sinks):
 
 @pytest.mark.parametrize(("target", "forward", "backward"), [(CUDA, 1, 1), (TPU, 1, 2)])
 def test_the_backward_pass_does_not_attend_again_where_its_result_is_kept(target, forward, backward):
-    q, k, v, _, segments = drawn(128, 64)
+    q, k, v, _, ends = drawn(128, 64)
     with compiling_for(target):
         kernel = flash_attention(make_mesh(1, 1), 128)
         for kept, times in ((("attended", "log_totals"), 1), ((), 2)):
             policy = jax.checkpoint_policies.save_only_these_names(*kept)
-            layer = jax.checkpoint(lambda q, k, v: jnp.sum(kernel(q, k, v, segments)), policy=policy)
+            layer = jax.checkpoint(lambda q, k, v: jnp.sum(kernel(q, k, v, ends)), policy=policy)
             gradients = jax.make_jaxpr(jax.grad(layer, argnums=(0, 1, 2)))
             assert calls(gradients(q, k, v).jaxpr) == times * forward + backward
 
@@ -92,7 +92,9 @@ def test_short_rows_have_no_kernel_on_tpus_and_none_has_one_on_cpus():
 def drawn(T: int, d: int) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
     q, k, v, slope = (jnp.asarray(rng.normal(size=(B, T, heads, d)), jnp.float32) for heads in (H, G, G, H))
-    return q, k, v, slope, jnp.asarray(np.sort(rng.integers(0, 4, (B, T)), axis=1), jnp.int32)
+    examples = np.sort(rng.integers(0, 4, (B, T)), axis=1)
+    ends = np.stack([np.searchsorted(row, row, side="right") for row in examples])
+    return q, k, v, slope, jnp.asarray(ends, jnp.int32)
 
 
 def calls(jaxpr: Any) -> int:

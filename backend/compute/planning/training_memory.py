@@ -147,10 +147,11 @@ def _step(
         mixed = share((attended_width(cfg) + result_width(cfg, mixers=True)) // cfg.layers, config.tensor)
         layer += tokens * item * (3 * mixed + 5 * cfg.hidden)
     chunks = 0
-    if cfg.delta is not None:  # float32: the solutions of chunks, forward and backward, and the state before each chunk
+    if cfg.delta is not None:  # float32: the solutions of chunks, forward and backward, the state before each chunk
         heads, wide, chunk = state_heads(cfg.delta, config), cfg.delta.key_dim + cfg.delta.value_dim, chunk_tokens()
         state = cfg.delta.key_dim * cfg.delta.value_dim // chunk
-        chunks = 4 * tokens * heads * (6 * wide + 4 * chunk + 2 * state)
+        states = 3 if config.share_prefixes else 2  # and the kept state of `Branches`
+        chunks = 4 * tokens * heads * (6 * wide + 4 * chunk + states * state)
     layer += _scores(cfg, config, tokens)
     ends = 3 * tokens * (cfg.hidden + cfg.layers * (cfg.layer_input.width if cfg.layer_input else 0)) * item
     before = 0

@@ -1,4 +1,7 @@
-"""Attention of a packed training batch: causal, and only within a segment.
+"""Attention of a packed training batch: causal, and only within an example.
+
+Examples with equal beginnings share tokens, and lie in a row as a tree (`training.packing`). A token sees the tokens
+that are at or before its own place and whose subtrees have not ended.
 
 A block of queries is computed at a time, so that scores stay in the caches. For a backward pass one number is kept for
 each query, the logarithm of its softmax's denominator. The scores are computed again, as in FlashAttention (arXiv
@@ -32,14 +35,18 @@ _MOST_BLOCKS = 8
 _SCORE_BYTES = 12  # weights and their slopes, float32, and both again in the dtype of a product's inputs
 _UNSEEN = np.finfo(np.float32).min
 
-Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]
+Tree = tuple[jax.Array, jax.Array | None]  # ends_BT, and positions_BT if windows count positions and not columns
+Residuals = tuple[jax.Array, jax.Array, jax.Array, Tree, jax.Array, tuple[jax.Array, ...]]
 
 
-def attend_segments(segments_BT: jax.Array, mesh: Mesh, *, save_memory: bool = False) -> AttentionFn:
-    """The `AttentionFn` in which a token sees itself and earlier tokens of its own segment, by position in the row.
+def attend_trees(
+    ends_BT: jax.Array, mesh: Mesh, positions_BT: jax.Array | None = None, *, save_memory: bool = False
+) -> AttentionFn:
+    """The `AttentionFn` in which a token sees itself and the tokens before it in its examples.
 
-    mesh: rows and heads are split over it. save_memory: see `flash_attention`. Rows that no kernel of `flash` supports
-    are computed by this module, and so are all rows on CPUs.
+    ends_BT: see `MicroBatch`. mesh: rows and heads are split over it. positions_BT: of the tokens in their examples;
+    None = no kernel needs to know which tokens are shared (`needs_tree_program`). save_memory: see `flash_attention`.
+    Rows that no kernel of `flash` supports are computed by this module, and so are all rows on CPUs.
     """
 
     def attend(
@@ -51,10 +58,10 @@ def attend_segments(segments_BT: jax.Array, mesh: Mesh, *, save_memory: bool = F
         sinks_H: jax.Array | None = None,
     ) -> jax.Array:
         assert k_BTGd is not None and v_BTGd is not None
-        kernel = flash_attention(mesh, segments_BT.shape[1], window, head_dim=q_BTHd.shape[-1], save_memory=save_memory)
-        if kernel is not None:
-            return kernel(q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)
-        return _attend(window, q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)
+        kernel = flash_attention(mesh, ends_BT.shape[1], window, head_dim=q_BTHd.shape[-1], save_memory=save_memory)
+        if kernel is not None and positions_BT is None:
+            return kernel(q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H)
+        return _attend(window, q_BTHd, k_BTGd, v_BTGd, (ends_BT, positions_BT), sinks_H)
 
     return attend
 
@@ -65,11 +72,11 @@ def _attend(
     q_BTHd: jax.Array,
     k_BTGd: jax.Array,
     v_BTGd: jax.Array,
-    segments_BT: jax.Array,
+    tree: Tree,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
     """softmax(q k / sqrt(d)) v over the keys seen; softmax in float32, result in the dtype of v."""
-    return _forward(window, q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)[0]
+    return _forward(window, q_BTHd, k_BTGd, v_BTGd, tree, sinks_H)[0]
 
 
 def _forward(
@@ -77,15 +84,15 @@ def _forward(
     q_BTHd: jax.Array,
     k_BTGd: jax.Array,
     v_BTGd: jax.Array,
-    segments_BT: jax.Array,
+    tree: Tree,
     sinks_H: jax.Array | None,
 ) -> tuple[jax.Array, Residuals]:
     k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
     outputs, log_totals = [], []
     for start, end in _blocks(q_BTHd.shape[1]):
-        first = _first(window, start)
+        first = _first(window, start, tree)
         q_BGmd = _grouped(_scaled(q_BTHd[:, start:end]), k_BTGd.shape[2])
-        scores_BGmS = _scores(window, q_BGmd, k_BGSd[:, :, first:end], segments_BT, start, end)
+        scores_BGmS = _scores(window, q_BGmd, k_BGSd[:, :, first:end], tree, start, end)
         top = jnp.max(scores_BGmS, axis=-1, keepdims=True)
         weights = jnp.exp(scores_BGmS - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -95,25 +102,25 @@ def _forward(
         outputs.append(_ungrouped(o_BGmd.astype(v_BGSd.dtype), end - start))
         log_totals.append(checkpoint_name(top + jnp.log(total), "log_totals"))
     o_BTHd = checkpoint_name(jnp.concatenate(outputs, axis=1), "attended")
-    return o_BTHd, (q_BTHd, k_BTGd, v_BTGd, segments_BT, o_BTHd, tuple(log_totals))
+    return o_BTHd, (q_BTHd, k_BTGd, v_BTGd, tree, o_BTHd, tuple(log_totals))
 
 
 def _backward(
     window: int | None, kept: Residuals, d_o_BTHd: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    q_BTHd, k_BTGd, v_BTGd, segments_BT, o_BTHd, log_totals = kept
+    q_BTHd, k_BTGd, v_BTGd, tree, o_BTHd, log_totals = kept
     G = k_BTGd.shape[2]
     k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
     d_k, d_v = jnp.zeros(k_BGSd.shape, jnp.float32), jnp.zeros(v_BGSd.shape, jnp.float32)
     d_q = []
     for (start, end), log_total in zip(_blocks(q_BTHd.shape[1]), log_totals, strict=True):
-        here, first = slice(start, end), _first(window, start)
+        here, first = slice(start, end), _first(window, start, tree)
         k, v = k_BGSd[:, :, first:end], v_BGSd[:, :, first:end]
         q_BGmd, o_BGmd, d_o_BGmd = (
             _grouped(x, G) for x in (_scaled(q_BTHd[:, here]), o_BTHd[:, here], d_o_BTHd[:, here])
         )
         # Weights without that of the sink, which has no value and so does not change the slope.
-        weights = jnp.exp(_scores(window, q_BGmd, k, segments_BT, start, end) - log_total)
+        weights = jnp.exp(_scores(window, q_BGmd, k, tree, start, end) - log_total)
         # The slope of a softmax is its weights times (their gradients - the mean of the gradients). The mean is d_o .
         # o.
         mean = jnp.sum(d_o_BGmd.astype(jnp.float32) * o_BGmd, axis=-1, keepdims=True)
@@ -158,22 +165,24 @@ def score_bytes(T: int, window: int | None, heads: int) -> int:
     return heads * queries * keys * _SCORE_BYTES
 
 
-def _first(window: int | None, start: int) -> int:
-    """The first key that the query at `start` sees."""
-    return 0 if window is None else max(0, start - window + 1)
+def _first(window: int | None, start: int, tree: Tree) -> int:
+    """The first key that the query at `start` may see."""
+    return 0 if window is None or tree[1] is not None else max(0, start - window + 1)
 
 
-def _scores(
-    window: int | None, q_BGmd: jax.Array, k_BGSd: jax.Array, segments_BT: jax.Array, start: int, end: int
-) -> jax.Array:
+def _scores(window: int | None, q_BGmd: jax.Array, k_BGSd: jax.Array, tree: Tree, start: int, end: int) -> jax.Array:
     scores_BGmS = _product("bgmd,bgsd->bgms", q_BGmd, k_BGSd)
     B, G, m, S = scores_BGmS.shape
-    first = _first(window, start)
-    same = segments_BT[:, start:end, None] == segments_BT[:, None, first:end]
+    first = _first(window, start, tree)
+    ends_BT, positions_BT = tree
     queries, keys = jnp.arange(start, end)[:, None], jnp.arange(first, end)[None, :]
-    earlier = queries >= keys if window is None else (queries >= keys) & (queries - keys < window)
+    seen = (queries >= keys) & (queries < ends_BT[:, None, first:end])
+    if window is not None and positions_BT is not None:
+        seen &= positions_BT[:, start:end, None] - positions_BT[:, None, first:end] < window
+    elif window is not None:
+        seen &= queries - keys < window
     by_head = scores_BGmS.reshape(B, G, m // (end - start), end - start, S)
-    return jnp.where((same & earlier)[:, None, None], by_head, _UNSEEN).reshape(B, G, m, S)
+    return jnp.where(seen[:, None, None], by_head, _UNSEEN).reshape(B, G, m, S)
 
 
 def _product(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:

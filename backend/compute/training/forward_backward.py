@@ -45,8 +45,9 @@ class Training:
     """The parts of the executor that passes use.
 
     steps(spec): the jitted functions for adapters of that shape. microbatch_tokens: the most padded tokens of a
-    micro-batch. announce(what, adapter, batch): called before each micro-batch. read(reply): waits for the devices and
-    raises DevicesError if they fail. tower: None in models that take text.
+    micro-batch. branch_tokens: see `pack`. tree_programs: see `needs_tree_program`. announce(what, adapter, batch):
+    called before each micro-batch. read(reply): waits for the devices and raises DevicesError if they fail. tower: None
+    in models that take text.
     """
 
     params: Params
@@ -54,6 +55,8 @@ class Training:
     mesh: Mesh
     adapters: AdapterStore
     microbatch_tokens: int
+    branch_tokens: int
+    tree_programs: bool
     announce: Callable[[str, Adapter, MicroBatch], None]
     read: Callable[[ReadResult], ForwardResult]
     tower: VisionTower | None = None
@@ -87,7 +90,7 @@ class ForwardRun:
     def _sequence_loss(self) -> Iterator[DeferredReply]:
         """The logprobs by micro-batch, the losses by step, then with `backward` the gradients by micro-batch."""
         command, steps = self._command, loss_steps(self._command)
-        plain = command.copy_with(loss="cross_entropy", config={}, custom=None, loss_seconds=())
+        plain = command.copy_with(loss=LOSSES[command.loss].of_pass.name, config={}, custom=None, loss_seconds=())
         current = _Pass(self._training, plain.copy_with(backward=False))
         while not current.done:
             waiting = partial(_wait_for, current.step())
@@ -126,14 +129,14 @@ class _Pass:
         )  # zeros, which can be made again, or a copy: a failure must not lose gradients
         if command.backward and self._adapter.pending:
             self._grads = self._steps.copy(self._grads)
-        self._choice, loss = choose(command.loss, command.config), LOSSES[command.loss]
+        self._choice = choose(command.loss, command.config)
         self._batches = pack(
             command.examples,
             microbatch_tokens=training.microbatch_tokens,
             row_multiple=row_parts(training.mesh),
             attention_tokens=platform().attention_tokens,
-            inputs=[given.name for given in loss.inputs],
-            masks=loss.masks,
+            loss=LOSSES[command.loss],
+            branch_tokens=training.branch_tokens,
         )
         self._scored: list[Scored] = []
 
@@ -146,7 +149,7 @@ class _Pass:
         try:
             training.announce("forward_backward" if command.backward else "forward", self._adapter, batch)
             images = image_features(training.tower, command.examples, batch) if training.tower else None
-            arrays = to_devices(batch, self._choice, training.mesh, images)
+            arrays = to_devices(batch, self._choice, training.mesh, images, trees=training.tree_programs)
             if command.backward:
                 self._grads, scored = self._steps.backward(training.params, self._adapter.lora, self._grads, arrays)
             else:
@@ -216,6 +219,6 @@ def _gather(command: Forward, batches: list[MicroBatch], on_devices: list[Scored
     for batch, scored in zip(batches, results, strict=True):
         for place in batch.places:
             example = command.examples[place.example]
-            rows = scored.logprobs_BTK[place.row, place.start : place.start + place.length]
+            rows = scored.logprobs_BTK[place.row, place.columns]
             logprobs[place.example] = np.array(rows[:, 0] if example.flat else rows[:, : example.targets_TK.shape[1]])
     return ForwardResult(tuple(logprobs), float(sum(np.float64(scored.loss) for scored in results)))

@@ -16,17 +16,23 @@ def image_features(tower: VisionTower, examples: Sequence[Example], batch: Micro
 
     Waits for the devices.
     """
-    computed = [tower.encode(image) for place in batch.places for image in examples[place.example].images]
-    if not computed:
+    side = tower.vision.token_side
+    own = [
+        (place, image)
+        for place in batch.places
+        for image in examples[place.example].images
+        if image.start + image.tokens(side) > place.shared  # the example that placed shared tokens has their images
+    ]
+    if not own:
         return None
-    features, vectors = tower.no_images(*batch.tokens_BT.shape), iter(to_host(computed))
+    vectors = to_host([tower.encode(image) for _, image in own])
+    features = tower.no_images(*batch.tokens_BT.shape)
     features.positions_BT3[...] = batch.positions_BT[..., None]
     for place in batch.places:
         images = examples[place.example].images
-        own = slice(place.start, place.start + place.length)
-        features.positions_BT3[place.row, own] = image_positions(tower.vision, place.length, images)
-        for image in images:
-            start, tokens = place.start + image.start, image.tokens(tower.vision.token_side)
-            features.here_BT[place.row, start : start + tokens] = True
-            features.vectors_BTED[place.row, start : start + tokens] = next(vectors)[:tokens]
+        features.positions_BT3[place.row, place.columns] = image_positions(tower.vision, len(place.columns), images)
+    for (place, image), vectors_ED in zip(own, vectors, strict=True):
+        columns = place.columns[image.start : image.start + image.tokens(side)]
+        features.here_BT[place.row, columns] = True
+        features.vectors_BTED[place.row, columns] = vectors_ED[: len(columns)]
     return features

@@ -1,45 +1,67 @@
 """Examples as the arrays of micro-batches. Pure NumPy.
 
-Several short examples share a row. They differ by their segment number, and positions restart with each. The layout is
-that of `backend/spec/packing.py`. Letters: B rows, T tokens, K targets.
+Several short examples share a row, and examples with equal beginnings share the tokens of these beginnings
+(`prefix_trees`). A tree lies in its row depth first: every token comes behind all tokens before it in its example. A
+token sees the tokens at or before its own place whose subtrees are not yet complete. The layout is that of
+`backend/spec/packing.py`. Letters: B rows, T tokens, K targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tinkerflow.backend.spec.commands import Example, Float32, Int32
-from tinkerflow.backend.spec.losses import packed_inputs
-from tinkerflow.backend.spec.packing import ATTENTION_TOKENS, SHORTEST_ROW, bucket, layout, padded_rows
+from tinkerflow.backend.spec.losses import LOSSES, LossSpec, packed_inputs
+from tinkerflow.backend.spec.packing import (
+    ATTENTION_TOKENS,
+    SHORTEST_ROW,
+    Trees,
+    bucket,
+    layout,
+    padded_rows,
+)
+from tinkerflow.backend.spec.prefix_trees import Tree, prefix_trees
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an example: tokens [start, start + length) of `row`."""
+    """The place of an example: its tokens are the `columns` of `row`, int32 [T], ascending.
+
+    shared: how many of the first tokens an example before it has placed.
+    """
 
     example: int
     row: int
-    start: int
-    length: int
+    columns: Int32
+    shared: int = 0
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Arrays of one training call. segments_BT is 0 in padding.
+    """Arrays of one training call.
 
+    parents_BT: the column of the token before each token in its example; -1 = none.
+    ends_BT: the column where the subtree of each token ends. Where no tokens are shared, this is the end of the token's
+    example, so it also identifies the example in its row. T in padding.
     inputs_BTK: the inputs of losses per token, in the order of `packed_inputs`. Weights are 0 in padding and for unused
     targets.
     """
 
     tokens_BT: Int32
     positions_BT: Int32
-    segments_BT: Int32
+    parents_BT: Int32
+    ends_BT: Int32
     targets_BTK: Int32
     inputs_BTK: Mapping[str, Float32]
     places: tuple[Place, ...]
+
+    @property
+    def shares(self) -> bool:
+        """Whether examples share tokens."""
+        return any(place.shared for place in self.places)
 
 
 def pack(
@@ -48,56 +70,71 @@ def pack(
     microbatch_tokens: int,
     row_multiple: int = 1,
     attention_tokens: int = ATTENTION_TOKENS,
-    inputs: Collection[str] = (),
-    masks: Collection[str] = (),
+    loss: LossSpec = LOSSES["cross_entropy"],
+    branch_tokens: int = 0,
 ) -> list[MicroBatch]:
     """The examples as micro-batches of at most `microbatch_tokens` padded tokens, or of the fewest rows possible.
 
     The result is deterministic. Every example is placed exactly once, in one row. The number of rows is a multiple of
-    `row_multiple`, the size of the mesh axis that splits them. attention_tokens: see `layout`. inputs: the inputs of
-    the loss besides weights. masks: see `LossSpec.masks`. The inputs of a masked token become those of padding,
-    so a placeholder in them (a log probability of -9999, say) cannot reach a formula.
+    `row_multiple`, the size of the mesh axis that splits them. attention_tokens: see `layout`. loss: a loss per token.
+    The inputs of a masked token (`LossSpec.masks`) become those of padding, so a placeholder in them (a log probability
+    of -9999, say) cannot reach a formula. branch_tokens: shared beginnings are placed once, if that makes the
+    micro-batches cheaper. They are multiples of it, and so are the columns where branches begin. 0 = nothing is shared.
     """
     K = bucket(max(example.targets_TK.shape[1] for example in examples))
     lengths = [example.tokens_T.shape[0] for example in examples]
-    batches = layout(lengths, microbatch_tokens, row_multiple, attention_tokens)
-    return [_micro_batch(examples, batch, K, row_multiple, inputs, masks) for batch in batches]
+    trees = prefix_trees(examples, loss, branch_tokens) if branch_tokens else ()
+    batches = layout(lengths, microbatch_tokens, row_multiple, attention_tokens, trees, branch_tokens)
+    return [_micro_batch(examples, batch, K, row_multiple, loss, branch_tokens) for batch in batches]
 
 
 def _micro_batch(
-    examples: Sequence[Example],
-    rows: list[list[int]],
-    K: int,
-    row_multiple: int,
-    read: Collection[str],
-    masks: Collection[str],
+    examples: Sequence[Example], rows: list[list[Tree]], K: int, row_multiple: int, loss: LossSpec, branch_tokens: int
 ) -> MicroBatch:
+    lengths = [example.tokens_T.shape[0] for example in examples]
+    shares = any(branch.shared for trees in rows for tree in trees for branch in tree)
+    sizes = Trees((), lengths, branch_tokens if shares else 1)
     B = padded_rows(len(rows), row_multiple)
-    T = bucket(max(sum(examples[i].tokens_T.shape[0] for i in row) for row in rows), SHORTEST_ROW)
-    tokens, positions, segments = (np.zeros((B, T), np.int32) for _ in range(3))
-    targets = np.zeros((B, T, K), np.int32)
+    T = bucket(max(sum(sizes.own_tokens(branch) for tree in row for branch in tree) for row in rows), SHORTEST_ROW)
+    tokens, positions = (np.zeros((B, T), np.int32) for _ in range(2))
+    parents = np.full((B, T), -1, np.int32)
+    ends, targets = np.full((B, T), T, np.int32), np.zeros((B, T, K), np.int32)
     fills = packed_inputs()
     inputs = {name: np.full((B, T, K), fill, np.float32) for name, fill in fills.items()}
     places: list[Place] = []
-    for row, members in enumerate(rows):
-        start = 0
-        for segment, number in enumerate(members, 1):
-            example = examples[number]
-            length, k = example.targets_TK.shape
-            here = slice(start, start + length)
-            tokens[row, here] = example.tokens_T
-            positions[row, here] = np.arange(length)
-            segments[row, here] = segment
-            targets[row, here, :k] = example.targets_TK
-            inputs["weights"][row, here, :k] = example.weights_TK
-            for name in read:
-                if name != "weights" and name in inputs and name in example.inputs:  # a traced loss may name one so
-                    inputs[name][row, here, :k] = example.inputs[name]
-            places.append(Place(number, row, start, length))
-            start += length
-    masked = np.zeros((B, T, K), bool)
-    for name in masks:
-        masked |= inputs[name] == 0
-    for name in inputs if masked.any() else ():
-        inputs[name][masked] = fills[name]
-    return MicroBatch(tokens, positions, segments, targets, inputs, tuple(places))
+    for row, trees in enumerate(rows):
+        start = 0  # of the next token
+        for tree in trees:
+            path = np.empty(0, np.int32)
+            for branch in tree:
+                example, shared = examples[branch.example], branch.shared
+                length, k = example.targets_TK.shape
+                ends[row, path[shared:]] = start
+                own = slice(start, start + length - shared)
+                path = np.concatenate([path[:shared], np.arange(own.start, own.stop, dtype=np.int32)])
+                tokens[row, own], positions[row, own] = example.tokens_T[shared:], np.arange(shared, length)
+                parents[row, path[1:]] = path[:-1]
+                targets[row, own, :k] = example.targets_TK[shared:]
+                _add_loss({name: cells[row] for name, cells in inputs.items()}, path, example, loss)
+                places.append(Place(branch.example, row, path, shared))
+                start += sizes.own_tokens(branch)
+                ends[row, own.stop : start] = np.arange(own.stop, start) + 1  # nothing sees padding
+            ends[row, path] = start
+    return MicroBatch(tokens, positions, parents, ends, targets, inputs, tuple(places))
+
+
+def _add_loss(inputs: Mapping[str, Float32], path: Int32, example: Example, loss: LossSpec) -> None:
+    """Add the loss of an example to the inputs [T, K] of its row. Masked cells stay as they are.
+
+    A cell that several examples train has equal inputs in all of them, and the sum of their weights.
+    """
+    given = {**example.inputs, "weights": example.weights_TK}
+    trained_TK = np.ones(example.targets_TK.shape, bool)
+    for name in loss.masks:
+        trained_TK &= given[name] != 0
+    steps, targets = np.nonzero(trained_TK)
+    cells = path[steps], targets
+    inputs["weights"][cells] += example.weights_TK[steps, targets]
+    for name in loss.names:
+        if name != "weights" and name in inputs and name in example.inputs:  # a traced loss may name one so
+            inputs[name][cells] = example.inputs[name][steps, targets]

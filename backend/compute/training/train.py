@@ -24,8 +24,8 @@ from tinkerflow.backend.compute.models.layers.delta_rule import delta_rule_in_se
 from tinkerflow.backend.compute.models.layers.step import Mixers
 from tinkerflow.backend.compute.models.lora import Lora, apply_one, gathered
 from tinkerflow.backend.compute.models.transformer import ForwardInputs, ImageFeatures, Keep, Params, forward
-from tinkerflow.backend.compute.platforms import CUDA, platform
-from tinkerflow.backend.compute.training.attention import attend_segments
+from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
+from tinkerflow.backend.compute.training.attention import attend_trees
 from tinkerflow.backend.compute.training.budget import Budget, choose_keep, tokens_at_a_time
 from tinkerflow.backend.compute.training.full_parameters import add_head_gradient, in_compute_dtype
 from tinkerflow.backend.compute.training.logprobs import Scored, score, score_and_grads
@@ -43,14 +43,16 @@ _NO_ADAPTER = Lora(layers={}, unembed=None)
 class DeviceBatch:
     """A micro-batch on the devices, its rows split over ROWS, and its loss.
 
-    Each array costs a copy to the devices, so there is one for each dtype. ints_BTI int32: tokens, positions, segments,
-    then the K targets. floats_BTJK float32: the losses' inputs, in the order of `packed_inputs`.
+    Each array costs a copy to the devices, so there is one for each dtype. ints_BTI int32: tokens, positions, ends,
+    then the K targets. floats_BTJK float32: the losses' inputs, in the order of `packed_inputs`. parents_BT: see
+    `MicroBatch`; only where examples share tokens and need another program for that (`needs_tree_program`).
     """
 
     ints_BTI: Leaf
     floats_BTJK: Leaf
     choice: LossChoice
     images: ImageFeatures | None = None
+    parents_BT: Leaf | None = None
 
     @property
     def tokens(self) -> jax.Array:
@@ -59,12 +61,12 @@ class DeviceBatch:
 
     @property
     def positions(self) -> jax.Array:
-        """The positions, int32 [B, T], from 0 in each segment."""
+        """The positions, int32 [B, T], from 0 in each example."""
         return cast(jax.Array, self.ints_BTI)[..., 1]
 
     @property
-    def segments(self) -> jax.Array:
-        """The number in its row of each token's example, int32 [B, T], from 1. 0 = padding."""
+    def ends(self) -> jax.Array:
+        """The column where the subtree of each token ends, int32 [B, T]; see `MicroBatch`."""
         return cast(jax.Array, self.ints_BTI)[..., 2]
 
     @property
@@ -107,9 +109,12 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, ROWS))
 
     def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, keep: Keep, some: int = 0) -> jax.Array:
-        delta_rule = None if cfg.delta is None else delta_rule_in_segments(cfg.delta, batch.segments, mesh)
-        save_memory = keep is Keep.GROUPS
-        attend = attend_segments(batch.segments, mesh, save_memory=save_memory)
+        save_memory, delta_rule = keep is Keep.GROUPS, None
+        positions_BT = None if batch.parents_BT is None else batch.positions
+        if cfg.delta is not None:
+            parents_BT = cast("jax.Array | None", batch.parents_BT)
+            delta_rule = delta_rule_in_segments(cfg.delta, batch.ends, mesh, positions_BT, parents_BT)
+        attend = attend_trees(batch.ends, mesh, positions_BT, save_memory=save_memory)
         inputs = ForwardInputs(
             tokens_BT=batch.tokens,
             positions_BT=batch.positions,
@@ -188,18 +193,32 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
     )
 
 
-def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh, images: ImageFeatures | None = None) -> DeviceBatch:
-    """Copy a micro-batch to the devices, with its images. Rows are split over ROWS."""
-    single = (batch.tokens_BT, batch.positions_BT, batch.segments_BT)
+def needs_tree_program(cfg: ModelConfig) -> bool:
+    """Whether a batch with shared tokens needs a program of its own.
+
+    In the usual program, kernels only compare examples, windows count the columns of a row, and the states of linear
+    attention go from column to column.
+    """
+    windows = any(attention.window is not None for attention in cfg.attentions)
+    return windows or cfg.delta is not None or not on_cpu()
+
+
+def to_devices(
+    batch: MicroBatch, choice: LossChoice, mesh: Mesh, images: ImageFeatures | None = None, *, trees: bool = False
+) -> DeviceBatch:
+    """Copy a micro-batch to the devices, with its images. Rows are split over ROWS. trees: see `needs_tree_program`."""
+    single = (batch.tokens_BT, batch.positions_BT, batch.ends_BT)
     host = DeviceBatch(
         ints_BTI=np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1),
         floats_BTJK=np.stack([batch.inputs_BTK[name] for name in packed_inputs()], axis=2),
         choice=choice,
         images=images,
+        parents_BT=batch.parents_BT if trees and batch.shares else None,
     )
     rows = sharding(mesh, batch.tokens_BT.shape, ROWS)
     features = jax.tree.map(lambda _: rows, images)
-    return put(host, DeviceBatch(ints_BTI=rows, floats_BTJK=rows, choice=LossChoice(replicated(mesh)), images=features))
+    parents = None if host.parents_BT is None else rows
+    return put(host, DeviceBatch(rows, rows, LossChoice(replicated(mesh)), features, parents))
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:

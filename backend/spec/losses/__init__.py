@@ -88,6 +88,16 @@ class LossSpec:
         return {key: value.default for key, value in self.config.items()}
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its inputs."""
+        return tuple(one.name for one in self.inputs)
+
+    @property
+    def of_pass(self) -> LossSpec:
+        """The loss per token that a pass computes. That of a loss per sequence has its slopes as weights."""
+        return self if self.per_token is not None else LOSSES["cross_entropy"]
+
+    @property
     def read(self) -> frozenset[str]:
         """The inputs that every example has when the formula is called."""
         return frozenset({one.name for one in self.inputs if one.required} | ({"logprobs"} if self.recorded else set()))

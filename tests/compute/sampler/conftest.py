@@ -230,6 +230,6 @@ def training_logprobs() -> Callable[..., np.ndarray[Any, Any]]:
         arrays = to_devices(batch, choose("cross_entropy", {}), tiny.mesh)
         scored = steps.forward(tiny.params, jax.device_put(lora), arrays)
         (place,) = batch.places
-        return np.asarray(scored.logprobs_BTK)[place.row, place.start : place.start + size, 0]
+        return np.asarray(scored.logprobs_BTK)[place.row, place.columns, 0]
 
     return run

@@ -52,8 +52,7 @@ def outcome(loss: str, example: Example, logprobs_T: np.ndarray, **config: float
     if spec.per_token is None:
         judged = judge(command, [logprobs_T[:, None]])
         return judged.loss_sum, judged.surrogates[0].weights_TK, drift
-    names = [given.name for given in spec.inputs]
-    (batch,) = pack([example], microbatch_tokens=64, inputs=names, masks=spec.masks)
+    (batch,) = pack([example], microbatch_tokens=64, loss=spec)
     padded = np.zeros(batch.targets_BTK.shape, np.float32)
     padded[0, :T, 0] = logprobs_T
     return jax.device_get(of_tokens(choose(loss, config), padded, batch.inputs_BTK)), drift

@@ -9,6 +9,10 @@ changes are the solution of one triangular system. Only S goes from chunk to chu
 size, and so do the pieces of a prompt: another division of a prompt changes only the last bits. Examples in one row do
 not affect each other, because a chunk's decays and the convolution's terms are 0 between segments.
 
+Examples that share their beginnings lie in a row as a tree (`training.packing`). Each branch begins and ends with a
+chunk, so a chunk has tokens of one path. It enters with the state of the chunk before it, or with the saved state: the
+one from which a later chunk branches.
+
 Letters: B rows, T tokens, C channels of the convolution, W its taps, h key heads, r value heads of each key head.
 H = h * r value heads, k and v the dimensions of a key and a value head, n chunks, c and s tokens of a chunk.
 L layers, N states.
@@ -72,13 +76,37 @@ def empty_state(shape: GatedDeltaNet, rows: int, dtype: Any) -> DeltaState:
     return DeltaState(conv, jnp.zeros((rows, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32))
 
 
-def delta_rule_in_segments(shape: GatedDeltaNet, segments_BT: jax.Array, mesh: Mesh) -> DeltaRuleFn:
-    """The recurrence in training, over earlier tokens of the same segment. Rows are split over ROWS."""
+@flax.struct.dataclass
+class Branches:
+    """The paths of rows with shared tokens. positions_BT: of the tokens in their examples.
+
+    entries_Bn: the column of the token before each chunk in its example; -1 = none, and in padding.
+    """
+
+    positions_BT: jax.Array
+    entries_Bn: jax.Array
+
+
+def delta_rule_in_segments(
+    shape: GatedDeltaNet,
+    segments_BT: jax.Array,
+    mesh: Mesh,
+    positions_BT: jax.Array | None = None,
+    parents_BT: jax.Array | None = None,
+) -> DeltaRuleFn:
+    """The recurrence in training, over earlier tokens of the same segment. Rows are split over ROWS.
+
+    positions_BT, parents_BT: see `MicroBatch`; given for rows with shared tokens, whose segments are not used.
+    """
     rows = sharding(mesh, segments_BT.shape, ROWS).spec[0]
+    branches = None
+    if positions_BT is not None and parents_BT is not None:
+        branches = Branches(positions_BT, parents_BT[:, :: chunk_tokens()])
 
     def run(weights: DeltaRuleWeights, qkv_BTC: jax.Array, decay_BTH: jax.Array, beta_BTH: jax.Array) -> jax.Array:
         fresh = empty_state(shape, qkv_BTC.shape[0], qkv_BTC.dtype)
-        o_BTHv, _ = mix(shape, mesh, weights, fresh, qkv_BTC, decay_BTH, beta_BTH, rows=rows, segments_BT=segments_BT)
+        given = (shape, mesh, weights, fresh, qkv_BTC, decay_BTH, beta_BTH)
+        o_BTHv, _ = mix(*given, rows=rows, segments_BT=segments_BT, branches=branches)
         return checkpoint_name(o_BTHv, "attended")
 
     return run
@@ -96,6 +124,7 @@ def mix(
     rows: Any = None,
     segments_BT: jax.Array | None = None,
     valid_B: Array | None = None,
+    branches: Branches | None = None,
 ) -> tuple[jax.Array, DeltaState]:
     """The values that the tokens read, [B, T, H, v] in the dtype of qkv, and the state after these tokens.
 
@@ -103,10 +132,14 @@ def mix(
     [C, 1, W] in the dtype of qkv, A_log and dt_bias float32 [H]. state: before the first token; `Pooled` only for one
     token. qkv_BTC: queries, keys and values side by side, before the convolution. decay_BTH and beta_BTH: the results
     of `in_a` and `in_b`. rows: the mesh axes that rows are split over. segments_BT: the segment of each token; None =
-    all are of one. valid_B: the number of real tokens in each row, before the padding; None = all.
+    all are of one. valid_B: the number of real tokens in each row, before the padding; None = all. branches: of rows
+    with shared tokens, which replace the segments.
     """
     B, T, _ = qkv_BTC.shape
-    mixed_BTC, conv = _convolved(weights.conv[:, 0], state.conv, qkv_BTC, segments_BT, valid_B)
+    if branches is None:
+        mixed_BTC, conv = _convolved(weights.conv[:, 0], state.conv, qkv_BTC, segments_BT, valid_B)
+    else:
+        mixed_BTC, conv = _convolved_by_branch(weights.conv[:, 0], qkv_BTC, branches), state.conv
     queries = shape.key_heads * shape.key_dim
     q, k, v = jnp.split(mixed_BTC.astype(jnp.float32), (queries, 2 * queries), axis=-1)
     q_BThk, k_BThk = (_unit(x.reshape(B, T, shape.key_heads, shape.key_dim)) for x in (q, k))
@@ -132,7 +165,8 @@ def mix(
         out_specs=(tokens, held),
         check_vma=False,
     )
-    o_BTHv, S = local(state.S, q_BThk * shape.key_dim**-0.5, k_BThk, v_BTHv, g_BTH, beta_BTH, segments_BT)
+    entries = None if branches is None else branches.entries_Bn
+    o_BTHv, S = local(state.S, q_BThk * shape.key_dim**-0.5, k_BThk, v_BTHv, g_BTH, beta_BTH, (segments_BT, entries))
     return o_BTHv.astype(qkv_BTC.dtype), DeltaState(conv, S)
 
 
@@ -164,8 +198,24 @@ def _convolved(
     return jax.nn.silu(total).astype(x_BTC.dtype), after
 
 
+def _convolved_by_branch(conv_CW: jax.Array, x_BTC: jax.Array, branches: Branches) -> jax.Array:
+    """The first result of `_convolved` in rows with shared tokens: the first taps of a chunk lie before its entry."""
+    (B, T, C), c, past = x_BTC.shape, chunk_tokens(), conv_CW.shape[1] - 1
+    n = -(-T // c)
+    x_BncC = jnp.pad(x_BTC, ((0, 0), (0, n * c - T), (0, 0))).reshape(B, n, c, C)
+    # A product selects the inputs before each chunk. Its derivative adds in a fixed order, that of a gather may not.
+    chosen_Bnm = (branches.entries_Bn[..., None] // c == jnp.arange(n)).astype(x_BTC.dtype)
+    inputs = jnp.concatenate([jnp.einsum("bnm,bmpc->bnpc", chosen_Bnm, x_BncC[:, :, c - past :]), x_BncC], axis=2)
+    total = jnp.zeros((B, T, C), jnp.float32)
+    for tap in range(past + 1):
+        term = inputs[:, :, tap : tap + c].reshape(B, n * c, C)[:, :T].astype(jnp.float32)
+        known_BT = branches.positions_BT >= past - tap
+        total = total + jnp.where(known_BT[..., None], term * conv_CW[:, tap].astype(jnp.float32), 0)
+    return jax.nn.silu(total).astype(x_BTC.dtype)
+
+
 def _step(
-    S_BHkv: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, _: jax.Array
+    S_BHkv: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, _: Any
 ) -> tuple[jax.Array, jax.Array]:
     """One token: float32 throughout."""
     H, h = v.shape[2], k.shape[2]
@@ -178,7 +228,7 @@ def _step(
 
 
 def _step_in_pool(
-    pool: Pooled, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, _: jax.Array
+    pool: Pooled, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, _: Any
 ) -> tuple[jax.Array, Pooled]:
     """`_step` by a kernel."""
     q_BHk, k_BHk = (jnp.repeat(x[:, 0], v.shape[2] // k.shape[2], axis=1) for x in (q, k))
@@ -195,9 +245,9 @@ def _chunks(
     v_BTHv: jax.Array,
     g_BTH: jax.Array,
     beta_BTH: jax.Array,
-    segments_BT: jax.Array,
+    places: tuple[jax.Array, jax.Array | None],
 ) -> tuple[jax.Array, jax.Array]:
-    """All tokens, chunk by chunk, in float32."""
+    """All tokens, chunk by chunk, in float32. places: segments_BT, and `Branches.entries_Bn` in rows of trees."""
     B, T, h, k = k_BThk.shape
     (H, v), c = v_BTHv.shape[2:], chunk_tokens()
     r, n = H // h, -(-T // c)
@@ -211,15 +261,19 @@ def _chunks(
 
     q, k_, v_ = by_chunk(q_BThk, h), by_chunk(k_BThk, h), by_chunk(v_BTHv, h, r)
     g, beta = by_chunk(g_BTH, h, r), by_chunk(beta_BTH, h, r)
-    # Padding belongs to the last segment, so that the state passes through it.
-    segments = jnp.pad(segments_BT, ((0, 0), (0, fill)), mode="edge").reshape(B, n, c).swapaxes(0, 1)
-    before = jnp.concatenate([segments_BT[None, :, 0], segments[:-1, :, -1]])  # the segment that S comes from
-
+    segments_BT, entries_Bn = places
     earlier = jnp.tril(jnp.ones((c, c), bool))
-    seen = (earlier & (segments[..., :, None] == segments[..., None, :]))[:, :, None, None]
+    if entries_Bn is None:
+        # Padding belongs to the last segment, so that the state passes through it.
+        segments = jnp.pad(segments_BT, ((0, 0), (0, fill)), mode="edge").reshape(B, n, c).swapaxes(0, 1)
+        before = jnp.concatenate([segments_BT[None, :, 0], segments[:-1, :, -1]])  # the segment that S comes from
+        seen = (earlier & (segments[..., :, None] == segments[..., None, :]))[:, :, None, None]
+        entered = segments == before[..., None]
+    else:
+        seen, entered = earlier[None, None, None, None], (entries_Bn.T >= 0)[..., None]
     log = jnp.sum(jnp.where(seen, g[..., None, :], 0), axis=-1)  # since the segment, or the chunk, began
     decay = jnp.exp(jnp.where(seen, log[..., :, None] - log[..., None, :], -jnp.inf))  # [n, B, h, r, c, s]
-    kept = jnp.where((segments == before[..., None])[:, :, None, None], jnp.exp(log), 0)  # of S, by token
+    kept = jnp.where(entered[:, :, None, None], jnp.exp(log), 0)  # of S, by token
 
     alike = jnp.einsum("nbhck,nbhsk->nbhcs", k_, k_)[:, :, :, None]
     system = jnp.tril(alike * decay * beta[..., None], -1)
@@ -235,9 +289,23 @@ def _chunks(
         S = S * kept[..., -1, None, None] + jnp.einsum("bhsk,bhrs,bhrsv->bhrkv", k_, last, change)
         return S, o
 
+    def branching_chunk(
+        states: tuple[jax.Array, jax.Array], parts: tuple[tuple[jax.Array, ...], jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        (S, saved), (plain, branches_B, saves_B) = states, parts
+        S, o = chunk(jnp.where(branches_B[:, None, None, None, None], saved, S), plain)
+        return (S, jnp.where(saves_B[:, None, None, None, None], S, saved)), o
+
     S = S_BHkv.reshape(B, h, r, k, v)
     parts = (q, k_, solved, reads, decay[..., -1, :], kept)
-    S, o = jax.lax.scan(jax.checkpoint(chunk) if on_cpu() else chunk, S, parts)
+    by_chunk_kept: Callable[..., Any] = jax.checkpoint if on_cpu() else lambda body: body
+    if entries_Bn is None:
+        S, o = jax.lax.scan(by_chunk_kept(chunk), S, parts)
+    else:
+        branches_Bn = (entries_Bn >= 0) & (entries_Bn != c * jnp.arange(n) - 1)
+        saved_by_Bnm = branches_Bn[..., None] & (entries_Bn[..., None] == c * jnp.arange(1, n + 1) - 1)
+        turns = branches_Bn.T, saved_by_Bnm.any(axis=1).T
+        (S, _), o = jax.lax.scan(by_chunk_kept(branching_chunk), (S, jnp.zeros_like(S)), (parts, *turns))
     o_BTHv = jnp.moveaxis(o, (0, 4), (1, 2)).reshape(B, n * c, H, v)[:, :T]
     return o_BTHv, S.reshape(B, H, k, v)
 

@@ -1,0 +1,145 @@
+"""Examples with equal beginnings as trees, so that training computes each shared beginning once.
+
+The samples of one prompt, the turns of a conversation and the two answers of a preference begin with the same tokens.
+Sorted by their tokens, such examples follow each other, and each shares its first tokens with the example before it.
+
+A token is shared if the inputs of the model and the scored targets are equal. It is scored once, so all examples that
+train it need equal inputs of the loss; their weights are added. An example that does not train the token (its weight or
+advantage is 0) can share it with any other.
+
+The trees depend on the examples alone, so the pool and the workers find the same ones. Letters: T tokens, K targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkerflow.backend.spec.commands import Example, Float32
+from tinkerflow.backend.spec.losses import LossSpec
+
+LEAST_SHARED = 16  # tokens; fewer would save less than the padding of a row
+
+
+class Branch(NamedTuple):
+    """An example in a tree. shared: how many of its first tokens are those of the branch before it."""
+
+    example: int
+    shared: int
+
+
+Tree = tuple[Branch, ...]  # depth first; the first branch shares nothing
+
+
+def prefix_trees(examples: Sequence[Example], loss: LossSpec, branch_tokens: int = 1) -> list[Tree]:
+    """All examples as trees, in the order of the first example of each tree.
+
+    loss: a loss per token. branch_tokens: shared beginnings are multiples of it. If it is more than 1, a branch begins
+    with the state of its beginning, and only one state is kept at a time.
+    """
+    trees: list[list[Branch]] = []
+    before: _Path | None = None
+    for number in sorted(range(len(examples)), key=lambda number: _sort_key(examples[number])):
+        path = _Path.of(examples[number], loss)
+        shared = 0 if before is None else before.shared_with(path)
+        if before is None or shared < LEAST_SHARED:
+            shared = 0
+            trees.append([])
+        else:
+            path = before.merged(path, shared)
+        trees[-1].append(Branch(number, shared))
+        before = path
+    if branch_tokens > 1:
+        trees = [part for tree in trees for part in _with_one_state(tree, branch_tokens)]
+    return sorted((tuple(tree) for tree in trees), key=min)
+
+
+def _with_one_state(tree: Sequence[Branch], branch_tokens: int) -> Iterator[list[Branch]]:
+    """The tree as trees whose branches begin at multiples of `branch_tokens`, and at one kept state.
+
+    A later state, of the branch before, replaces the kept one. So no branch may share less than the branch before it.
+    """
+    shared = [branch.shared // branch_tokens * branch_tokens for branch in tree]
+    for number in reversed(range(1, len(tree) - 1)):
+        after = shared[number + 1]
+        if after < shared[number] < 2 * after:  # sharing less costs less than another tree
+            shared[number] = after
+    part = [tree[0]]
+    for number in range(1, len(tree)):
+        if shared[number] < max(LEAST_SHARED, part[-1].shared):
+            yield part
+            part = []
+        part.append(Branch(tree[number].example, shared[number] if part else 0))
+    yield part
+
+
+def _sort_key(example: Example) -> tuple[int, bytes]:
+    """Sorts examples by their tokens and targets, position by position."""
+    columns = np.concatenate([example.tokens_T[:, None], example.targets_TK], axis=1)
+    return columns.shape[1], columns.astype(">u4").tobytes()
+
+
+@dataclass(frozen=True)
+class _Path:
+    """An example, and the loss of its tokens in all branches that share them.
+
+    trained_TK: the cells with a loss. inputs_TK: by name, the inputs of the loss besides weights; NaN where the example
+    lacks an optional one.
+    """
+
+    example: Example
+    trained_TK: npt.NDArray[np.bool_]
+    inputs_TK: Mapping[str, Float32]
+
+    @classmethod
+    def of(cls, example: Example, loss: LossSpec) -> _Path:
+        """The path of an example alone."""
+        shape, given = example.targets_TK.shape, {**example.inputs, "weights": example.weights_TK}
+        trained_TK = np.ones(shape, bool)
+        for name in loss.masks:
+            trained_TK &= given[name] != 0
+        absent = np.full(shape, np.nan, np.float32)
+        return cls(example, trained_TK, {name: given.get(name, absent) for name in loss.names if name != "weights"})
+
+    def shared_with(self, other: _Path) -> int:
+        """How many first tokens `other` can share."""
+        mine, its = self.example, other.example
+        if mine.targets_TK.shape[1] != its.targets_TK.shape[1]:
+            return 0
+        most = min(len(mine.tokens_T), len(its.tokens_T))
+        differs_TK = mine.targets_TK[:most] != its.targets_TK[:most]
+        differs_TK |= (mine.tokens_T[:most] != its.tokens_T[:most])[:, None]
+        both_TK = self.trained_TK[:most] & other.trained_TK[:most]
+        for name, cells_TK in self.inputs_TK.items():
+            here_TK, there_TK = cells_TK[:most], other.inputs_TK[name][:most]
+            differs_TK |= both_TK & (here_TK != there_TK) & ~(np.isnan(here_TK) & np.isnan(there_TK))
+        differing = np.flatnonzero(differs_TK.any(axis=1))
+        return _with_equal_images(mine, its, int(differing[0]) if len(differing) else most)
+
+    def merged(self, other: _Path, shared: int) -> _Path:
+        """`other`, with the losses of the first `shared` tokens that it does not train itself."""
+        only_TK = self.trained_TK[:shared] & ~other.trained_TK[:shared]
+        if not only_TK.any():
+            return other
+        trained_TK = other.trained_TK.copy()
+        trained_TK[:shared] |= only_TK
+        inputs_TK = {name: cells_TK.copy() for name, cells_TK in other.inputs_TK.items()}
+        for name, cells_TK in inputs_TK.items():
+            cells_TK[:shared][only_TK] = self.inputs_TK[name][:shared][only_TK]
+        return _Path(other.example, trained_TK, inputs_TK)
+
+
+def _with_equal_images(one: Example, other: Example, most: int) -> int:
+    """How many of the first `most` tokens have equal images. Tokens of images are placeholders, which are equal."""
+    places = {image.start: image for image in one.images}, {image.start: image for image in other.images}
+    for start in sorted({*places[0], *places[1]}):
+        if start >= most:
+            break
+        mine, its = (images.get(start) for images in places)
+        if mine is None or its is None or not np.array_equal(mine.pixels_HWC, its.pixels_HWC):
+            return start
+    return most
