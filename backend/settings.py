@@ -107,7 +107,8 @@ class Settings(BaseSettings):
     most_drift: float = Field(
         default=0.1,
         ge=0,
-        description="nats of kl_sample_train:mean above which a forward_backward is logged as a warning; 0 = never",
+        description="nats of kl_sample_train:mean above which a forward_backward is logged as a warning with its worst "
+        "tokens, and Prefect gets the event tinkerflow.run.drift; 0 = never",
     )
     warm_up: bool = Field(
         default=True,

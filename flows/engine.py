@@ -140,7 +140,14 @@ async def _open_mirror(
     """The mirror that shows runs in Prefect. It emits an event that the engine has started."""
     pacing = Pacing(settings.tracked_runs_per_second, SystemClock())
     api_url = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
-    mirror = Mirror(connection, pacing, journal=journal, api_url=api_url, budget_tokens=settings.budget_tokens)
+    mirror = Mirror(
+        connection,
+        pacing,
+        journal=journal,
+        api_url=api_url,
+        budget_tokens=settings.budget_tokens,
+        most_drift=settings.most_drift,
+    )
     await mirror.reconcile()
     epoch = journal.leases.epoch or 0  # how many engines have held the lease of this journal
     event = "tinkerflow.engine.restarted" if epoch > 1 else "tinkerflow.engine.started"

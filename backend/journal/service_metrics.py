@@ -10,7 +10,15 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate
-from tinkerflow.backend.journal.tables import IS_PENDING, Model, ModelState, RecoverySnapshot, Request, UsageBucket
+from tinkerflow.backend.journal.tables import (
+    IS_PENDING,
+    Model,
+    ModelState,
+    RecoverySnapshot,
+    Request,
+    TrainingStep,
+    UsageBucket,
+)
 
 _USED = sa.select(
     col(UsageBucket.base_model), col(UsageBucket.kind), sa.cast(sa.func.sum(col(UsageBucket.quantity)), sa.BigInteger)
@@ -36,6 +44,18 @@ _LIVE = (
     .where(col(Model.state) == ModelState.LIVE)
     .group_by(col(Model.base_model))
 )
+_NEWEST_STEP = (
+    sa.select(sa.func.max(col(TrainingStep.seq_id)))
+    .where(col(TrainingStep.model_id) == col(Model.id))
+    .correlate(Model)
+    .scalar_subquery()
+)
+_DRIFT = (
+    sa.select(col(Model.base_model), sa.func.max(col(TrainingStep.kl) / col(TrainingStep.tokens)))
+    .join(TrainingStep, sa.and_(col(TrainingStep.model_id) == col(Model.id), col(TrainingStep.seq_id) == _NEWEST_STEP))
+    .where(col(Model.state) == ModelState.LIVE, col(TrainingStep.kl).is_not(None), col(TrainingStep.tokens) > 0)
+    .group_by(col(Model.base_model))
+)
 _FIRST = sa.func.min(col(Request.created_at))
 _WAITING = sa.union_all(
     *(
@@ -52,24 +72,26 @@ class ServiceFigures:
     used: by base model and UsageKind, since the beginning. live: models in training by base model. unsaved_since: by
     base model, the newest recovery snapshot of the model whose changes have waited longest for one; absent without such
     changes. waiting_since: of `samples` and of `training`, when the oldest request without an answer was submitted, or
-    None.
+    None. drift: by base model, the largest `kl_sample_train` of the newest steps of its models; absent if none has it.
     """
 
     used: Mapping[tuple[str, str], int]
     live: Mapping[str, int]
     unsaved_since: Mapping[str, datetime]
     waiting_since: Mapping[str, datetime | None]
+    drift: Mapping[str, float]
 
 
 class ServiceMetrics(Aggregate):
     """Numbers of the whole service."""
 
     def now(self) -> ServiceFigures:
-        """The numbers as they are. Four statements."""
+        """The numbers as they are. Five statements."""
         with self._read() as connection:
             return ServiceFigures(
                 {(base, kind): int(sum_) for base, kind, sum_ in connection.execute(_USED)},
                 {base: int(count) for base, count in connection.execute(_LIVE)},
                 {row[0]: row[1] for row in connection.execute(_OLDEST)},
                 {row[0]: row[1] for row in connection.execute(_WAITING)},
+                {base: float(kl) for base, kl in connection.execute(_DRIFT)},
             )

@@ -14,10 +14,27 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.floating]
 
 KL_MEAN, KL_MAX = "kl_sample_train:mean", "kl_sample_train:max"  # the SDK merges metrics by these endings
+WORST = 5  # tokens of a report
 _MOST = 20.0  # the largest difference of logprobs that is counted; its exp is 5e8
 
 
-def kl_sample_train(tokens: Iterable[tuple[Floats, Floats, npt.NDArray[np.bool_]]]) -> dict[str, float]:
+DriftTokens = tuple[Floats, Floats, npt.NDArray[np.bool_]]
+
+
+def worst_tokens(tokens: Iterable[DriftTokens]) -> list[str]:
+    """The WORST tokens whose logprobs differ most, as phrases. tokens: see `kl_sample_train`."""
+    found = []
+    for datum, (sampled, trained, counted) in enumerate(tokens):
+        apart = np.where(counted, np.abs(trained.astype(np.float64) - sampled), 0.0)
+        for place in np.argsort(-apart, axis=None)[:WORST]:
+            at = np.unravel_index(place, apart.shape)
+            if apart[at] > 0:
+                text = f"datum {datum}, token {at[0]}: sampled at {sampled[at]:.3g}, trained at {trained[at]:.3g}"
+                found.append((-float(apart[at]), text))
+    return [text for _, text in sorted(found)[:WORST]]
+
+
+def kl_sample_train(tokens: Iterable[DriftTokens]) -> dict[str, float]:
     """The mean and the largest KL(sampler || trainer) of a token, in nats, from logprobs of the drawn tokens.
 
     tokens: three arrays of equal shape for each example: the sampler's logprobs, the trainer's logprobs, and which

@@ -16,6 +16,7 @@ from tinkerflow.backend.wire.forward import drift_metrics as drift_metrics
 from tinkerflow.backend.wire.forward import encode_forward as encode_forward
 from tinkerflow.backend.wire.forward import forward_backward_header as forward_backward_header
 from tinkerflow.backend.wire.forward import read_forward as read_forward
+from tinkerflow.backend.wire.forward import sampled_tokens as sampled_tokens
 from tinkerflow.backend.wire.forward import training_tokens as training_tokens
 from tinkerflow.backend.wire.forward import with_files_to_train as with_files_to_train
 from tinkerflow.backend.wire.requests import CopyWeights as CopyWeights

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ from tinkerflow.backend.spec.commands import (
     Int32,
     StabilityInfo,
 )
-from tinkerflow.backend.spec.drift import kl_sample_train
+from tinkerflow.backend.spec.drift import DriftTokens, kl_sample_train
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import (
     MAX_DATA,
@@ -256,20 +256,18 @@ def decode_forward(
 
 
 def drift_metrics(command: Forward, result: ForwardResult) -> dict[str, float]:
-    """`kl_sample_train` of a loss whose data came with the sampler's logprobs; nothing for other losses.
-
-    Tokens count that have a weight and an advantage: prompts have none.
-    """
+    """`kl_sample_train` of a loss whose data came with the sampler's logprobs; nothing for other losses."""
     spec = loss_named(command.loss)
-    if spec.traced or "logprobs" not in spec.read:
-        return {}
+    measured = not spec.traced and "logprobs" in spec.read
+    return kl_sample_train(sampled_tokens(command, result)) if measured else {}
 
-    def read(example: Example, logprobs: Float32) -> tuple[Float32, Float32, npt.NDArray[np.bool_]]:
+
+def sampled_tokens(command: Forward, result: ForwardResult) -> Iterator[DriftTokens]:
+    """The tokens of each datum that came with the sampler's logprobs. Prompts have no weight or no advantage."""
+    for example, logprobs in zip(command.examples, result.logprobs, strict=True):
         inputs = example.inputs
         counted = (example.weights_TK != 0) & (inputs.get("advantages", example.weights_TK) != 0)
-        return inputs["logprobs"], logprobs.reshape(counted.shape), counted
-
-    return kl_sample_train(map(read, command.examples, result.logprobs))
+        yield inputs["logprobs"], logprobs.reshape(counted.shape), counted
 
 
 def encode_forward(result: ForwardResult) -> bytes:

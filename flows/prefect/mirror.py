@@ -52,16 +52,17 @@ class Mirror:
         journal: Journal | None = None,
         api_url: str = "",
         budget_tokens: int = 0,
+        most_drift: float = 0.0,
     ) -> None:
         """Nothing is shown yet.
 
         connection, pacing: to Prefect, and of task runs. journal: for the artifacts of training runs, and the states of
         runs that an earlier engine left; None: neither. api_url: of our console. budget_tokens: training tokens of a
-        run after which Prefect gets an event; 0: never.
+        run after which Prefect gets an event; 0: never. most_drift: see the setting.
         """
         self.connection = connection
         self._journal, self._api_url = journal, api_url
-        self.budget_tokens = budget_tokens
+        self.budget_tokens, self.most_drift = budget_tokens, most_drift
         self.pacing = pacing
 
     @property
@@ -191,7 +192,7 @@ class RunMirror:
         self._draw_next: asyncio.TimerHandle | None = None
         if adopted is not None or self._connection.reachable:
             self._begin_flow_run(adopted)
-        self._report = RunReport(SystemClock(), self.log, self._emit, trained, mirror.budget_tokens)
+        self._report = RunReport(SystemClock(), self.log, self._emit, trained, mirror.budget_tokens, mirror.most_drift)
         self._connection.on_reachable(self._on_reachable)
 
     @property

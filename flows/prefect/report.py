@@ -52,12 +52,12 @@ class Shown:
 class RunReport:
     """Reports the outcomes of one run's operations."""
 
-    def __init__(self, clock: Clock, say: Say, tell: Tell, trained: Trained, budget: int) -> None:
+    def __init__(self, clock: Clock, say: Say, tell: Tell, trained: Trained, budget: int, most_drift: float) -> None:
         """Report a run from its current step on.
 
         clock: paces the lines. say: adds a line of a level to the run's logs. tell: emits an event with a payload.
         trained: the tokens that the run was trained on before. budget: of tokens, after which an event is emitted; 0
-        for no budget.
+        for no budget. most_drift: see the setting; 0 for no limit.
         """
         self._clock, self._say, self._tell = clock, say, tell
         self._loss = self._weight = 0.0
@@ -67,6 +67,7 @@ class RunReport:
         self._said_at = -math.inf
         self._said_step = 0
         self._unsaid = ""
+        self._most_drift, self._drifts = most_drift, False
         self._finite = True  # whether the last loss was finite; several other losses in a row are one event
 
     def answered(self, outcome: Outcome) -> bool:
@@ -82,6 +83,7 @@ class RunReport:
                         self._say(f"the loss is {effect.loss}, not a finite number", logging.ERROR)
                         self._tell("tinkerflow.run.nan", loss=str(effect.loss))
                     self._finite = math.isfinite(effect.loss)
+                    self._measure_drift(effect.kl)
                 case ModelLive():  # a checkpoint has no gradients
                     self._loss = self._weight = 0.0
                     self._tokens = 0
@@ -107,6 +109,16 @@ class RunReport:
         if self._unsaid:
             self._say(self._unsaid, logging.INFO)
             self._unsaid = ""
+
+    def _measure_drift(self, kl: float | None) -> None:
+        """Report samples of another policy, once until one of the next is near enough. kl: None = not measured."""
+        if kl is None or not self._most_drift:
+            return
+        if kl > self._most_drift and not self._drifts:
+            cause = "the samples are of older weights or computed differently"
+            self._say(f"kl_sample_train is {kl:.3g}, above {self._most_drift:g}: {cause}", logging.WARNING)
+            self._tell("tinkerflow.run.drift", kl=kl, most=self._most_drift)
+        self._drifts = kl > self._most_drift
 
     def _spend(self, tokens: int) -> None:
         """Count the tokens of a step, and emit an event for the step that reaches the budget."""

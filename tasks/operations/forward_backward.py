@@ -8,8 +8,15 @@ from contextlib import AsyncExitStack
 from tinkerflow.backend.catalog.model_card import image_processor
 from tinkerflow.backend.journal import Effect, LossMeasured, Outcome, UsageKind, Used
 from tinkerflow.backend.spec.commands import Forward, ForwardResult
-from tinkerflow.backend.spec.drift import KL_MEAN
-from tinkerflow.backend.wire import decode_forward, drift_metrics, encode_forward, load_custom_loss, read_forward
+from tinkerflow.backend.spec.drift import KL_MEAN, worst_tokens
+from tinkerflow.backend.wire import (
+    decode_forward,
+    drift_metrics,
+    encode_forward,
+    load_custom_loss,
+    read_forward,
+    sampled_tokens,
+)
 from tinkerflow.tasks.execution.operation import INLINE_BYTES, Execution
 
 log = logging.getLogger(__name__)
@@ -63,11 +70,11 @@ async def execute(execution: Execution) -> Outcome:
 
     answer, drift = await context.decode(request.owner, sum(array.nbytes for array in result.logprobs), encode)
     if 0 < context.most_drift < drift.get(KL_MEAN, 0.0):
-        metrics = ", ".join(f"{name} {value:.3g}" for name, value in drift.items())
         log.warning(
-            "model %s trains on samples of another policy, of older weights or computed differently: %s",
+            "model %s trains on samples of another policy, of older weights or computed differently: %s; %s",
             execution.model_id,
-            metrics,
+            ", ".join(f"{name} {value:.3g}" for name, value in drift.items()),
+            "; ".join(worst_tokens(sampled_tokens(command, result))),
         )
     tokens = sum(len(example.tokens_T) for example in command.examples)
     effects: list[Effect] = [Used(request.session_id, card.name, UsageKind.TRAINING, tokens)]

@@ -28,7 +28,7 @@ def families() -> list[Family]:
     now, status = datetime.now(UTC), CompileStatus(**dict.fromkeys(CompileStatus.__struct_fields__, 1))
     base = BaseModelView("a/b", "", now, status, {"generation": 1, "memory": {"weights": 1}})
     used = {("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}
-    observed = ServiceFigures(used, {"a/b": 1}, {"a/b": now}, {"samples": None})
+    observed = ServiceFigures(used, {"a/b": 1}, {"a/b": now}, {"samples": None}, {"a/b": 0.0})
     parts = [ProcessView("engine", now, now)]
     page = metrics.page(Known([base], {"samples": 0, "models": 0}, observed, parts, now)).decode()
     found = []

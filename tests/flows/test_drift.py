@@ -61,6 +61,7 @@ async def test_drift_is_reported_and_logged(
             moved = await drift(-9.0)
             assert moved > 1
             assert f"model {model} trains on samples of another policy" in caplog.text
+            assert "; datum 0, token 0: sampled at -9, trained at -" in caplog.text
             caplog.clear()
             assert abs(await drift(moved - 9.0)) < 1e-5
             assert "another policy" not in caplog.text

@@ -37,6 +37,7 @@ class Told:
             lambda event, **payload: self.events.append((event, payload)),
             trained,
             budget,
+            most_drift=0.1,
         )
 
     def step(self, number: int, loss: float = 6.0, *, seconds: float = 0.0) -> None:
@@ -73,6 +74,17 @@ def test_a_loss_that_is_not_a_number_is_told_once_until_it_is_one_again() -> Non
     assert [text for level, text in told.lines if level == logging.ERROR] == [
         "the loss is nan, not a finite number",
         "the loss is inf, not a finite number",
+    ]
+
+
+def test_samples_of_another_policy_are_an_event_once_until_they_are_near_again() -> None:
+    told = Told()
+    for kl in (0.05, 0.2, 0.3, None, 0.01, 0.5):
+        told.answered(LossMeasured(RUN, 4, 3.0, 6.0, kl))
+    assert told.events == [("tinkerflow.run.drift", {"kl": kl, "most": 0.1}) for kl in (0.2, 0.5)]
+    assert [text for level, text in told.lines if level == logging.WARNING] == [
+        f"kl_sample_train is {kl}, above 0.1: the samples are of older weights or computed differently"
+        for kl in (0.2, 0.5)
     ]
 
 

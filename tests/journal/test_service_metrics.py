@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tinkerflow.backend.journal import SnapshotTaken, UsageKind, Used
+from tinkerflow.backend.journal import LossMeasured, SnapshotTaken, StepMeasured, UsageKind, Used
 
 
 def test_a_model_is_unsaved_from_its_first_change_until_a_snapshot_holds_all(scene, clock):
@@ -42,3 +42,20 @@ def test_what_waits_longest_is_known_by_kind_until_it_is_answered(scene, clock):
     (pending, *_) = scene.journal.requests.ready(model)
     scene.journal.results.finish([replace(pending.done(b"r", "proto"), replays=True)])
     assert scene.journal.metrics.now().waiting_since["training"] == clock.now()
+
+
+def test_the_drift_is_the_largest_of_the_newest_steps(scene):
+    def train(model, seq, kl):
+        scene.submit(model, seq)
+        (pending,) = scene.journal.requests.ready(model)
+        effects = LossMeasured(model, 4, 4.0, 1.0, kl), StepMeasured(model, seq, seq, 1.0, 1e-4)
+        scene.journal.results.finish([replace(pending.done(b"r", "proto", *effects), replays=True)])
+
+    one, other = scene.model(), scene.model()
+    train(one, 1, None)
+    assert scene.journal.metrics.now().drift == {}
+    train(one, 2, 0.5)
+    train(other, 1, 0.125)
+    assert scene.journal.metrics.now().drift == {"tiny": 0.5}
+    train(one, 3, 0.0625)
+    assert scene.journal.metrics.now().drift == {"tiny": 0.125}

@@ -10,7 +10,7 @@ from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker.types import ForwardBackwardOutput
 
 from tinkerflow.backend.spec.commands import Example, Forward, ForwardResult
-from tinkerflow.backend.spec.drift import KL_MAX, KL_MEAN, kl_sample_train
+from tinkerflow.backend.spec.drift import KL_MAX, KL_MEAN, WORST, kl_sample_train, worst_tokens
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.wire import drift_metrics
 
@@ -33,6 +33,17 @@ def test_the_tokens_that_count_are_those_with_weight_and_advantage() -> None:
     found = drift_metrics(command, result(-9, -1.5, -1.75, -9))
     each = [np.exp(d) - 1 - d for d in (-0.5, 0.25)]
     assert found == pytest.approx({KL_MEAN: np.mean(each), KL_MAX: max(each)})
+
+
+def test_the_worst_tokens_are_those_farthest_apart_that_count() -> None:
+    near = (np.full((9, 1), -1.0), np.full((9, 1), -1.001), np.ones((9, 1), np.bool_))
+    far = (np.float32([[-1], [-2]]), np.float32([[-5], [-2.5]]), np.bool_([[False], [True]]))
+    found = worst_tokens([near, far])
+    assert len(found) == WORST
+    assert found[:2] == [
+        "datum 1, token 1: sampled at -2, trained at -2.5",
+        "datum 0, token 0: sampled at -1, trained at -1",
+    ]
 
 
 def test_every_loss_with_the_samplers_logprobs_reports_it_and_no_other() -> None:
