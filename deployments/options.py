@@ -1,18 +1,25 @@
-"""Parts of commands: options that are settings, errors of options, times, tables, and the console."""
+"""Parts of commands: options that are settings, errors of options, times, tables, and the console.
+
+The help of every command imports this module, so it imports pydantic and rich only where they are used.
+"""
 
 from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from pydantic import BaseModel, ValidationError
-from rich.console import Console
-from rich.table import Table
 
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.setting_help import describe
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+    from rich.console import Console
+    from rich.table import Table
+
+    from tinkerflow.backend.settings import Settings
 
 
 def setting(name: str, remark: str = "", *, default: str = "") -> Any:
@@ -21,10 +28,10 @@ def setting(name: str, remark: str = "", *, default: str = "") -> Any:
     remark: text in addition to the setting's description. default: the default that the help shows, for a command whose
     default is not the setting's.
     """
-    field = Settings.model_fields[name]
-    default = default or ("" if field.default in ("", ()) else str(field.default))
+    description, usual = describe(name)
+    default = default or ("" if usual in ("", ()) else str(usual))
     shown = f" (default: {default})" if default else ""
-    return typer.Option(help="; ".join(filter(None, (field.description, remark))) + shown)
+    return typer.Option(help="; ".join(filter(None, (description, remark))) + shown)
 
 
 DataDir = Annotated[Path | None, setting("data_dir")]
@@ -32,6 +39,8 @@ DataDir = Annotated[Path | None, setting("data_dir")]
 
 def settings_with(**given: Any) -> Settings:
     """Settings from the environment, with those options on top that were given, which are not None."""
+    from tinkerflow.backend.settings import Settings
+
     return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -42,6 +51,8 @@ def minute(moment: datetime | None) -> str:
 
 def plain_console(**options: Any) -> Console:
     """A console that prints texts as they are: the `:train:` of a model's id is no emoji, and `[gpu]` no style."""
+    from rich.console import Console
+
     return Console(emoji=False, markup=False, **options)
 
 
@@ -78,6 +89,8 @@ def _explain(wrong: Any, model: type[BaseModel] | None) -> str:
 
 def _fields(model: type[BaseModel] | None, path: list[Any]) -> list[str]:
     """The names of the fields of a model, below a path of field names."""
+    from pydantic import BaseModel
+
     for name in path:
         field = None if model is None else model.model_fields.get(str(name))
         kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 ABOUT = "Self-hosted fine-tuning with the tinker SDK: JAX workers on your machines, shown in Prefect."
 # Group -> command -> its module in `commands`, and a summary. Tests compare it with the commands of these modules.
 OVERVIEW = {
@@ -33,6 +35,8 @@ OVERVIEW = {
     },
 }
 MODULES = {name: module for commands in OVERVIEW.values() for name, (module, _) in commands.items()}
+# Every pipeline has an example of its name.
+PIPELINES = sorted(path.stem for path in Path(__file__).with_name("examples").glob("*.yaml"))
 
 
 def overview() -> str:

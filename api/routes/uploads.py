@@ -20,10 +20,10 @@ from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes, takes_bytes
 from tinkerflow.api.schemas import Wire
 from tinkerflow.api.submit import base_model_card
-from tinkerflow.backend.catalog.peft_import import NAME, import_adapter, import_path, largest_size, save_import
+from tinkerflow.backend.catalog.peft_import import import_adapter, import_path, largest_size, save_import
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.core.errors import BodyTooLargeError, ConflictError, UserError
-from tinkerflow.backend.core.ids import new_id
+from tinkerflow.backend.core.ids import IMPORTED, new_id
 from tinkerflow.backend.journal import CheckpointSaved, NewUpload, UploadView
 from tinkerflow.backend.journal.uploads import anew
 from tinkerflow.backend.spec.commands import LoraSpec
@@ -164,7 +164,7 @@ def _finish(call: Call, upload_id: str) -> str:
     try:
         saved = save()
     except ConflictError:  # a finish that was cut off, or is slower, has saved files that were replaced since
-        saved = save(name=f"{NAME}-{hashlib.sha256(sent.encode()).hexdigest()[:8]}")
+        saved = save(name=f"{IMPORTED}-{hashlib.sha256(sent.encode()).hexdigest()[:8]}")
     try:
         path = journal.uploads.finish(upload, CheckpointSaved.of(saved))
     except ConflictError:

@@ -17,13 +17,12 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import family_of, projections
 from tinkerflow.backend.compute.models.peft_names import matrix_rank, modules, pair_names, targets
 from tinkerflow.backend.core.errors import StoreError
-from tinkerflow.backend.core.ids import CheckpointKind, model_id
+from tinkerflow.backend.core.ids import IMPORTED, CheckpointKind, model_id
 from tinkerflow.backend.spec.commands import LORA_ALPHA, AdapterState, LoraSpec
 from tinkerflow.backend.spec.ranks import peft_factor
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Saved, Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, Floats, decode_any
 
-NAME = "imported"  # of the checkpoint in its run
 _HEADER_BYTES = 512  # of a tensor: its name, dtype, shape and place
 _SWITCHES = ("train_attn", "train_mlp", "train_unembed")  # of a LoraSpec
 
@@ -71,7 +70,7 @@ def save_import(
     *,
     base_model: str,
     owner: str,
-    name: str = NAME,
+    name: str = IMPORTED,
     request_id: str = "",
 ) -> Saved:
     """Commit an imported adapter as a training checkpoint of its own run. Repeating a request returns its checkpoint.
@@ -85,7 +84,7 @@ def save_import(
     return store.save(path.run_id, path.kind, path.name, state, meta)
 
 
-def import_path(session_id: str, name: str = NAME) -> CheckpointPath:
+def import_path(session_id: str, name: str = IMPORTED) -> CheckpointPath:
     """The path of an imported checkpoint."""
     return CheckpointPath(model_id(session_id, 0), CheckpointKind.WEIGHTS, name)
 

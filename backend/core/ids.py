@@ -9,6 +9,7 @@ from pathlib import Path
 
 KEY_PREFIX = "tml-"  # of every API key
 LOCAL_OWNER = "local"  # the project of callers on a server that only its own machine reaches, and that has no keys
+IMPORTED = "imported"  # the name of an imported checkpoint in its run
 _ALPHABET = "0123456789abcdefghijklmnopqrstuv"
 NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', not starting with '.'"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")

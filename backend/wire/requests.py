@@ -20,11 +20,10 @@ from tinkerflow.backend.core.encryption import check_recipients
 from tinkerflow.backend.core.errors import UserError, broken, shown
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.backend.spec.commands import LoraSpec, Optimizer, OptimResult, Priority
-from tinkerflow.backend.spec.limits import ALL_PARTS, MAX_RANK, MAX_SEQ
+from tinkerflow.backend.spec.limits import ALL_PARTS, MAX_RANK, MAX_SEQ, MAX_TTL, MIN_TTL
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams
 from tinkerflow.backend.wire.validation import CheckpointName, Metadata, OptionalText, Text, Texts, WireModel, parse
 
-MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years
 MAX_SAMPLES = 1024  # sequences of one request
 MAX_LISTED = 128  # tokens of one list at a position: top-k, given tokens, alternatives
 MAX_SAMPLE_SEQ = 2**63 - 1  # copies of a sampling client count from their number times a billion

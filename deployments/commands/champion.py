@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from tinkerflow.backend.catalog.champions import champion_history, champion_key, champion_names, newest_champion
-from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import ConflictError, NotFoundError
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.backend.store.blobs import Blobs, open_blobs
 from tinkerflow.deployments.options import DataDir, print_wide, settings_with
-from tinkerflow.tasks.pipelines.work import create_json
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.store.blobs import Blobs
 
 app = typer.Typer(help="List the best weights of pipelines, and roll one back.", no_args_is_help=True)
 
@@ -23,14 +22,16 @@ Name = Annotated[str, typer.Argument(help="name of the champion, as `champion li
 @app.command("list")
 def list_champions(data_dir: DataDir = None) -> None:
     """List the newest champion of each name. `champion/NAME` is a model for OpenAI's and Anthropic's clients."""
-    work = open_blobs(settings_with(data_dir=data_dir).pipelines_url)
+    from tinkerflow.backend.catalog.champions import champion_names, newest_champion
+
+    work = _work(data_dir)
     _print([(name, entry) for name in champion_names(work) if (entry := newest_champion(work, name))])
 
 
 @app.command()
 def show(name: Name, data_dir: DataDir = None) -> None:
     """List all champions of a name, oldest first."""
-    _print([(name, entry) for entry in _history(open_blobs(settings_with(data_dir=data_dir).pipelines_url), name)])
+    _print([(name, entry) for entry in _history(_work(data_dir), name)])
 
 
 @app.command()
@@ -42,7 +43,11 @@ def rollback(
     data_dir: DataDir = None,
 ) -> None:
     """Promote an earlier champion again, as a new entry: the history stays."""
-    work = open_blobs(settings_with(data_dir=data_dir).pipelines_url)
+    from tinkerflow.backend.catalog.champions import champion_key
+    from tinkerflow.backend.core.clock import SystemClock
+    from tinkerflow.tasks.pipelines.work import create_json
+
+    work = _work(data_dir)
     history = _history(work, name)
     number = to if to is not None else history[-1]["number"] - 1
     entry = next((entry for entry in history if entry["number"] == number), None)
@@ -56,13 +61,23 @@ def rollback(
     print(f"champion/{name} is number {after['number']} now: {after['weights']}")
 
 
+def _work(data_dir: Path | None) -> Blobs:
+    from tinkerflow.backend.store.blobs import open_blobs
+
+    return open_blobs(settings_with(data_dir=data_dir).pipelines_url)
+
+
 def _history(work: Blobs, name: str) -> list[dict[str, Any]]:
+    from tinkerflow.backend.catalog.champions import champion_history, champion_names
+
     if not (history := champion_history(work, name)):
         raise NotFoundError(f"champion {name!r}: there is none{did_you_mean(name, champion_names(work))}")
     return history
 
 
 def _print(entries: list[tuple[str, dict[str, Any]]]) -> None:
+    from rich.table import Table
+
     table = Table("name", "number", "weights", "run", "loss", "exact match", "promoted")
     for name, entry in entries:
         scores = entry["scores"]

@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from tinkerflow.backend.catalog.merging import merge as merge_model
-from tinkerflow.backend.catalog.model_source import find_model
-from tinkerflow.backend.catalog.peft_import import NAME, import_adapter, save_import
-from tinkerflow.backend.compute.models.families import load_config
-from tinkerflow.backend.core.clock import SystemClock, add_seconds
 from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
-from tinkerflow.backend.core.ids import LOCAL_OWNER, new_id
-from tinkerflow.backend.journal import CheckpointSaved, command_line_actor
-from tinkerflow.backend.settings import Settings
-from tinkerflow.backend.store import Store
-from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
-from tinkerflow.backend.store.upkeep import Snapshot
-from tinkerflow.backend.wire.requests import MAX_TTL
+from tinkerflow.backend.core.ids import IMPORTED, LOCAL_OWNER, new_id
+from tinkerflow.backend.spec.limits import MAX_TTL
 from tinkerflow.deployments.options import DataDir, database_of, minute, print_wide, setting, settings_with
-from tinkerflow.deployments.parts import open_journal, resolve_base_model
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.settings import Settings
+    from tinkerflow.backend.store.upkeep import Snapshot
 
 app = typer.Typer(help="Manage stored checkpoints, and let others load or copy one.", no_args_is_help=True)
 
@@ -35,6 +27,10 @@ Run = Annotated[str | None, typer.Option("--run", help="only checkpoints of this
 @app.command("list")
 def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir = None) -> None:
     """List all checkpoints in the store, including those that are missing in the database."""
+    from rich.table import Table
+
+    from tinkerflow.backend.store import Store
+
     table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
     url = settings_with(data_dir=data_dir, store=store).store_url
     for saved in Store.open(url).checkpoints(run):
@@ -64,6 +60,8 @@ def verify(
     data_dir: DataDir = None,
 ) -> None:
     """Read every byte of checkpoints and compare sizes and checksums; exit status 1 when a checkpoint is damaged."""
+    from tinkerflow.backend.store import Store
+
     settings = settings_with(data_dir=data_dir, store=store)
     opened = Store.open(settings.store_url)
     found = whole = 0
@@ -93,6 +91,9 @@ def gc(
     Interrupted saves and deletions leave such files. The journal says whether a model is live: run this where the
     journal database of this store is. Without a journal, recovery snapshots are not touched.
     """
+    from tinkerflow.backend.core.clock import SystemClock, add_seconds
+    from tinkerflow.backend.store import Store
+
     settings = settings_with(data_dir=data_dir, store=store)
     opened, before = Store.open(settings.store_url), add_seconds(SystemClock().now(), -3600 * older_than)
     removed = dropped = 0
@@ -115,6 +116,8 @@ def _missing(path: str, settings: Settings) -> NotFoundError:
 
 
 def _strays(settings: Settings, found: Sequence[Snapshot]) -> list[tuple[Snapshot, str]]:
+    from tinkerflow.deployments.parts import open_journal
+
     if not found or not settings.has_journal:
         return []
     with open_journal(settings) as journal:
@@ -129,6 +132,8 @@ def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
     The store does not hold keys, tokens for checkpoints, names and labels of sessions, usage and the audit log.
     """
     from tinkerflow.backend.catalog.checkpoint_index import rebuild
+    from tinkerflow.backend.store import Store
+    from tinkerflow.deployments.parts import open_journal
 
     settings = settings_with(data_dir=data_dir, store=store)
     with open_journal(settings) as journal:
@@ -149,7 +154,7 @@ def import_folder(
         str, typer.Option(help="folder, hub id or gs:// URL under which the service knows the model")
     ],
     project: Annotated[str, typer.Option(help="project that the checkpoint belongs to")] = LOCAL_OWNER,
-    name: Annotated[str, typer.Option(help="name of the checkpoint")] = NAME,
+    name: Annotated[str, typer.Option(help="name of the checkpoint")] = IMPORTED,
     store: StoreUrl = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -158,6 +163,14 @@ def import_folder(
     It is refused, with the reason, if tensors are missing or unknown, or if it uses DoRA, rsLoRA, biases,
     modules_to_save, or another feature that changes what an adapter computes.
     """
+    from tinkerflow.backend.catalog.model_source import find_model
+    from tinkerflow.backend.catalog.peft_import import import_adapter, save_import
+    from tinkerflow.backend.compute.models.families import load_config
+    from tinkerflow.backend.journal import CheckpointSaved
+    from tinkerflow.backend.store import Store
+    from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
+    from tinkerflow.deployments.parts import open_journal
+
     settings = settings_with(data_dir=data_dir, store=store)
     cfg = load_config(find_model(base_model), name=base_model)
     state = import_adapter(cfg, _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER))
@@ -189,6 +202,11 @@ def merge(
 
     One tensor is in memory at a time. Quantised matrices that the adapter changes are written in bfloat16.
     """
+    from tinkerflow.backend.catalog.merging import merge as merge_model
+    from tinkerflow.backend.catalog.model_source import find_model
+    from tinkerflow.backend.store import Store
+    from tinkerflow.deployments.parts import resolve_base_model
+
     settings = settings_with(data_dir=data_dir, store=store)
     opened = Store.open(settings.store_url)
     if not opened.exists(path):
@@ -207,6 +225,9 @@ def share(
     data_dir: DataDir = None,
 ) -> None:
     """Make a weights_access_token for a checkpoint as it is now; the token is shown once."""
+    from tinkerflow.backend.journal import command_line_actor
+    from tinkerflow.deployments.parts import open_journal
+
     settings = settings_with(data_dir=data_dir)
     with open_journal(settings) as journal, _named_database(settings):
         made, token = journal.shares.create(path, None, ttl, actor=command_line_actor())
@@ -229,6 +250,10 @@ def shares(
     data_dir: DataDir = None,
 ) -> None:
     """List the tokens that were made: their ids and checkpoints, not the tokens themselves."""
+    from rich.table import Table
+
+    from tinkerflow.deployments.parts import open_journal
+
     table = Table("id", "checkpoint", "made", "expires", "revoked")
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         found = journal.shares.all(path)
@@ -243,5 +268,8 @@ def unshare(
     share_id: Annotated[str, typer.Argument(help="the id that `checkpoint shares` shows")], data_dir: DataDir = None
 ) -> None:
     """Revoke a token."""
+    from tinkerflow.backend.journal import command_line_actor
+    from tinkerflow.deployments.parts import open_journal
+
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         print(f"revoked the token for {journal.shares.revoke(share_id, actor=command_line_actor()).path}")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from tinkerflow.deployments.options import DataDir, plain_console, settings_with
-from tinkerflow.tasks.pipelines.parameters import PARAMETERS
+from tinkerflow.deployments.overview import PIPELINES
 
 app = typer.Typer(help="Check data before training, without a server.", no_args_is_help=True)
 app.callback()(lambda: None)
@@ -18,7 +18,7 @@ app.callback()(lambda: None)
 def check(
     url: Annotated[str | None, typer.Argument(help="file, folder or URL; or give --config")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of a pipeline, whose data sets are checked")] = None,
-    pipeline: Annotated[str, typer.Option(help=f"pipeline to check for: {', '.join(PARAMETERS)}")] = "",
+    pipeline: Annotated[str, typer.Option(help=f"pipeline to check for: {', '.join(PIPELINES)}")] = "",
     base_model: Annotated[
         str, typer.Option(help="model whose tokenizer and chat template are used (default: the first one served)")
     ] = "",

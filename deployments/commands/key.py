@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.ids import LOCAL_OWNER
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.backend.journal import command_line_actor
-from tinkerflow.backend.journal.keys import KeyView
 from tinkerflow.deployments.options import DataDir, minute, print_wide, settings_with
-from tinkerflow.deployments.parts import open_journal
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.journal.keys import KeyView
 
 app = typer.Typer(
     help="Create, list and revoke API keys. While there are none, a server on loopback accepts every tml- key.",
@@ -33,6 +32,9 @@ def create_key(
     data_dir: DataDir = None,
 ) -> None:
     """Create an API key; its secret is shown once. The first key's project takes over earlier work without a key."""
+    from tinkerflow.backend.journal import command_line_actor
+    from tinkerflow.deployments.parts import open_journal
+
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         first = not journal.keys.has_any()
         adopted = journal.models.runs(LOCAL_OWNER, limit=1, offset=0).total if first and project != LOCAL_OWNER else 0
@@ -48,6 +50,10 @@ def list_keys(
     project: Annotated[str | None, typer.Option(help="only the keys of this project")] = None, data_dir: DataDir = None
 ) -> None:
     """List the API keys, without their secrets."""
+    from rich.table import Table
+
+    from tinkerflow.deployments.parts import open_journal
+
     table = Table("id", "name", "project", "admin", "starts with", "last used", "revoked")
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         keys = journal.keys.all()
@@ -62,6 +68,9 @@ def revoke_key(
     key: Annotated[str, typer.Argument(help="the key's id or name, as `key list` shows them")], data_dir: DataDir = None
 ) -> None:
     """Revoke an API key."""
+    from tinkerflow.backend.journal import command_line_actor
+    from tinkerflow.deployments.parts import open_journal
+
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         key_id = _id_of(key, journal.keys.all())
         print(f"revoked {journal.keys.revoke(key_id, actor=command_line_actor()).name}")

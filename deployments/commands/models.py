@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from tinkerflow.deployments.options import DataDir, setting, settings_with
-from tinkerflow.deployments.parts import with_base_models
 
 app = typer.Typer(help="Make or download base models.", no_args_is_help=True)
 
@@ -33,6 +32,7 @@ def fetch_models(
     Without --base-model they are those of TINKERFLOW_BASE_MODELS, as `tinkerflow up` takes them.
     """
     from tinkerflow.backend.catalog.model_source import HUB_FILES, TEXT_FILES, find_model
+    from tinkerflow.deployments.parts import with_base_models
 
     settings = settings_with(base_models=tuple(base_model) if base_model else None, data_dir=data_dir)
     for name in with_base_models(settings).base_models:

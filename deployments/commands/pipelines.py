@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tinkerflow.deployments.options import DataDir, plain_console, setting, settings_with
-from tinkerflow.tasks.pipelines.parameters import PARAMETERS
+from tinkerflow.deployments.overview import PIPELINES
 
 app = typer.Typer()
 
@@ -45,7 +45,7 @@ def quickstart(
 
 @app.command()
 def run(
-    pipeline: Annotated[str, typer.Argument(help=f"one of {', '.join(PARAMETERS)}")],
+    pipeline: Annotated[str, typer.Argument(help=f"one of {', '.join(PIPELINES)}")],
     config: Annotated[Path | None, typer.Option(help="YAML file with the pipeline's parameters")] = None,
     example: Annotated[
         bool, typer.Option("--example", help="use our example data, and start a service for this run")

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 import typer
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.core.prefect_access import find_server
 from tinkerflow.deployments.options import DataDir, plain_console, setting, settings_with
 
 app = typer.Typer()
@@ -70,6 +69,8 @@ def prefect(
     data_dir: DataDir = None,
 ) -> None:
     """Print a link that signs a browser in to the Prefect server of this data dir. It is valid for an hour."""
+    from tinkerflow.backend.core.prefect_access import find_server
+
     settings = settings_with(data_dir=data_dir)
     if (server := find_server(settings.data_dir)) is None:
         raise UserError(f"no Prefect server runs for data dir {settings.data_dir}: start it with `tinkerflow up`")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.commands import every_command
 from tinkerflow.deployments.options import plain_console, setting, settings_with
+from tinkerflow.deployments.setting_help import _fields, describe
 
 
 def test_the_help_is_the_description_with_the_default() -> None:
@@ -18,8 +21,34 @@ def test_the_help_is_the_description_with_the_default() -> None:
     assert setting("store").help == Settings.model_fields["store"].description
     assert setting("base_models", "may be repeated").help.endswith("; may be repeated")
     assert setting("data_dir", default="a scratch folder").help.endswith(" (default: a scratch folder)")
-    shown = CliRunner().invoke(every_command(), ["up", "--help"], env={"COLUMNS": "250"}).stdout
+    shown = " ".join(CliRunner().invoke(every_command(), ["up", "--help"]).stdout.split())
     assert str(Settings.model_fields["host"].description) in shown and "(default: 8000)" in shown
+
+
+def test_every_setting_is_described_as_pydantic_knows_it() -> None:
+    for name, field in Settings.model_fields.items():
+        assert _fields()[name][1] in ("", field.description)
+    for name in ("warm_up", "processes", "base_models", "command_deadline"):
+        assert describe(name) == (Settings.model_fields[name].description, Settings.model_fields[name].default)
+
+
+def test_the_help_of_every_command_loads_no_large_library() -> None:
+    code = """
+import sys
+import typer
+from tinkerflow.deployments.commands import every_command
+from tinkerflow.deployments.usage import help_of
+def show(command, path):
+    assert help_of(whole, [*path, "--help"]).startswith(" ".join(["Usage: tinkerflow", *path]))
+    for name, child in getattr(command, "commands", {}).items():
+        show(child, [*path, name])
+whole = typer.main.get_command(every_command())
+show(whole, [])
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    large = "aiohttp alembic fastapi httpx jax numpy orjson prefect pydantic rich sqlalchemy tinker transformers yaml"
+    assert not set(large.split()) & set(done.stdout.split())
 
 
 def test_options_that_were_given_win_over_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,32 @@ def test_a_server_offers_its_base_models_by_name_and_by_alias() -> None:
         offered_name("othre", ["other", folder])
 
 
+USAGE: list[tuple[str, str]] = [  # a command line, and the line
+    ("up --prot 1", "up: no option --prot (did you mean '--port'?); `tinkerflow up --help` explains it"),
+    ("up --port http", "up: --port 'http': Input should be a valid integer"),
+    ("up extra", "up: got unexpected extra argument(s) (extra); `tinkerflow up --help` explains it"),
+    ("worker --group a:1 --processes=0", "worker: --processes '0': Input should be greater than or equal to 1"),
+    ("key lst", "key: no such command 'lst'. Did you mean 'list'?; `tinkerflow key --help` explains it"),
+    ("key revoke", "key revoke: missing argument 'key'; `tinkerflow key revoke --help` explains it"),
+    ("plan --base-weights=int4", "plan: --base-weights 'int4': 'int4' is not one of 'full', 'int8'"),
+    ("quickstart --steps 1", "quickstart: --steps '1': Input should be greater than or equal to 2"),
+    ("data check rows.jsonl --format chatml", "data check: --format 'chatml': 'chatml' is not one of 'chat', 'text'"),
+    ("checkpoint gc --older-than soon", "checkpoint gc: --older-than 'soon': Input should be a valid number"),
+]
+
+
+@pytest.mark.parametrize(("command", "line"), USAGE)
+def test_a_wrong_command_line(
+    command: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tinkerflow", *command.split()])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"tinkerflow {line}") and shown.count("\n") == 1
+
+
 def tinkerflow(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     import os
 
