@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinkerflow.backend.core.ids import base_model_name
 from tinkerflow.backend.core.joining import parse_address
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.spec.ranks import RankRule
 
 _PREFIX = "TINKERFLOW_"
@@ -230,7 +231,8 @@ class Settings(BaseSettings):
         known = {_PREFIX + name.upper() for name in cls.model_fields}
         unknown = sorted(k for k in os.environ if k.startswith(_PREFIX) and k not in known)
         if unknown:
-            raise ValueError(f"unknown setting {unknown[0]} in the environment; known: {', '.join(sorted(known))}")
+            near = did_you_mean(unknown[0], known)
+            raise ValueError(f"unknown setting {unknown[0]} in the environment{near}; docs/settings.md lists them")
         return values
 
     @model_validator(mode="after")

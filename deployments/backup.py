@@ -76,7 +76,8 @@ def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
             make_folder(data_dir)
             tar.extractall(data_dir, filter=_private)
     except (tarfile.TarError, OSError, ValueError) as error:
-        raise UserError(f"backup {file}: cannot be restored ({error})") from error
+        reason = str(error).partition("\n")[0].rstrip(":")  # tarfile lists the reason of each format
+        raise UserError(f"backup {file}: cannot be restored ({reason})") from error
     (data_dir / MANIFEST).unlink()
     folder = shlex.quote(str(data_dir))
     yield f"restored the backup of {manifest['made_at'][:16]} UTC (tinkerflow {manifest['version']}) into {data_dir}"

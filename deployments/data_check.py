@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def check_first_rows(parameters: AnyParameters) -> None:
     """
     for checked in data_sets(parameters):
         source = checked.source
-        if "://" in source.url and not source.url.startswith("file://"):
+        if _is_remote(source):
             continue  # remote data is checked when the run begins
         read = read_source(source, checked.use, min(source.limit or _FIRST_ROWS, _FIRST_ROWS))
         total = len(read.good) + len(read.bad)
@@ -72,6 +72,10 @@ def check_first_rows(parameters: AnyParameters) -> None:
         read.refuse_schema(source, checked.use)
         if not total:
             raise UserError(f"data.url {source.url!r}: contains no rows")
+
+
+def _is_remote(source: DataSource) -> bool:
+    return "://" in source.url and not source.url.startswith("file://")
 
 
 def data_sets(parameters: AnyParameters) -> list[Checked]:
@@ -112,12 +116,15 @@ def _pipeline_of(values: Mapping[str, Any]) -> str:
     return next((name for mark, name in marks.items() if mark in values), "rl" if "environment" in values else "sft")
 
 
-def check_files(console: Console, settings: Settings, sources: Iterable[Checked], base_model: str, show: int) -> bool:
+def check_files(console: Console, settings: Settings, sources: Sequence[Checked], base_model: str, show: int) -> bool:
     """Check data sets and print what was understood; whether a run with them would begin.
 
     base_model: whose tokenizer is used; "" = the first one that is served. show: rows to print as the model reads them.
     """
     began, good = time.monotonic(), True
+    for checked in sources:
+        if not _is_remote(checked.source):
+            read_source(checked.source, checked.use, 1)  # a wrong path is refused before a model is made
     tokenizer = _tokenizer(settings, base_model)
     for checked in sources:
         renderer = Renderer(tokenizer, checked.format, checked.source.special_tokens)

@@ -59,9 +59,12 @@ def check_settings(settings: Settings) -> str:
 
 
 def check_data_dir(settings: Settings) -> str:
-    """The data dir's modes and free space. UserError when other users may read it, or its disk is full."""
+    """The data dir's modes and free space. UserError when others may read it, or its disk is full or read-only."""
     folder = settings.data_dir
     if not folder.exists():
+        above = next(path for path in folder.parents if path.exists())
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise UserError(f"{folder}: {above} cannot be written: choose another --data-dir")
         return f"{folder}: `tinkerflow up` makes it"
     if readable := open_to_others(folder):
         count = f"{len(readable)} files and folders, such as {readable[0]}"

@@ -12,13 +12,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.supervise import ChildProcess, HeartbeatMonitor, watch
 from tinkerflow.backend.supervise.processes import tail
 from tinkerflow.deployments.pulse import BEAT, READY
 
 STOP_SECONDS = 20.0
+FOR_PEOPLE = "tinkerflow: "  # begins the line with which a command answers an error that a person can fix
 
 
 def _unanswered() -> Future[None]:
@@ -57,14 +58,16 @@ class Part:
         """Run the part until cancelled. The pause before a restart grows while processes fail.
 
         A failure is a process that ends soon, before it is ready.
-        may_end: whether the deployment has started. Until then, the end of a part raises ServerError with the last
-        lines of its log.
+        may_end: whether the deployment has started. Until then, the end of a part raises UserError with the last
+        line of its log if that line is for people, else ServerError with the last lines.
         """
         clock, restarts = asyncio.get_running_loop().time, Restarts(1)
         while True:
             began = clock()
             status = await self._run()
             if not may_end():
+                if (line := tail(self.log, 1)).startswith(FOR_PEOPLE):
+                    raise UserError(line.removeprefix(FOR_PEOPLE))
                 raise ServerError(f"{self.name} ended with status {status} at the start:\n{tail(self.log)}")
             pause = restarts.pause(steady=self.ready.done() or clock() - began > STEADY_SECONDS)
             text = f"{self.name} ended with status {status} (its log is {self.log})"

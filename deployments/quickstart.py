@@ -155,7 +155,7 @@ def _answers(sampler: tinker.SamplingClient, tokenizer: PreTrainedTokenizerBase)
 def _table(before: list[str], after: list[str]) -> Table:
     table = Table("english", "before", "after", "pig latin")
     for lesson, old, new in zip(LESSONS, before, after, strict=True):
-        table.add_row(*(shorten(ascii(text)[1:-1], 20) for text in (lesson.english, old, new, lesson.pig_latin)))
+        table.add_row(*(shorten(ascii(text)[1:-1], 24) for text in (lesson.english, old, new, lesson.pig_latin)))
     return table
 
 

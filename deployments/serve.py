@@ -63,12 +63,8 @@ def read_deployments(file: Path) -> list[Deployment]:
 
     Raises UserError when the file cannot be read or has no deployments.
     """
-    try:
-        entries = read_yaml(file.read_text(encoding="utf-8"))["deployments"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise UserError(f"serve {file}: must be a prefect.yaml with deployments ({error!r})") from error
     deployments = []
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(_content(file)["deployments"]):
         if not isinstance(entry, dict):
             raise UserError(f"serve {file}: deployments[{i}]: {entry!r}: must hold names and values")
         pools = {name: entry[name] for name in FOR_WORK_POOLS if name in entry}
@@ -82,12 +78,24 @@ def read_deployments(file: Path) -> list[Deployment]:
     return deployments
 
 
+def _content(file: Path) -> dict[str, Any]:
+    """The content of a prefect.yaml. UserError when it cannot be read or has no list of deployments."""
+    try:
+        content = read_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"serve {file}: must be a prefect.yaml with deployments ({reason})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("deployments"), list):
+        raise UserError(f"serve {file}: must be a prefect.yaml with deployments")
+    return content
+
+
 def read_tag_limits(file: Path) -> dict[str, int]:
     """The file's `tag_limits`: tag -> how many task runs with the tag may run at the same time, over all flow runs.
 
     Raises UserError when a limit is not a number of at least 1.
     """
-    limits = read_yaml(file.read_text(encoding="utf-8")).get("tag_limits", {})
+    limits = _content(file).get("tag_limits", {})
     if not isinstance(limits, dict) or not all(isinstance(most, int) and most > 0 for most in limits.values()):
         raise UserError(f"serve {file}: tag_limits is {limits!r}: must give a number of at least 1 for each tag")
     return limits
@@ -98,7 +106,7 @@ def read_allowed_code(file: Path) -> list[str]:
 
     Raises UserError when `allowed_code` is not a list of import paths.
     """
-    listed = read_yaml(file.read_text(encoding="utf-8")).get("allowed_code", [])
+    listed = _content(file).get("allowed_code", [])
     if not isinstance(listed, list) or not all(isinstance(path, str) and ":" in path for path in listed):
         raise UserError(
             f"serve {file}: allowed_code is {listed!r}: must be a list of import paths, package.module:name"
@@ -124,8 +132,12 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
     The end cancels the runs that are running, and pauses the schedules until the deployments are served again. The
     Prefect server is at PREFECT_API_URL, or else it is the data dir's. In that case `start_deadline` bounds the wait.
     """
+    allowed = " ".join(read_allowed_code(file))
+    if server_for_clients(settings.data_dir, os.environ) is None:
+        wait = f"waiting up to {settings.start_deadline:.0f} s (start_deadline) for `tinkerflow up`"
+        print(f"no Prefect server runs for data dir {settings.data_dir}: {wait}", flush=True)
     prefect = wait_for_prefect(lambda: server_for_clients(settings.data_dir, os.environ), settings.start_deadline)
-    os.environ |= prefect.environment | {MAY_IMPORT: " ".join(read_allowed_code(file))}
+    os.environ |= prefect.environment | {MAY_IMPORT: allowed}
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
     asyncio.run(_serve(file, f"{settings.pipelines_url}/results", limit))
 

@@ -16,10 +16,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Self
 
+from tinkerflow.backend.catalog.model_card import EMBEDDED
+from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.core.ids import hub_name
 from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments.data_dir import owned, refuse_served
 from tinkerflow.deployments.idle import LOOK_SECONDS, demand, keep_while_needed
@@ -44,9 +48,11 @@ class Stack:
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
         """Nothing starts yet. `report` gets what the parts say, about compilation for example, from other threads.
 
-        UserError when there is no launcher of that name, or the file of the group's secret does not hold a secret.
+        UserError when there is no launcher, store or base model of that name, or the file of the group's secret
+        does not hold a secret.
         """
         refuse_served(settings.data_dir)
+        _check_places(settings)
         self._launcher = launcher_of(settings)
         self.settings = _with_ports(settings, self._launcher)
         self._report = report
@@ -175,7 +181,7 @@ class Stack:
             raise ServerError(f"not ready in {self.settings.start_deadline:.0f} s (start_deadline): {late}") from None
 
     async def _keep_workers(self, launcher: Launcher, plan: Plan) -> None:
-        """Have the launcher keep the group's processes, and begin again when it fails."""
+        """Have the launcher keep the group's processes, and begin again when it fails. UserError ends the start."""
         restarts = Restarts()
         while True:
             try:
@@ -184,6 +190,8 @@ class Stack:
                 else:
                     await launcher.keep(plan, self._report)
             except Exception as error:
+                if isinstance(error, UserError) and not self._ready.done():
+                    raise
                 pause = restarts.pause(steady=False)
                 log.exception("launcher %s has failed", launcher.name)
                 self._report(f"no workers can be started: {error}; trying again in {pause:.1f} s")
@@ -211,6 +219,16 @@ class Stack:
 async def _end(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def _check_places(settings: Settings) -> None:
+    """UserError for a store's URL or a base model's folder that cannot be. The engine asks buckets and the hub."""
+    for url in (settings.store_url, settings.pipelines_url):
+        if not url.startswith("gs://") or url == "gs://":
+            open_blobs(url)
+    for name in settings.base_models:
+        if name != EMBEDDED and (hub_name(name) is None and "://" not in name):
+            find_model(name)
 
 
 def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:

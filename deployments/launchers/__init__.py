@@ -1,6 +1,7 @@
 """The launchers. Each file of this folder declares one way to start worker processes as its `LAUNCHER`."""
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.registry import registered
 from tinkerflow.deployments.launching import Launcher
@@ -15,7 +16,7 @@ def launcher_of(settings: Settings) -> Launcher | None:
     """
     name = settings.launcher or ("" if settings.group else "local")
     if name and name not in LAUNCHERS:
-        raise UserError(f"launcher {name!r}: must be one of {', '.join(LAUNCHERS)}")
+        raise UserError(f"launcher {name!r}: must be one of {', '.join(LAUNCHERS)}{did_you_mean(name, LAUNCHERS)}")
     return LAUNCHERS[name] if name else None
 
 

@@ -22,7 +22,7 @@ from tinkerflow.backend.core.joining import parse_address
 from tinkerflow.backend.pool import HostConfig, serve_group
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import die_with_parent
-from tinkerflow.deployments.keeper import Part
+from tinkerflow.deployments.keeper import FOR_PEOPLE, Part
 from tinkerflow.deployments.launching import Launcher, Plan, Say, own_address
 from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
 
@@ -54,15 +54,16 @@ class HostAgent:
 
 
 async def _keep(plan: Plan, report: Say) -> None:
-    """Run the process that owns the placement group."""
-    await Part(
+    """Run the process that owns the placement group. UserError when there is no cluster at the start."""
+    part = Part(
         "ray",
         (sys.executable, "-c", f"from {__name__} import main; main()", str(os.getpid())),
         environment={"RAY_USAGE_STATS_ENABLED": "0", **plan.environment},
         log_dir=plan.data_dir / "logs",
         silence=float(plan.environment["TINKERFLOW_HEARTBEAT_TIMEOUT"]),
         report=report,
-    ).keep()
+    )
+    await part.keep(part.ready.done)
 
 
 def main() -> None:
@@ -75,8 +76,7 @@ def main() -> None:
     try:
         asyncio.run(_hold(Plan.of(Settings(), os.environ), pulse))
     except UserError as error:
-        say(str(error))
-        sys.exit(1)
+        sys.exit(f"{FOR_PEOPLE}{error.message}")
 
 
 async def _hold(plan: Plan, pulse: Pulse) -> None:
@@ -142,8 +142,9 @@ def _connect(address: str) -> None:
     try:
         ray.init(address or "auto", namespace="tinkerflow", log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        where = f"ray_address {address!r}" if address else "ray_address is empty, and no cluster runs on this machine"
-        raise UserError(f"{where}: cannot connect to Ray: {error}") from error
+        where = f"ray_address {address!r}: cannot connect" if address else "no Ray cluster runs on this machine"
+        fix = "start one with `ray start --head`, or name another with --ray-address"
+        raise UserError(f"launcher 'ray': {where} ({' '.join(str(error).split())}): {fix}") from error
 
 
 def bundle_of(plan: Plan) -> dict[str, int]:

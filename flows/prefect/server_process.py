@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from pathlib import Path
 
+from tinkerflow.backend.core.disk import make_private
 from tinkerflow.backend.supervise.processes import die_with_parent
 
 
@@ -29,6 +31,8 @@ def main() -> None:
         os.environ["PREFECT_SERVER_API_AUTH_STRING"],
         *sys.argv[3:],
     )
+    for path in Path(os.environ["PREFECT_SERVER_UI_STATIC_DIRECTORY"]).rglob("*"):
+        make_private(path)  # `create_app` has copied folders with their modes
     config = uvicorn.Config(app, log_level="warning", timeout_keep_alive=5, timeout_graceful_shutdown=2)
     uvicorn.Server(config).run(sockets=[listener])
 

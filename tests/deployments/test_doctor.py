@@ -189,3 +189,9 @@ def test_prefect_embedded_external_or_off(tmp_path: Path, port: int, monkeypatch
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
     with pytest.raises(UserError, match=r"no answer .*; start that server, or change PREFECT_API_URL"):
         doctor.check_prefect(Settings(data_dir=tmp_path, prefect="external", prefect_port=port))
+
+
+def test_a_data_dir_that_cannot_be_made_is_not_healthy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"/file cannot be written: choose another --data-dir"):
+        doctor.check_data_dir(Settings(data_dir=tmp_path / "file" / "data"))

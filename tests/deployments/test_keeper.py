@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.supervise import ChildProcess
 from tinkerflow.deployments.keeper import Part
 
@@ -85,6 +85,14 @@ async def test_a_part_that_cannot_start_is_tried_ever_more_rarely(keep: Callable
     await until(lambda: sum("status 3" in line for line in said) == 3)
     assert [line.rsplit(" in ")[1] for line in said if "status 3" in line] == ["0.2 s", "0.4 s", "0.8 s"]
     assert "broken: I give up" in said
+
+
+async def test_a_line_for_people_is_all_that_is_said_about_a_start(tmp_path: Path) -> None:
+    code = "import sys; print('INFO begins', file=sys.stderr); sys.exit('tinkerflow: store x: is away')"
+    command = (sys.executable, "-c", code)
+    part = Part("engine", command, environment=os.environ, log_dir=tmp_path, silence=10.0, report=print)
+    with pytest.raises(UserError, match=r"^store x: is away$"):
+        await part.keep(lambda: False)
 
 
 async def test_a_part_that_ends_while_the_deployment_starts_is_an_error(tmp_path: Path, said: list[str]) -> None:

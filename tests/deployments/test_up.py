@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.up import Stack
 
@@ -30,7 +30,14 @@ def test_a_stack_that_is_late_names_its_parts(tmp_path: Path) -> None:
 
 def test_a_part_that_ends_at_the_start_is_named_with_its_log(tmp_path: Path) -> None:
     before = children()
-    settings = Settings(data_dir=tmp_path, port=0, prefect="off", base_models=(str(tmp_path / "nothing"),))
-    with pytest.raises(ServerError, match=r"(?s)engine ended with status \d+ at the start:\n.*nothing"):
+    (tmp_path / "model").mkdir()
+    settings = Settings(data_dir=tmp_path, port=0, prefect="off", base_models=(str(tmp_path / "model"),))
+    with pytest.raises(UserError, match=r"^base model '.*/model': .*config\.json cannot be read.*$"):
         Stack(settings, report=print).__enter__()
     assert children() <= before
+
+
+def test_without_a_ray_cluster_up_ends_with_the_command_that_starts_one(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, port=0, prefect="off", launcher="ray")
+    with pytest.raises(UserError, match=r"^launcher 'ray': .*(`ray start --head`|install the extra `ray`).*$"):
+        Stack(settings, report=print).__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -145,16 +146,36 @@ def tinkerflow(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
     (["upp"], {}, "no command 'upp' (did you mean 'up'?)"),
     (["run", "sftt", "--config", "run.yaml"], {}, "config run.yaml: does not exist"),
-    (["up"], {"TINKERFLOW_POTR": "1"}, "unknown setting TINKERFLOW_POTR"),
+    (
+        ["up"],
+        {"TINKERFLOW_POTR": "1"},
+        "unknown setting TINKERFLOW_POTR in the environment (did you mean 'TINKERFLOW_PORT'?)",
+    ),
     (["up", "--processes", "0"], {}, "processes: 0: Input should be greater than or equal to 1"),
     (["up", "--port", "1", "--host", "203.0.113.7"], {}, "port 1 of 203.0.113.7: "),
-    (["up", "--database-url", "mysql://x:secret@y/z"], {}, "must start with sqlite:/// or postgresql"),
     (["up", "--group", "nowhere"], {}, "group: 'nowhere' must be HOST:PORT"),
     (["worker", "--group", "127.0.0.1"], {}, "--group '127.0.0.1' must be HOST:PORT"),
     (["worker", "--group", "127.0.0.1:7000"], {}, "group.secret'): copy the file from the driver's host"),
     (["key", "revoke", "key-nope"], {}, "key 'key-nope': no usable key has this id or name"),
     (["champion", "show", "best"], {}, "champion 'best': there is none"),
     (["restore", "/no/such/file"], {}, "backup /no/such/file: cannot be restored"),
+    (["restore", __file__], {}, "test_wrong_values.py: cannot be restored (file could not be opened successfully)"),
+    (
+        ["serve", "--file", "nofile.yaml"],
+        {},
+        "serve nofile.yaml: must be a prefect.yaml with deployments ([Errno 2] No such file or directory",
+    ),
+    (["up", "--store", "s3://x", "--port", "0"], {}, "store 's3://x': scheme 's3' is not supported"),
+    (["up", "--store", "gs://", "--port", "0"], {}, "store 'gs://': the bucket is missing"),
+    (["up", "--base-model", "./no", "--port", "0"], {}, "base model './no': there is no folder"),
+    (["up", "--launcher", "rya"], {}, "launcher 'rya': must be one of kubernetes, local, ray, slurm (did you mean"),
+    (["up", "--port", "65536"], {}, "port: 65536: Input should be less than or equal to 65535"),
+    (["up"], {"TINKERFLOW_PROCESSES": "two"}, "processes: 'two': Input should be a valid integer"),
+    (["up"], {"TINKERFLOW_DTYPE": "fp16"}, "dtype: 'fp16': Input should be 'auto', 'float32' or 'bfloat16'"),
+    (["prefect"], {}, "no Prefect server runs for data dir"),
+    (["backup", "x.tar"], {}, "does not exist"),
+    (["data", "check", "no.jsonl"], {}, "data.url 'no.jsonl': does not exist"),
+    (["data", "check", __file__, "--column", "a"], {}, "--column 'a': must be FIELD=COLUMN"),
     (["data", "check"], {}, "give either a file, folder or URL, or --config FILE"),
     (["checkpoint", "merge", "tinker://a/weights/b", "--to", "x"], {}, "tinker://a/weights/b"),
 ]
@@ -164,12 +185,30 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
     ("words", "env", "line"), COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
 def test_a_wrong_option_or_variable_of_a_command(
-    tmp_path: Path, words: list[str], env: dict[str, str], line: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    env: dict[str, str],
+    line: str,
 ) -> None:
-    done = tinkerflow(*words, **env, TINKERFLOW_DATA_DIR=str(tmp_path / "data"), COLUMNS="200")
-    assert done.returncode in (1, 2)
+    monkeypatch.setattr(sys, "argv", ["tinkerflow", *words])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # `up` would change this process
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PREFECT_LOGGING_LEVEL", "CRITICAL")  # `run` would set it
+    for name, value in {**env, "TINKERFLOW_DATA_DIR": str(tmp_path / "data")}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err if end.value.code == 2 else str(end.value.code)
+    assert line in said and "\n" not in said.strip(), said
+
+
+def test_a_wrong_url_with_a_password_is_not_shown(tmp_path: Path) -> None:
+    done = tinkerflow("up", "--database-url", "mysql://x:secret@y/z", TINKERFLOW_DATA_DIR=str(tmp_path))
+    assert done.returncode == 1
     shown = [text for text in done.stderr.splitlines() if "moved to the environment" not in text]
-    assert len(shown) == 1 and line in shown[0], done.stderr
+    assert len(shown) == 1 and "must start with sqlite:/// or postgresql" in shown[0], done.stderr
     assert "secret@" not in done.stderr
 
 
