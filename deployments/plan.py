@@ -1,13 +1,19 @@
 """`tinkerflow plan`: whether a base model fits a machine, which batch and context it allows, and its highest speed.
 
-It reads `config.json` alone, loads no weights and needs no accelerator. `python -m tests.accelerators.plan` of the
-repository also compiles the programs of a plan with the accelerator's compiler.
+It reads `config.json` alone, which comes with this package for popular models. It loads no weights and needs no
+accelerator. `python -m tests.accelerators.plan` of the repository also compiles the programs of a plan with the
+accelerator's compiler.
 """
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from tinkerflow.backend.catalog.known_models import known_models
 from tinkerflow.backend.catalog.model_card import context_of
 from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.compute.models.config import ModelConfig
@@ -18,9 +24,11 @@ from tinkerflow.backend.compute.planning.memory_plan import GB, MemoryPlan, plan
 from tinkerflow.backend.compute.planning.roofline import Estimate, decode_bound, training_bound
 from tinkerflow.backend.compute.planning.topologies import Topology, parse_topology
 from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
-from tinkerflow.backend.compute.platforms import compiling_for
+from tinkerflow.backend.compute.platforms import CUDA, compiling_for
 from tinkerflow.backend.compute.weights.files import read_object
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.ids import hub_name
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
@@ -29,6 +37,12 @@ from tinkerflow.flows.groups import group_config
 
 CONFIG = "config.json"
 ROW = 1024  # tokens of the examples that training is estimated for
+_WIDTH = 44  # of the column with the kind of work
+_PART = 0.5  # of the bound, to expect
+
+
+class DoesNotFitError(UserError):
+    """The devices have too little memory for the base model."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +70,10 @@ def plan_service(settings: Settings, base_model: str, topology: str, *, rank: in
     """The plan that a service with these settings would make.
 
     base_model: as of `find_model`. topology: such as "v6e:2x4" or "h100:8". rank: of adapters. UserError names an
-    unknown device, shape or config, a wrong mesh, a rank or context out of range, or a model without room.
+    unknown device, shape or config, a wrong mesh, or a rank or context out of range. DoesNotFitError: without room.
     """
     target = parse_topology(topology)
-    cfg = parse_config(read_object(find_model(base_model, [CONFIG]) / CONFIG, base_model), name=base_model)
+    cfg = parse_config(_config(base_model), name=base_model)
     context = context_of(base_model, cfg, settings.max_context)
     config = _on_devices(group_config(settings, base_model, context), target)
     if config.kv_cache == "float8" and not target.device.float8:
@@ -68,12 +82,57 @@ def plan_service(settings: Settings, base_model: str, topology: str, *, rank: in
         raise UserError("rank 0: must be 1 or more; the plan of any rank includes training all parameters")
     spec = check_spec(LoraSpec(rank, expert_rank=expert_rank(rank, cfg.experts_per_token, settings.expert_rank)))
     with compiling_for(target.device.platform):
-        memory = plan_memory(cfg, config, int(config.device_memory * GB) or target.device.limit)
+        try:
+            memory = plan_memory(cfg, config, int(config.device_memory * GB) or target.device.limit)
+        except UserError as error:
+            raise DoesNotFitError(error.message) from error
     return ServicePlan(base_model, cfg, config, target, spec, memory)
 
 
-def describe_plan(plan: ServicePlan) -> str:
-    """The plan in lines of text: the sizes that fit, and upper bounds of the speed of training and decoding."""
+def _config(base_model: str) -> dict[str, Any]:
+    """The content of the model's config.json. UserError when it cannot be read."""
+    if base_model in known_models() and not Path(base_model).is_dir():
+        return known_models()[base_model][0]
+    try:
+        return read_object(find_model(base_model, [CONFIG]) / CONFIG, base_model)
+    except UserError as error:
+        near = "" if hub_name(base_model) is None else did_you_mean(base_model, known_models())
+        raise UserError(f"{error.message}{near}") from error
+
+
+def what_fits(settings: Settings, base_model: str, topology: str, *, rank: int) -> str:
+    """The end of an answer about a model that does not fit: an option with which it fits; "" if none was found."""
+    for option, changed, place in _larger(settings, topology):
+        try:
+            plan_service(changed, base_model, place, rank=rank)
+        except UserError:
+            continue
+        return f"; it fits with {option}"
+    return ""
+
+
+def _larger(settings: Settings, topology: str) -> Iterator[tuple[str, Settings, str]]:
+    target = parse_topology(topology)
+    yield "--base-weights int8", settings.model_copy(update={"base_weights": "int8"}), topology
+    for count in (2, 4, 8):
+        if target.device.platform is CUDA and len(target.shape) == 1 and count > target.count:
+            place = f"{target.device.name}:{count}"
+            yield f"--for {place}", settings, place
+
+
+def command_of(plan: ServicePlan, settings: Settings) -> str:
+    """The command that serves the base model as planned."""
+    planned = ("max_context", "base_weights", "tensor_parallel", "expert_parallel")
+    changed = [name for name in planned if getattr(settings, name) != Settings.model_fields[name].default]
+    words = [f"TINKERFLOW_{name.upper()}={getattr(settings, name)}" for name in changed]
+    return " ".join([*words, "tinkerflow", "up", "--base-model", shlex.quote(plan.name)])
+
+
+def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
+    """The plan in lines of text: a verdict, the sizes that fit, and upper bounds of the speed.
+
+    price: US dollars that all devices cost for an hour, for the cost of tokens; 0 = not known.
+    """
     cfg, config, target, memory = plan.cfg, plan.config, plan.target, plan.memory
     assert memory.uses is not None  # an accelerator
     undivided = replace(config, fsdp=1, tensor=1, expert=1)
@@ -89,11 +148,12 @@ def describe_plan(plan: ServicePlan) -> str:
     residents = memory.uses.adapters // adapter_bytes(cfg, config, plan.spec, DEFAULT_OPTIMIZER)
     axes = f"fsdp {config.fsdp}, expert {config.expert}, tensor {config.tensor}"
     lines = [
+        f"yes: {plan.name} fits, with sequences of up to {memory.context} tokens",
         f"{plan.name} on {target}, {target.count} device(s) of {target.device.memory / GB:.1f} GB: mesh {axes}",
         f"fits: {memory.describe()}",
         f"adapters of rank {plan.spec.rank} in training at the same time: {residents}",
         f"all parameters in training (rank 0): {_full(cfg, config, memory)}",
-        f"training, examples of {ROW} tokens: at most {_rate(training)}",
+        f"{f'training, examples of {ROW} tokens:':<{_WIDTH}}at most {_rate(training, price)}",
     ]
     for positions in sorted({min(ROW, memory.context), memory.context}):
         slots = plan.slots(positions)
@@ -106,8 +166,11 @@ def describe_plan(plan: ServicePlan) -> str:
             positions=positions,
             cell=memory.uses.kv_cache / memory.cells,
         )
-        lines.append(f"decode, {decode.tokens} sequence(s) of {positions} tokens: at most {_rate(decode)}")
+        work = f"decode, {decode.tokens} sequence(s) of {positions} tokens:"
+        lines.append(f"{work:<{_WIDTH}}at most {_rate(decode, price)}")
     lines.append("These rates are bounds: every operation at its peak, all at the same time. Expect about half.")
+    if price:
+        lines.append(f"The costs are those of half of these rates, at {price:g} US dollars an hour for all devices.")
     if config.dtype == "float32":
         lines.append("The peaks are those of matmuls in bfloat16: in float32 expect several times less.")
     return "\n".join(lines)
@@ -133,6 +196,7 @@ def _full(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> str:
     return f"{does}: {needed / GB:.1f} GB of each device, of {plan.full / GB:.1f} GB for that; {sampled}"
 
 
-def _rate(bound: Estimate) -> str:
+def _rate(bound: Estimate, price: float) -> str:
     limits = {"flops": "matmuls", "memory": "memory bandwidth", "links": "links between devices"}
-    return f"{bound.rate:,.0f} tokens/s, limited by {limits[bound.limit]}"
+    cost = f"; ${price / (_PART * bound.rate * 3600) * 1e6:.3g} for a million tokens" if price else ""
+    return f"{bound.rate:,.0f} tokens/s, limited by {limits[bound.limit]}{cost}"

@@ -101,8 +101,19 @@ def doctor(data_dir: DataDir = None) -> None:
 
 @app.command()
 def plan(
-    topology: Annotated[str, typer.Option(help="devices, such as h100:1, h100:8, v6e:2x4, or h100:2x8 for two hosts")],
-    base_model: Annotated[str, typer.Option(help="Hugging Face id, folder or gs:// URL; only its config.json is read")],
+    model: Annotated[
+        str, typer.Argument(help="Hugging Face id, folder or gs:// URL; only its config.json is read")
+    ] = "",
+    topology: Annotated[
+        str,
+        typer.Option(
+            "--for", "--topology", help="devices, such as h100:1, rtx4090:2, v6e:2x4, or h100:2x8 for two hosts"
+        ),
+    ] = "",
+    base_model: Annotated[str, typer.Option(help="another way to name the model")] = "",
+    price: Annotated[
+        float, typer.Option(min=0, help="US dollars an hour for all devices: adds the cost of a million tokens")
+    ] = 0.0,
     rank: Annotated[int, typer.Option(help="rank of the adapters")] = 32,
     max_context: Annotated[int | None, setting("max_context")] = None,
     base_weights: Annotated[Literal["full", "int8"] | None, setting("base_weights")] = None,
@@ -111,9 +122,14 @@ def plan(
 ) -> None:
     """Print whether a base model fits a machine, which batch and context it allows, and its highest possible speed.
 
-    It needs no accelerator: it makes the plan that the workers would make, and uses the devices' peak rates.
+    `tinkerflow plan Qwen/Qwen3-8B --for h100:1` needs no accelerator: it makes the plan that the workers would make,
+    and uses the devices' peak rates. For popular models it needs no network. The exit status is 0 only if it fits.
     """
-    from tinkerflow.deployments.plan import describe_plan, plan_service
+    from tinkerflow.deployments.plan import DoesNotFitError, command_of, describe_plan, plan_service, what_fits
+
+    if bool(model) == bool(base_model) or not topology:
+        raise UserError("plan: name one model and the devices, as in `tinkerflow plan Qwen/Qwen3-8B --for h100:1`")
+    name = model or base_model
 
     settings = settings_with(
         max_context=max_context,
@@ -121,7 +137,13 @@ def plan(
         tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel,
     )
-    print(describe_plan(plan_service(settings, base_model, topology, rank=rank)))
+    try:
+        made = plan_service(settings, name, topology, rank=rank)
+    except DoesNotFitError as error:
+        fits = what_fits(settings, name, topology, rank=rank)
+        raise UserError(f"no: {name} does not fit {topology}: {error.message}{fits}") from error
+    print(describe_plan(made, price))
+    print(f"start it: {command_of(made, settings)}")
 
 
 @app.command()

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 from tests.accelerators.models import MODELS
+from typer.testing import CliRunner
 
 from tinkerflow.backend.compute.planning.memory_plan import MemoryUses
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments import plan as plan_module
+from tinkerflow.deployments.commands import every_command
 from tinkerflow.deployments.plan import describe_plan, plan_service
 
 
@@ -82,7 +85,7 @@ def test_training_is_at_most_the_peak_and_eight_devices_are_no_more_than_eight_t
 
 
 def test_a_token_is_decoded_as_fast_with_the_defaults_as_with_a_tensor_axis(tmp_path: Path) -> None:
-    pattern = r"decode, \d+ sequence\(s\) of 1024 tokens: at most ([\d,]+) tokens/s"
+    pattern = r"decode, \d+ sequence\(s\) of 1024 tokens: +at most ([\d,]+) tokens/s"
     plain = plan(tmp_path, "32B", "h100:8")
     split = plan(tmp_path, "32B", "h100:8", tensor_parallel=8)
     assert number(split, pattern) == pytest.approx(number(plain, pattern), rel=1e-3)
@@ -106,6 +109,55 @@ def test_what_cannot_be_is_refused_by_name(
     with pytest.raises(UserError) as caught:
         plan(tmp_path, model, topology, **settings)  # type: ignore[arg-type]
     assert message in caught.value.message
+
+
+def said(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(every_command(), ["plan", *words])
+    return done.exit_code, done.output or str(done.exception)
+
+
+def test_a_popular_model_is_planned_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "find_model", None)
+    status, text = said("Qwen/Qwen3-8B", "--for", "h100:1", "--price", "2.5", "--max-context", "8192")
+    assert status == 0, text
+    assert text.startswith("yes: Qwen/Qwen3-8B fits, with sequences of up to 8192 tokens\n")
+    assert text.endswith("start it: TINKERFLOW_MAX_CONTEXT=8192 tinkerflow up --base-model Qwen/Qwen3-8B\n")
+    rate, cost = (
+        number(text, rf"training.*{end}") for end in (r"at most ([\d,]+) tokens/s", r"\$([\d.]+) for a million")
+    )
+    assert cost == pytest.approx(2.5 / (rate / 2 * 3600) * 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "fix"),
+    [("Qwen/Qwen3-32B", "--base-weights int8"), ("meta-llama/Llama-3.3-70B-Instruct", "--for h100:4")],
+)
+def test_the_answer_is_no_with_an_option_that_is_enough(model: str, fix: str) -> None:
+    status, text = said("--base-model", model, "--topology", "h100:1")
+    assert status == 1
+    assert text.startswith(f"no: {model} does not fit h100:1: ") and text.endswith(f"; it fits with {fix}")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["Qwen/Qwen3-8B", "--for", "t4:1"], "topology 't4:1': Turing GPUs have no bfloat16; Ampere and newer"),
+        (["Qwen/Qwen3-8B", "--for", "rtx409"], "(did you mean 'rtx4090'?)"),
+        (["Qwen/Qwen3-8B"], "plan: name one model and the devices, as in `tinkerflow plan Qwen/Qwen3-8B --for h100:1`"),
+    ],
+)
+def test_a_wrong_device_is_refused_by_name(words: list[str], line: str) -> None:
+    status, text = said(*words)
+    assert status == 1 and line in text
+
+
+def test_a_misspelt_model_gets_a_near_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str, _: object) -> Path:
+        raise UserError(f"base model {name!r}: the hub cannot be reached")
+
+    monkeypatch.setattr(plan_module, "find_model", missing)
+    with pytest.raises(UserError, match=r"the hub cannot be reached \(did you mean 'Qwen/Qwen3-0.6B'\?\)$"):
+        plan_service(Settings(), "Qwen/Qwen3-06B", "h100:1", rank=32)
 
 
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tinkerflow.backend.compute.platforms import CUDA, MEMORY_SHARE, TPU, Platform
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Device:
 
 _MOST_DEVICES = 2**16
 _GCP = "https://cloud.google.com/tpu/docs/"
-_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_RTX = "https://www.nvidia.com/en-us/"
+_NVIDIA = _RTX + "data-center/"
 DEVICES = {
     device.name: device
     for device in (
@@ -49,8 +51,19 @@ DEVICES = {
         Device("b200", CUDA, 2250e12, 180 * 2**30, 8000e9, 900e9, _NVIDIA + "dgx-b200"),
         Device("l40s", CUDA, 362e12, 48 * 10**9, 864e9, 32e9, _NVIDIA + "l40s"),
         Device("l4", CUDA, 121e12, 24 * 10**9, 300e9, 32e9, _NVIDIA + "l4"),
+        Device("a100-40gb", CUDA, 312e12, 40 * 2**30, 1555e9, 300e9, _NVIDIA + "a100", float8=False),
+        Device("a10", CUDA, 125e12, 24 * 10**9, 600e9, 32e9, _NVIDIA + "products/a10-gpu", float8=False),
+        Device("a6000", CUDA, 154.8e12, 48 * 10**9, 768e9, 32e9, _RTX + "design-visualization/rtx-a6000", float8=False),
+        # GeForce cards add products of bfloat16 in float32 at half of the rate that is advertised.
+        Device(
+            "rtx3090", CUDA, 71e12, 24 * 10**9, 936e9, 32e9, _RTX + "geforce/graphics-cards/30-series", float8=False
+        ),
+        Device("rtx4090", CUDA, 165.2e12, 24 * 10**9, 1008e9, 32e9, _RTX + "geforce/graphics-cards/40-series"),
+        Device("rtx5090", CUDA, 209.5e12, 32 * 10**9, 1792e9, 64e9, _RTX + "geforce/graphics-cards/50-series"),
     )
 }
+_NAMES = {name.replace("-", "").removeprefix("rtx"): name for name in DEVICES}  # rtx-3090 and 3090 are rtx3090
+_TOO_OLD = {"t4": "Turing", "v100": "Volta", "p100": "Pascal"}
 
 
 @dataclass(frozen=True)
@@ -74,9 +87,13 @@ def parse_topology(text: str) -> Topology:
 
     UserError for an unknown device, and for a shape that is not a valid number of positive numbers, separated by x.
     """
-    name, _, shape = text.lower().partition(":")
-    if name not in DEVICES:
-        raise UserError(f"topology {text!r}: device {name!r} is not known: must be one of {', '.join(DEVICES)}")
+    given, _, shape = text.lower().partition(":")
+    if given in _TOO_OLD:
+        raise UserError(f"topology {text!r}: {_TOO_OLD[given]} GPUs have no bfloat16; Ampere and newer ones are served")
+    name = _NAMES.get(given.replace("-", "").removeprefix("rtx"), "")
+    if not name:
+        known = f"{', '.join(DEVICES)}{did_you_mean(given, DEVICES)}"
+        raise UserError(f"topology {text!r}: device {given!r} is not known: must be one of {known}")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape or "1"):
         raise UserError(f"topology {text!r}: shape {shape!r}: must be positive numbers with an x between them")
     device, dims = DEVICES[name], tuple(int(size) for size in (shape or "1").split("x"))

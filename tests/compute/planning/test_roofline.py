@@ -15,7 +15,13 @@ CFG = config_like(QWEN3_4B)
 
 @pytest.mark.parametrize(
     ("text", "name", "count"),
-    [("v6e:2x4", "v6e", 8), ("v5p:2x2x1", "v5p", 4), ("H100:2x8", "h100", 16), ("l4", "l4", 1)],
+    [
+        ("v6e:2x4", "v6e", 8),
+        ("v5p:2x2x1", "v5p", 4),
+        ("H100:2x8", "h100", 16),
+        ("l4", "l4", 1),
+        ("RTX-3090:2", "rtx3090", 2),
+    ],
 )
 def test_a_topology_is_a_device_and_a_shape(text: str, name: str, count: int) -> None:
     topology = parse_topology(text)
