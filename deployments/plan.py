@@ -8,7 +8,7 @@ accelerator's compiler.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def plan_service(settings: Settings, base_model: str, topology: str, *, rank: in
     return ServicePlan(base_model, cfg, config, target, spec, memory)
 
 
-def _config(base_model: str) -> dict[str, Any]:
+def _config(base_model: str) -> Mapping[str, Any]:
     """The content of the model's config.json. UserError when it cannot be read."""
     if base_model in known_models() and not Path(base_model).is_dir():
         return known_models()[base_model][0]

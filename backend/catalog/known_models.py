@@ -14,7 +14,7 @@ _FILE = Path(__file__).with_name("known_models.yaml")
 @cache
 def known_models() -> dict[str, tuple[dict[str, Any], int]]:
     """Hub id -> the fields of config.json that determine the computation, and the published number of parameters."""
-    found = {}
+    found: dict[str, tuple[dict[str, Any], int]] = {}
     for family in yaml.safe_load(_FILE.read_text(encoding="utf-8")).values():
         for model in family["models"]:
             config = {name: value for name, value in model.items() if name not in ("names", "parameters")}

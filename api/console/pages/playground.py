@@ -7,8 +7,9 @@ server-sent events, one for each bit of text: `{text, tokens: [{text, p, top: [[
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -22,8 +23,12 @@ from tinkerflow.api.endpoints.sse import EventStream, event
 from tinkerflow.api.endpoints.targets import Target, list_models, resolve
 from tinkerflow.api.text import Detokenizer, Tokenizer
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.journal.base_models import BaseModelView
 
 TOP = 5  # most likely tokens, shown for each token
+COMPILES = (
+    "The first answer of its kind waits while its programs are compiled: about a minute, longer for large models."
+)
 _MOST_MODELS = 200
 _ROLES = ("system", "user", "assistant")
 router = page_router()
@@ -35,7 +40,16 @@ async def playground_page(visit: Visiting, model: str = "", other: str = "", che
     models = await list_models(visit.call)
     chosen = checkpoint or model or (models[0].name if models else "")
     known = [one.name for one in models[:_MOST_MODELS]]
-    return visit.page("playground.html", models=known, chosen=[chosen, other], top=TOP)
+    bases = await asyncio.to_thread(visit.call.journal.base_models.all)
+    return visit.page("playground.html", models=known, chosen=[chosen, other], top=TOP, waits=_waits(bases))
+
+
+def _waits(bases: Sequence[BaseModelView]) -> str:
+    """The reason why a first answer waits, with the progress of the warm-ups."""
+    statuses = [(one.compile_status.ready, one.compile_status.planned) for one in bases if one.compile_status]
+    ready, planned = map(sum, zip((0, 0), *statuses, strict=True))
+    progress = f" {ready} of {planned} programs are ready." if ready < planned else ""
+    return f"{COMPILES}{progress}"
 
 
 @router.post("/playground/answer")

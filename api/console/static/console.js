@@ -95,6 +95,13 @@ if (playground) {
     if (mode === "chat") pane.messages.push({ role: "user", content: text });
     turn(pane, "person", text);
     const made = turn(pane, "model", "");
+    const waits = turn(pane, "notice", ""), began = Date.now();
+    waits.hidden = true;
+    const timer = setInterval(() => {
+      waits.hidden = false;
+      waits.textContent = `Waiting for ${Math.round((Date.now() - began) / 1000)} s. ${playground.dataset.waits}`;
+    }, 2000);
+    const begin = () => { clearInterval(timer); waits.remove(); };
     const form = new URLSearchParams({
       model: pane.model.value, mode, prompt: text, messages: JSON.stringify(pane.messages),
       max_tokens: field("max_tokens").value, temperature: field("temperature").value, csrf: playground.dataset.csrf,
@@ -112,6 +119,7 @@ if (playground) {
         for (const one of events) {
           const data = JSON.parse(one.replace(/^data: /, ""));
           if (data.detail) throw new Error(data.detail);
+          begin();
           if (data.text) add(made, data);
           if (data.id) {
             const note = document.createElement("small");
@@ -128,6 +136,7 @@ if (playground) {
       const words = error.name === "AbortError" ? "stopped" : error.message;
       turn(pane, "notice bad", words).setAttribute("role", "alert");
     }
+    begin();
     if (mode === "chat") pane.messages.push({ role: "assistant", content: made.textContent });
   }
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from tinkerflow.api.console.pages.playground import COMPILES
+from tinkerflow.backend.spec.commands import CompileStatus
+
 FIELDS = {"model": "tiny/bigram", "mode": "text", "prompt": "bcd", "max_tokens": "6", "temperature": "1"}
 
 
@@ -28,6 +31,14 @@ def test_the_page_lists_models_and_takes_the_links_of_the_sdk(browser: Any, furn
     assert '<option value="tiny/bigram">' in page and f'<option value="{things.sampler_weights}">' in page
     page = browser.get("/playground", params={"model": "champion/a", "other": "<b>"}).text
     assert 'value="champion/a"' in page and 'value="&lt;b&gt;"' in page
+
+
+def test_the_page_tells_that_a_first_answer_waits_for_compiling(browser: Any, journal: Any) -> None:
+    assert f'data-waits="{COMPILES}"' in browser.get("/playground").text
+    journal.base_models.note_compile_status(
+        "tiny/bigram", CompileStatus(planned=84, ready=4, failed=0, needed=0, late=0)
+    )
+    assert f'data-waits="{COMPILES} 4 of 84 programs are ready."' in browser.get("/playground").text
 
 
 def test_a_text_is_continued_with_the_probability_of_each_token(browser: Any, engine: Any, lettered: Any) -> None:
