@@ -67,8 +67,10 @@ def main() -> None:
             data_dir = Path(folder) / share
             url, pid = stack.enter_context(server(data_dir, {"SHARE_PREFIXES": share}, model=model))
             service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-benchmark"))
-            served = service.get_server_capabilities().supported_models[0].model_name
-            client = service.create_lora_training_client(base_model=str(served), rank=RANK).result()
+            served = tinker.RestClient(base_url=url, api_key="tml-benchmark").get_server_capabilities().result()
+            client = service.create_lora_training_client(
+                base_model=str(served.supported_models[0].model_name), rank=RANK
+            ).result()
             rounds[share] = partial(measured, client, pid, data_dir)
         for data in (group, strangers):
             found = [{share: turn(data) for share, turn in rounds.items()} for _ in range(args.repeat)]
