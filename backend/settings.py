@@ -173,8 +173,10 @@ class Settings(BaseSettings):
     """uploaded images that a project may keep; 0 = no limit"""
     max_feedback: int = Field(1_000_000, ge=0)
     """rated answers that a project may keep in the database; 0 = no limit"""
+    max_metrics: int = Field(10_000_000, ge=0)
+    """values of metrics, by run, name and step, that a project may keep in the database; 0 = no limit"""
     max_kept_bytes: int = Field(2**32, ge=0)
-    """bytes of names, metadata, custom losses and feedback that a project may keep in the database; 0 = no limit"""
+    """bytes of names, metadata, losses, feedback and metrics that a project may keep in the database; 0 = no limit"""
     max_body_bytes: int = Field(256 * 2**20, ge=2**16)
     """bytes of the largest body of one request, before and after decompression"""
 

@@ -1,16 +1,27 @@
-"""Looking at training runs."""
+"""Looking at training runs, and the metrics that clients store for them."""
 
 from __future__ import annotations
 
 import asyncio
 from datetime import datetime
+from typing import Annotated
+
+from pydantic import Field
 
 from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router
 from tinkerflow.api.checkpoints import CheckpointDetails, checkpoint
-from tinkerflow.api.schemas import Cursor, Wire
+from tinkerflow.api.openapi import takes
+from tinkerflow.api.schemas import Cursor, Strict, Wire
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import ModelState, RunView
 
 router = Router(busy=3)
+
+_MOST_VALUES = 10_000  # of one request: about 0.1 s of the database
+_LARGEST = 1e30  # of a value; the database averages values, and much larger ones overflow
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9 ._/:@()-]{0,63}$"
+MetricName = Annotated[str, Field(pattern=_NAME)]
+MetricValue = Annotated[float, Field(allow_inf_nan=False, ge=-_LARGEST, le=_LARGEST)]
 
 
 class TrainingRun(Wire):
@@ -33,6 +44,25 @@ class TrainingRuns(Wire):
 
     training_runs: list[TrainingRun]
     cursor: Cursor
+
+
+class StepValues(Strict):
+    """Values by name at one step. Steps count optimizer steps, from 1."""
+
+    step: int = Field(ge=0, lt=2**53)
+    values: dict[MetricName, MetricValue]
+
+
+class RunMetricsBody(Strict):
+    """Values of metrics of a run."""
+
+    steps: list[StepValues] = Field(min_length=1, max_length=1000)
+
+
+class RecordedMetrics(Wire):
+    """recorded: how many of the values are new."""
+
+    recorded: int
 
 
 @router.get("/training_runs", response_model_exclude_none=True)
@@ -59,6 +89,25 @@ async def training_runs(
 async def training_run(run_id: str, call: Authorised, access_scope: AccessScope = "owned") -> TrainingRun:
     """One training run with its newest checkpoints."""
     return _training_run(await asyncio.to_thread(call.journal.models.run, run_id, call.visible(access_scope)))
+
+
+@router.post("/training_runs/{run_id}/metrics", openapi_extra=takes(RunMetricsBody))
+async def record_metrics(run_id: str, call: Authorised) -> RecordedMetrics:
+    """Store values of the project's own run by step and name, for its page. Values that are stored already change
+    nothing.
+    """
+    body = await call.parsed(RunMetricsBody)
+    steps: dict[int, dict[str, float]] = {}
+    for one in body.steps:
+        if one.step in steps:
+            raise UserError(f"steps: step {one.step} is given twice")
+        steps[one.step] = one.values
+    if (number := sum(map(len, steps.values()))) > _MOST_VALUES:
+        raise UserError(f"steps: it has {number} values, a request may have {_MOST_VALUES}")
+    limits = call.services.limits
+    return RecordedMetrics(
+        recorded=await asyncio.to_thread(call.journal.run_metrics.record, run_id, call.owner, steps, limits)
+    )
 
 
 def _training_run(run: RunView) -> TrainingRun:

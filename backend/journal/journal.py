@@ -28,6 +28,7 @@ from tinkerflow.backend.journal.queue import Queue
 from tinkerflow.backend.journal.recovery import Recovery
 from tinkerflow.backend.journal.requests import Requests
 from tinkerflow.backend.journal.results import Results
+from tinkerflow.backend.journal.run_metrics import RunMetrics
 from tinkerflow.backend.journal.samplers import Samplers
 from tinkerflow.backend.journal.samples import Samples
 from tinkerflow.backend.journal.service_metrics import ServiceMetrics
@@ -58,6 +59,7 @@ class Journal:
         self.samplers = Samplers(*parts)
         self.custom_losses = CustomLosses(*parts)
         self.curves = Curves(*parts)
+        self.run_metrics = RunMetrics(*parts)
         self.samples = Samples(*parts)
         self.checkpoints = SavedCheckpoints(*parts)
         self.checkpoint_search = CheckpointSearch(*parts)

@@ -47,8 +47,8 @@ class Limits:
     Stored: stored_bytes, of checkpoints and uploaded images. From this limit on, nothing is saved. A checkpoint whose
     save is in progress has no size yet and does not count.
 
-    Kept in the database: sessions, training_runs, samplers, custom_losses, images and feedback, in rows. kept_bytes:
-    of their names, tags, metadata, definitions and texts. feedback_per_day: rated answers in 24 hours.
+    Kept in the database: sessions, training_runs, samplers, custom_losses, images, feedback and metrics, in rows.
+    kept_bytes: of their names, tags, metadata, definitions and texts. feedback_per_day: rated answers in 24 hours.
     """
 
     sampling_requests: int = 0
@@ -62,12 +62,21 @@ class Limits:
     custom_losses: int = 0
     images: int = 0
     feedback: int = 0
+    metrics: int = 0
     kept_bytes: int = 0
     feedback_per_day: int = 0
 
 
 NO_LIMITS = Limits()
-KEPT = ("sessions", "training_runs", "samplers", "custom_losses", "images", "feedback")  # columns of project_total
+KEPT = (
+    "sessions",
+    "training_runs",
+    "samplers",
+    "custom_losses",
+    "images",
+    "feedback",
+    "metrics",
+)  # columns of project_total
 
 
 def refused(text: str) -> tuple[str, Category]:
@@ -213,15 +222,18 @@ def text_bytes(*texts: str | None) -> int:
     return sum(len(text.encode()) for text in texts if text)
 
 
-def count_kept(connection: sa.Connection, owner: str, kept: str, texts: int, limits: Limits = NO_LIMITS) -> None:
-    """Count a new row of a project, in the transaction that inserts the row.
+def count_kept(
+    connection: sa.Connection, owner: str, kept: str, texts: int, limits: Limits = NO_LIMITS, *, rows: int = 1
+) -> None:
+    """Count new rows of a project, in the transaction that inserts them.
 
-    kept: a name in KEPT. texts: the bytes of its texts. UserError if the row exceeds the limit of rows or bytes. The
-    caller must then roll the transaction back.
+    connection: of that transaction. owner: the project. kept: a name in KEPT. texts: the bytes of their texts. limits:
+    of the project. UserError if the rows exceed the limit of rows or bytes. The caller must then roll the transaction
+    back.
     """
-    added = {"owner": owner, "rows": 1, "bytes": texts + ROW_BYTES}
-    total = connection.execute(_ADD[kept], added).one()
-    for name, number, adds in ((kept, total.number, 1), ("kept_bytes", total.kept_bytes, texts + ROW_BYTES)):
+    size = texts + rows * ROW_BYTES
+    total = connection.execute(_ADD[kept], {"owner": owner, "rows": rows, "bytes": size}).one()
+    for name, number, adds in ((kept, total.number, rows), ("kept_bytes", total.kept_bytes, size)):
         if (most := getattr(limits, name)) and number > most:
             raise UserError(
                 f"this project keeps {number - adds} {name.replace('_', ' ')}, and this adds {adds}: together they "

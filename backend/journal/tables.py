@@ -1,4 +1,4 @@
-"""The journal's tables, and the states of their rows.
+"""The journal's tables, and the states of their rows. Those of metrics are in run_metrics.py.
 
 Only the aggregates read and write rows; their callers get frozen dataclasses.
 """
@@ -502,6 +502,7 @@ class ProjectTotal(Table, table=True):
     custom_losses: int = _count()
     images: int = _count()
     feedback: int = _count()
+    metrics: int = _count()
     kept_bytes: int = _count()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import wraps
 from importlib.metadata import version
@@ -29,6 +29,7 @@ from tinkerflow.tasks.pipelines.control import StoppedError, controlled
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.progress import RunProgress, Sample, SegmentRecord, StepMetrics
+from tinkerflow.tasks.pipelines.reported import ReportedMetrics
 from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, train_segment
 from tinkerflow.tasks.pipelines.work import digest
 
@@ -86,7 +87,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe) -> TrainingResult:
     segments = progress.segments()
     if _done(segments) < training.steps:
         await recipe.prepare(trainer)
-    async with controlled() as control, _live_progress(run.artifacts, training.steps) as show_step:
+    async with controlled() as control, _live_progress(trainer, segments) as show_step:
         while (done := _done(segments)) < training.steps:
             last = min(done + training.segment_steps, training.steps)
             with tags(*flow_run.tags or ()):  # a limit on a tag then lets runs alternate after each segment
@@ -182,17 +183,39 @@ async def _show(artifacts: RunArtifacts, segments: list[SegmentRecord], lineage:
 
 
 @asynccontextmanager
-async def _live_progress(artifacts: RunArtifacts, steps: int) -> AsyncIterator[Callable[[StepMetrics], None]]:
-    """Takes steps from inside a segment to the artifact `progress`, so that the segment does not wait for Prefect."""
-    queue: asyncio.Queue[StepMetrics | None] = asyncio.Queue()
+async def _live_progress(
+    trainer: Trainer, segments: Sequence[SegmentRecord]
+) -> AsyncIterator[Callable[[StepMetrics], None]]:
+    """Takes steps from inside a segment to people, so that the segment does not wait for Prefect or the server.
+
+    Steps go to the artifact `progress`, and to the page of the training run. A training run that continues another one
+    also gets the values of the recorded segments.
+    """
+    steps, artifacts, reported = trainer.training.steps, trainer.run.artifacts, ReportedMetrics(trainer.run.server)
+    queue: asyncio.Queue[tuple[str, StepMetrics] | None] = asyncio.Queue()
+    sent: dict[str, int] = {}  # by training run, how many segments were sent
+
+    async def report(run_id: str, made: Sequence[StepMetrics]) -> None:
+        values = {step.step: step.values for step in made}
+        for segment in segments[sent.get(run_id, 0) :]:
+            values |= {step.step: step.values for step in segment.steps}
+            values[segment.last_step] = values[segment.last_step] | segment.held_out
+        sent[run_id] = len(segments)
+        await reported.send(run_id, values)
 
     async def show() -> None:
-        while (made := await queue.get()) is not None:
+        last = ""
+        while (one := await queue.get()) is not None:
+            last, made = one
             await artifacts.progress(made.step, steps, made.values)
+            await report(last, [made])
+        if last:
+            await report(last, [])
 
     showing = asyncio.create_task(show())
     try:
-        yield queue.put_nowait
+        yield lambda made: queue.put_nowait((trainer.run_id, made))
     finally:
         queue.put_nowait(None)
         await showing
+        await reported.close()

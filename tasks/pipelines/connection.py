@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect.blocks.core import Block
@@ -47,10 +47,12 @@ class OfferedModel:
 
 @dataclass(frozen=True)
 class ServerClients:
-    """The SDK's two clients of one Tinkerflow server."""
+    """The SDK's two clients of one Tinkerflow server, and its URL and key for requests that the SDK does not know."""
 
     service: tinker.ServiceClient
     rest: tinker.RestClient
+    url: str = ""
+    key: str = field(default="", repr=False)
 
     async def base_model(self, wanted: str) -> OfferedModel:
         """The base model to use; "" = the first. UserError when the server does not offer `wanted`."""
@@ -102,7 +104,7 @@ async def connect(block: str = "", *, close_seconds: float = CLOSE_SECONDS) -> A
         url, key = address()
     service = tinker.ServiceClient(base_url=url, api_key=key)
     try:
-        yield ServerClients(service, tinker.RestClient(base_url=url, api_key=key))
+        yield ServerClients(service, tinker.RestClient(base_url=url, api_key=key), url, key)
     finally:
         try:
             await asyncio.to_thread(service.close("success").result, close_seconds)

@@ -107,6 +107,11 @@ class Trainer:
         self._live = (step, client)
         return client
 
+    @property
+    def run_id(self) -> str:
+        """The training run of the live model, "" when no model is live."""
+        return "" if self._live is None else str(self._live[1].model_id)
+
     def moved(self, step: int) -> None:
         """The live model has made all steps up to `step`."""
         assert self._live is not None

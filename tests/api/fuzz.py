@@ -274,6 +274,7 @@ class Target:
             "external_weights_upload_start": {"base_model": BASE, "lora_config": {"rank": 4}},
             "external_weights_upload_finish": {"upload_id": "upload-1"},
             f"{one}/ttl": {"ttl_seconds": None},
+            f"training_runs/{quote(ids['model'])}/metrics": {"steps": [{"step": 1, "values": {"reward": 0.5}}]},
             **self.of_other_clients(),
         }  # fmt: skip
 

@@ -245,6 +245,7 @@ WITH_PATH = {
     "sessions/{session_id}/finish": {"reason": {"type": "success"}},
     "sessions/{session_id}/project": {"project_id": "p"},
     "training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": {"ttl_seconds": None},
+    "training_runs/{run_id}/metrics": {"steps": [{"step": 1, "values": {"reward": 0.5}}]},
 }
 IN_QUERY = {"training_runs": "project_id", "billing/usage/checkpoints/current": "project_id"}
 NO_ID = {

@@ -177,6 +177,7 @@ def test_each_limit_is_one_look_at_an_index(scene, url, statements):
 # ------------------------------------------------------------------ kept rows
 def kept_rows(scene):
     """For each kind of kept row, a function that creates the n-th row."""
+    run = scene.model()
     session, sampler_session, now = scene.session(), scene.session(), scene.journal.sessions._now()
 
     def model(n: int, limits: Limits) -> None:
@@ -197,6 +198,9 @@ def kept_rows(scene):
         new = NewSampler(f"{sampler_session}:sample:{n}", sampler_session, "local", "tiny", "tinker://" + "m" * 50)
         scene.journal.samplers.open(new, limits)
 
+    def metric(n: int, limits: Limits) -> None:
+        scene.journal.run_metrics.record(run, "local", {n: {"m" * 60: 0.5}}, limits)
+
     assert now
     return {
         "sessions": lambda n, limits: scene.journal.sessions.create(NewSession("local", "0", ("t" * 50,)), limits),
@@ -205,6 +209,7 @@ def kept_rows(scene):
         "custom_losses": loss,
         "images": lambda n, limits: scene.journal.assets.begin(f"asset-{n}", "local", 10, limits),
         "feedback": feedback,
+        "metrics": metric,
     }
 
 
@@ -242,9 +247,10 @@ def test_texts_of_every_kind_count_as_bytes(scene):
 def test_a_repeated_request_counts_once_and_a_deletion_gives_back(scene):
     make = kept_rows(scene)
     for kept in ("training_runs", "samplers", "custom_losses", "images"):
+        most = total(scene, kept) + 1
         for _ in range(2):
-            make[kept](0, Limits(**{kept: 1}))
-        assert total(scene, kept) == 1
+            make[kept](0, Limits(**{kept: most}))
+        assert total(scene, kept) == most
     before = total(scene, "kept_bytes")
     scene.journal.assets.withdraw("asset-0", "local")
     scene.journal.assets.forget("asset-0", "local")
@@ -325,6 +331,8 @@ BOUNDS = {
     "feedback": "max_feedback",
     "usage_bucket": "one an hour for each session",
     "training_step": "steps that were trained",
+    "run_metric": "run_metrics.MOST_NAMES for each run",
+    "run_metric_value": "max_metrics",
     "recovery_snapshot": "two for each live model, one for each live sampler",
     "suspect": "requests that wait",
     "process": "parts of the service",

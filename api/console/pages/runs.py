@@ -16,7 +16,7 @@ from tinkerflow.api.console.samples import shown
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.plot import LINES, Line
-from tinkerflow.backend.journal import Curve, ModelState, ModelView, StepFigures
+from tinkerflow.backend.journal import Curve, Metric, ModelState, ModelView, StepFigures
 
 PAGE = 50
 _OF_A_RUN = 100  # checkpoints of a run, shown
@@ -72,24 +72,25 @@ async def curves_part(visit: Visiting, run: Runs, seen: str = "") -> Response:
 async def _curves(visit: Visit, runs: Sequence[str]) -> dict[str, object]:
     """The values of curves.html."""
 
-    def read() -> tuple[str, list[ModelView], list[Curve]]:
+    def read() -> tuple[str, list[ModelView], list[Curve], list[list[Metric]]]:
         journal = visit.journal
         state = _state(visit, runs)  # read first, so that later changes count as new
         models = [journal.models.get(run, visit.owner) for run in runs]
-        return state, models, [journal.curves.of_run(run, visit.owner) for run in runs]
+        metrics = [journal.run_metrics.of_run(run, visit.owner) for run in runs]
+        return state, models, [journal.curves.of_run(run, visit.owner) for run in runs], metrics
 
     if len(runs) > LINES:
         raise UserError(f"run is given {len(runs)} times: must be at most {LINES}")
-    state, models, curves = await asyncio.to_thread(read)
+    state, models, curves, metrics = await asyncio.to_thread(read)
     going = any(model.state in (ModelState.CREATING, ModelState.LIVE) for model in models)
     names = ["value"] if len(runs) == 1 else list(runs)
     return {
         "models": models,
         "state": state,
         "going": going,
-        "measured": any(curve.points for curve in curves),
+        "measured": any(curve.points for curve in curves) or any(metrics),
         "compared": list(zip(models, curves, strict=True)),
-        "charts": await asyncio.to_thread(_charts, names, curves),
+        "charts": await asyncio.to_thread(_charts, names, curves, metrics),
     }
 
 
@@ -97,10 +98,15 @@ def _state(visit: Visit, runs: Sequence[str]) -> str:
     """What changes when there is something new to see."""
     journal = visit.journal
     models = (journal.models.get(run, visit.owner) for run in runs)
-    return ",".join(f"{model.state}{model.paused or ''}{journal.curves.last_seq(model.id, None)}" for model in models)
+    return ",".join(
+        f"{model.state}{model.paused or ''}{journal.curves.last_seq(model.id, None)}"
+        f"-{journal.run_metrics.number(model.id)}"
+        for model in models
+    )
 
 
-def _charts(names: Sequence[str], curves: Sequence[Curve]) -> list[Markup]:
+def _charts(names: Sequence[str], curves: Sequence[Curve], metrics: Sequence[Sequence[Metric]]) -> list[Markup]:
+    """Charts of the loss, of the metrics that clients stored, and of the other figures."""
     found = []
     for title, value in _CURVES.items():
         lines = [
@@ -115,4 +121,10 @@ def _charts(names: Sequence[str], curves: Sequence[Curve]) -> list[Markup]:
         ]
         if title in _ALWAYS or any(y is not None for line in lines for _, y in line.points):
             found.append(chart(title, lines))
+    points = [{metric.name: metric.points for metric in of_run} for of_run in metrics]
+    stored = sorted({name for one in points for name in one}, key=lambda name: ("reward" not in name, name))
+    found[1:1] = [
+        chart(title, [Line(name, one.get(title, ())) for name, one in zip(names, points, strict=True)])
+        for title in stored
+    ]
     return found

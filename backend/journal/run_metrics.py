@@ -1,0 +1,146 @@
+"""Metrics of training runs: values by name and step that clients measured, such as rewards. Each is stored once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlmodel import Field, col
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Table, Text, get_owned, in_chunks
+from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, lock_project, text_bytes
+from tinkerflow.backend.journal.tables import Model
+
+MOST_NAMES = 100  # of one run
+MOST_POINTS = 200  # of one curve
+
+
+class RunMetric(Table, table=True):
+    """The name of a metric that a client stores for a run. number: of its values. last_step: the highest step."""
+
+    __tablename__ = "run_metric"
+
+    model_id: str = Field(primary_key=True, foreign_key="model.id", sa_type=Text())
+    name: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
+    number: int = Field(sa_type=sa.BigInteger)
+    last_step: int = Field(sa_type=sa.BigInteger)
+
+
+class RunMetricValue(Table, table=True):
+    """The value of a metric of a run at one step. Rows never change."""
+
+    __tablename__ = "run_metric_value"
+
+    model_id: str = Field(primary_key=True, foreign_key="model.id", sa_type=Text())
+    name: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
+    step: int = Field(primary_key=True, sa_type=sa.BigInteger)
+    value: float
+
+
+_STEP, _VALUE = col(RunMetricValue.step), col(RunMetricValue.value)
+_ADD_NAME = sa.text(
+    "INSERT INTO run_metric (model_id, name, number, last_step) VALUES (:model_id, :name, :number, :last_step)"
+    " ON CONFLICT (model_id, name) DO UPDATE SET number = run_metric.number + :number,"
+    " last_step = CASE WHEN :last_step > run_metric.last_step THEN :last_step ELSE run_metric.last_step END"
+)
+_NAMES = sa.select(RunMetric).where(col(RunMetric.model_id) == sa.bindparam("run_id")).order_by(col(RunMetric.name))
+_NUMBER = sa.select(sa.func.coalesce(sa.func.sum(col(RunMetric.number)), 0)).where(
+    col(RunMetric.model_id) == sa.bindparam("run_id")
+)
+_PART = (_STEP // sa.bindparam("width", type_=sa.BigInteger)).label("part")
+_POINTS = (
+    sa.select(sa.func.max(_STEP), sa.func.avg(_VALUE))
+    .where(
+        col(RunMetricValue.model_id) == sa.bindparam("run_id"),
+        col(RunMetricValue.name) == sa.bindparam("name", type_=sa.String),
+    )
+    .group_by(_PART)
+    .order_by(_PART)
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a run. points: (step, value), of many steps the means over neighbours; the last step is its own."""
+
+    name: str
+    points: tuple[tuple[int, float], ...]
+
+
+class RunMetrics(Aggregate):
+    """The metrics that clients stored for their runs."""
+
+    def record(
+        self, run_id: str, owner: str, steps: Mapping[int, Mapping[str, float]], limits: Limits = NO_LIMITS
+    ) -> int:
+        """Store values by step and name, and return how many are new. A value that is stored already stays.
+
+        NotFoundError: unknown or foreign run. UserError: a step has another value under that name, the run would have
+        more than MOST_NAMES names, or the project has reached a limit. Then no value is stored.
+        """
+        sent = {(step, name): float(value) for step, values in steps.items() for name, value in values.items()}
+        names = {name for _, name in sent}
+        if len(names) > MOST_NAMES:
+            raise UserError(f"values has {len(names)} names: a run may have {MOST_NAMES}")
+        with self._write() as connection:
+            lock_project(connection, owner)
+            get_owned(connection, Model, run_id, owner)
+            stored = _stored(connection, run_id, {step for step, _ in sent}, names)
+            for (step, name), value in sent.items():
+                if stored.get((step, name), value) != value:
+                    raise UserError(
+                        f"values.{name} {value!r}: step {step} of this run has {stored[step, name]!r} already, and a "
+                        "stored value never changes"
+                    )
+            new = {key: value for key, value in sent.items() if key not in stored}
+            if not new:
+                return 0
+            rows = [{"model_id": run_id, "name": name, "step": step, "value": v} for (step, name), v in new.items()]
+            _add_names(connection, run_id, [(step, name) for step, name in new])
+            connection.execute(sa.insert(RunMetricValue), rows)
+            count_kept(connection, owner, "metrics", text_bytes(*(name for _, name in new)), limits, rows=len(new))
+        return len(new)
+
+    def of_run(self, run_id: str, owner: str | None, *, most: int = MOST_POINTS) -> list[Metric]:
+        """A run's metrics by name, each with about `most` points at most. NotFoundError: unknown or foreign run."""
+        with self._read() as connection:
+            get_owned(connection, Model, run_id, owner)
+            found = []
+            for row in connection.execute(_NAMES, {"run_id": run_id}).all():
+                values = {"run_id": run_id, "name": row.name, "width": 1 if row.number <= most else _width(row, most)}
+                found.append(Metric(row.name, tuple((p[0], p[1]) for p in connection.execute(_POINTS, values))))
+        return found
+
+    def number(self, run_id: str) -> int:
+        """How many values a run has: this changes with every new one. One statement."""
+        with self._read() as connection:
+            return int(connection.execute(_NUMBER, {"run_id": run_id}).scalar_one())
+
+
+def _width(row: sa.Row[tuple[RunMetric]], most: int) -> int:
+    """How many neighbouring steps are one point."""
+    return -(-(int(row.last_step) + 1) // most)
+
+
+def _stored(connection: sa.Connection, run_id: str, steps: set[int], names: set[str]) -> dict[tuple[int, str], float]:
+    """The values that a run has at these steps under these names."""
+    found = {}
+    for some in in_chunks(steps):
+        rows = sa.select(_STEP, col(RunMetricValue.name), _VALUE).where(
+            col(RunMetricValue.model_id) == run_id, col(RunMetricValue.name).in_(names), _STEP.in_(some)
+        )
+        found.update({(row[0], row[1]): row[2] for row in connection.execute(rows)})
+    return found
+
+
+def _add_names(connection: sa.Connection, run_id: str, new: list[tuple[int, str]]) -> None:
+    """Count new values under their names; UserError for too many names."""
+    for name in dict.fromkeys(name for _, name in new):
+        its = [step for step, one in new if one == name]
+        added = {"model_id": run_id, "name": name, "number": len(its), "last_step": max(its)}
+        connection.execute(_ADD_NAME, added)
+    names = connection.execute(sa.select(sa.func.count()).where(col(RunMetric.model_id) == run_id)).scalar_one()
+    if names > MOST_NAMES:
+        raise UserError(f"values has new names: this run would have {names} names, and may have {MOST_NAMES}")

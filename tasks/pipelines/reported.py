@@ -1,0 +1,68 @@
+"""The values of a pipeline's steps on the page of its training run: they are sent to the server as metrics."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from itertools import islice
+from urllib.parse import quote
+
+import httpx
+
+from tinkerflow.tasks.pipelines.connection import ServerClients
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 500  # steps of one request
+_SECONDS = 10.0  # for one request
+_OWN_CHARTS = ("loss", "grad_norm", "learning_rate")  # the server measures these itself
+
+
+class ReportedMetrics:
+    """Sends metrics of steps, and never fails: steps that the server did not take are sent again with the next ones.
+
+    The server stores a value once, so sending it again is harmless.
+    """
+
+    def __init__(self, server: ServerClients) -> None:
+        """server: its URL and key."""
+        self._http = httpx.AsyncClient(
+            base_url=server.url, headers={"X-API-Key": server.key}, timeout=_SECONDS, follow_redirects=True
+        )
+        self._waiting: dict[str, dict[int, dict[str, float]]] = {}
+        self._warned = False
+
+    async def send(self, run_id: str, steps: Mapping[int, Mapping[str, float]]) -> None:
+        """Send values of a training run by step and name. Values that are not finite are left out."""
+        waiting = self._waiting.setdefault(run_id, {})
+        for step, values in steps.items():
+            kept = {name: v for name, v in values.items() if name not in _OWN_CHARTS and math.isfinite(v)}
+            if kept:
+                waiting.setdefault(step, {}).update(kept)
+        for run, steps_of_run in self._waiting.items():
+            await self._send(run, steps_of_run)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._http.aclose()
+
+    async def _send(self, run_id: str, waiting: dict[int, dict[str, float]]) -> None:
+        while some := dict(islice(waiting.items(), _AT_ONCE)):
+            body = {"steps": [{"step": step, "values": values} for step, values in some.items()]}
+            try:
+                answer = await self._http.post(f"api/v1/training_runs/{quote(run_id, safe='')}/metrics", json=body)
+            except httpx.HTTPError as error:
+                self._warn(f"{type(error).__name__}: {error}")
+                return
+            if answer.status_code != 200:
+                self._warn(f"the server answers {answer.status_code}: {answer.text[:200]}")
+            if answer.status_code >= 500 or answer.status_code == 429:
+                return  # the server may take the values later
+            for step in some:
+                del waiting[step]
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            log.warning("the page of the training run does not show the values of its steps: %s", reason)
+        self._warned = True
