@@ -64,13 +64,14 @@ async def _shown(visit: Visit, sample: SampleView, *, shorten: bool) -> ShownSam
     whole = await asyncio.to_thread(visit.journal.samples.whole, sample.id, visit.owner)
     if not whole.payload:
         return ShownSample(sample, None, (), "its text was dropped: its client has it, or result_ttl is over")
-    tokenizer = await _tokenizer(visit, sample.base_model)
+    tokenizer = await tokenizer_of(visit, sample.base_model)
     if tokenizer is None:
         return ShownSample(sample, None, (), f"{sample.base_model} is not served any more")
     return await asyncio.to_thread(_read, whole, tokenizer, shorten)
 
 
-async def _tokenizer(visit: Visit, base_model: str) -> Tokenizer | None:
+async def tokenizer_of(visit: Visit, base_model: str) -> Tokenizer | None:
+    """The tokenizer of a base model, None when it is not served or has no file here."""
     cards = await asyncio.to_thread(visit.journal.base_models.all)
     card = next((row.card for row in cards if row.name == base_model), None)
     try:

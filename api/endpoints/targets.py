@@ -107,13 +107,13 @@ async def list_models(call: Call) -> Sequence[Listed]:
 
 def champions_of(call: Call, path: str) -> list[str]:
     """The names of the champions whose weights are those of the checkpoint at `path`."""
-    work = _work(call)
+    work = work_folder(call)
     newest = {name: newest_champion(work, name) for name in champion_names(work)}
     return [name for name, champion in newest.items() if champion is not None and champion["weights"] == path]
 
 
 def _list(call: Call) -> list[Listed]:
-    listed, work = _base_models(call), _work(call)
+    listed, work = _base_models(call), work_folder(call)
     contexts = {model.name: model.context for model in listed}
     for name in champion_names(work):
         try:
@@ -169,7 +169,7 @@ def _newest_of_run(call: Call, run_id: str) -> str:
 
 def _champion(call: Call, model: str) -> str:
     try:
-        champion = newest_champion(_work(call), model.removeprefix(CHAMPION))
+        champion = newest_champion(work_folder(call), model.removeprefix(CHAMPION))
     except UserError:  # no such name can exist
         champion = None
     if champion is None:
@@ -182,5 +182,6 @@ def _champion(call: Call, model: str) -> str:
     return path
 
 
-def _work(call: Call) -> Blobs:
+def work_folder(call: Call) -> Blobs:
+    """The folder that pipelines write to."""
     return _open(call.services.settings.pipelines_url)

@@ -38,6 +38,7 @@ async def distill(parameters: DistillParameters) -> TrainingResult:
             loss_config=parameters.loss_config,
             held_out_rows=run.prompts("held_out")[1],
             versions=WeightVersions(parameters.max_staleness),
+            recorded=True,
         )
         return await train(run, key, recipe)
 

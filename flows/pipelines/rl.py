@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from prefect import flow
 
+from tinkerflow.backend.catalog.rollouts import StepRollouts
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
@@ -18,7 +19,8 @@ from tinkerflow.tasks.pipelines.advantages import ESTIMATORS, Floats, kl_advanta
 from tinkerflow.tasks.pipelines.environments import EnvironmentMaker
 from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters, SamplingParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
-from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, Trajectory, is_varied
+from tinkerflow.tasks.pipelines.rollout_record import dropped_of, group_of, record_rollouts
+from tinkerflow.tasks.pipelines.rollouts import Episode, Lost, Rollouts, Trajectory, is_varied
 from tinkerflow.tasks.pipelines.rows import Row
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 from tinkerflow.tasks.pipelines.versions import WeightVersions
@@ -33,13 +35,15 @@ _RESAMPLED = 2**31  # in the seeds of other rows, plus the number of the attempt
 @dataclass(frozen=True)
 class Sampled:
     """Conversations of one step. trajectories: of each episode, in the order of groups and their episodes. gaps: for
-    each trajectory [N], see `kl_advantages`. first: the groups before some were replaced.
+    each trajectory [N], see `kl_advantages`. first: the groups before some were replaced. lost: conversations that are
+    in no group.
     """
 
     groups: Sequence[Sequence[Episode]]
     trajectories: Sequence[Sequence[Trajectory]]
     gaps: Sequence[Floats]
     first: Sequence[Sequence[Episode]]
+    lost: Sequence[Lost]
 
     @property
     def episodes(self) -> list[Episode]:
@@ -60,7 +64,8 @@ class RlRecipe:
     coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have rewards.
     advantage: a name in `ESTIMATORS`. overlong_tokens: see `overlong_penalty`. resample: how many times groups with
     equal rewards are replaced by groups of other rows. loss, loss_config: the policy's loss. held_out_rows: prompts
-    that are measured after each segment. versions: the weights that steps sample from.
+    that are measured after each segment. versions: the weights that steps sample from. recorded: whether the rollouts
+    of steps are written to the work folder, for people.
     """
 
     run: PreparedRun
@@ -77,6 +82,7 @@ class RlRecipe:
     loss_config: Mapping[str, float] = field(default_factory=dict)
     held_out_rows: Sequence[Row] = ()
     versions: WeightVersions = field(default_factory=lambda: WeightVersions(0))
+    recorded: bool = False
 
     @property
     def ahead(self) -> int:
@@ -100,7 +106,8 @@ class RlRecipe:
             np.array([episode.reward for episode in group], np.float64) - penalty_G
             for group, penalty_G in zip(sampled.groups, penalties, strict=True)
         ]
-        advantages = np.concatenate(ESTIMATORS[self.advantage](rewards))
+        of_groups = ESTIMATORS[self.advantage](rewards)
+        advantages = np.concatenate(of_groups)
         tokens = sum(map(len, sampled.gaps))
         # A loss that is not proportional to the advantages is divided by its weights.
         scale, weight = (1, 1 / tokens) if "advantages" not in LOSSES[self.loss].masks else (tokens, None)
@@ -114,7 +121,8 @@ class RlRecipe:
         await self.versions.ready_to_train(client, step)
         forward, update = client.forward_backward(data, self.loss, config), client.optim_step(params)
         self.versions.trained(client, step)
-        loss = (await forward).metrics["loss:sum"]
+        recording = asyncio.to_thread(self._record, client, step, staleness, sampled, of_groups)
+        loss = (await asyncio.gather(forward, recording))[0].metrics["loss:sum"]
         turns = sum(len(episode.turns) for episode in sampled.episodes)
         return {
             **self._measure(sampled),
@@ -138,6 +146,24 @@ class RlRecipe:
         measured = self._measure(await self._sample(sampler, self.held_out_rows, _HELD_OUT))
         return {f"held_out_{name}": value for name, value in measured.items() if name in ("reward", self.kl)}
 
+    def _record(
+        self, client: tinker.TrainingClient, step: int, staleness: int, sampled: Sampled, advantages: Sequence[Floats]
+    ) -> None:
+        """Write the rollouts of a step for people."""
+        if not self.recorded:
+            return
+        replaced = [group for group in sampled.first if not any(group is kept for kept in sampled.groups)]
+        rollouts = StepRollouts(
+            step=step + 1,
+            staleness=staleness,
+            groups=[
+                group_of(group, advantages_G, rewarded=self.rewards)
+                for group, advantages_G in zip(sampled.groups, advantages, strict=True)
+            ],
+            dropped=dropped_of(sampled.lost, replaced),
+        )
+        record_rollouts(self.run.work_url, str(client.model_id), rollouts)
+
     def _count_lost(self, sampled: Sampled, rows: int) -> dict[str, float]:
         """How many conversations were begun again or left out, where any were."""
         kept = [episode for group in sampled.first for episode in group]
@@ -159,21 +185,23 @@ class RlRecipe:
         If all groups have equal rewards, the first ones are kept.
         """
         seed = [self.run.parameters.model.seed, step]
-        first = await self.rollouts.groups(sampler, rows, seed)
+        lost: list[Lost] = []
+        first = await self.rollouts.groups(sampler, rows, seed, lost)
         varied = [*filter(is_varied, first)]
         for attempt in range(resample):
             if (missing := len(rows) - len(varied)) <= 0:
                 break
             again = [*seed, _RESAMPLED + attempt]
             picked = np.random.default_rng(again).choice(len(self.rows), missing)
-            varied += filter(is_varied, await self.rollouts.groups(sampler, [self.rows[i] for i in picked], again))
+            others = await self.rollouts.groups(sampler, [self.rows[i] for i in picked], again, lost)
+            varied += filter(is_varied, others)
         groups = varied if resample and varied else first
         self.rollouts.refuse_failures(len(self.rows))
         trajectories = [episode.trajectories() for group in groups for episode in group]
         each = [trajectory for few in trajectories for trajectory in few]
-        others = await asyncio.gather(*(trajectory.logprobs_by(self.other) for trajectory in each))
-        gaps = [trajectory.logprobs - other for trajectory, other in zip(each, others, strict=True)]
-        return Sampled(groups, trajectories, gaps, first)
+        by_other = await asyncio.gather(*(trajectory.logprobs_by(self.other) for trajectory in each))
+        gaps = [trajectory.logprobs - other for trajectory, other in zip(each, by_other, strict=True)]
+        return Sampled(groups, trajectories, gaps, first, lost)
 
     def _measure(self, sampled: Sampled) -> dict[str, float]:
         rewards = [episode.reward for group in sampled.first for episode in group]
@@ -223,6 +251,7 @@ async def rl(parameters: RlParameters) -> TrainingResult:
             loss_config=parameters.loss_config,
             held_out_rows=run.prompts("held_out")[1],
             versions=WeightVersions(parameters.max_staleness),
+            recorded=True,
         )
         return await train(run, key, recipe)
 

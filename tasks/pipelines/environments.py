@@ -10,7 +10,7 @@ import inspect
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import httpx
@@ -28,10 +28,14 @@ Reward = Callable[[Facts, str], float | Awaitable[float]]
 
 @dataclass(frozen=True)
 class Reply:
-    """The environment's reply to an answer: a reward, and the next messages; no messages end the conversation."""
+    """The environment's reply to an answer: a reward, and the next messages; no messages end the conversation.
+
+    parts: of the reward, by name, for people who look at rollouts. They change nothing.
+    """
 
     reward: float
     messages: Sequence[Message] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class EnvironmentUnavailableError(Exception):

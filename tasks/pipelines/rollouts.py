@@ -110,18 +110,21 @@ class Trajectory:
 class Episode:
     """One conversation: the messages so far, the model's answers, and the sum of the rewards.
 
-    environment: None until it is made. attempt: how many conversations in its place were interrupted before.
-    interrupted: whether the environment is not available any more.
+    environment: None until it is made. answered: the places of the model's answers among the messages. parts: sums of
+    the parts of the rewards. attempt: how many conversations in its place were interrupted before. interrupted: why the
+    environment is not available any more; "" while it is.
     """
 
     environment: Environment | None = None
     messages: list[Message] = field(default_factory=list)
     tools: Sequence[Mapping[str, Any]] = ()
     turns: list[SampledTurn] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
     reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
     ended: bool = False
     attempt: int = 0
-    interrupted: bool = False
+    interrupted: str = ""
 
     def trajectories(self) -> list[Trajectory]:
         """The turns in order, as few sequences as possible.
@@ -137,6 +140,15 @@ class Episode:
             else:
                 found.append([turn])
         return [Trajectory(turns) for turns in found]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A conversation, or all of a row, that a step does not learn from. repeated: whether it was begun again."""
+
+    prompt: str
+    reason: str
+    repeated: bool = False
 
 
 def is_varied(group: Sequence[Episode]) -> bool:
@@ -169,18 +181,21 @@ class Rollouts:
     failures: dict[str, str] = field(default_factory=dict)
 
     async def groups(
-        self, sampler: tinker.SamplingClient, rows: Sequence[Row], seed: Sequence[int]
+        self, sampler: tinker.SamplingClient, rows: Sequence[Row], seed: Sequence[int], lost: list[Lost] | None = None
     ) -> list[list[Episode]]:
         """A group of conversations for each row, all concurrent. Equal seeds give equal samples of the same model.
 
-        A row whose environment fails has no group. UserError: no row has one. EnvironmentUnavailableError: no row has
-        one, because no environment was available.
+        A row whose environment fails has no group. lost: a list that gets the conversations that are begun again or
+        left out. UserError: no row has a group. EnvironmentUnavailableError: no row has one, because no environment
+        was available.
         """
-        conversations = [self._group(sampler, row, [*seed, i]) for i, row in enumerate(rows)]
+        lost = [] if lost is None else lost
+        conversations = [self._group(sampler, row, [*seed, i], lost) for i, row in enumerate(rows)]
         results = await asyncio.gather(*conversations, return_exceptions=True)
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, FailedRowError):
                 self._note_failure(row, result)
+                lost.append(Lost(shorten(row.prompt[-1]["content"]), str(result)))
             elif isinstance(result, BaseException):
                 raise result
         groups = [result for result in results if isinstance(result, list) and len(result) >= min(2, self.group_size)]
@@ -203,21 +218,27 @@ class Rollouts:
             self.failures[prompt] = str(error)
             log.warning("row %r is left out: %s", prompt, error)
 
-    async def _group(self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int]) -> list[Episode]:
-        episodes = await self._conversations(sampler, row, seed, self.group_size)
-        for attempt in range(1, self.environment_retries + 1):
+    async def _group(
+        self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], lost: list[Lost]
+    ) -> list[Episode]:
+        episodes: list[Episode] = []
+        for attempt in range(self.environment_retries + 1):
             if not (missing := self.group_size - len(episodes)):
                 break
-            again = await self._conversations(sampler, row, [*seed, _REPEATED + attempt], missing)
-            for episode in again:
+            seed_now = [*seed, _REPEATED + attempt] if attempt else seed
+            for episode in await self._conversations(sampler, row, seed_now, missing):
                 episode.attempt = attempt
-            episodes += again
+                if not episode.interrupted:
+                    episodes.append(episode)
+                    continue
+                prompt, repeated = shorten(row.prompt[-1]["content"]), attempt < self.environment_retries
+                lost.append(Lost(prompt, episode.interrupted, repeated))
         return episodes
 
     async def _conversations(
         self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], count: int
     ) -> list[Episode]:
-        """`count` conversations that begin with a row, without those that were interrupted."""
+        """`count` conversations that begin with a row; some may be interrupted."""
         episodes = [Episode(tools=row.tools) for _ in range(count)]
         try:
             await asyncio.gather(*(self._begin(episode, row) for episode in episodes))
@@ -229,7 +250,7 @@ class Rollouts:
                 await asyncio.gather(*map(self._take, going, answers))
         finally:
             await asyncio.gather(*(self._close(episode.environment) for episode in episodes))
-        return [episode for episode in episodes if not episode.interrupted]
+        return episodes
 
     async def _answers(
         self, sampler: tinker.SamplingClient, going: Sequence[Episode], seed: Sequence[int]
@@ -280,7 +301,10 @@ class Rollouts:
         async with self._asking(episode, "reward"):
             reply = await episode.environment.answered(text)
             episode.reward += checked_reward(reply.reward)
+            for name, part in reply.parts.items():
+                episode.parts[name] = episode.parts.get(name, 0.0) + checked_reward(part)
             episode.turns.append(turn)
+            episode.answered.append(len(episode.messages))
             episode.messages += [Message(role="assistant", content=text), *reply.messages]
             episode.ended = not reply.messages
 
@@ -294,7 +318,7 @@ class Rollouts:
         except UNAVAILABLE as error:
             reason = f"{type(error).__name__}: {error}"
             log.warning("a conversation is interrupted, its environment is not available: %s", reason)
-            episode.interrupted = True
+            episode.interrupted = reason
 
     async def _close(self, environment: Environment | None) -> None:
         if (close := getattr(environment, "close", None)) is not None:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from tests.api.console.conftest import of_checkpoint
+from tests.api.console.test_rollouts import put_rollouts
 from tests.e2e.browser import Page, open_page
 
 PAGES = (
@@ -68,6 +69,9 @@ def test_every_page_of_a_service_in_use(
     things, other = furnish(), furnish()
     put_steps(things.run, 700)
     put_steps(other.run, 30)
+    for step in (1, 2):
+        put_rollouts(server, things.run, step)
+    journal.run_metrics.record(things.run, "local", {n: {"reward": n / 700, "kl": 1 / n} for n in range(1, 700)})
     journal.leases.beat()
     for path in (
         *PAGES,
@@ -75,6 +79,7 @@ def test_every_page_of_a_service_in_use(
         f"/training_runs/{things.run}",
         f"/compare?run={things.run}&run={other.run}",
         f"/samples/{things.sample}",
+        f"/training_runs/{things.run}/rollouts?chances=yes",
         of_checkpoint(things.weights),
         f"{of_checkpoint(things.weights)}/delete",
     ):

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 from tests.tasks.pipelines.conftest import parse
 from transformers import PreTrainedTokenizerFast
 
+from tinkerflow.backend.catalog.rollouts import read_rollouts, steps_with_rollouts
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.deployments.tiny_model import make_tiny
@@ -28,6 +30,7 @@ from tinkerflow.tasks.pipelines.progress import StepMetrics
 from tinkerflow.tasks.pipelines.rollouts import Rollouts
 from tinkerflow.tasks.pipelines.trainer import make_steps
 from tinkerflow.tasks.pipelines.versions import WeightVersions
+from tinkerflow.tasks.pipelines.work import open_work
 
 EQUAL, VARIED = (parse({"prompt": name, "answer": name}) for name in ("equal", "varied"))
 NUMBERS = [f"{number}" for number in range(3)]
@@ -58,7 +61,7 @@ class Client:
     """A training client that keeps what it is sent."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self.version = tokenizer, 0
+        self._tokenizer, self.version, self.model_id = tokenizer, 0, "sess-1:train:0"
         self.sent: list[tuple[list[tinker.Datum], str, dict[str, float] | None]] = []
         self.sampled: list[int] = []  # the versions of the weights, in the order of the samples
 
@@ -87,11 +90,14 @@ def recipe_of(
     make: EnvironmentMaker = environment,
     picked: Sequence[int] = (1,),
     group_size: int = 2,
+    work_url: str = "",
     **changes: Any,
 ) -> RlRecipe:
     """A recipe whose steps have the batch `picked` of EQUAL and VARIED."""
     run: Any = SimpleNamespace(
-        batch=lambda step, rows: list(picked), parameters=SimpleNamespace(model=SimpleNamespace(seed=3))
+        batch=lambda step, rows: list(picked),
+        parameters=SimpleNamespace(model=SimpleNamespace(seed=3)),
+        work_url=work_url,
     )
     rollouts, other = Rollouts(Renderer(tokenizer), make, group_size, max_tokens=4), Sampler(tokenizer)
     return RlRecipe(run, [EQUAL, VARIED], rollouts, other, "kl_to_base", 0.0, **changes)  # type: ignore[arg-type]
@@ -165,6 +171,49 @@ async def test_lost_conversations_are_counted_and_count_for_nothing(tokenizer: A
     (data, *_) = client.sent[1]
     advantages = [datum.loss_fn_inputs["advantages"].to_numpy()[-1] for datum in data]
     assert advantages == [-0.25, 0.25], "divided by the two tokens that are left"
+
+
+async def test_the_rollouts_of_a_step_are_recorded_with_those_that_it_dropped(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = 1
+
+    def make(facts: Facts) -> Any:
+        def reward(facts: Facts, text: str) -> float:
+            nonlocal left
+            if left:
+                left -= 1
+                raise ConnectionError("the sandbox is gone")
+            return float(text) if facts["answer"] == "varied" else 1.0
+
+        return Asked(facts, reward)
+
+    url = (tmp_path / "work").as_uri()
+    recipe = recipe_of(tokenizer, make, [1, 0], 3, url, resample=4, recorded=True)
+    client = Client(tokenizer)
+    recipe.begin(0)
+    await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
+    work = open_work(url)
+    assert steps_with_rollouts(work, client.model_id) == [1]
+    found = read_rollouts(work, client.model_id, 1)
+    first = found.groups[0]
+    assert [message.text for message in first.prompt] == ["varied"]
+    assert sorted((one.reward, one.turns, one.length, one.messages[0].text) for one in first.samples) == [
+        (0.0, 1, 1, "0"), (1.0, 1, 1, "1"), (2.0, 1, 1, "2"),
+    ]  # fmt: skip
+    assert sorted(one.advantage for one in first.samples) == pytest.approx([-1.0, 0.0, 1.0])
+    assert all(one.messages[0].logprobs == [-1.0] and len(one.messages[0].tokens) == 1 for one in first.samples)
+    lost = {(one.prompt, one.fate): one.reason for one in found.dropped}
+    assert lost["equal", "group replaced"] == "all 3 rewards are 1"
+    assert [reason for (_, fate), reason in lost.items() if fate == "begun again"] == [
+        "ConnectionError: the sandbox is gone"
+    ]
+    blocked = tmp_path / "file"
+    blocked.write_text("a file, and no folder")
+    recipe = recipe_of(tokenizer, work_url=(blocked / "work").as_uri(), recorded=True)
+    recipe.begin(0)
+    assert await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
+    assert "the rollouts of step 1 were not written" in caplog.text
 
 
 async def test_long_answers_earn_less(tokenizer: Any) -> None:

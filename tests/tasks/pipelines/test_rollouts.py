@@ -59,7 +59,7 @@ class Counting:
     async def answered(self, text: str) -> Reply:
         self.turn += 1
         again = [Message(role="user", content=f"Again, {self.turn}")]
-        return Reply(float(self.turn), () if text == "1" else again)
+        return Reply(float(self.turn), () if text == "1" else again, {"turns": 1.0})
 
 
 def environment(facts: Facts) -> Any:
@@ -90,6 +90,8 @@ async def test_an_environment_leads_several_turns(tokenizer: Any, renderer: Rend
     # First turn: 0, 1 (ends), 2. The two others have said different things, so each is asked by itself: always "0".
     assert [len(one.turns) for one in group] == [3, 1, 3]
     assert [one.reward for one in group] == [6.0, 1.0, 6.0]
+    assert [one.parts for one in group] == [{"turns": 3.0}, {"turns": 1.0}, {"turns": 3.0}]
+    assert [one.answered for one in group] == [[1, 3, 5], [1], [1, 3, 5]]
     assert [asked[1] for asked in sampler.asked] == [3, 1, 1, 1, 1]
     assert [[len(each.turns) for each in one.trajectories()] for one in group] == [[3], [1], [3]]
     said = (

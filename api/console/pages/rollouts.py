@@ -1,0 +1,144 @@
+"""`/training_runs/{run_id}/rollouts`: the conversations that a step learned from, by group, and those it dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import Query
+from fastapi.responses import Response
+
+from tinkerflow.api.console.samples import tokenizer_of
+from tinkerflow.api.console.visit import Visiting, page_router, record
+from tinkerflow.api.endpoints.targets import work_folder
+from tinkerflow.api.text import Detokenizer, Tokenizer
+from tinkerflow.backend.catalog.rollouts import (
+    RolloutMessage,
+    RolloutSample,
+    StepRollouts,
+    read_rollouts,
+    steps_with_rollouts,
+)
+from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.journal import AuditedEvent
+from tinkerflow.backend.store.blobs import Blobs
+
+_SHADES = (0.05, 0.3, 0.7)  # a token at most so probable has this shade; the first is the strongest
+_ORDERS: dict[str, Callable[[RolloutSample], float]] = {
+    "best": lambda sample: -(sample.reward or 0.0),
+    "worst": lambda sample: sample.reward or 0.0,
+    "sampled": lambda sample: 0.0,
+}
+router = page_router()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The choices of the form: a step (None: the newest), a text to find, bounds of the reward, and the order.
+
+    chances: whether tokens are shaded by their probabilities.
+    """
+
+    step: int | None
+    find: str
+    low: float | None
+    high: float | None
+    order: str
+    chances: bool
+
+    def takes(self, prompt: Sequence[RolloutMessage], sample: RolloutSample) -> bool:
+        """Whether a sample is shown."""
+        reward = sample.reward or 0.0
+        if (self.low is not None and reward < self.low) or (self.high is not None and reward > self.high):
+            return False
+        find = self.find.casefold()
+        return not find or any(find in message.text.casefold() for message in (*prompt, *sample.messages))
+
+
+@router.get("/training_runs/{run_id}/rollouts")
+async def rollouts_page(
+    run_id: str,
+    visit: Visiting,
+    step: str = "",
+    find: Annotated[str, Query(max_length=1000)] = "",
+    low: str = "",
+    high: str = "",
+    order: Literal["best", "worst", "sampled"] = "best",
+    chances: str = "",
+) -> Response:
+    """The rollouts of a step.
+
+    run_id, visit: whose. step: "" is the newest. find: a text in the prompt or in the sample. low, high: bounds of the
+    reward, "" where there is none. order: of the samples of a group. chances: shade tokens by their probabilities.
+    """
+    number = _number("step", step)
+    wanted = Wanted(
+        None if number is None else int(number), find, _number("low", low), _number("high", high), order, bool(chances)
+    )
+    run = await asyncio.to_thread(visit.journal.models.get, run_id, visit.owner)
+    work = work_folder(visit.call)
+    steps, found = await asyncio.to_thread(_read, work, run.id, wanted.step)
+    if found is not None and run.owner != visit.identity.owner:
+        seen = [f"{run.id}/rollouts/{found.step}"]
+        await record(visit.call.services, AuditedEvent.PROJECT_SAMPLE_READ, visit.identity, run.owner, samples=seen)
+    tokenizer = await tokenizer_of(visit, run.base_model) if wanted.chances else None
+    groups = [] if found is None else await asyncio.to_thread(_groups, found, wanted, tokenizer)
+    return visit.page("rollouts.html", run=run, steps=steps, found=found, wanted=wanted, groups=groups,
+                      shaded=tokenizer is not None, orders=list(_ORDERS))  # fmt: skip
+
+
+def _read(work: Blobs, run_id: str, step: int | None) -> tuple[list[int], StepRollouts | None]:
+    """The steps that there are, and the rollouts of one; NotFoundError when there is no such step."""
+    steps = steps_with_rollouts(work, run_id)
+    if step is None and not steps:
+        return steps, None
+    wanted = steps[-1] if step is None else step
+    if wanted not in steps:
+        raise NotFoundError(f"step {wanted:g} of training run {run_id!r} has no rollouts")
+    return steps, read_rollouts(work, run_id, wanted)
+
+
+Piece = tuple[str, str, str]  # text, shade and title of some tokens
+Shown = tuple[int, RolloutSample, list[tuple[RolloutMessage, list[Piece]]]]
+
+
+def _groups(found: StepRollouts, wanted: Wanted, tokenizer: Tokenizer | None) -> list[tuple[object, list[Shown]]]:
+    """The groups with the samples that are wanted, each with its number, and its messages with their pieces."""
+    groups: list[tuple[object, list[Shown]]] = []
+    for group in found.groups:
+        numbered = [(n, one) for n, one in enumerate(group.samples, 1) if wanted.takes(group.prompt, one)]
+        numbered.sort(key=lambda one: _ORDERS[wanted.order](one[1]))
+        if numbered:
+            shown = [(n, one, [(m, _pieces(m, tokenizer)) for m in one.messages]) for n, one in numbered]
+            groups.append((group, shown))
+    return groups
+
+
+def _pieces(message: RolloutMessage, tokenizer: Tokenizer | None) -> list[Piece]:
+    """The text in pieces of a token or of a few that make a character; [] where probabilities are not shown."""
+    if tokenizer is None:
+        return []
+    reader, pieces, lowest = Detokenizer(tokenizer, special=True), list[Piece](), 1.0
+    for token, logprob in zip(message.tokens, message.logprobs, strict=False):
+        chance = min(1.0, math.exp(min(0.0, logprob)))
+        lowest = min(lowest, chance)
+        if text := reader.feed([token]):
+            shade = next((f"shade-{n}" for n, most in enumerate(_SHADES) if lowest <= most), "")
+            pieces.append((text, shade, f"{100 * lowest:.3g} %"))
+            lowest = 1.0
+    if rest := reader.finish():
+        pieces.append((rest, "", f"{100 * lowest:.3g} %"))
+    return pieces
+
+
+def _number(field: str, value: str) -> float | None:
+    try:
+        number = float(value) if value.strip() else None
+    except ValueError:
+        number = math.nan
+    if number is not None and not math.isfinite(number):
+        raise UserError(f"{field} {value!r}: must be a number, or empty")
+    return number

@@ -1,0 +1,142 @@
+"""Rollouts of training runs by step, for people: pipelines write them to their work folder, and the console reads them.
+
+    rollouts/<training run>/<step>.json
+
+A step is written once. The newest FULL steps stay, and of older ones every EVERY-th. A step has at most MOST_BYTES:
+token probabilities are left out first, then whole groups.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from pydantic import BaseModel
+
+from tinkerflow.backend.catalog.champions import checked_name
+from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.store.blobs import Blobs
+
+FULL, EVERY = 50, 10
+MOST_BYTES = 2**20  # of a step
+MOST_TEXT = 20_000  # characters of a message
+MOST_TOKENS = 4096  # of an answer, whose probabilities are kept
+MOST_DROPPED = 200  # conversations of a step
+
+
+class RolloutMessage(BaseModel):
+    """A message. tokens, logprobs: of an answer of the model, the sampled tokens and their log probabilities."""
+
+    role: str
+    text: str
+    name: str = ""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+
+
+class RolloutSample(BaseModel):
+    """A conversation after its prompt. reward: None where there are none. parts: of the reward, by name.
+
+    length: number of sampled tokens. attempt: how many conversations in its place were interrupted before.
+    """
+
+    reward: float | None
+    parts: dict[str, float] = {}
+    advantage: float
+    length: int
+    attempt: int = 0
+    messages: list[RolloutMessage]
+
+    @property
+    def turns(self) -> int:
+        """How many answers the model gave."""
+        return sum(message.role == "assistant" for message in self.messages)
+
+    @property
+    def tools(self) -> list[str]:
+        """The tools that answered, in their order."""
+        return [message.name or "tool" for message in self.messages if message.role == "tool"]
+
+
+class RolloutGroup(BaseModel):
+    """The conversations that begin with the same prompt."""
+
+    prompt: list[RolloutMessage]
+    samples: list[RolloutSample]
+
+
+class DroppedRollout(BaseModel):
+    """Conversations that the step did not learn from. fate: the outcome. reason: why."""
+
+    prompt: str
+    fate: str
+    reason: str
+
+
+class StepRollouts(BaseModel):
+    """The rollouts of one step, counted from 1. staleness: age of the sampled weights in steps.
+
+    left_off: groups that the limit of bytes left out. more_dropped: entries of `dropped` beyond MOST_DROPPED.
+    """
+
+    step: int
+    staleness: int
+    groups: list[RolloutGroup]
+    dropped: list[DroppedRollout] = []
+    left_off: int = 0
+    more_dropped: int = 0
+
+
+def write_rollouts(work: Blobs, run_id: str, rollouts: StepRollouts) -> None:
+    """Write a step, unless it is written already, and remove the older step that need not stay. OSError: no access."""
+    with suppress(FileExistsError):
+        work.create(_key(run_id, rollouts.step), bounded(rollouts).model_dump_json(exclude_defaults=True).encode())
+    old = rollouts.step - FULL
+    if old > 0 and old % EVERY:
+        work.remove(_key(run_id, old))
+
+
+def steps_with_rollouts(work: Blobs, run_id: str) -> list[int]:
+    """The steps of a training run that have rollouts, in their order."""
+    names = (name.removesuffix(".json") for name in work.children(_folder(run_id)))
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+
+def read_rollouts(work: Blobs, run_id: str, step: int) -> StepRollouts:
+    """The rollouts of a step. FileNotFoundError: there are none. ServerError: the object is damaged."""
+    key = _key(run_id, step)
+    if (size := work.size(key)) > 2 * MOST_BYTES:
+        raise ServerError(f"{key}: it has {size} bytes, and may have {2 * MOST_BYTES}")
+    try:
+        return StepRollouts.model_validate_json(work.read(key))
+    except ValueError as error:
+        raise ServerError(f"{key}: it is damaged: {error}") from error
+
+
+def bounded(rollouts: StepRollouts) -> StepRollouts:
+    """The rollouts within MOST_BYTES. Only the first groups that fit have the probabilities of their tokens."""
+    kept, room = [], MOST_BYTES
+    for group in rollouts.groups:
+        for one in (group, _without_tokens(group)):
+            if (size := len(one.model_dump_json(exclude_defaults=True))) <= room:
+                kept.append(one)
+                room -= size
+                break
+    dropped = rollouts.dropped[:MOST_DROPPED]
+    left_off, more = len(rollouts.groups) - len(kept), len(rollouts.dropped) - len(dropped)
+    return rollouts.model_copy(update={"groups": kept, "dropped": dropped, "left_off": left_off, "more_dropped": more})
+
+
+def _without_tokens(group: RolloutGroup) -> RolloutGroup:
+    def without(sample: RolloutSample) -> RolloutSample:
+        messages = [message.model_copy(update={"tokens": [], "logprobs": []}) for message in sample.messages]
+        return sample.model_copy(update={"messages": messages})
+
+    return group.model_copy(update={"samples": [without(sample) for sample in group.samples]})
+
+
+def _folder(run_id: str) -> str:
+    return f"rollouts/{checked_name('run', run_id.replace(':', '.'))}"
+
+
+def _key(run_id: str, step: int) -> str:
+    return f"{_folder(run_id)}/{step:08d}.json"

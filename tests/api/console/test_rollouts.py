@@ -1,0 +1,104 @@
+"""The page of a run's rollouts: groups side by side, filters, token probabilities, and who may look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.catalog.rollouts import (
+    DroppedRollout,
+    RolloutGroup,
+    RolloutMessage,
+    RolloutSample,
+    StepRollouts,
+    write_rollouts,
+)
+from tinkerflow.backend.store.blobs import open_blobs
+
+
+def put_rollouts(server: Any, run: str, step: int = 3) -> None:
+    def sample(reward: float, text: str, tokens: list[int]) -> RolloutSample:
+        answer = RolloutMessage(role="assistant", text=text, tokens=tokens, logprobs=[-4.0, -0.1][: len(tokens)])
+        tool = RolloutMessage(role="tool", name="adder", text="4")
+        messages = [answer, tool] if reward > 0 else [answer]
+        parts = {"form": 0.25}
+        return RolloutSample(reward=reward, parts=parts, advantage=reward, length=2, attempt=1, messages=messages)
+
+    prompt = [RolloutMessage(role="user", text="What is <b>2 + 2</b>?")]
+    samples = [sample(-1.0, "<script>five", [3, 4]), sample(1.0, "four", [2, 3])]
+    dropped = [DroppedRollout(prompt="Why?", fate="left out", reason="ConnectionError: <gone>")]
+    rollouts = StepRollouts(
+        step=step, staleness=1, groups=[RolloutGroup(prompt=prompt, samples=samples)], dropped=dropped
+    )
+    write_rollouts(open_blobs(server.settings.pipelines_url), run, rollouts)
+
+
+def test_a_step_shows_its_groups_and_what_was_dropped(browser: Any, server: Any, furnish: Any, lettered: Any) -> None:
+    run = furnish().run
+    where = f"/training_runs/{run}/rollouts"
+    assert "No rollouts are here" in browser.get(where).text
+    for step in (3, 4):
+        put_rollouts(server, run, step)
+    page = browser.get(where).text
+    assert "Rollouts of step 4" in page and f'href="{where}?step=3"' in page and "1 step old" in page
+    assert page.index("Reward 1") < page.index("Reward -1"), "the best sample is first"
+    assert "&lt;b&gt;2 + 2" in page and "&lt;script&gt;five" in page and "<script>five" not in page
+    for words in ("tools: adder", "form 0.25", "begun again", "left out", "ConnectionError: &lt;gone&gt;"):
+        assert words in page, words
+    worst = browser.get(where, params={"step": 3, "order": "worst"}).text
+    assert "Rollouts of step 3" in worst and worst.index("Reward -1") < worst.index("Reward 1")
+    chances = browser.get(where, params={"chances": "yes"}).text
+    assert '<span title="1.83 %" class="shade-0">b</span><span title="90.5 %">c</span>' in chances
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({"find": "FOUR"}, ["Reward 1"]),
+        ({"find": "2 + 2"}, ["Reward 1", "Reward -1"]),
+        ({"low": "0"}, ["Reward 1"]),
+        ({"high": "0"}, ["Reward -1"]),
+        ({"low": "0.5", "find": "five"}, []),
+    ],
+)
+def test_samples_are_found_by_text_and_reward(
+    asked: dict[str, str], found: list[str], browser: Any, server: Any, engine: Any
+) -> None:
+    run = server.model()
+    put_rollouts(server, run)
+    page = browser.get(f"/training_runs/{run}/rollouts", params=asked).text
+    assert [words for words in ("Reward 1<", "Reward -1<") if words in page] == [f"{one}<" for one in found]
+    assert ("No sample of this step matches" in page) == (not found)
+
+
+def test_wrong_choices_are_named(browser: Any, server: Any, engine: Any) -> None:
+    run = server.model()
+    put_rollouts(server, run)
+    for asked, status, words in (
+        ({"low": "much"}, 400, "must be a number, or empty"),
+        ({"step": "nan"}, 400, "must be a number, or empty"),
+        ({"step": "1e300"}, 404, "has no rollouts"),
+        ({"step": "4"}, 404, "step 4 of training run"),
+        ({"order": "none"}, 404, "order"),
+    ):
+        page = browser.get(f"/training_runs/{run}/rollouts", params=asked)
+        assert (page.status_code, words in page.text) == (status, True), page.text
+
+
+def test_rollouts_are_for_their_project_and_an_admins_look_is_in_its_log(
+    server: Any, journal: Any, engine: Any, browse: Any
+) -> None:
+    browsers, run = {}, ""
+    for name, admin in (("ann", False), ("bob", False), ("boss", True)):
+        _, secret = journal.keys.create(name, f"team-{name}", admin=admin)
+        server.clock.advance(2.0)
+        browsers[name] = browse(server)
+        browsers[name].sign_in(secret)
+        run = run or server.model(secret)
+    put_rollouts(server, run)
+    answers = {name: one.get(f"/training_runs/{run}/rollouts").status_code for name, one in browsers.items()}
+    assert answers == {"ann": 200, "bob": 404, "boss": 200}
+    looks = [entry.details["samples"] for entry in journal.audit.entries("team-ann")
+             if entry.event == "project_sample_read"]  # fmt: skip
+    assert looks == [[f"{run}/rollouts/3"]]

@@ -1,0 +1,70 @@
+"""Rollouts of steps: written once, within limits, and thinned as a run goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinkerflow.backend.catalog.rollouts import (
+    EVERY,
+    FULL,
+    MOST_BYTES,
+    MOST_DROPPED,
+    DroppedRollout,
+    RolloutGroup,
+    RolloutMessage,
+    RolloutSample,
+    StepRollouts,
+    read_rollouts,
+    steps_with_rollouts,
+    write_rollouts,
+)
+from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.store.blobs import open_blobs
+
+RUN = "sess-1:train:0"
+
+
+def step_of(step: int, *groups: RolloutGroup, dropped: int = 0) -> StepRollouts:
+    lost = [DroppedRollout(prompt="p", fate="left out", reason="r")] * dropped
+    return StepRollouts(step=step, staleness=0, groups=list(groups), dropped=lost)
+
+
+def group_of(text: str, tokens: int = 0) -> RolloutGroup:
+    answer = RolloutMessage(role="assistant", text=text, tokens=[7] * tokens, logprobs=[-0.5] * tokens)
+    sample = RolloutSample(reward=1.0, advantage=0.5, length=tokens, messages=[answer])
+    return RolloutGroup(prompt=[RolloutMessage(role="user", text="Why?")], samples=[sample])
+
+
+def test_a_step_is_written_once_and_read_back(tmp_path):
+    work = open_blobs(tmp_path.as_uri())
+    first = step_of(3, group_of("because", 2))
+    write_rollouts(work, RUN, first)
+    write_rollouts(work, RUN, step_of(3, group_of("another")))
+    assert steps_with_rollouts(work, RUN) == [3] and steps_with_rollouts(work, "sess-1:train:1") == []
+    assert read_rollouts(work, RUN, 3) == first
+    with pytest.raises(FileNotFoundError):
+        read_rollouts(work, RUN, 4)
+    with pytest.raises(UserError, match="run "):
+        write_rollouts(work, "../other", first)
+    work.create("rollouts/sess-1.train.0/00000009.json", b'{"step": "x"}')
+    with pytest.raises(ServerError, match=r"00000009.json: it is damaged"):
+        read_rollouts(work, RUN, 9)
+
+
+def test_older_steps_are_thinned(tmp_path):
+    work = open_blobs(tmp_path.as_uri())
+    last = FULL + 3 * EVERY
+    for step in range(1, last + 1):
+        write_rollouts(work, RUN, step_of(step))
+    assert steps_with_rollouts(work, RUN) == [EVERY, 2 * EVERY, *range(last - FULL, last + 1)]
+
+
+def test_a_step_that_is_too_large_loses_probabilities_first_and_groups_then(tmp_path):
+    work = open_blobs(tmp_path.as_uri())
+    most = MOST_BYTES // 2
+    write_rollouts(work, RUN, step_of(1, group_of("a" * most), group_of("b", most), group_of("c" * most), dropped=1000))
+    found = read_rollouts(work, RUN, 1)
+    first, second = (group.samples[0].messages[0] for group in found.groups)
+    assert (first.text, second.text, second.tokens, second.logprobs) == ("a" * most, "b", [], [])
+    assert (found.left_off, len(found.dropped), found.more_dropped) == (1, MOST_DROPPED, 1000 - MOST_DROPPED)
+    assert work.size("rollouts/sess-1.train.0/00000001.json") < 1.1 * MOST_BYTES
