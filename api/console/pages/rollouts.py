@@ -87,7 +87,7 @@ async def rollouts_page(
     tokenizer = await tokenizer_of(visit, run.base_model) if wanted.chances else None
     groups = [] if found is None else await asyncio.to_thread(_groups, found, wanted, tokenizer)
     return visit.page("rollouts.html", run=run, steps=steps, found=found, wanted=wanted, groups=groups,
-                      shaded=tokenizer is not None, orders=list(_ORDERS))  # fmt: skip
+                      shaded=tokenizer is not None)  # fmt: skip
 
 
 def _read(work: Blobs, run_id: str, step: int | None) -> tuple[list[int], StepRollouts | None]:
@@ -122,15 +122,19 @@ def _pieces(message: RolloutMessage, tokenizer: Tokenizer | None) -> list[Piece]
     if tokenizer is None:
         return []
     reader, pieces, lowest = Detokenizer(tokenizer, special=True), list[Piece](), 1.0
+
+    def piece(text: str) -> Piece:
+        shade = next((f"shade-{n}" for n, most in enumerate(_SHADES) if lowest <= most), "")
+        return text, shade, f"{100 * lowest:.3g} %"
+
     for token, logprob in zip(message.tokens, message.logprobs, strict=False):
         chance = min(1.0, math.exp(min(0.0, logprob)))
         lowest = min(lowest, chance)
         if text := reader.feed([token]):
-            shade = next((f"shade-{n}" for n, most in enumerate(_SHADES) if lowest <= most), "")
-            pieces.append((text, shade, f"{100 * lowest:.3g} %"))
+            pieces.append(piece(text))
             lowest = 1.0
     if rest := reader.finish():
-        pieces.append((rest, "", f"{100 * lowest:.3g} %"))
+        pieces.append(piece(rest))
     return pieces
 
 

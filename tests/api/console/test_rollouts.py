@@ -41,7 +41,7 @@ def test_a_step_shows_its_groups_and_what_was_dropped(browser: Any, server: Any,
     for step in (3, 4):
         put_rollouts(server, run, step)
     page = browser.get(where).text
-    assert "Rollouts of step 4" in page and f'href="{where}?step=3"' in page and "1 step old" in page
+    assert "Rollouts of step 4" in page and f'href="{where}?step=3&amp;find=' in page and "1 step old" in page
     assert page.index("Reward 1") < page.index("Reward -1"), "the best sample is first"
     assert "&lt;b&gt;2 + 2" in page and "&lt;script&gt;five" in page and "<script>five" not in page
     for words in ("tools: adder", "form 0.25", "begun again", "left out", "ConnectionError: &lt;gone&gt;"):
