@@ -1,4 +1,4 @@
-"""Models as files: sources and cards of base models, imports from PEFT, merges, and champions."""
+"""Models as files: sources and cards of base models, imports from PEFT, merges, champions, and rollouts."""
 
 __all__ = [
     "champions",
@@ -9,4 +9,5 @@ __all__ = [
     "model_card",
     "model_source",
     "peft_import",
+    "rollouts",
 ]
