@@ -405,6 +405,7 @@ class Executor:
                 microbatch_tokens=self.microbatch_tokens,
                 max_context=self._config.max_context,
                 tower=self._tower,
+                trees=bool(self.branch_tokens) and needs_tree_program(self._cfg),
             ),
             owner=spec,
         )

@@ -92,12 +92,14 @@ def training_programs(
     microbatch_tokens: int,
     max_context: int,
     tower: VisionTower | None = None,
+    trees: bool = False,
 ) -> Iterator[Program]:
     """The programs of an adapter like `lora` with one target per position; full micro-batches of short rows first.
 
     mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
     optimizer: of the adapter. microbatch_tokens: the most padded tokens of a micro-batch. max_context: the most tokens
-    of an example. tower: of a model with images; adds the programs of batches with images.
+    of an example. tower: of a model with images; adds the programs of batches with images. trees: adds the programs of
+    full micro-batches with shared tokens.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)
@@ -113,6 +115,8 @@ def training_programs(
         kinds = [("", batch := batch_like(mesh, B, T))]
         if tower is not None:
             kinds.append((" with images", replace(batch, images=features_like(tower, mesh, B, T))))
+        if trees and 2 * B * T > microbatch_tokens:
+            kinds.append((" with shared tokens", replace(batch, parents_BT=tokens_like(mesh, B, T))))
         for what, batch in kinds:
             backward = partial(result_of, steps.backward, params, lora, lora, batch)
             yield Program(f"forward_backward of {B}x{T} tokens{what}, {of}", distance, backward)
@@ -128,6 +132,11 @@ def batch_like(mesh: Mesh, B: int, T: int) -> DeviceBatch:
         floats_BTJK=jax.ShapeDtypeStruct((B, T, len(packed_inputs()), 1), np.float32, sharding=rows),
         choice=like(choose("cross_entropy", {}), replicated(mesh)),
     )
+
+
+def tokens_like(mesh: Mesh, B: int, T: int) -> jax.ShapeDtypeStruct:
+    """An integer for each token of a micro-batch on the devices, without values."""
+    return jax.ShapeDtypeStruct((B, T), np.int32, sharding=sharding(mesh, (B, T), ROWS))
 
 
 def features_like(tower: VisionTower, mesh: Mesh, B: int, T: int) -> ImageFeatures:
