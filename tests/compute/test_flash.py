@@ -67,14 +67,18 @@ def test_less_memory_gives_the_same_bits(target, T, window, sinks):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(("target", "forward", "backward"), [(CUDA, 1, 1), (TPU, 1, 2)])
-def test_the_backward_pass_does_not_attend_again_where_its_result_is_kept(target, forward, backward):
+@pytest.mark.parametrize(
+    ("target", "tree", "forward", "backward"),
+    [(CUDA, False, 1, 1), (TPU, False, 1, 2), (CUDA, True, 1, 2), (TPU, True, 1, 2)],
+)
+def test_the_backward_pass_does_not_attend_again_where_its_result_is_kept(target, tree, forward, backward):
     q, k, v, _, ends = drawn(128, 64)
+    rest = (ends, None, ends) if tree else (ends,)
     with compiling_for(target):
-        kernel = flash_attention(make_mesh(1, 1), 128)
+        kernel = flash_attention(make_mesh(1, 1), 128, tree=tree)
         for kept, times in ((("attended", "log_totals"), 1), ((), 2)):
             policy = jax.checkpoint_policies.save_only_these_names(*kept)
-            layer = jax.checkpoint(lambda q, k, v: jnp.sum(kernel(q, k, v, ends)), policy=policy)
+            layer = jax.checkpoint(lambda q, k, v: jnp.sum(kernel(q, k, v, *rest)), policy=policy)
             gradients = jax.make_jaxpr(jax.grad(layer, argnums=(0, 1, 2)))
             assert calls(gradients(q, k, v).jaxpr) == times * forward + backward
 
@@ -84,6 +88,7 @@ def test_short_rows_have_no_kernel_on_tpus_and_none_has_one_on_cpus():
     assert flash_attention(mesh, 4096) is None
     with compiling_for(CUDA):
         assert flash_attention(mesh, 256, 128) is None
+        assert flash_attention(mesh, 256, 128, tree=True) is not None
         assert flash_attention(mesh, 128, 128) is not None
     with compiling_for(TPU):
         assert flash_attention(mesh, 64) is None

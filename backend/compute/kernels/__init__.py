@@ -16,4 +16,7 @@ __all__ = [
     "softmax",
     "softmax_gpu",
     "softmax_tpu",
+    "tree",
+    "tree_gpu",
+    "tree_tpu",
 ]

@@ -4,6 +4,8 @@ Scores never leave the chip, forward or backward. Both kernels add in a fixed or
 bits. Each program of the backward pass writes rows of dQ, or of dK and dV, that no other program writes, and loops over
 the other rows. The devices split rows over fsdp and heads over tensor.
 
+Sequences with equal beginnings can share them in a row. The module `tree` has the kernels for such rows.
+
 Letters: B rows, T tokens, H query heads, G key-value heads, d head dimension, r = H / G.
 """
 
@@ -24,10 +26,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import Mesh, PartitionSpec
 
+from tinkerflow.backend.compute.kernels import tree_gpu, tree_tpu
+from tinkerflow.backend.compute.kernels.tree import How, Kernels, attend
 from tinkerflow.backend.compute.mesh import ROWS, TENSOR, sharding
 from tinkerflow.backend.compute.platforms import CUDA, TPU, platform
 
 # (q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H or None) -> o_BTHd
+# For rows of trees: (q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H or None, positions_BT) -> o_BTHd
 Kernel = Callable[..., jax.Array]
 Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -45,26 +50,30 @@ def flash_attention(
     *,
     head_dim: int = 128,
     save_memory: bool = False,
+    tree: bool = False,
     interpret: bool = False,
 ) -> Kernel | None:
     """The kernel for rows of `tokens` tokens on the platform that programs are made for; None where there is none.
 
     mesh: rows and heads are split over it. window: how many tokens a query sees, None = all before it. head_dim: of
     queries and keys. save_memory: a backward pass takes less memory and a little more time; the results are the same.
-    interpret: compute with plain operations, for tests without the device. The kernel for GPUs supports neither
-    windows shorter than a row nor wide heads.
+    tree: for rows of trees, as in the module `tree`, whose backward pass always takes less memory.
+    interpret: compute with plain operations, for tests without the device. The kernel for GPUs supports no wide heads,
+    and windows shorter than a row only in trees.
     """
     chosen, window = platform(), None if window is None or window >= tokens else window
     if chosen is TPU and tokens % _TPU_LEAST == 0:
-        return partial(_by_device, mesh, partial(_splash, interpret, save_memory, window))
-    if chosen is CUDA and on_gpus(tokens, window, head_dim):
-        return partial(_by_device, mesh, partial(_triton, interpret, save_memory))
+        trees = partial(_in_trees, tree_tpu.KERNELS, interpret, window)
+        return partial(_by_device, mesh, trees if tree else partial(_splash, interpret, save_memory, window))
+    if chosen is CUDA and on_gpus(tokens, window, head_dim, tree=tree):
+        trees = partial(_in_trees, tree_gpu.KERNELS, interpret, window)
+        return partial(_by_device, mesh, trees if tree else partial(_triton, interpret, save_memory))
     return None
 
 
-def on_gpus(tokens: int, window: int | None, head_dim: int) -> bool:
+def on_gpus(tokens: int, window: int | None, head_dim: int, *, tree: bool = False) -> bool:
     """Whether the kernel for GPUs supports rows of `tokens` tokens. The arguments are as in `flash_attention`."""
-    return (window is None or window >= tokens) and head_dim <= _GPU_MOST
+    return (tree or window is None or window >= tokens) and head_dim <= _GPU_MOST
 
 
 def _by_device(
@@ -75,20 +84,34 @@ def _by_device(
     v: jax.Array,
     segments: jax.Array,
     sinks_H: jax.Array | None = None,
+    *positions: jax.Array,
 ) -> jax.Array:
     """The kernel on each device's rows and heads. Heads are not split if the tensor axis does not divide them."""
     heads = TENSOR if k.shape[2] % mesh.shape[TENSOR] == 0 else None
     rows = sharding(mesh, q.shape, ROWS).spec[0]
-    cells = PartitionSpec(rows, None, heads, None)
+    cells, of_row = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None)
     local = jax.shard_map(
         kernel,
         mesh=mesh,
-        in_specs=(cells, cells, cells, PartitionSpec(rows, None), PartitionSpec(heads)),
+        in_specs=(cells, cells, cells, of_row, PartitionSpec(heads), *(of_row for _ in positions)),
         out_specs=cells,
         check_vma=False,
     )
-    o_BTHd: jax.Array = local(q, k, v, segments, sinks_H)
+    o_BTHd: jax.Array = local(q, k, v, segments, sinks_H, *positions)
     return o_BTHd
+
+
+def _in_trees(
+    kernels: Kernels,
+    interpret: bool,
+    window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *rest: jax.Array | None,
+) -> jax.Array:
+    own = partial(attend, kernels, How(interpret, window, q.shape[-1] ** -0.5))
+    return _padded(own, q, k, v, *rest) if kernels is tree_gpu.KERNELS else own(q, k, v, *rest)
 
 
 # ------------------------------------------------------------------ TPU
@@ -157,12 +180,17 @@ def _triton(
     segments: jax.Array,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
+    return _padded(partial(_attend, interpret, save_memory, q.shape[-1] ** -0.5), q, k, v, segments, sinks_H)
+
+
+def _padded(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array | None) -> jax.Array:
+    """The kernel's result. The kernel gets heads of one dimension, which Triton supports."""
     d = max(q.shape[-1], v.shape[-1])
     wide = max(_GPU_LEAST, pl.next_power_of_2(d))
     padded = (
         jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - x.shape[-1]))) if x.shape[-1] < wide else x for x in (q, k, v)
     )
-    return _attend(interpret, save_memory, q.shape[-1] ** -0.5, *padded, segments, sinks_H)[..., : v.shape[-1]]
+    return kernel(*padded, *rest)[..., : v.shape[-1]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

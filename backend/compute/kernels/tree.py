@@ -1,0 +1,128 @@
+"""Attention in rows of trees: sequences of a row with equal beginnings share the tokens of the beginning.
+
+A row has its trees in depth-first order. Each token has an end: the place where the subtree below its node ends. The
+query at place i sees the key at place j if j <= i < end of j. These keys are the token itself and its ancestors. With a
+window W, depth of i - depth of j < W is required, too. A token's depth is its place in its sequence.
+
+The kernels for GPUs and TPUs (`tree_gpu`, `tree_tpu`) visit only blocks in which a query sees a key. Each program
+writes rows that no other writes, and adds in a fixed order. They share this module's derivative, mask and lists.
+
+Letters: B rows, T tokens, H query heads, G key-value heads, d head dimension. n, m: blocks of queries and of keys, or
+the tokens of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+TO_BASE_2 = math.log2(math.e)
+UNSEEN = -0.7 * float(np.finfo(np.float32).max)  # finite: the difference of two is 0
+
+
+class Tree(NamedTuple):
+    """The ends and depths of tokens, int32. Padding has the end T."""
+
+    ends_BT: jax.Array
+    depths_BT: jax.Array
+
+
+@dataclass(frozen=True)
+class How:
+    """How a kernel computes. interpret: with plain operations. window: as in `flash_attention`. scale: of scores."""
+
+    interpret: bool
+    window: int | None
+    scale: float
+
+    def sees(self, query: Any, key: Any, end: Any, depth_of_query: Any, depth_of_key: Any) -> Any:
+        """Which queries see which keys. Places of both, the keys' ends, and depths; their shapes are broadcast."""
+        found = (key <= query) & (query < end)
+        return found if self.window is None else found & (depth_of_query - depth_of_key < self.window)
+
+    def scores(self, product: jax.Array, seen: Any) -> jax.Array:
+        """The exponents of 2 of attention's weights. product: of queries and keys."""
+        return jnp.where(seen, product * (self.scale * TO_BASE_2), UNSEEN)
+
+    def seen_blocks(self, tree: Tree, queries: int, keys: int) -> jax.Array:
+        """Whether a query of a block may see a key of a block, [B, n, m]. queries, keys: tokens of a block."""
+        (ends_BT, depths_BT), (B, T) = tree, tree.ends_BT.shape
+        first_n1, first_m = jnp.arange(0, T, queries)[:, None], jnp.arange(0, T, keys)
+        # A key before the block that any of its queries sees has an end after the first query.
+        seen = (first_m < first_n1 + queries) & (jnp.max(ends_BT.reshape(B, 1, -1, keys), axis=-1) > first_n1)
+        if self.window is None:
+            return seen
+        least_Bn1 = jnp.min(depths_BT.reshape(B, -1, 1, queries), axis=-1)
+        return seen & (least_Bn1 - jnp.max(depths_BT.reshape(B, 1, -1, keys), axis=-1) < self.window)
+
+
+def listed(seen_Bnm: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The places of each block's seen blocks in their order, then the others [B, n, m]; how many are seen [B, n]."""
+    places = jnp.argsort(~seen_Bnm, axis=-1, stable=True)
+    return places.astype(jnp.int32), jnp.sum(seen_Bnm, axis=-1, dtype=jnp.int32)
+
+
+class Kernels(NamedTuple):
+    """Of one platform.
+
+    forward: (how, q_BTHd, k_BTGd, v_BTGd, tree, sinks_H) to the result and the softmax's denominators. These are the
+    logarithms to base 2, [B, H, T] float32. Sinks are such logarithms, too; -inf = none.
+    slopes: (how, q_BTHd, k_BTGd, v_BTGd, tree, d_o_BTHd, log_totals, means) to the gradients by q, k and v. The means
+    [B, H, T] are those of the gradients by a query's weights.
+    """
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    slopes: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(
+    kernels: Kernels,
+    how: How,
+    q_BTHd: jax.Array,
+    k_BTGd: jax.Array,
+    v_BTGd: jax.Array,
+    ends_BT: jax.Array,
+    sinks_H: jax.Array | None,
+    depths_BT: jax.Array,
+) -> jax.Array:
+    """softmax(q k scale) v over the keys seen, [B, T, H, d].
+
+    kernels: of the platform. how: how they compute. sinks_H: one more term of a head's denominators; without gradient.
+    ends_BT, depths_BT: as in `Tree`.
+    """
+    return _forward(kernels, how, q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H, depths_BT)[0]
+
+
+def _forward(
+    kernels: Kernels,
+    how: How,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ends: jax.Array,
+    sinks_H: jax.Array | None,
+    depths: jax.Array,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    none, tree = jnp.full(q.shape[2], -jnp.inf, jnp.float32), Tree(ends, depths)
+    sinks = none if sinks_H is None else sinks_H.astype(jnp.float32) * TO_BASE_2
+    o, log_totals = kernels.forward(how, q, k, v, tree, sinks)
+    o, log_totals = checkpoint_name(o, "attended"), checkpoint_name(log_totals, "log_totals")
+    return o, (q, k, v, tree, o, log_totals)
+
+
+def _backward(kernels: Kernels, how: How, kept: tuple[Any, ...], d_o: jax.Array) -> tuple[Any, ...]:
+    q, k, v, tree, o, log_totals = kept
+    means = jnp.einsum("bthd,bthd->bht", d_o, o, preferred_element_type=jnp.float32)
+    return *kernels.slopes(how, q, k, v, tree, d_o, log_totals, means), None, None, None
+
+
+attend.defvjp(_forward, _backward)
