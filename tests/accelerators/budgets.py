@@ -94,6 +94,8 @@ IN_CI = {
     "4B v6e:1x1 loss 4x1024",
     "4B h100:1 forward_backward 4x1024",
     "4B h100:1 decode 64x2048",
+    "4B h100:1 tree_attention 1x8192",
+    "4B v6e:1x1 tree_attention 1x8192",
 }
 CHUNK = 8  # tokens that one call of decode makes
 
@@ -123,6 +125,10 @@ BUDGETS = (
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), MEMORY, 100),
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), WHOLE_ADAPTER, 4),
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), ADAPTER, 0.5),
+    # Queries are 67 MB. GPUs need numbers for each query, and lists of blocks; TPUs need heads before tokens.
+    Budget(_case("4B h100:1 tree_attention 1x8192"), TEMPORARIES, 0.01),
+    Budget(_case("4B v6e:1x1 tree_attention 1x8192"), TEMPORARIES, 0.3),
+    *(Budget(_case(f"4B {target} tree_attention 1x8192"), LARGEST_F32, 0.01) for target in ("h100:1", "v6e:1x1")),
     Budget(_case("4B h100:1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1),
     Budget(_case("4B v6e:1x1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1),
     *(

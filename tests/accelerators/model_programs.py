@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tests.accelerators.targets import Figures, compile_for, mesh_for
 
+from tinkerflow.backend.compute.kernels.flash import flash_attention
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, cache_mesh, replicated, sharding
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.lora import Lora, gathered, shardings
@@ -139,6 +140,24 @@ class Programs:
                 return score_and_grads(params, pair, hidden, *rows, self.mesh)
 
             return compile_for(self.target, jax.jit(scored), self.params, self.lora, hidden, batch, **more)
+
+    def tree_attention(self, B: int, T: int, **more: Any) -> Figures:
+        """A layer's attention in B rows of trees, and its gradients."""
+        one = self.cfg.attentions[0]
+
+        def both(q: Any, k: Any, v: Any, slope: Any, ends: Any, depths: Any) -> Any:
+            kernel = flash_attention(self.mesh, T, one.window, head_dim=one.head_dim, tree=True)
+            assert kernel is not None
+            o, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, ends, None, depths), q, k, v)
+            return o, pull(slope)
+
+        def array(shape: tuple[int, ...], dtype: str) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(self.mesh, shape, FSDP))
+
+        of_heads = (
+            array((B, T, heads, one.head_dim), "bfloat16") for heads in (one.heads, *2 * (one.kv_heads,), one.heads)
+        )
+        return compile_for(self.target, jax.jit(both), *of_heads, *(array((B, T), "int32"),) * 2, **more)
 
     def decode(self, S: int, length: int, *, columns: int = 32, chunk: int = _CHUNK, **more: Any) -> Figures:
         """`chunk` tokens of each of S slots with `length` positions. columns: ranks of the adapters in the batch."""
