@@ -148,7 +148,9 @@ class RowReader:
             raise RowError("row", "...", f"must not be nested more than {MAX_DEPTH} levels deep") from None
         for name in _REQUIRED[self.form]:
             if values.get(name) is None:
-                raise RowError(name, None, f"is missing; a {self.form} row has {', '.join(_REQUIRED[self.form])}")
+                has = shorten(", ".join(values)) or "no fields"
+                rule = f"is missing; a {self.form} row has {', '.join(_REQUIRED[self.form])}, and this row has {has}"
+                raise RowError(name, None, f"{rule} (data.columns maps fields to columns)")
         known = fields_of(self.form)
         extra = {name: value for name, value in values.items() if name not in known}
         for name, value in extra.items():

@@ -108,6 +108,9 @@ def test_a_misspelled_field_gets_a_suggestion_and_a_star_ignores_all_of_a_row() 
 
 def test_columns_are_mapped_to_fields() -> None:
     columns = {"prompt": "question", "completion": "reply"}
+    fix = r"messages: None: is missing; a chat row has messages, and this row has question, reply \(data\.columns maps"
+    with pytest.raises(RowError, match=fix):
+        read({"question": "hi", "reply": "hello"}, "chat")
     assert read({"question": "hi", "reply": "hello"}, "prompt_completion", columns=columns) == Row((U,), (A,))
     with pytest.raises(RowError, match=r"question: None: is missing; data\.columns\.prompt names it"):
         read({"reply": "hello"}, "prompt_completion", columns=columns)
