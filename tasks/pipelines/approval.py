@@ -1,10 +1,14 @@
-"""A person's approval: the run waits, paused, until somebody answers the form on its page in Prefect."""
+"""A person's approval: a flow run of its own is paused until somebody answers the form on its page in Prefect.
+
+The run that asks stays in the state Running. Prefect takes a paused run's place within `concurrency_limit`, and a few
+minutes later its client ends the run because the place cannot be renewed (`prefect.concurrency._leases`).
+"""
 
 from __future__ import annotations
 
 import math
 
-from prefect import get_client
+from prefect import flow, get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import apause_flow_run
@@ -24,10 +28,16 @@ class Approval(RunInput):
 
 
 async def approval(question: str, hours: float) -> Approval | None:
-    """Pause the flow run until somebody answers; None when nobody does within so many hours.
+    """The answer of a person to the form on the page of the run `approval of NAME`, NAME being the current flow run.
 
-    question: Markdown that the form shows.
+    question: Markdown that the form shows. None when nobody answers within so many hours.
     """
+    return await _ask(question, hours, str(flow_run.name))
+
+
+@flow(name="approval", flow_run_name="approval of {asker}")
+async def _ask(question: str, hours: float, asker: str) -> Approval | None:
+    """Pause this flow run until somebody answers."""
     form = Approval.with_initial_data(description=question)
     seconds = math.ceil(hours * 3600)
     key = f"approval-{flow_run.run_count}"  # a retry asks again

@@ -303,8 +303,8 @@ class NightlyParameters(SftParameters):
     metric: Metric = Field("loss", description="The score that decides.")
     margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
     approval_hours: float = Field(
-        0.0, ge=0, le=720, description="Hours in which a person must approve a better result, on the page of its "
-        "run; after them the champion stays. 0 = nobody is asked."
+        0.0, ge=0, le=720, description="Hours in which a person must approve a better result, on the page of the "
+        "run `approval of nightly NAME`; after them the champion stays. 0 = nobody is asked."
     )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from approving import answer
 from prefect import flow, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
-from prefect.flow_runs import resume_flow_run
 from serving import serving
 
 from tinkerflow.deployments.run import example_file
@@ -118,21 +118,13 @@ async def test_a_better_result_is_promoted_when_a_person_approves_it(pipelines, 
     name = f"asked-{approve}".lower()
     values = small(pipelines, name, example_file("colours-train.jsonl")) | {"approval_hours": 1.0}
     running = asyncio.create_task(nightly(NightlyParameters.model_validate(values)))
-    mine = FlowRunFilter.model_validate(
-        {"name": {"any_": [f"nightly {name}"]}, "state": {"type": {"any_": ["PAUSED"]}}}
-    )
-    async with get_client() as client:
-        while not (found := await client.read_flow_runs(flow_run_filter=mine)):
-            assert not running.done(), running.result()
-            await asyncio.sleep(0.5)
-        form = found[0].state.state_details.run_input_keyset["description"]
-        while not (asked := await client.filter_flow_run_input(found[0].id, form, 1, set())):
-            assert not running.done(), running.result()  # Prefect pauses a run, and writes its form after that
-            await asyncio.sleep(0.1)
-    question = asked[0].value
+
+    def still_running() -> None:
+        assert not running.done(), running.result()
+
+    question = await answer(name, approve=approve, reason="short answers", still_running=still_running)
     assert "Promote to champion `colours`: loss" in question
     assert "| prompt | new | base model |" in json.loads(question)
-    await resume_flow_run(found[0].id, run_input={"approve": approve, "reason": "short answers"})
     made = await running
     best = champion(pipelines.work, "colours")
     assert (made.outcome, best is not None) == (("promoted", True) if approve else ("kept", False))

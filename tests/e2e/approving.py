@@ -1,0 +1,37 @@
+"""A person who answers the form of `nightly` on Prefect's page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import StateType
+from prefect.flow_runs import resume_flow_run
+
+
+async def answer(name: str, *, approve: bool, reason: str, still_running: Callable[[], None] = lambda: None) -> Any:
+    """Answer the form of the run `nightly NAME` as soon as it is there; return the question.
+
+    still_running: raises when the run that asks has ended.
+    """
+    asked = FlowRunFilter.model_validate(
+        {"name": {"any_": [f"approval of nightly {name}"]}, "state": {"type": {"any_": ["PAUSED"]}}}
+    )
+    asker = FlowRunFilter.model_validate({"name": {"any_": [f"nightly {name}"]}})
+    async with get_client() as client, asyncio.timeout(600):
+        while not (found := await client.read_flow_runs(flow_run_filter=asked)):
+            still_running()
+            await asyncio.sleep(0.5)
+        state = found[0].state
+        assert state is not None and state.state_details.run_input_keyset is not None
+        form = state.state_details.run_input_keyset["description"]
+        while not (inputs := await client.filter_flow_run_input(found[0].id, form, 1, set())):
+            still_running()
+            await asyncio.sleep(0.1)  # Prefect pauses a run, and writes its form after that
+        (waiting,) = await client.read_flow_runs(flow_run_filter=asker)
+        assert waiting.state_type is StateType.RUNNING, "a paused run loses its place within concurrency_limit"
+    await resume_flow_run(found[0].id, run_input={"approve": approve, "reason": reason})
+    return inputs[0].value
