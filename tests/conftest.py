@@ -46,7 +46,7 @@ AS_USERS_RUN_IT = (
 )
 # Files whose tests share a service. One process runs all files of a line, and starts their service once.
 _CLIENTS = ("chat", "console", "constraints", "cookbook", "images", "losses", "optimizers", "sampling", "sdk_loop")
-_PIPELINES = ("learning", "nightly", "prefect_page", "served", "sft")
+_PIPELINES = ("learning", "nightly", "prefect_page", "served", "sft", "tutorials")
 SHARE_A_SERVICE = (
     ("tests/compat/",),
     tuple(f"tests/e2e/test_{name}.py" for name in (*_CLIENTS, "streams", "tenants", "weights")),

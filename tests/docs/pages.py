@@ -11,8 +11,8 @@ DOCS = ROOT / "docs"
 
 
 def written() -> list[Path]:
-    """The pages that users read: docs/*.md and the Markdown files of the top level."""
-    return sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
+    """The pages that users read: those in docs/ and the Markdown files of the top level."""
+    return sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 
 
 def tracked() -> list[str]:

@@ -144,7 +144,7 @@ def test_every_launcher_is_on_its_page_and_in_the_text_of_its_setting() -> None:
 
 def test_every_page_is_in_the_map() -> None:
     mapped = {target.partition("#")[0] for target in links(PAGES["docs/index.md"])}
-    assert {path.name for path in DOCS.glob("*.md")} - {"index.md"} <= mapped
+    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - {"index.md"} <= mapped
 
 
 @of_each_page

@@ -1,0 +1,130 @@
+"""A reader of a tutorial follows its fenced blocks in their order.
+
+- A block whose first line is a comment with a file's name is saved in that file.
+- `bash` is executed. Exported variables stay. A command with the comment `# fails` must fail.
+- `text` is compared with the output of the command before: its lines must be there, in this order. Numbers and ids may
+  differ, and `…` is any text.
+- A `bash` block after a paragraph that begins with “On your machine” is only for readers.
+
+In commands and files, `tinker://…` is the newest path of sampler weights that a command printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.docs.pages import without_code_blocks
+
+TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
+ADDRESS = "http://127.0.0.1:8000"  # of the reader's service
+NUMBER = r"-?\d[\d.e-]*"
+END = "--- the end of a block, with status"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page. kind: its language. aside: whether the test leaves it out. name: of the file, or ""."""
+
+    kind: str
+    text: str
+    name: str
+    aside: bool
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page, in their order."""
+    text = page.read_text()
+    found = list(re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S))
+    assert not re.search(r"^ {4}\S", without_code_blocks(text), re.M), f"{page.name}: indented code is not executed"
+    for block in found:
+        named = re.match(r"# ([\w-]+\.\w+)\n", block[2])
+        before = text[: block.start()].rstrip().rsplit("\n\n", 1)[-1]
+        yield Block(block[1], block[2], named[1] if named else "", before.startswith("On your machine"))
+
+
+class Reader:
+    """Somebody at a terminal in `folder`. A service that answers at `address` was started by `tinkerflow up`."""
+
+    def __init__(self, folder: Path, address: str, data_dir: Path) -> None:
+        """data_dir: of the service."""
+        self._folder, self._address, self._data_dir = folder, address, data_dir
+        self.said = ""  # by the last command
+        self._weights = ""
+
+    def __enter__(self) -> Self:
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+        mine = {"PATH": path, "TINKERFLOW_DATA_DIR": str(self._data_dir), "COLUMNS": "200"}
+        self._bash = subprocess.Popen(
+            ["bash"], cwd=self._folder, env=os.environ | mine, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bash.communicate("kill $(jobs -p) 2>/dev/null; wait\n", 180)
+
+    def follow(self, page: str) -> Iterator[Block]:
+        """Do what each block of a page says, and yield the block."""
+        for block in blocks(TUTORIALS / page):
+            if block.name:
+                save = f"cat > {block.name} <<'--END--'\n{self._mine(block.text)}--END--"
+                assert self._execute(save) == 0
+            elif block.kind == "text":
+                self._compare(block.text)
+            elif not block.aside:
+                assert block.kind == "bash", f"{page}: no comment names the file: {block.text}"
+                self._type(self._mine(block.text))
+            yield block
+
+    def _mine(self, text: str) -> str:
+        return text.replace(ADDRESS, self._address).replace("tinker://…", self._weights)
+
+    def _type(self, command: str) -> None:
+        if command == "tinkerflow up\n":
+            self.said = (self._data_dir / "up.log").read_text()
+        elif command.startswith("tinkerflow serve"):
+            served = "until grep '^serving' serve.log || ! jobs %% >/dev/null; do sleep 0.2; done; cat serve.log"
+            self._execute(f"{command.strip()} > serve.log 2>&1 &\n{served}")
+        else:
+            status = self._execute(command)
+            assert (status != 0) is ("# fails" in command), f"{command}ended with {status}:\n{self.said}"
+        self._weights = [self._weights, *re.findall(r"tinker://\S+/sampler_weights/[\w.-]+", self.said)][-1]
+
+    def _execute(self, command: str) -> int:
+        """Execute a command, keep its output as `said`, and return its exit status."""
+        assert self._bash.stdin and self._bash.stdout
+        self._bash.stdin.write(f"{{\n{command}\n}} </dev/null\nprintf '\\n%s %s\\n' '{END}' $?\n")
+        self._bash.stdin.flush()
+        lines = []
+        for line in self._bash.stdout:
+            if line.startswith(END):
+                self.said = "".join(lines)
+                return int(line.removeprefix(END))
+            lines.append(line)
+        raise AssertionError("".join(lines))
+
+    def _compare(self, shown: str) -> None:
+        """Fail unless the last command printed the lines of `shown`, in this order."""
+        rest = self.said
+        for line in shown.splitlines():
+            found = re.search(_pattern(line), rest)
+            assert found, f"not printed: {line}\n{self.said}"
+            rest = rest[found.end() :]
+
+
+def _pattern(line: str) -> str:
+    """A pattern for all lines that look the same to a reader."""
+    parts = re.split(rf"(…|sess-\w+|{NUMBER}|\s+)", line.strip())
+    wild = {"…": ".*", "s": r"sess-\w+", " ": r"\s+"}
+    return "".join(
+        re.escape(part) if i % 2 == 0 else wild.get(part[0], r"\s+" if part.isspace() else NUMBER)
+        for i, part in enumerate(parts)
+    )

@@ -1,0 +1,51 @@
+"""The tutorials, followed as a reader does: each file is saved, each command executed, and each output compared."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from approving import answer
+from browser import wait_for
+from reader import TUTORIALS, Reader
+
+PAGES = ("first-fine-tune.md", "your-own-data.md", "rl-with-your-own-reward.md", "nightly-with-approval.md")
+
+
+@pytest.fixture(scope="module")
+def reader(server, tmp_path_factory) -> Iterator[Reader]:
+    """The same reader for all pages: a page uses files of those before it."""
+    with Reader(tmp_path_factory.mktemp("reader"), server.api_url, server.data_dir) as reader:
+        yield reader
+
+
+def test_there_are_no_other_tutorials() -> None:
+    assert {path.name for path in Path(TUTORIALS).glob("*")} == set(PAGES)
+
+
+def test_a_first_fine_tune_and_one_on_own_data(reader) -> None:
+    for page in PAGES[:2]:
+        for _ in reader.follow(page):
+            pass
+
+
+def test_own_rewards_rise(reader) -> None:
+    rises = []
+    for block in reader.follow(PAGES[2]):
+        if block.text.startswith("tinkerflow run rl"):
+            first, last = (float(re.search(rf"{name} +reward ([\d.]+)", reader.said)[1]) for name in ("first", "last"))
+            rises.append((first, last))
+    assert len(rises) == 2
+    assert all(last > 4 * first for first, last in rises), rises
+
+
+def test_a_nightly_run_waits_for_a_person_and_promotes(reader, pipelines) -> None:
+    mine = {"flow_runs": {"name": {"any_": ["nightly plants"]}}}
+    for block in reader.follow(PAGES[3]):
+        if block.text.startswith("tinkerflow prefect --page"):  # the reader opens it, and presses Resume
+            question = asyncio.run(answer("plants", approve=True, reason="short answers"))
+            assert "Promote to champion `plants`: loss" in question
+            wait_for(lambda: pipelines.server.ask_prefect("/flow_runs/filter", mine)[0]["state_type"] == "COMPLETED")
