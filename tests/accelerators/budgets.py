@@ -127,6 +127,9 @@ BUDGETS = (
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), ADAPTER, 0.5),
     # Queries are 67 MB. GPUs need numbers for each query, and lists of blocks; TPUs need heads before tokens.
     Budget(_case("4B h100:1 tree_attention 1x8192"), TEMPORARIES, 0.01),
+    # A step of 16 answers of 256 tokens to a prompt of 1,024, with and without a shared prompt: see test_budgets.
+    *(Budget(_case(f"4B h100:1 forward_backward {sizes}"), MEMORY, 100) for sizes in ("1x4096", "1x2048")),
+    Budget(_case("4B h100:1 forward_backward_trees 2x2048"), MEMORY, 100),
     Budget(_case("4B v6e:1x1 tree_attention 1x8192"), TEMPORARIES, 0.3),
     *(Budget(_case(f"4B {target} tree_attention 1x8192"), LARGEST_F32, 0.01) for target in ("h100:1", "v6e:1x1")),
     Budget(_case("4B h100:1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1),

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 from tests.accelerators import environment
 from tests.accelerators.budgets import BUDGETS, Budget, Record
 from tests.accelerators.gate import FIGURES, compile_cases
+
+from tinkerflow.backend.compute.platforms import CUDA
+from tinkerflow.backend.compute.training.packing import pack
+from tinkerflow.backend.spec.commands import Example
 
 QUICK = [budget for budget in BUDGETS if budget.quick]
 
@@ -44,3 +49,23 @@ def test_the_figures_of_the_page_keep_the_budgets_that_are_met() -> None:
 
 def test_every_figure_of_the_page_has_a_budget() -> None:
     assert set(json.loads(FIGURES.read_text())) <= {budget.case.name for budget in BUDGETS}
+
+
+def test_a_group_of_answers_takes_two_fifths_of_the_flops_with_a_shared_prompt() -> None:
+    """GRPO with 16 answers of 256 tokens to a prompt of 1,024, on an H100."""
+    rng, figures = np.random.default_rng(0), json.loads(FIGURES.read_text())
+    prompt = rng.integers(0, 9000, 1024)
+    group = []
+    for _ in range(16):
+        tokens_T = np.concatenate([prompt, rng.integers(0, 9000, 256)]).astype(np.int32)
+        weights_TK = (np.arange(len(tokens_T) - 1)[:, None] >= len(prompt) - 1).astype(np.float32)
+        group.append(Example(tokens_T[:-1], tokens_T[1:, None], weights_TK))
+
+    def flops(branch_tokens: int) -> float:
+        how = {"microbatch_tokens": 4096, "attention_tokens": CUDA.attention_tokens}
+        batches = pack(group, **how, branch_tokens=branch_tokens)
+        kinds = [f"forward_backward{'_trees' if batch.shares else ''}" for batch in batches]
+        sizes = ["x".join(map(str, batch.tokens_BT.shape)) for batch in batches]
+        return sum(figures[f"4B h100:1 {kind} {size}"]["flops"] for kind, size in zip(kinds, sizes, strict=True))
+
+    assert flops(1) < 0.4 * flops(0)

@@ -80,7 +80,7 @@ def check(target: Platform, trees: Tree, window: int | None, sinks: list[float] 
 
 
 def plain(q: Any, k: Any, v: Any, trees: Tree, window: int | None, sinks_H: Any) -> jax.Array:
-    """Attention as the mask of `tree` says, with all scores at once."""
+    """Attention with the mask of `tree`, all scores at once."""
     ends, depths = trees
     place = jnp.arange(q.shape[1])
     seen = (place[None] <= place[:, None]) & (place[:, None] < ends[:, None])

@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu
 from tinkerflow.backend.compute.kernels.tree import How, Kernels, Tree, listed
 
 _BLOCK = 512  # tokens
+_PLACES = 2**17  # of the lists of blocks: half of the chip's memory for scalars, 1 MiB
 
 Place = tuple[Any, Any, Any, Any, Any]  # row, head, key-value head, block of queries, block of keys
 
@@ -31,7 +32,7 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     (B, H, T, d), e = q.shape, v.shape[-1]
-    r, n = H // k.shape[1], math.gcd(_BLOCK, T)
+    r, n = H // k.shape[1], _block(B, T)
     by_query = _by_query(r)
     spec = _Specs(by_query, n)
 
@@ -89,7 +90,7 @@ def _slopes(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, k, v, d_o = (jnp.swapaxes(x, 1, 2) for x in (q, k, v, d_o))
     (B, H, T, d), (_, G, _, e) = q.shape, v.shape
-    r, n = H // G, math.gcd(_BLOCK, T)
+    r, n = H // G, _block(B, T)
     by_query, by_key = _by_query(r), _by_key(r)
     seen = how.seen_blocks(tree, n, n)
     given = (*_rows(tree), q, k, v, d_o, log_totals[:, :, None], means[:, :, None])
@@ -176,6 +177,11 @@ def _slopes(
 
 
 KERNELS = Kernels(_forward, _slopes)
+
+
+def _block(B: int, T: int) -> int:
+    """Tokens of a block. In very long rows these are more, because the lists of blocks grow with the square of T."""
+    return math.gcd(_BLOCK if B * (T // _BLOCK) ** 2 <= _PLACES else 2 * _BLOCK, T)
 
 
 def _by_query(r: int) -> Callable[..., Place]:

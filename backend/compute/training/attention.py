@@ -45,8 +45,8 @@ def attend_trees(
     """The `AttentionFn` in which a token sees itself and the tokens before it in its examples.
 
     ends_BT: see `MicroBatch`. mesh: rows and heads are split over it. positions_BT: of the tokens in their examples;
-    None = no kernel needs to know which tokens are shared (`needs_tree_program`). save_memory: see `flash_attention`.
-    Rows that no kernel of `flash` supports are computed by this module, and so are all rows on CPUs.
+    given where examples share tokens, and kernels or windows depend on it (`needs_tree_program`). save_memory: see
+    `flash_attention`. Rows that no kernel of `flash` supports are computed by this module, and so are all on CPUs.
     """
 
     def attend(
@@ -58,9 +58,11 @@ def attend_trees(
         sinks_H: jax.Array | None = None,
     ) -> jax.Array:
         assert k_BTGd is not None and v_BTGd is not None
-        kernel = flash_attention(mesh, ends_BT.shape[1], window, head_dim=q_BTHd.shape[-1], save_memory=save_memory)
-        if kernel is not None and positions_BT is None:
-            return kernel(q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H)
+        T, d = ends_BT.shape[1], q_BTHd.shape[-1]
+        trees = () if positions_BT is None else (positions_BT,)
+        kernel = flash_attention(mesh, T, window, head_dim=d, save_memory=save_memory, tree=bool(trees))
+        if kernel is not None:
+            return kernel(q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H, *trees)
         return _attend(window, q_BTHd, k_BTGd, v_BTGd, (ends_BT, positions_BT), sinks_H)
 
     return attend

@@ -115,7 +115,7 @@ def training_programs(
         kinds = [("", batch := batch_like(mesh, B, T))]
         if tower is not None:
             kinds.append((" with images", replace(batch, images=features_like(tower, mesh, B, T))))
-        if trees and 2 * B * T > microbatch_tokens:
+        if trees and microbatch_tokens < 2 * B * T:
             kinds.append((" with shared tokens", replace(batch, parents_BT=tokens_like(mesh, B, T))))
         for what, batch in kinds:
             backward = partial(result_of, steps.backward, params, lora, lora, batch)
