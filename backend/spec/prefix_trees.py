@@ -42,9 +42,24 @@ def prefix_trees(examples: Sequence[Example], loss: LossSpec, branch_tokens: int
     with the state of its beginning, and only one state is kept at a time.
     """
     trees: list[list[Branch]] = []
+    alike: dict[bytes, list[int]] = {}
+    for number, example in enumerate(examples):
+        alike.setdefault(_columns(example, LEAST_SHARED), []).append(number)
+    for numbers in alike.values():
+        trees += _trees_of({number: examples[number] for number in numbers}, loss)
+    if branch_tokens > 1:
+        trees = [part for tree in trees for part in _with_one_state(tree, branch_tokens)]
+    return sorted((tuple(tree) for tree in trees), key=min)
+
+
+def _trees_of(examples: Mapping[int, Example], loss: LossSpec) -> list[list[Branch]]:
+    """The trees of examples that may begin alike."""
+    if len(examples) == 1:
+        return [[Branch(number, 0)] for number in examples]
+    trees: list[list[Branch]] = []
     before: _Path | None = None
-    for number in sorted(range(len(examples)), key=lambda number: _sort_key(examples[number])):
-        path = _Path.of(examples[number], loss)
+    for number, example in sorted(examples.items(), key=lambda item: (_columns(item[1]), item[0])):
+        path = _Path.of(example, loss)
         shared = 0 if before is None else before.shared_with(path)
         if before is None or shared < LEAST_SHARED:
             shared = 0
@@ -53,9 +68,7 @@ def prefix_trees(examples: Sequence[Example], loss: LossSpec, branch_tokens: int
             path = before.merged(path, shared)
         trees[-1].append(Branch(number, shared))
         before = path
-    if branch_tokens > 1:
-        trees = [part for tree in trees for part in _with_one_state(tree, branch_tokens)]
-    return sorted((tuple(tree) for tree in trees), key=min)
+    return trees
 
 
 def _with_one_state(tree: Sequence[Branch], branch_tokens: int) -> Iterator[list[Branch]]:
@@ -77,10 +90,10 @@ def _with_one_state(tree: Sequence[Branch], branch_tokens: int) -> Iterator[list
     yield part
 
 
-def _sort_key(example: Example) -> tuple[int, bytes]:
-    """Sorts examples by their tokens and targets, position by position."""
-    columns = np.concatenate([example.tokens_T[:, None], example.targets_TK], axis=1)
-    return columns.shape[1], columns.astype(">u4").tobytes()
+def _columns(example: Example, most: int | None = None) -> bytes:
+    """The tokens and targets of an example, position by position, in bytes that sort like them. most: positions."""
+    columns = np.concatenate([example.tokens_T[:most, None], example.targets_TK[:most]], axis=1)
+    return columns.astype(">u4").tobytes()
 
 
 @dataclass(frozen=True)
