@@ -111,12 +111,9 @@ class _Path:
     @classmethod
     def of(cls, example: Example, loss: LossSpec) -> _Path:
         """The path of an example alone."""
-        shape, given = example.targets_TK.shape, {**example.inputs, "weights": example.weights_TK}
-        trained_TK = np.ones(shape, bool)
-        for name in loss.masks:
-            trained_TK &= given[name] != 0
-        absent = np.full(shape, np.nan, np.float32)
-        return cls(example, trained_TK, {name: given.get(name, absent) for name in loss.names if name != "weights"})
+        absent = np.full(example.targets_TK.shape, np.nan, np.float32)
+        inputs_TK = {name: example.inputs.get(name, absent) for name in loss.names if name != "weights"}
+        return cls(example, trained_cells(example, loss), inputs_TK)
 
     def shared_with(self, other: _Path) -> int:
         """How many first tokens `other` can share."""
@@ -144,6 +141,15 @@ class _Path:
         for name, cells_TK in inputs_TK.items():
             cells_TK[:shared][only_TK] = self.inputs_TK[name][:shared][only_TK]
         return _Path(other.example, trained_TK, inputs_TK)
+
+
+def trained_cells(example: Example, loss: LossSpec) -> npt.NDArray[np.bool_]:
+    """The cells [T, K] of an example that have a loss; see `LossSpec.masks`."""
+    given = {**example.inputs, "weights": example.weights_TK}
+    trained_TK = np.ones(example.targets_TK.shape, bool)
+    for name in loss.masks:
+        trained_TK &= given[name] != 0
+    return trained_TK
 
 
 def _with_equal_images(one: Example, other: Example, most: int) -> int:

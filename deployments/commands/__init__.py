@@ -40,12 +40,12 @@ def run(module: str) -> None:
 
     The exit status is then 1, or 2 for a wrong command line.
     """
-    words = sys.argv[1:]
-    if text := help_of(typer.main.get_command(command_line(module)), words):
+    app, words = command_line(module), sys.argv[1:]
+    if text := help_of(typer.main.get_command(app), words):
         print(text)
         return
     try:
-        status = command_line(module)(words, prog_name="tinkerflow", standalone_mode=False)
+        status = app(words, prog_name="tinkerflow", standalone_mode=False)
     except Exception as error:
         if is_usage_error(error):
             print(usage_line(error, words), file=sys.stderr)

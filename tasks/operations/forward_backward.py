@@ -64,17 +64,19 @@ async def execute(execution: Execution) -> Outcome:
                 reply = execution.send(command.copy_with(adapter_id=execution.model_id), ForwardResult)
             result = await reply
 
-    def encode() -> tuple[bytes, dict[str, float]]:
+    def encode() -> tuple[bytes, dict[str, float], list[str]]:
         drift = drift_metrics(command, result)
-        return encode_forward(result.copy_with(metrics={**result.metrics, **drift})), drift
+        drifts = 0 < context.most_drift < drift.get(KL_MEAN, 0.0)
+        worst = worst_tokens(sampled_tokens(command, result)) if drifts else []
+        return encode_forward(result.copy_with(metrics={**result.metrics, **drift})), drift, worst
 
-    answer, drift = await context.decode(request.owner, sum(array.nbytes for array in result.logprobs), encode)
-    if 0 < context.most_drift < drift.get(KL_MEAN, 0.0):
+    answer, drift, worst = await context.decode(request.owner, sum(array.nbytes for array in result.logprobs), encode)
+    if worst:
         log.warning(
             "model %s trains on samples of another policy, of older weights or computed differently: %s; %s",
             execution.model_id,
             ", ".join(f"{name} {value:.3g}" for name, value in drift.items()),
-            "; ".join(worst_tokens(sampled_tokens(command, result))),
+            "; ".join(worst),
         )
     tokens = sum(len(example.tokens_T) for example in command.examples)
     effects: list[Effect] = [Used(request.session_id, card.name, UsageKind.TRAINING, tokens)]

@@ -14,7 +14,7 @@ from tests.compute.closeness import close
 
 from tinkerflow.backend.compute.kernels import tree_gpu, tree_tpu
 from tinkerflow.backend.compute.kernels.flash import flash_attention
-from tinkerflow.backend.compute.kernels.tree import How, Tree, listed
+from tinkerflow.backend.compute.kernels.tree import How, TreeRows, listed, sees
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.platforms import CUDA, TPU, Platform, compiling_for
 
@@ -58,7 +58,7 @@ def test_blocks_as_long_as_those_on_devices_give_the_same(target: Platform, T: i
     check(target, forest(T, seed=2), None, None, 8)
 
 
-def check(target: Platform, trees: Tree, window: int | None, sinks: list[float] | None, values: int) -> None:
+def check(target: Platform, trees: TreeRows, window: int | None, sinks: list[float] | None, values: int) -> None:
     T, sinks_H = trees.ends_BT.shape[1], None if sinks is None else jnp.asarray(sinks)
     sizes = ((H, 8), (G, 8), (G, values), (H, values))
     rng = np.random.default_rng(0)
@@ -72,14 +72,14 @@ def check(target: Platform, trees: Tree, window: int | None, sinks: list[float] 
     def both(q: Any, k: Any, v: Any, slope: Any, ends: Any, depths: Any) -> Any:
         """Values and gradients, of the kernels and of the mask."""
         o, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, ends, sinks_H, depths), q, k, v)
-        expected, pull_plain = jax.vjp(lambda q, k, v: plain(q, k, v, Tree(ends, depths), window, sinks_H), q, k, v)
+        expected, pull_plain = jax.vjp(lambda q, k, v: plain(q, k, v, TreeRows(ends, depths), window, sinks_H), q, k, v)
         return (o, *pull(slope)), (expected, *pull_plain(slope))
 
     for found, expected in zip(*both(q, k, v, slope, ends, depths), strict=True):
         close(found, expected, ulps=64)
 
 
-def plain(q: Any, k: Any, v: Any, trees: Tree, window: int | None, sinks_H: Any) -> jax.Array:
+def plain(q: Any, k: Any, v: Any, trees: TreeRows, window: int | None, sinks_H: Any) -> jax.Array:
     """Attention with the mask of `tree`, all scores at once."""
     ends, depths = trees
     place = jnp.arange(q.shape[1])
@@ -95,7 +95,7 @@ def plain(q: Any, k: Any, v: Any, trees: Tree, window: int | None, sinks_H: Any)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores)[..., : len(place)], v)
 
 
-def forest(T: int, seed: int) -> Tree:
+def forest(T: int, seed: int) -> TreeRows:
     """Rows of random trees of three levels and a sequence without branches, with padding at the end."""
     rows = []
     for row in range(B):
@@ -117,8 +117,8 @@ def forest(T: int, seed: int) -> Tree:
             if (place := grow(place, 0, levels)) == T - T // 8:
                 break
         rows.append((ends, depths))
-    ends_BT, depths_BT = (jnp.asarray(np.stack(x), jnp.int32) for x in zip(*rows, strict=True))
-    return Tree(ends_BT, depths_BT)
+    ends_BT, positions_BT = (jnp.asarray(np.stack(x), jnp.int32) for x in zip(*rows, strict=True))
+    return TreeRows(ends_BT, positions_BT)
 
 
 @pytest.mark.parametrize("target", [CUDA, TPU], ids=lambda target: target.name)
@@ -147,7 +147,7 @@ def test_the_blocks_that_are_seen_are_those_of_the_mask_and_are_listed_first(win
     trees, n, m = forest(64, seed=3), 4, 8
     how, place = How(True, window, 1.0), np.arange(64)
     ends, depths = map(np.asarray, trees)
-    seen = how.sees(place[:, None], place, ends[:, None], depths[:, :, None], depths[:, None])
+    seen = sees(how.window, place[:, None], place, ends[:, None], depths[:, :, None], depths[:, None])
     needed = seen.reshape(B, 64 // n, n, 64 // m, m).any(axis=(2, 4))
     found = np.asarray(how.seen_blocks(trees, n, m))
     assert needed.sum() < needed.size / 2

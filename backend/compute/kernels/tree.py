@@ -2,7 +2,7 @@
 
 A row has its trees in depth-first order. Each token has an end: the place where the subtree below its node ends. The
 query at place i sees the key at place j if j <= i < end of j. These keys are the token itself and its ancestors. With a
-window W, depth of i - depth of j < W is required, too. A token's depth is its place in its sequence.
+window W, position of i - position of j < W is required, too. A token's position is its place in its sequence.
 
 The kernels for GPUs and TPUs (`tree_gpu`, `tree_tpu`) visit only blocks in which a query sees a key. Each program
 writes rows that no other writes, and adds in a fixed order. They share this module's derivative, mask and lists.
@@ -28,11 +28,21 @@ TO_BASE_2 = math.log2(math.e)
 UNSEEN = -0.7 * float(np.finfo(np.float32).max)  # finite: the difference of two is 0
 
 
-class Tree(NamedTuple):
-    """The ends and depths of tokens, int32. Padding has the end T."""
+class TreeRows(NamedTuple):
+    """The ends and positions of tokens, int32. Padding has the end T."""
 
     ends_BT: jax.Array
-    depths_BT: jax.Array
+    positions_BT: jax.Array
+
+
+def sees(window: int | None, query: Any, key: Any, end: Any, position_of_query: Any, position_of_key: Any) -> Any:
+    """Which queries see which keys; the shapes are broadcast.
+
+    window: as in `flash_attention`. query, key: their places in the row. end: of the key. position_of_query,
+    position_of_key: their places in their sequences.
+    """
+    found = (key <= query) & (query < end)
+    return found if window is None else found & (position_of_query - position_of_key < window)
 
 
 @dataclass(frozen=True)
@@ -43,25 +53,20 @@ class How:
     window: int | None
     scale: float
 
-    def sees(self, query: Any, key: Any, end: Any, depth_of_query: Any, depth_of_key: Any) -> Any:
-        """Which queries see which keys. Places of both, the keys' ends, and depths; their shapes are broadcast."""
-        found = (key <= query) & (query < end)
-        return found if self.window is None else found & (depth_of_query - depth_of_key < self.window)
-
     def scores(self, product: jax.Array, seen: Any) -> jax.Array:
         """The exponents of 2 of attention's weights. product: of queries and keys."""
         return jnp.where(seen, product * (self.scale * TO_BASE_2), UNSEEN)
 
-    def seen_blocks(self, tree: Tree, queries: int, keys: int) -> jax.Array:
+    def seen_blocks(self, tree: TreeRows, queries: int, keys: int) -> jax.Array:
         """Whether a query of a block may see a key of a block, [B, n, m]. queries, keys: tokens of a block."""
-        (ends_BT, depths_BT), (B, T) = tree, tree.ends_BT.shape
+        (ends_BT, positions_BT), (B, T) = tree, tree.ends_BT.shape
         first_n1, first_m = jnp.arange(0, T, queries)[:, None], jnp.arange(0, T, keys)
         # A key before the block that any of its queries sees has an end after the first query.
         seen = (first_m < first_n1 + queries) & (jnp.max(ends_BT.reshape(B, 1, -1, keys), axis=-1) > first_n1)
         if self.window is None:
             return seen
-        least_Bn1 = jnp.min(depths_BT.reshape(B, -1, 1, queries), axis=-1)
-        return seen & (least_Bn1 - jnp.max(depths_BT.reshape(B, 1, -1, keys), axis=-1) < self.window)
+        least_Bn1 = jnp.min(positions_BT.reshape(B, -1, 1, queries), axis=-1)
+        return seen & (least_Bn1 - jnp.max(positions_BT.reshape(B, 1, -1, keys), axis=-1) < self.window)
 
 
 def listed(seen_Bnm: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -92,14 +97,14 @@ def attend(
     v_BTGd: jax.Array,
     ends_BT: jax.Array,
     sinks_H: jax.Array | None,
-    depths_BT: jax.Array,
+    positions_BT: jax.Array,
 ) -> jax.Array:
     """softmax(q k scale) v over the keys seen, [B, T, H, d].
 
     kernels: of the platform. how: how they compute. sinks_H: one more term of a head's denominators; without gradient.
-    ends_BT, depths_BT: as in `Tree`.
+    ends_BT, positions_BT: as in `TreeRows`.
     """
-    return _forward(kernels, how, q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H, depths_BT)[0]
+    return _forward(kernels, how, q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H, positions_BT)[0]
 
 
 def _forward(
@@ -110,9 +115,9 @@ def _forward(
     v: jax.Array,
     ends: jax.Array,
     sinks_H: jax.Array | None,
-    depths: jax.Array,
+    positions: jax.Array,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    none, tree = jnp.full(q.shape[2], -jnp.inf, jnp.float32), Tree(ends, depths)
+    none, tree = jnp.full(q.shape[2], -jnp.inf, jnp.float32), TreeRows(ends, positions)
     sinks = none if sinks_H is None else sinks_H.astype(jnp.float32) * TO_BASE_2
     o, log_totals = kernels.forward(how, q, k, v, tree, sinks)
     o, log_totals = checkpoint_name(o, "attended"), checkpoint_name(log_totals, "log_totals")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tinkerflow.backend.compute.kernels.tree import How, Kernels, Tree, listed
+from tinkerflow.backend.compute.kernels.tree import How, Kernels, TreeRows, listed, sees
 
 _QUERIES, _KEYS, _BACKWARD = 128, 64, 64  # tokens of a block; half of that in float32, for shared memory
 _WARPS = 8
@@ -25,20 +25,20 @@ _STAGES = 2
 
 
 def _forward(
-    how: How, q: jax.Array, k: jax.Array, v: jax.Array, tree: Tree, sinks_H: jax.Array
+    how: How, q: jax.Array, k: jax.Array, v: jax.Array, tree: TreeRows, sinks_H: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     B, T, H, d = q.shape
     r, n, m = H // k.shape[2], _block(_QUERIES, q), _block(_KEYS, q)
 
     def kernel(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, ends_ref, depths_ref, sinks_ref, places_ref, count_ref, o_ref, log_total_ref = refs
+        q_ref, k_ref, v_ref, *tree_refs, sinks_ref, places_ref, count_ref, o_ref, log_total_ref = refs
         block, q_nd, sink = pl.program_id(0), q_ref[...], sinks_ref[pl.program_id(2)]
 
         def add(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             o_nd, top_n, total_n = sums
             first = places_ref[step] * m
             keys = pl.ds(first, m)
-            scores_nm = _scores(how, q_nd, k_ref[keys], ends_ref, depths_ref, block * n, first)
+            scores_nm = _scores(how, q_nd, k_ref[keys], tree_refs, block * n, first)
             higher_n = jnp.maximum(top_n, jnp.max(scores_nm, axis=1))
             weights_nm, less_n = jnp.exp2(scores_nm - higher_n[:, None]), jnp.exp2(top_n - higher_n)
             o_nd = o_nd * less_n[:, None] + triton.dot(weights_nm.astype(v_ref.dtype), v_ref[keys])
@@ -76,7 +76,7 @@ def _slopes(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    tree: Tree,
+    tree: TreeRows,
     d_o: jax.Array,
     log_totals: jax.Array,
     means: jax.Array,
@@ -86,9 +86,7 @@ def _slopes(
     r, seen = H // G, how.seen_blocks(tree, n, n)
 
     def queries_kernel(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, ends_ref, depths_ref, d_o_ref, log_total_ref, mean_ref, places_ref, count_ref, d_q_ref = (
-            refs
-        )
+        q_ref, k_ref, v_ref, *tree_refs, d_o_ref, log_total_ref, mean_ref, places_ref, count_ref, d_q_ref = refs
         block = pl.program_id(2)
         q_nd, d_o_nd, log_total_n, mean_n = q_ref[...], d_o_ref[...], log_total_ref[...], mean_ref[...]
 
@@ -96,7 +94,7 @@ def _slopes(
             first = places_ref[step] * n
             keys = pl.ds(first, n)
             k_md = k_ref[keys]
-            scores_nm = _scores(how, q_nd, k_md, ends_ref, depths_ref, block * n, first)
+            scores_nm = _scores(how, q_nd, k_md, tree_refs, block * n, first)
             weights_nm = jnp.exp2(scores_nm - log_total_n[:, None])
             d_scores_nm = weights_nm * (triton.dot(d_o_nd, v_ref[keys].T) - mean_n[:, None])
             return d_q_nd + triton.dot(d_scores_nm.astype(k_md.dtype), k_md)
@@ -105,7 +103,9 @@ def _slopes(
         d_q_ref[...] = (d_q_nd * how.scale).astype(d_q_ref.dtype)
 
     def keys_kernel(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, ends_ref, depths_ref, d_o_ref, log_total_ref, mean_ref, places_ref, count_ref, *out = refs
+        q_ref, k_ref, v_ref, *tree_refs, d_o_ref, log_total_ref, mean_ref, places_ref, count_ref, d_k_ref, d_v_ref = (
+            refs
+        )
         block, k_md, v_md = pl.program_id(2), k_ref[...], v_ref[...]
 
         def of_head(head: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -114,7 +114,7 @@ def _slopes(
                 first = places_ref[step] * n
                 queries = pl.ds(first, n)
                 q_nd, d_o_nd = q_ref[queries, head], d_o_ref[queries, head]
-                scores_nm = _scores(how, q_nd, k_md, ends_ref, depths_ref, first, block * n)
+                scores_nm = _scores(how, q_nd, k_md, tree_refs, first, block * n)
                 weights_nm = jnp.exp2(scores_nm - log_total_ref[head, queries][:, None])
                 d_scores_nm = weights_nm * (triton.dot(d_o_nd, v_md.T) - mean_ref[head, queries][:, None])
                 d_k_md += triton.dot(d_scores_nm.astype(q_nd.dtype).T, q_nd)
@@ -124,7 +124,7 @@ def _slopes(
 
         zeros_md = jnp.zeros((n, d), jnp.float32)
         d_k_md, d_v_md = jax.lax.fori_loop(0, r, of_head, (zeros_md, zeros_md))
-        for ref, found in zip(out, (d_k_md * how.scale, d_v_md), strict=True):
+        for ref, found in ((d_k_ref, d_k_md * how.scale), (d_v_ref, d_v_md)):
             ref[...] = found.astype(ref.dtype)
 
     # A program is (b, h, i). In the second kernel h is a key-value head, and `heads` are its query heads.
@@ -167,18 +167,17 @@ def _slopes(
 KERNELS = Kernels(_forward, _slopes)
 
 
-def _scores(
-    how: How, q_nd: jax.Array, k_md: jax.Array, ends_ref: Any, depths_ref: Any, first_query: Any, first_key: Any
-) -> jax.Array:
-    """[n, m]. ends_ref, depths_ref: of the row. first_query, first_key: the places of the blocks."""
-    n, m = len(q_nd), len(k_md)
+def _scores(how: How, q_nd: jax.Array, k_md: jax.Array, tree_refs: Any, first_query: Any, first_key: Any) -> jax.Array:
+    """[n, m]. tree_refs: the row of `TreeRows`. first_query, first_key: the places of the blocks."""
+    (ends_ref, positions_ref), n, m = tree_refs, len(q_nd), len(k_md)
     queries, keys = pl.ds(first_query, n), pl.ds(first_key, m)
-    seen_nm = how.sees(
+    seen_nm = sees(
+        how.window,
         (first_query + jnp.arange(n))[:, None],
         (first_key + jnp.arange(m))[None],
         ends_ref[keys][None],
-        depths_ref[queries][:, None],
-        depths_ref[keys][None],
+        positions_ref[queries][:, None],
+        positions_ref[keys][None],
     )
     return how.scores(triton.dot(q_nd, k_md.T), seen_nm)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
-from tinkerflow.backend.compute.kernels.tree import How, Kernels, Tree, listed
+from tinkerflow.backend.compute.kernels.tree import How, Kernels, TreeRows, listed, sees
 
 _BLOCK = 512  # tokens
 _PLACES = 2**17  # of the lists of blocks: half of the chip's memory for scalars, 1 MiB
@@ -28,7 +28,7 @@ Place = tuple[Any, Any, Any, Any, Any]  # row, head, key-value head, block of qu
 
 
 def _forward(
-    how: How, q: jax.Array, k: jax.Array, v: jax.Array, tree: Tree, sinks_H: jax.Array
+    how: How, q: jax.Array, k: jax.Array, v: jax.Array, tree: TreeRows, sinks_H: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     (B, H, T, d), e = q.shape, v.shape[-1]
@@ -83,7 +83,7 @@ def _slopes(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    tree: Tree,
+    tree: TreeRows,
     d_o: jax.Array,
     log_totals: jax.Array,
     means: jax.Array,
@@ -231,10 +231,10 @@ class _Specs:
         return pl.BlockSpec(shape, lambda *step: pick(*self.place(*step)))
 
 
-def _rows(tree: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The keys' ends, the depths of queries, and those of keys, each [B, 1, T]."""
-    ends_B1T, depths_B1T = (x[:, None] for x in tree)
-    return ends_B1T, depths_B1T, depths_B1T
+def _rows(tree: TreeRows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The keys' ends, the positions of queries, and those of keys, each [B, 1, T]."""
+    ends_B1T, positions_B1T = (x[:, None] for x in tree)
+    return ends_B1T, positions_B1T, positions_B1T
 
 
 def _scores(
@@ -245,7 +245,7 @@ def _scores(
     query_mn, key_mn = (
         first * n + jax.lax.broadcasted_iota(jnp.int32, (n, n), axis) for first, axis in ((i, 1), (j, 0))
     )
-    seen_mn = how.sees(query_mn, key_mn, end_ref[0][:, None], of_query_ref[...], of_key_ref[0][:, None])
+    seen_mn = sees(how.window, query_mn, key_mn, end_ref[0][:, None], of_query_ref[...], of_key_ref[0][:, None])
     return how.scores(_dot(k_md, q_nd, (1, 1)), seen_mn)
 
 

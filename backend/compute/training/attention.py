@@ -28,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.kernels.flash import flash_attention
+from tinkerflow.backend.compute.kernels.tree import sees
 from tinkerflow.backend.compute.models.layers.step import AttentionFn
 
 _BLOCK = 256  # queries that are scored together
@@ -35,8 +36,8 @@ _MOST_BLOCKS = 8
 _SCORE_BYTES = 12  # weights and their slopes, float32, and both again in the dtype of a product's inputs
 _UNSEEN = np.finfo(np.float32).min
 
-Tree = tuple[jax.Array, jax.Array | None]  # ends_BT, and positions_BT if windows count positions and not columns
-Residuals = tuple[jax.Array, jax.Array, jax.Array, Tree, jax.Array, tuple[jax.Array, ...]]
+Rows = tuple[jax.Array, jax.Array | None]  # ends_BT, and positions_BT if windows count positions and not columns
+Residuals = tuple[jax.Array, jax.Array, jax.Array, Rows, jax.Array, tuple[jax.Array, ...]]
 
 
 def attend_trees(
@@ -74,11 +75,11 @@ def _attend(
     q_BTHd: jax.Array,
     k_BTGd: jax.Array,
     v_BTGd: jax.Array,
-    tree: Tree,
+    rows: Rows,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
     """softmax(q k / sqrt(d)) v over the keys seen; softmax in float32, result in the dtype of v."""
-    return _forward(window, q_BTHd, k_BTGd, v_BTGd, tree, sinks_H)[0]
+    return _forward(window, q_BTHd, k_BTGd, v_BTGd, rows, sinks_H)[0]
 
 
 def _forward(
@@ -86,15 +87,15 @@ def _forward(
     q_BTHd: jax.Array,
     k_BTGd: jax.Array,
     v_BTGd: jax.Array,
-    tree: Tree,
+    rows: Rows,
     sinks_H: jax.Array | None,
 ) -> tuple[jax.Array, Residuals]:
     k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
     outputs, log_totals = [], []
     for start, end in _blocks(q_BTHd.shape[1]):
-        first = _first(window, start, tree)
+        first = _first(window, start, rows)
         q_BGmd = _grouped(_scaled(q_BTHd[:, start:end]), k_BTGd.shape[2])
-        scores_BGmS = _scores(window, q_BGmd, k_BGSd[:, :, first:end], tree, start, end)
+        scores_BGmS = _scores(window, q_BGmd, k_BGSd[:, :, first:end], rows, start, end)
         top = jnp.max(scores_BGmS, axis=-1, keepdims=True)
         weights = jnp.exp(scores_BGmS - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -104,25 +105,25 @@ def _forward(
         outputs.append(_ungrouped(o_BGmd.astype(v_BGSd.dtype), end - start))
         log_totals.append(checkpoint_name(top + jnp.log(total), "log_totals"))
     o_BTHd = checkpoint_name(jnp.concatenate(outputs, axis=1), "attended")
-    return o_BTHd, (q_BTHd, k_BTGd, v_BTGd, tree, o_BTHd, tuple(log_totals))
+    return o_BTHd, (q_BTHd, k_BTGd, v_BTGd, rows, o_BTHd, tuple(log_totals))
 
 
 def _backward(
     window: int | None, kept: Residuals, d_o_BTHd: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    q_BTHd, k_BTGd, v_BTGd, tree, o_BTHd, log_totals = kept
+    q_BTHd, k_BTGd, v_BTGd, rows, o_BTHd, log_totals = kept
     G = k_BTGd.shape[2]
     k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
     d_k, d_v = jnp.zeros(k_BGSd.shape, jnp.float32), jnp.zeros(v_BGSd.shape, jnp.float32)
     d_q = []
     for (start, end), log_total in zip(_blocks(q_BTHd.shape[1]), log_totals, strict=True):
-        here, first = slice(start, end), _first(window, start, tree)
+        here, first = slice(start, end), _first(window, start, rows)
         k, v = k_BGSd[:, :, first:end], v_BGSd[:, :, first:end]
         q_BGmd, o_BGmd, d_o_BGmd = (
             _grouped(x, G) for x in (_scaled(q_BTHd[:, here]), o_BTHd[:, here], d_o_BTHd[:, here])
         )
         # Weights without that of the sink, which has no value and so does not change the slope.
-        weights = jnp.exp(_scores(window, q_BGmd, k, tree, start, end) - log_total)
+        weights = jnp.exp(_scores(window, q_BGmd, k, rows, start, end) - log_total)
         # The slope of a softmax is its weights times (their gradients - the mean of the gradients). The mean is d_o .
         # o.
         mean = jnp.sum(d_o_BGmd.astype(jnp.float32) * o_BGmd, axis=-1, keepdims=True)
@@ -167,22 +168,21 @@ def score_bytes(T: int, window: int | None, heads: int) -> int:
     return heads * queries * keys * _SCORE_BYTES
 
 
-def _first(window: int | None, start: int, tree: Tree) -> int:
+def _first(window: int | None, start: int, rows: Rows) -> int:
     """The first key that the query at `start` may see."""
-    return 0 if window is None or tree[1] is not None else max(0, start - window + 1)
+    return 0 if window is None or rows[1] is not None else max(0, start - window + 1)
 
 
-def _scores(window: int | None, q_BGmd: jax.Array, k_BGSd: jax.Array, tree: Tree, start: int, end: int) -> jax.Array:
+def _scores(window: int | None, q_BGmd: jax.Array, k_BGSd: jax.Array, rows: Rows, start: int, end: int) -> jax.Array:
     scores_BGmS = _product("bgmd,bgsd->bgms", q_BGmd, k_BGSd)
     B, G, m, S = scores_BGmS.shape
-    first = _first(window, start, tree)
-    ends_BT, positions_BT = tree
+    first = _first(window, start, rows)
+    ends_BT, positions_BT = rows
     queries, keys = jnp.arange(start, end)[:, None], jnp.arange(first, end)[None, :]
-    seen = (queries >= keys) & (queries < ends_BT[:, None, first:end])
-    if window is not None and positions_BT is not None:
-        seen &= positions_BT[:, start:end, None] - positions_BT[:, None, first:end] < window
-    elif window is not None:
-        seen &= queries - keys < window
+    places = queries, keys
+    if positions_BT is not None:
+        places = positions_BT[:, start:end, None], positions_BT[:, None, first:end]
+    seen = sees(window, queries, keys, ends_BT[:, None, first:end], *places)
     by_head = scores_BGmS.reshape(B, G, m // (end - start), end - start, S)
     return jnp.where(seen[:, None, None], by_head, _UNSEEN).reshape(B, G, m, S)
 

@@ -23,7 +23,7 @@ from tinkerflow.backend.spec.packing import (
     layout,
     padded_rows,
 )
-from tinkerflow.backend.spec.prefix_trees import Tree, prefix_trees
+from tinkerflow.backend.spec.prefix_trees import Tree, prefix_trees, trained_cells
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,7 @@ def _add_loss(inputs: Mapping[str, Float32], path: Int32, example: Example, loss
 
     A cell that several examples train has equal inputs in all of them, and the sum of their weights.
     """
-    given = {**example.inputs, "weights": example.weights_TK}
-    trained_TK = np.ones(example.targets_TK.shape, bool)
-    for name in loss.masks:
-        trained_TK &= given[name] != 0
-    steps, targets = np.nonzero(trained_TK)
+    steps, targets = np.nonzero(trained_cells(example, loss))
     cells = path[steps], targets
     inputs["weights"][cells] += example.weights_TK[steps, targets]
     for name in loss.names:
