@@ -233,10 +233,14 @@ async def test_projects_take_turns_with_constraints_that_must_be_compiled(
     pool.hold = asyncio.Event()
     requests = [client.sample(mine, max_tokens=60)]
     await until(lambda: pool.log)
-    requests += [client.sample(mine, **constrained(value)) for value in ("a", "b", "b", "c")]
-    await until(lambda: len(runner._taken.batch._admit) == 4)
-    asked = [other.sample(its, **constrained("a")), other.sample(its)]
-    await until(lambda: len(runner._taken.batch._admit) == 6)
+    admitted = runner._taken.batch._admit
+    for place, value in enumerate(("a", "b", "b", "c")):  # one by one: bodies are parsed in threads, in any order
+        requests.append(client.sample(mine, **constrained(value)))
+        await until(lambda place=place: len(admitted) == place + 1)
+    asked = []
+    for place, of in enumerate((constrained("a"), {}), start=len(admitted)):
+        asked.append(other.sample(its, **of))
+        await until(lambda place=place: len(admitted) == place + 1)
     pool.hold.set()
     assert all(len(tokens(result)[0]) == 6 for result in await other.results(*asked))
     await client.results(*requests)
