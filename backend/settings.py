@@ -134,6 +134,12 @@ class Settings(BaseSettings):
     keep_every: int = Field(0, ge=0)
     """of the checkpoints older than keep_last, keep those whose optimizer step is a multiple of this; 0 = none"""
 
+    history: Literal["off", "chosen", "all"] = "chosen"
+    """training runs whose requests are kept in the store, so that they can be forked and rerun: off = none; chosen =
+    those with `history: true` in their metadata; all = every run"""
+    history_days: float = Field(30.0, ge=0)
+    """days for which the history of a run is kept after its last request; 0 = for ever"""
+
     session_timeout: float = Field(300.0, gt=0)
     """seconds without a heartbeat from the client after which its session expires"""
     gap_timeout: float = Field(60.0, gt=0)
@@ -177,6 +183,8 @@ class Settings(BaseSettings):
     """values of metrics, by run, name and step, that a project may keep in the database; 0 = no limit"""
     max_kept_bytes: int = Field(2**32, ge=0)
     """bytes of names, metadata, losses, feedback and metrics that a project may keep in the database; 0 = no limit"""
+    max_history_bytes: int = Field(2**34, ge=0)
+    """bytes of the histories of a project in the store; beyond it the oldest ones are deleted; 0 = no limit"""
     max_body_bytes: int = Field(256 * 2**20, ge=2**16)
     """bytes of the largest body of one request, before and after decompression"""
 

@@ -22,6 +22,11 @@ OVERVIEW = {
         "backup": ("backups", "copy the data dir into one file, also while the service runs"),
         "restore": ("backups", "unpack a backup into a new data dir"),
     },
+    "Question a run": {
+        "rerun": ("history", "train a run again, as it was or with changes"),
+        "blame": ("history", "find the rows that spoiled a step"),
+        "fork": ("history", "save the state of a run after one of its steps"),
+    },
     "Manage": {
         "key": ("key", "create, list and revoke API keys"),
         "checkpoint": ("checkpoint", "list, verify, import, merge and share checkpoints"),

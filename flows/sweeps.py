@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from tinkerflow.backend.catalog.peft_import import import_path
-from tinkerflow.backend.core.errors import GroupFailedError, StoreError
-from tinkerflow.backend.journal import Journal, Retention
+from tinkerflow.backend.core.errors import FencedError, GroupFailedError, StoreError
+from tinkerflow.backend.journal import HistoryRules, Journal, Kind, Retention
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.history import PastRequest
 from tinkerflow.backend.store import Store
+from tinkerflow.backend.wire import split_data
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.tasks.execution.state_transfers import drop
 
@@ -34,9 +36,11 @@ class Sweeps:
         self._journal = journal
         self._served = served
         self._store = served[0].context.store
+        self._history_rules = HistoryRules(settings.history_days, settings.max_history_bytes)
 
     async def sweep(self) -> list[str]:
         """Sweep one time. Returns the ids of models whose session is over."""
+        await asyncio.to_thread(write_histories, self._journal, self._store)
         abandoned = await asyncio.to_thread(self._sweep_journal)
         for model in self._served:
             await model.sampling.cancel_ended()
@@ -46,6 +50,7 @@ class Sweeps:
         await asyncio.to_thread(write_changes, self._journal, self._store)
         await asyncio.to_thread(delete_snapshots, self._journal, self._store)
         await asyncio.to_thread(delete_uploads, self._journal, self._store)
+        await asyncio.to_thread(delete_histories, self._journal, self._store, self._history_rules)
         return abandoned
 
     def _sweep_journal(self) -> list[str]:
@@ -115,6 +120,37 @@ def delete_uploads(journal: Journal, store: Store) -> None:
             if upload.path is None:
                 store.delete(str(import_path(upload.id)))
             journal.uploads.forget(upload.id)
+
+
+def write_histories(journal: Journal, store: Store) -> None:
+    """Write one segment of each history that is due. The journal drops its requests after that."""
+    for model_id in journal.histories.due():
+        with _tried_again(f"the history of run {model_id} cannot be written now"):
+            if not (requests := journal.histories.unarchived(model_id)):
+                continue
+            segment = store.histories.write_segment(model_id, requests, _pieces)
+            try:
+                recorded = journal.histories.record_segment(model_id, segment)
+            except FencedError:
+                store.histories.remove_segment(model_id, segment.name)
+                raise
+            if not recorded:
+                store.histories.remove_segment(model_id, segment.name)
+
+
+def _pieces(request: PastRequest) -> list[bytes]:
+    is_forward = request.kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+    return split_data(request.payload) if is_forward else [request.payload]
+
+
+def delete_histories(journal: Journal, store: Store, rules: HistoryRules) -> None:
+    """Delete histories that are too old or too large. Their objects go first, so that none is left."""
+    for model_id in journal.histories.to_delete(rules):
+        with _tried_again(f"the history of run {model_id} cannot be deleted now"):
+            journal.histories.end(model_id)
+            store.histories.remove_history(model_id)
+            journal.histories.forget(model_id)
+            log.info("the history of run %s is deleted: %s", model_id, rules)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from tinkerflow.backend.core.errors import NotFoundError, TooManyError, UserErro
 from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
 from tinkerflow.backend.spec.commands import LoraSpec
+from tinkerflow.backend.spec.history import HISTORY_KEY
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.ranks import expert_rank
 from tinkerflow.backend.wire import (
@@ -167,6 +169,8 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
     known = NewModel(new_id, address.session_id, call.owner, base_model, rank=0)
     describe = _fresh if kind is Kind.CREATE_MODEL else _from_checkpoint
     model, error = checked(lambda values: describe(call, known, values), values)
+    if model is not None:
+        model = replace(model, history=_keeps_history(call, model.user_metadata))
     request = NewRequest(
         kind=kind,
         owner=call.owner,
@@ -178,6 +182,11 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
     )
     request_id = call.journal.models.create(model or known, request, call.services.limits)
     return response(request_id, model_id=new_id)
+
+
+def _keeps_history(call: Call, metadata: Mapping[str, str]) -> bool:
+    setting = call.services.settings.history
+    return setting == "all" or (setting == "chosen" and metadata.get(HISTORY_KEY, "").lower() == "true")
 
 
 def _fresh(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:

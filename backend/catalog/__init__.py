@@ -4,6 +4,7 @@ __all__ = [
     "champions",
     "checkpoint_index",
     "control_tokens",
+    "history",
     "known_models",
     "merging",
     "model_card",

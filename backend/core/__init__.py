@@ -13,6 +13,7 @@ __all__ = [
     "prefect_access",
     "process_identity",
     "retry",
+    "single_flight",
     "suggest",
     "threads",
     "tracing",

@@ -25,6 +25,7 @@ from tinkerflow.backend.journal.database import AWAY as AWAY
 from tinkerflow.backend.journal.effects import ModelEnded as ModelEnded
 from tinkerflow.backend.journal.effects import ModelLive as ModelLive
 from tinkerflow.backend.journal.effects import StepMade as StepMade
+from tinkerflow.backend.journal.history import HistoryRules as HistoryRules
 from tinkerflow.backend.journal.journal import Journal as Journal
 from tinkerflow.backend.journal.keys import KeyView as KeyView
 from tinkerflow.backend.journal.leases import LEASE_SECONDS as LEASE_SECONDS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
@@ -30,10 +30,11 @@ from tinkerflow.backend.journal.database import (
     missing,
     owned_by,
 )
+from tinkerflow.backend.journal.history import HistorySegment
 from tinkerflow.backend.journal.quotas import Limits, kept_failure, storage_failure
-from tinkerflow.backend.journal.tables import Checkpoint, Model, Session, WeightsShare
-from tinkerflow.backend.spec.checkpoint import Saved
-from tinkerflow.backend.spec.commands import Optimizer
+from tinkerflow.backend.journal.tables import UNMADE, Checkpoint, Model, Session, TrainingStep, WeightsShare
+from tinkerflow.backend.spec.checkpoint import CheckpointPath, Saved
+from tinkerflow.backend.spec.commands import LoraSpec, Optimizer
 
 SHARE_PREFIX = "tfw-"
 T = TypeVar("T")
@@ -105,6 +106,11 @@ class CheckpointView(CheckpointSaved):
     public: bool
 
     @property
+    def only_in_history(self) -> bool:
+        """Whether the store does not have the state yet: the history of its run can make it."""
+        return not self.attempt and CheckpointPath.parse(self.path).step is not None
+
+    @property
     def unsampled(self) -> str | None:
         """The reason why the checkpoint cannot be sampled; None if it can."""
         external = self.kind is CheckpointKind.EXTERNAL_WEIGHTS
@@ -151,9 +157,19 @@ class SavedCheckpoints(Aggregate):
     """Saved checkpoints. NotFoundError everywhere: deleted, expired and foreign checkpoints do not exist."""
 
     def get(self, path: str, owner: str | None, *, access: str | None = None) -> CheckpointView:
-        """The checkpoint at `path` if it is the owner's, public, or shared by the token with the hash `access`."""
+        """The checkpoint at `path` if it is the owner's, public, or shared by the token with the hash `access`.
+
+        A path to a step of an owner's run with a history is a checkpoint, too (`only_in_history`).
+        """
+        now = self._now()
         with self._read() as connection:
-            return _readable(connection, path, owner, access, self._now())
+            try:
+                return _readable(connection, path, owner, access, now)
+            except NotFoundError:
+                step = CheckpointPath.parse(path).step if path.startswith("tinker://") else None
+                if step is None:
+                    raise
+                return _of_step(connection, path, step, owner, now)
 
     def get_for_download(self, path: str, owner: str | None, purpose: str, key_id: str = "") -> CheckpointView:
         """The checkpoint at `path`, as in `get`. Writes the download into the audit log of the checkpoint's owner.
@@ -166,6 +182,11 @@ class SavedCheckpoints(Aggregate):
             event, actor = audit.AuditedEvent.CHECKPOINT_READ, audit.actor_of_key(key_id)
             audit.write_checkpoint_event(connection, now, event, found, actor=actor, purpose=purpose)
         return found
+
+    def record_fork(self, saved: CheckpointSaved) -> None:
+        """Record a checkpoint that was made from a history. FencedError if another engine has taken the lease."""
+        with self._write(fenced=True) as connection:
+            saved.apply(connection, self._now())
 
     def page(
         self, owner: str | None, *, run_id: str | None = None, limit: int = 100, offset: int = 0
@@ -280,6 +301,34 @@ def _readable(
     if row is None:
         raise _missing(path)
     return as_view(CheckpointView, row)
+
+
+def _of_step(connection: sa.Connection, path: str, step: int, owner: str | None, now: datetime) -> CheckpointView:
+    """The state of a run after an optimizer step, which its history can make. NotFoundError if it cannot."""
+    run = get_owned(connection, Model, CheckpointPath.parse(path).run_id, owner)
+    stored = sa.exists().where(col(HistorySegment.model_id) == run.id)
+    if not (run.history or connection.execute(sa.select(stored)).scalar()):
+        raise NotFoundError(f"checkpoint {path!r} does not exist: no history of its run was kept")
+    made = sa.exists().where(
+        col(TrainingStep.model_id) == run.id, col(TrainingStep.step) == step, col(TrainingStep.seq_id) != UNMADE
+    )
+    if step and not connection.execute(sa.select(made)).scalar():
+        raise NotFoundError(f"checkpoint {path!r} does not exist: its run stands at step {run.step}")
+    spec = {field.name: getattr(run, field.name) for field in fields(LoraSpec)}
+    return CheckpointView(
+        path=path,
+        run_id=run.id,
+        kind=CheckpointKind.WEIGHTS,
+        name=f"@{step}",
+        owner=run.owner,
+        base_model=run.base_model,
+        **spec,
+        step=step,
+        size_bytes=0,
+        optimizer=run.optimizer,
+        created_at=now,
+        public=False,
+    )
 
 
 def _key_of_run(connection: sa.Connection, run_id: str) -> str:

@@ -19,6 +19,7 @@ from tinkerflow.backend.journal.curves import Curves
 from tinkerflow.backend.journal.custom_losses import CustomLosses
 from tinkerflow.backend.journal.database import Database
 from tinkerflow.backend.journal.feedback import FeedbackGiven
+from tinkerflow.backend.journal.history import Histories
 from tinkerflow.backend.journal.imports import Imports
 from tinkerflow.backend.journal.keys import Keys
 from tinkerflow.backend.journal.leases import Leases
@@ -73,6 +74,7 @@ class Journal:
         self.audit = Audit(*parts)
         self.base_models = BaseModels(*parts)
         self.recovery = Recovery(*parts)
+        self.histories = Histories(*parts)
         self.metrics = ServiceMetrics(*parts)
         self.leases = Leases(*parts)
 

@@ -160,6 +160,7 @@ _TOUCH_MODEL = (
         col(Model.state),
         col(Model.detail),
         col(Model.next_seq),
+        col(Model.history),
         _of_session(col(Session.state)).label("session_state"),
         _of_session(col(Session.detail)).label("session_detail"),
     )
@@ -333,7 +334,7 @@ def _submit_to_model(
         )
         if failure is None and request.kind == Kind.SAVE_FOR_SAMPLER and not request.stores:
             failure = kept_failure(connection, request.owner, limits, "samplers")
-    return store(connection, request, model.session_id, failure, now)
+    return store(connection, request, model.session_id, failure, now, archives=model.history)
 
 
 def _submit_to_sampler(
@@ -363,11 +364,14 @@ def store(
     failure: Failure,
     now: datetime,
     completion: int | None = None,
+    *,
+    archives: bool = False,
 ) -> str:
     """Store a request as pending, or as failed with `failure`. Returns its id, or that of an earlier equal request.
 
     connection: of a transaction that has locked the model or selected the sampler. session_id: of the model or
-    sampler. now: the time of the request. completion: the sampler's number for a failed sample.
+    sampler. now: the time of the request. completion: the sampler's number for a failed sample. archives: the request
+    belongs to the history of its run.
     ConflictError: the seq_id belongs to another request.
     """
     request_id = new_id("req")
@@ -395,6 +399,7 @@ def store(
         "waiting_bytes": len(payload),
         "trace": tracing.current.get(),
         "interactive": request.interactive,
+        "archives": archives,
     }
     return request_id if insert_if_absent(connection, Request, row) else _replayed(connection, request)
 

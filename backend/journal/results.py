@@ -388,7 +388,12 @@ class Results(Aggregate):
         last_use = sa.func.coalesce(col(Request.read_at), col(Request.finished_at))
         old = (
             sa.select(col(Request.id))
-            .where(col(Request.dropped_at).is_(None), col(Request.finished_at) < before, last_use < before)
+            .where(
+                col(Request.dropped_at).is_(None),
+                col(Request.finished_at) < before,
+                last_use < before,
+                sa.not_(col(Request.archives)),
+            )
             .order_by(col(Request.finished_at))
             .limit(limit)
         )

@@ -1,4 +1,4 @@
-"""The journal's tables, and the states of their rows. Those of metrics are in run_metrics.py.
+"""The journal's tables, and the states of their rows. Those of metrics and histories are in files of their own.
 
 Only the aggregates read and write rows; their callers get frozen dataclasses.
 """
@@ -106,7 +106,7 @@ def sampler_ended(sampler_id: str, detail: str | None) -> tuple[str, Category]:
 # ------------------------------------------------------------------ tables
 def _partial(name: str, columns: str, where: str) -> sa.Index:
     """An index of the rows that match `where`."""
-    on_sqlite = re.sub(r"\b(replays|interactive)\b", r"\1 = 1", where)  # SQLite has no booleans
+    on_sqlite = re.sub(r"\b(archives|replays|interactive)\b", r"\1 = 1", where)  # SQLite has no booleans
     return sa.Index(name, *columns.split(), sqlite_where=sa.text(on_sqlite), postgresql_where=sa.text(where))
 
 
@@ -215,6 +215,7 @@ class Model(Table, table=True):
     """A training run. next_seq is the next seq_id to execute; submit and finish meet on this row's lock.
 
     progress: the reason why its requests wait while it is being restored. paused: the reason why a person paused it.
+    history: whether its requests are kept in the store (history.py).
     """
 
     __tablename__ = "model"
@@ -243,6 +244,7 @@ class Model(Table, table=True):
     step: int
     created_at: datetime = Field(sa_type=UtcDateTime)
     last_request_at: datetime = Field(sa_type=UtcDateTime)
+    history: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})
 
 
 class SamplerRow(Table, table=True):
@@ -274,7 +276,7 @@ class Request(Table, table=True):
     An unload has no seq_id, because the service creates it without the client's counter. NULLs are distinct.
     The partial indexes contain only requests that wait, have bytes to drop, or may be replayed, so they stay small
     while the table grows. replays: a restore may need the payload. True until two snapshots contain the request, and
-    while its published weights are not stored.
+    while its published weights are not stored. archives: the history of its run does not have it yet.
     """
 
     __tablename__ = "request"
@@ -291,6 +293,7 @@ class Request(Table, table=True):
         _partial("ix_request_completions", "sampler_id completion seq_id", "completion IS NOT NULL"),
         _partial("ix_request_finished_with_bytes", "finished_at", "dropped_at IS NULL AND finished_at IS NOT NULL"),
         _partial("ix_request_replays", "model_id seq_id", "replays"),
+        _partial("ix_request_archives", "model_id seq_id finished_at waiting_bytes", "archives"),
     )
 
     id: str = Field(primary_key=True, sa_type=Text())
@@ -316,6 +319,7 @@ class Request(Table, table=True):
     waiting_bytes: int = Field(default=0, sa_type=sa.BigInteger, sa_column_kwargs={"server_default": "0"})
     trace: str | None = Field(default=None, sa_type=Text())  # the span in which it was submitted
     interactive: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})  # see `NewRequest`
+    archives: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})
     # Last, so that SQLite reads the columns before them without walking overflow pages.
     payload: bytes
     result: bytes | None = None

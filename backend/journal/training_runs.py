@@ -49,7 +49,10 @@ _REVIVABLE = (ModelState.LOST, ModelState.FAILED)  # their snapshots and request
 
 @dataclass(frozen=True)
 class NewModel:
-    """A new training run; its id is `{session_id}:train:{n}` (tinkerflow.backend.core.ids.model_id)."""
+    """A new training run; its id is `{session_id}:train:{n}` (tinkerflow.backend.core.ids.model_id).
+
+    history: whether its requests are kept in the store.
+    """
 
     id: str
     session_id: str
@@ -63,6 +66,7 @@ class NewModel:
     optimizer: Optimizer = "adamw"
     seed: int | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+    history: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +122,8 @@ class Runs(Aggregate):
             failure = failure or model_failure(connection, model.owner, limits)
             state, detail = (ModelState.CREATING, None) if failure is None else (ModelState.FAILED, failure[0])
             insert_model(connection, model, state, detail, now, limits=limits)
-            request_id = store(connection, request, model.session_id, failure, now)
+            archives = model.history and failure is None
+            request_id = store(connection, request, model.session_id, failure, now, archives=archives)
         self._publish(f"model:{model.id}")
         return request_id
 

@@ -23,6 +23,7 @@ RUN_RULE = "1 to 200 letters, digits, '.', '_', ':' or '-', not starting with '.
 BLOCK = 4 * 2**20  # bytes of a stored file that are hashed together, so that a part of it can be read and verified
 # Run ids contain ':' (`sess-1:train:0`). POSIX file names and object keys allow it, so all stores have one layout.
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._:-]{0,199}")
+_STEP = re.compile(r"@(0|[1-9][0-9]{0,17})")
 
 
 def is_run_id(text: str) -> bool:
@@ -37,9 +38,17 @@ def check_run_id(text: str) -> str:
     return text
 
 
+def is_checkpoint_name(kind: str, text: str) -> bool:
+    """Whether a checkpoint of this kind may have the name `text`: see NAME_RULE, and `@{step}` of weights."""
+    return is_name(text) or (kind == WEIGHTS and _STEP.fullmatch(text) is not None)
+
+
 @dataclass(frozen=True)
 class CheckpointPath:
-    """`tinker://{run_id}/{kind}/{name}`. Every part is checked, so that no path leads out of the store."""
+    """`tinker://{run_id}/{kind}/{name}`. Every part is checked, so that no path leads out of the store.
+
+    `tinker://{run_id}/weights/@{step}` is the run's state after that optimizer step, which its history can make.
+    """
 
     run_id: str
     kind: str
@@ -50,8 +59,8 @@ class CheckpointPath:
         check_run_id(self.run_id)
         if self.kind not in (*KINDS, RECOVERY):
             raise UserError(f"checkpoint kind {self.kind!r}: must be one of {', '.join(KINDS)}")
-        if not is_name(self.name):
-            raise UserError(f"checkpoint name {self.name!r}: must be {NAME_RULE}")
+        if not is_checkpoint_name(self.kind, self.name):
+            raise UserError(f"checkpoint name {self.name!r}: must be {NAME_RULE}, or of weights @STEP")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -71,6 +80,11 @@ class CheckpointPath:
     def __str__(self) -> str:
         """The tinker:// URI."""
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+    @property
+    def step(self) -> int | None:
+        """The optimizer step of a path to weights whose name is `@{step}`; None for other paths."""
+        return int(self.name[1:]) if self.name.startswith("@") else None
 
     @property
     def folder(self) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "blobs",
     "commit",
     "gcs",
+    "history",
     "parts",
     "peft",
     "upkeep",

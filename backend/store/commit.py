@@ -25,6 +25,7 @@ from tinkerflow.backend.spec.checkpoint import (
     CheckpointPath,
     Digest,
     Saved,
+    is_checkpoint_name,
     is_run_id,
 )
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
@@ -146,8 +147,9 @@ def paths(blobs: Blobs, run_id: str | None = None, kinds: Collection[str] = KIND
     runs = filter(is_run_id, blobs.children(RUNS)) if run_id is None else [run_id]
     for run in runs:
         for kind in kinds:
-            for name in filter(is_name, blobs.children(f"{RUNS}/{run}/{kind}")):
-                yield CheckpointPath(run, kind, name)
+            for name in blobs.children(f"{RUNS}/{run}/{kind}"):
+                if is_checkpoint_name(kind, name):
+                    yield CheckpointPath(run, kind, name)
 
 
 def read_bytes(blobs: Blobs, path: CheckpointPath) -> bytes | None:

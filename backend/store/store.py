@@ -29,6 +29,7 @@ from tinkerflow.backend.store.blobs import Blobs, open_blobs
 from tinkerflow.backend.store.commit import MODEL, OPTIMIZER
 from tinkerflow.backend.store.commit_writer import CommitWriter, is_same_request, same_or_conflict
 from tinkerflow.backend.store.failures import store_errors
+from tinkerflow.backend.store.history import HistoryStore
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, Floats, adapter_config
 from tinkerflow.backend.store.upkeep import StoreUpkeep
 from tinkerflow.backend.store.uploaded_files import UploadedFiles
@@ -41,7 +42,7 @@ class Store:
 
     A checkpoint exists if its commit object does. The commit is written last, so an earlier crash leaves no checkpoint.
 
-    uploads: files of uploads and images. upkeep: damage and leftovers.
+    uploads: files of uploads and images. histories: requests of training runs. upkeep: damage and leftovers.
     """
 
     def __init__(self, url: str, blobs: Blobs, clock: Clock) -> None:
@@ -49,6 +50,7 @@ class Store:
         self.url = url
         self.blobs = blobs
         self.uploads = UploadedFiles(url, blobs)
+        self.histories = HistoryStore(url, blobs)
         self.upkeep = StoreUpkeep(url, blobs)
         self._writer = CommitWriter(url, blobs)
         self._clock = clock

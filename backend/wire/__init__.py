@@ -17,6 +17,7 @@ from tinkerflow.backend.wire.forward import encode_forward as encode_forward
 from tinkerflow.backend.wire.forward import forward_backward_header as forward_backward_header
 from tinkerflow.backend.wire.forward import read_forward as read_forward
 from tinkerflow.backend.wire.forward import sampled_tokens as sampled_tokens
+from tinkerflow.backend.wire.forward import split_data as split_data
 from tinkerflow.backend.wire.forward import training_tokens as training_tokens
 from tinkerflow.backend.wire.forward import with_files_to_train as with_files_to_train
 from tinkerflow.backend.wire.requests import CopyWeights as CopyWeights

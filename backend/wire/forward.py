@@ -77,10 +77,35 @@ def forward_backward_header(body: bytes) -> ForwardHeader:
 
     The parser would copy the data as unknown fields, and block all threads meanwhile, so it gets the header alone.
     """
-    numbers, kept, end = pb.ForwardBackwardHeader.DESCRIPTOR.fields_by_number, bytearray(), 0
+    numbers, kept = pb.ForwardBackwardHeader.DESCRIPTOR.fields_by_number, bytearray()
+    for number, begin, end, is_wrong in _fields(body):
+        if number in numbers or is_wrong or end > len(body):
+            kept += body[begin:end]  # the parser refuses a wrong number, and a field without its end
+    header = _parsed(pb.ForwardBackwardHeader(), bytes(kept))
+    return ForwardHeader(header.model_id, header.seq_id, header.forward_only)
+
+
+def split_data(body: bytes) -> list[bytes]:
+    """A ForwardBackwardRequest cut before and after each datum: equal data are equal pieces in every request.
+
+    The pieces joined are `body`. A body that is not protobuf is one piece.
+    """
+    data, cuts = pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number, {0, len(body)}
+    try:
+        for number, begin, end, _ in _fields(body):
+            if number == data:
+                cuts |= {begin, end}
+    except UserError:
+        return [body]
+    return [body[begin:end] for begin, end in itertools.pairwise(sorted(cuts)) if end <= len(body)]
+
+
+def _fields(body: bytes) -> Iterator[tuple[int, int, int, bool]]:
+    """(number, begin, end, is_wrong) of each field of a ForwardBackwardRequest; UserError when it is not protobuf."""
+    end = 0
     for _ in range(_MOST_FIELDS):
         if end >= len(body):
-            break
+            return
         begin = end
         tag, end = _varint(body, begin)
         number, wire_type = tag >> 3, tag & 7
@@ -94,12 +119,8 @@ def forward_backward_header(body: bytes) -> ForwardHeader:
             end += _FIXED_BYTES[wire_type]
         else:
             raise UserError(f"the request body is not a ForwardBackwardRequest: wire type {wire_type} at byte {begin}")
-        if number in numbers or is_wrong or end > len(body):
-            kept += body[begin:end]  # the parser refuses a wrong number, and a field without its end
-    else:
-        raise UserError(f"the request body has more than {_MOST_FIELDS} fields: must have at most that")
-    header = _parsed(pb.ForwardBackwardHeader(), bytes(kept))
-    return ForwardHeader(header.model_id, header.seq_id, header.forward_only)
+        yield number, begin, end, is_wrong
+    raise UserError(f"the request body has more than {_MOST_FIELDS} fields: must have at most that")
 
 
 def _varint(body: bytes, begin: int) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from tinkerflow.backend.core.errors import (
     TinkerflowError,
 )
 from tinkerflow.backend.core.retry import retry
+from tinkerflow.backend.core.single_flight import SingleFlight
 from tinkerflow.backend.core.threads import FairThreads
 from tinkerflow.backend.journal import (
     AWAY,
@@ -81,7 +82,8 @@ class ExecutionContext:
     generation: of the only worker group that may execute these commands; None for any group that serves.
     owner: the project whose share of training is charged; "" if the commands serve all projects.
     most_drift: the mean `kl_sample_train` above which a forward_backward is logged; 0 for no limit. image_memory:
-    quotas for images in operations of models. full_models: the queue of samples of full-parameter models.
+    quotas for images in operations of models. full_models: the queue of samples of full-parameter models. forks: those
+    that are being made, by path.
     """
 
     journal: Journal
@@ -97,6 +99,7 @@ class ExecutionContext:
     most_drift: float = 0.0
     image_memory: MemoryQuota = field(default_factory=MemoryQuota)
     full_models: FullModelQueue = field(default_factory=FullModelQueue)
+    forks: SingleFlight[None] = field(default_factory=SingleFlight)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
     decoders: FairThreads = field(default_factory=lambda: FairThreads("decode", _DECODERS))
 
@@ -147,8 +150,9 @@ class Execution:
     """One operation that is being executed: its request, its place in the order of its model, and its progress.
 
     copy: the state that a replay has copied for this save. as_of: in a replay, when the request was first answered;
-    checkpoints that were saved later are ignored. started_at: when its first command was sent. changed: a command that
-    changes the model was sent. then: called after the answer, returns the final state of the save.
+    checkpoints that were saved later are ignored. fork: in a fork, the adapter that gets the commands instead of the
+    model's. started_at: when its first command was sent. changed: a command that changes the model was sent. then:
+    called after the answer, returns the final state of the save.
     """
 
     context: ExecutionContext
@@ -156,6 +160,7 @@ class Execution:
     slot: Slot
     copy: AdapterState | None = None
     as_of: datetime | None = None
+    fork: str | None = None
     started_at: datetime | None = None
     changed: bool = False
     then: Callable[[], Awaitable[SaveState]] | None = None
@@ -164,6 +169,11 @@ class Execution:
     def model_id(self) -> str:
         """The operation's model."""
         return str(self.request.model_id)
+
+    @property
+    def adapter_id(self) -> str:
+        """The adapter of the operation's commands: the model, or its fork."""
+        return self.fork or self.model_id
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
         """Start a command of this operation, in its slot. The task returns the reply."""

@@ -8,10 +8,10 @@ gc` removes them. The restore waits some minutes for a store that is away.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tinkerflow.backend.core.errors import (
     AllocationError,
@@ -28,7 +28,7 @@ from tinkerflow.backend.journal import Executed, Kind, SnapshotTaken, SnapshotVi
 from tinkerflow.backend.spec.commands import AdapterState, Done, DropAdapter, ImportAdapter, StoredState
 from tinkerflow.backend.store import Saved
 from tinkerflow.tasks.execution.operation import Execution, ExecutionContext, OperationTable
-from tinkerflow.tasks.execution.sequencer import Saves, Sequencer
+from tinkerflow.tasks.execution.sequencer import Slot, replay_in_order
 from tinkerflow.tasks.execution.state_transfers import bring, record
 
 log = logging.getLogger(__name__)
@@ -205,21 +205,11 @@ class _Replay:
             self.after = int(page[-1].request.seq_id or 0)
 
     async def _execute(self, page: Sequence[Executed]) -> None:
-        sequencer = Sequencer(self._model_id, Saves())  # the replay detaches no saves, and waits for none
-        running = []
-        for executed in page:
-            execution = Execution(self._context, executed.request, sequencer.slot(), as_of=executed.answered_at)
-            running.append(asyncio.create_task(self._execute_again(executed, execution)))
-        try:
-            for task in running:
-                await task
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        await replay_in_order(self._model_id, [partial(self._execute_again, executed) for executed in page])
 
-    async def _execute_again(self, executed: Executed, execution: Execution) -> None:
+    async def _execute_again(self, executed: Executed, slot: Slot) -> None:
         request = executed.request
+        execution = Execution(self._context, request, slot, as_of=executed.answered_at)
         try:
             if executed.answered_at is None or request.kind is Kind.SAVE_FOR_SAMPLER:
                 self.copies[request.id] = await self._operations.copy_state(execution)

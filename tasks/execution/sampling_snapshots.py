@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+from tinkerflow.backend.core.single_flight import SingleFlight
 from tinkerflow.backend.spec.commands import SnapshotHeld
 from tinkerflow.tasks.execution.sequencer import Saves
 
@@ -20,7 +20,7 @@ class Snapshots:
         self._present: dict[str, SnapshotHeld] = {}
         self._recorded: dict[str, None] = {}  # least recently used first
         self._users: Counter[str] = Counter()
-        self._loading: dict[str, asyncio.Future[SnapshotHeld]] = {}
+        self._loading = SingleFlight[SnapshotHeld]()
 
     def __len__(self) -> int:
         """The number of snapshots that the group holds."""
@@ -48,13 +48,8 @@ class Snapshots:
 
         Concurrent callers share one call, and its failure.
         """
-        if snapshot_id in self._present:
-            return
-        if (pending := self._loading.get(snapshot_id)) is None:
-            pending = asyncio.ensure_future(load())
-            self._loading[snapshot_id] = pending
-            pending.add_done_callback(lambda _: self._loading.pop(snapshot_id, None))
-        self._present[snapshot_id] = await asyncio.shield(pending)
+        if snapshot_id not in self._present:
+            self._present[snapshot_id] = await self._loading.run(snapshot_id, load)
 
     def recorded(self, snapshot_id: str) -> None:
         """Note that a sampler's row in the journal names this snapshot. Call this again whenever it is used."""

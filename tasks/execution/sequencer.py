@@ -27,6 +27,7 @@ of its state to the store:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
@@ -233,3 +234,20 @@ class Slot:
 
     def _detached(self) -> list[Save]:
         return self.sequencer.saves.detached(self.sequencer.model_id)
+
+
+async def replay_in_order(model_id: str, works: Sequence[Callable[[Slot], Awaitable[None]]]) -> None:
+    """Execute operations again, each in a slot of its own, so that they overlap in the pool and keep their order.
+
+    model_id: of the adapter. works: each gets its slot and must end it. The first failure is raised; then the other
+    operations are cancelled. They detach no saves, and wait for none.
+    """
+    sequencer = Sequencer(model_id, Saves())
+    running = [asyncio.ensure_future(work(sequencer.slot())) for work in works]
+    try:
+        for task in running:
+            await task
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -18,7 +18,7 @@ async def execute(execution: Execution) -> Outcome:
             raise ServerError(
                 f"model {model.id} has no seed in the journal: the API must draw one where none was given"
             )
-        reply = execution.send(CreateAdapter(model.id, spec_of(model), model.seed, model.optimizer), Done)
+        reply = execution.send(CreateAdapter(execution.adapter_id, spec_of(model), model.seed, model.optimizer), Done)
     await reply
     return request.done(encode_model_created(model.id), "json", ModelLive(model.id))
 

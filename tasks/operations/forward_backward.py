@@ -52,7 +52,7 @@ async def execute(execution: Execution) -> Outcome:
     if processor is None:
         command = await context.decode(request.owner, size, decode)
         async with execution.slot:
-            reply = execution.send(command.copy_with(adapter_id=execution.model_id), ForwardResult)
+            reply = execution.send(command.copy_with(adapter_id=execution.adapter_id), ForwardResult)
         result = await reply
     else:
         pixels = processor.bytes_of(read.image_tokens or 0)
@@ -61,7 +61,7 @@ async def execute(execution: Execution) -> Outcome:
                 decoding = await held.enter_async_context(context.image_memory.reserve(request.owner, pixels))
                 async with decoding:
                     command = await context.decode(request.owner, INLINE_BYTES + 1, decode)
-                reply = execution.send(command.copy_with(adapter_id=execution.model_id), ForwardResult)
+                reply = execution.send(command.copy_with(adapter_id=execution.adapter_id), ForwardResult)
             result = await reply
 
     def encode() -> tuple[bytes, dict[str, float], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
@@ -10,8 +11,10 @@ from tinkerflow.backend.journal import CheckpointView, Kind, ModelLive, ModelVie
 from tinkerflow.backend.spec.commands import AdapterState, Done, ImportAdapter
 from tinkerflow.backend.store import Saved
 from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
-from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
+from tinkerflow.tasks.execution.fork import make_fork
+from tinkerflow.tasks.execution.operation import Execute, Execution, ExecutionContext
 from tinkerflow.tasks.execution.state_transfers import commit
+from tinkerflow.tasks.operations import create_model, forward_backward, optim_step
 from tinkerflow.tasks.operations.create_model import spec_of
 
 
@@ -33,8 +36,10 @@ async def execute(execution: Execution) -> Outcome:
         if not creates and replace(spec, expert_rank=model.expert_rank) != spec_of(model):
             raise UserError(f"path {wanted.path!r} holds {spec}, but model {model_id} has {spec_of(model)}")
         state = await _load(execution, wanted)
-        reply = execution.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
+        reply = execution.send(ImportAdapter(execution.adapter_id, _for(model, state, wanted.path)), Done)
     await reply
+    if execution.fork is not None:
+        return request.done(encode_loaded(model_id, wanted.path), "json")
     taken = await commit(execution, state)
     await execution.slot.predecessors()
     # A replay begins with this snapshot, so every earlier save must be answered.
@@ -78,11 +83,26 @@ async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bo
 
 
 async def check_readable(context: ExecutionContext, owner: str, path: str, access: str | None = None) -> CheckpointView:
-    """The checkpoint's row. NotFoundError or UserError if `owner` may not load it, or its base model is another one."""
+    """The checkpoint's row. NotFoundError or UserError if `owner` may not load it, or its base model is another one.
+
+    A state that only the history of its run has is made and saved first (fork.py).
+    """
     row = await context.read(context.journal.checkpoints.get, path, owner, access=access)
     if row.base_model != context.card.name:
         raise UserError(f"path {path!r} belongs to base model {row.base_model!r}, not {context.card.name!r}")
+    if row.only_in_history:
+        await make_fork(context, row, _CHANGES)
     return row
+
+
+# The operations that change a model. A fork executes them again.
+_CHANGES: Mapping[Kind, Execute] = {
+    Kind.CREATE_MODEL: create_model.execute,
+    Kind.LOAD_MODEL: execute,
+    Kind.LOAD_WEIGHTS: execute,
+    Kind.FORWARD_BACKWARD: forward_backward.execute,
+    Kind.OPTIM_STEP: optim_step.execute,
+}
 
 
 def gone(path: str) -> NotFoundError:

@@ -13,7 +13,7 @@ async def execute(execution: Execution) -> Outcome:
     request, model_id = execution.request, execution.model_id
     params = OptimStepBody.decode(request.payload).params
     async with execution.slot:
-        reply = execution.send(OptimStep(model_id, params), OptimResult)
+        reply = execution.send(OptimStep(execution.adapter_id, params), OptimResult)
     result = await reply
     seq_id = 0 if request.seq_id is None else request.seq_id
     measured = StepMeasured(model_id, seq_id, result.step, result.grad_norm, getattr(params, "learning_rate", None))

@@ -39,6 +39,7 @@ from tinkerflow.backend.journal import (
     Used,
 )
 from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
+from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.backend.spec.commands import (
     Constraint,
     NewTokens,
@@ -268,6 +269,8 @@ class _SampleOperation:
     async def _sample_weights(self, command: SampleRequest) -> Outcome:
         """Sample. A full-parameter model first waits until the workers' host memory has space for its weights."""
         sample, context = self._sample, self._context
+        if (path := sample.sampler.model_path) is not None and CheckpointPath.parse(path).step is not None:
+            await check_readable(context, sample.sampler.owner, path)  # makes it, so that its size is known
         if not await _is_full_model(context, sample.sampler):
             return await self._load_and_sample(command)
         self._separate()

@@ -12,7 +12,13 @@ from approving import answer
 from browser import wait_for
 from reader import TUTORIALS, Reader
 
-PAGES = ("first-fine-tune.md", "your-own-data.md", "rl-with-your-own-reward.md", "nightly-with-approval.md")
+PAGES = (
+    "first-fine-tune.md",
+    "your-own-data.md",
+    "rl-with-your-own-reward.md",
+    "nightly-with-approval.md",
+    "which-batch-broke-my-run.md",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +36,11 @@ def test_a_first_fine_tune_and_one_on_own_data(reader) -> None:
     for page in PAGES[:2]:
         for _ in reader.follow(page):
             pass
+
+
+def test_the_row_that_broke_a_run_is_found(reader) -> None:
+    for _ in reader.follow(PAGES[4]):
+        pass
 
 
 def test_own_rewards_rise(reader) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -154,15 +154,16 @@ class Client:
             async for _ in topics:
                 runner.wake()
 
-    async def create(self, number: int = 0) -> str:
-        model, request = self.submit_create(number)
+    async def create(self, number: int = 0, *, history: bool = False) -> str:
+        model, request = self.submit_create(number, history=history)
         result = await self.result(request)
         assert result.error is None, result.error
         return model
 
-    def submit_create(self, number: int = 0, rank: int = 1) -> tuple[str, str]:
+    def submit_create(self, number: int = 0, rank: int = 1, *, history: bool = False) -> tuple[str, str]:
         model, made = model_id(self.session, number), {"made": "here"}
         new = NewModel(model, self.session, self.owner, self.base_model, rank=rank, seed=7, user_metadata=made)
+        new = replace(new, history=history)
         self.seqs[model] = 0
         return model, self.journal.models.create(new, self.request(Kind.CREATE_MODEL, {}, model=model))
 

@@ -146,6 +146,7 @@ def test_indexes_are_the_same_as_the_models(empty_url):
         "ix_request_pending_samples",
         "ix_request_finished_with_bytes",
         "ix_request_replays",
+        "ix_request_archives",
         "ix_request_completions",
         "ix_request_pending_of_owner",
         "ix_request_pending_interactive",

@@ -1,0 +1,111 @@
+"""Reading the history of a training run, to execute it again or to look for the step that changed it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Mapping
+from datetime import datetime
+
+from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.schemas import Wire
+from tinkerflow.backend.catalog.history import past_requests
+from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.spec.history import PastRequest, digest
+
+router = Router(busy=1)
+
+_MOST_REQUESTS = 500  # of a page
+_MOST_BYTES = 2**23  # of the payloads of a page; a single larger request is a page, too
+
+
+class HistoryRun(Wire):
+    """The run as it was created. seed: null for a run that began with a checkpoint."""
+
+    training_run_id: str
+    base_model: str
+    lora_rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    optimizer: str
+    seed: int | None
+    user_metadata: Mapping[str, str]
+
+
+class HistoryRequest(Wire):
+    """An answered request. step: the optimizer step that it made. payload: its body in base64, null if not asked for.
+
+    payload_hash, result_hash: SHA-256 (hex) of the body and of the result; result_hash is empty after a failure.
+    """
+
+    seq_id: int
+    kind: str
+    step: int | None
+    payload: str | None
+    payload_hash: str
+    result_hash: str
+    error: str | None
+    answered_at: datetime
+
+
+class History(Wire):
+    """A page of a history. next: the `after` of the next page, null at the end."""
+
+    run: HistoryRun
+    requests: list[HistoryRequest]
+    next: int | None
+
+
+@router.get("/training_runs/{run_id}/history")
+async def history(run_id: str, call: Authorised, after: int = -1, payloads: bool = True) -> History:
+    """The answered requests of a run in order, with a seq_id above `after`; without `payloads`, only their hashes.
+
+    A run has a history if the setting `history` and the run's metadata say so. Requests from the last minutes are
+    included.
+    """
+    return await asyncio.to_thread(_page, call, run_id, after, payloads)
+
+
+def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
+    journal, store = call.journal, call.services.store
+    model = journal.models.get(run_id, call.owner)
+    if not (model.history or journal.histories.segments(run_id)):
+        rule = "it is kept for runs that are created with `history: true` in their metadata"
+        raise NotFoundError(f"run {run_id!r} has no history: {rule}")
+    steps = journal.histories.steps(run_id)
+    chosen: list[PastRequest] = []
+    size, more = 0, False
+    for past in past_requests(journal, store, run_id, after=after):
+        size += len(past.payload)
+        if more := len(chosen) == _MOST_REQUESTS or bool(chosen and size > _MOST_BYTES):
+            break
+        chosen.append(past)
+    return History(
+        run=HistoryRun(
+            training_run_id=model.id,
+            base_model=model.base_model,
+            lora_rank=model.rank,
+            train_attn=model.train_attn,
+            train_mlp=model.train_mlp,
+            train_unembed=model.train_unembed,
+            optimizer=model.optimizer,
+            seed=model.seed,
+            user_metadata=model.user_metadata,
+        ),
+        requests=[_request(past, steps.get(past.seq_id), payloads) for past in chosen],
+        next=chosen[-1].seq_id if more else None,
+    )
+
+
+def _request(past: PastRequest, step: int | None, with_payload: bool) -> HistoryRequest:
+    return HistoryRequest(
+        seq_id=past.seq_id,
+        kind=past.kind,
+        step=step,
+        payload=base64.b64encode(past.payload).decode() if with_payload else None,
+        payload_hash=digest(past.payload),
+        result_hash=past.result_hash,
+        error=past.error,
+        answered_at=past.answered_at,
+    )

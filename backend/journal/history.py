@@ -1,0 +1,220 @@
+"""Histories: the requests of chosen runs go to the store, in segments, before the journal drops their payloads.
+
+`Request.archives` is set when a request of such a run is submitted. It keeps payload and result in the journal until
+`record_segment` notes the segment that has them. Segments are consecutive, and only the last of a killed engine may
+have an object without a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import sqlalchemy as sa
+from sqlalchemy.orm import aliased
+from sqlmodel import Field, col
+
+from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Table, Text, get_owned
+from tinkerflow.backend.journal.tables import IS_PENDING, TAKES_WORK, Kind, Model, Request, RequestState, TrainingStep
+from tinkerflow.backend.spec.history import PastRequest, Segment, digest
+
+MOST_REQUESTS = 1024  # of a segment
+MOST_BYTES = 2**24  # of the payloads of a segment; a single larger request is a segment, too
+_NO_BOUND = sa.literal(2**62, sa.BigInteger)
+_DUE_REQUESTS, _DUE_BYTES, _DUE_SECONDS = 256, 2**22, 300.0
+
+
+class HistorySegment(Table, table=True):
+    """A stored segment of a run's history: the requests with `first` <= seq_id <= `last` (spec.history.Segment)."""
+
+    __tablename__ = "history_segment"
+
+    model_id: str = Field(primary_key=True, foreign_key="model.id", sa_type=Text())
+    first: int = Field(primary_key=True, sa_type=sa.BigInteger)
+    last: int = Field(sa_type=sa.BigInteger)
+    name: str = Field(sa_type=Text(NAME_BYTES))
+    size_bytes: int = Field(sa_type=sa.BigInteger)
+
+
+@dataclass(frozen=True)
+class HistoryRules:
+    """Which histories are deleted: those of runs that ended `days` ago, and the oldest of a project over `max_bytes`.
+
+    0: no limit.
+    """
+
+    days: float
+    max_bytes: int
+
+
+_CHANGES = (Kind.CREATE_MODEL, Kind.LOAD_MODEL, Kind.LOAD_WEIGHTS, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
+_ARCHIVES = col(Request.archives)
+_WAITING = (
+    sa.select(
+        col(Request.model_id),
+        sa.func.count(),
+        sa.func.sum(col(Request.waiting_bytes)),
+        sa.func.min(col(Request.finished_at)),
+    )
+    .where(_ARCHIVES, sa.not_(IS_PENDING))
+    .group_by(col(Request.model_id))
+)
+
+
+class Histories(Aggregate):
+    """The histories of training runs: which requests go to the store next, and which segments are there."""
+
+    def due(self) -> list[str]:
+        """Ids of models with enough answered requests for a segment, or old ones, or that take no more work."""
+        old = self._ago(_DUE_SECONDS)
+        with self._read() as connection:
+            waiting = connection.execute(_WAITING).all()
+            ids = [row[0] for row in waiting]
+            live = sa.select(col(Model.id)).where(col(Model.id).in_(ids), col(Model.state).in_(TAKES_WORK))
+            alive = set(connection.execute(live).scalars())
+        return [
+            model_id
+            for model_id, count, size, oldest in waiting
+            if count >= _DUE_REQUESTS or size >= _DUE_BYTES or oldest <= old or model_id not in alive
+        ]
+
+    def unarchived(self, model_id: str, *, after: int = -1, most_bytes: int = MOST_BYTES) -> list[PastRequest]:
+        """The next requests that go to the store, in order: answered ones that no unanswered one precedes.
+
+        after: only requests with a higher seq_id. most_bytes: of their payloads, unless the first alone has more.
+        """
+        of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after)
+        # Requests beyond next_seq were refused. While the model lives, earlier numbers may still come.
+        bound = sa.case((col(Model.state).in_(TAKES_WORK), col(Model.next_seq)), else_=_NO_BOUND)
+        next_seq = sa.select(bound).where(col(Model.id) == model_id).scalar_subquery()
+        pending = sa.select(sa.func.min(col(Request.seq_id))).where(*of_model, IS_PENDING).scalar_subquery()
+        before = sa.func.coalesce(pending, _NO_BOUND)
+        listed = (
+            sa.select(col(Request.id), col(Request.waiting_bytes))
+            .where(*of_model, _ARCHIVES, col(Request.seq_id) < next_seq, col(Request.seq_id) < before)
+            .order_by(col(Request.seq_id))
+            .limit(MOST_REQUESTS)
+        )
+        with self._read() as connection:
+            chosen: list[str] = []
+            size = 0
+            for row in connection.execute(listed):
+                size += row.waiting_bytes
+                if chosen and size > most_bytes:
+                    break
+                chosen.append(row.id)
+            rows = sa.select(Request).where(col(Request.id).in_(chosen)).order_by(col(Request.seq_id))
+            return [_past(row) for row in connection.execute(rows)]
+
+    def record_segment(self, model_id: str, segment: Segment) -> bool:
+        """Note a segment that is in the store: the journal may drop these payloads and results.
+
+        Returns False if the history was deleted meanwhile; then the segment must be removed. FencedError if another
+        engine has taken the lease.
+        """
+        with self._write(fenced=True) as connection:
+            by_id = sa.select(col(Model.history)).where(col(Model.id) == model_id).with_for_update()
+            if not connection.execute(by_id).scalar_one():
+                return False
+            connection.execute(sa.insert(HistorySegment), {"model_id": model_id, **asdict(segment)})
+            within = (col(Request.seq_id) >= segment.first, col(Request.seq_id) <= segment.last)
+            _release(connection, model_id, *within)
+        return True
+
+    def segments(self, model_id: str, owner: str | None = None) -> list[Segment]:
+        """A run's segments in the store, in order. NotFoundError: unknown or foreign run."""
+        with self._read() as connection:
+            get_owned(connection, Model, model_id, owner)
+            of_model = sa.select(HistorySegment).where(col(HistorySegment.model_id) == model_id)
+            rows = connection.execute(of_model.order_by(col(HistorySegment.first))).all()
+        return [Segment(row.name, row.first, row.last, row.size_bytes) for row in rows]
+
+    def steps(self, model_id: str) -> dict[int, int]:
+        """The optimizer step that each optim_step has made, by its seq_id, in order."""
+        of_model = (col(TrainingStep.model_id) == model_id, col(TrainingStep.seq_id) >= 0)
+        steps = sa.select(col(TrainingStep.seq_id), col(TrainingStep.step)).where(*of_model)
+        with self._read() as connection:
+            return {row.seq_id: row.step for row in connection.execute(steps.order_by(col(TrainingStep.seq_id)))}
+
+    def clean_saves(self, model_id: str, last: int, limit: int = 20) -> dict[str, int]:
+        """The seq_id of each named save of a training state that request `last` or an earlier one has left.
+
+        By the request id of the save, newest first. Saves while gradients were accumulated are left out, because a
+        checkpoint has no gradients.
+        """
+        before = aliased(Request)
+        previous = (
+            sa.select(col(before.kind))
+            .where(
+                col(before.model_id) == model_id,
+                col(before.seq_id) < col(Request.seq_id),
+                col(before.kind).in_(_CHANGES),
+            )
+            .order_by(col(before.seq_id).desc())
+            .limit(1)
+            .correlate(Request)
+            .scalar_subquery()
+        )
+        of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > last, col(Request.kind).in_(_CHANGES))
+        end = sa.select(sa.func.min(col(Request.seq_id))).where(*of_model)
+        saves = (
+            sa.select(col(Request.id), col(Request.seq_id))
+            .where(
+                col(Request.model_id) == model_id,
+                col(Request.seq_id) < sa.func.coalesce(end.scalar_subquery(), _NO_BOUND),
+                col(Request.kind) == Kind.SAVE_WEIGHTS,
+                previous != Kind.FORWARD_BACKWARD,
+            )
+            .order_by(col(Request.seq_id).desc())
+            .limit(limit)
+        )
+        with self._read() as connection:
+            return {row.id: row.seq_id for row in connection.execute(saves)}
+
+    def to_delete(self, rules: HistoryRules, limit: int = 20) -> list[str]:
+        """Ids of at most `limit` runs whose history is deleted under the rules, the oldest first.
+
+        A project over its limit loses the histories of ended runs first, and then those of live runs.
+        """
+        size = sa.func.sum(col(HistorySegment.size_bytes))
+        of_runs = (
+            sa.select(col(Model.id), col(Model.owner), col(Model.state), col(Model.last_request_at), size.label("size"))
+            .join(HistorySegment, col(HistorySegment.model_id) == col(Model.id))
+            .group_by(col(Model.id), col(Model.owner), col(Model.state), col(Model.last_request_at))
+            .order_by(col(Model.state).in_(TAKES_WORK), col(Model.last_request_at), col(Model.id))
+        )
+        with self._read() as connection:
+            runs = connection.execute(of_runs).all()
+        stored: dict[str, int] = {}
+        for run in runs:
+            stored[run.owner] = stored.get(run.owner, 0) + int(run.size)
+        before, chosen = self._ago(rules.days * 86400), list[str]()
+        for run in runs:
+            late = rules.days and run.last_request_at < before and run.state not in TAKES_WORK
+            if late or (rules.max_bytes and stored[run.owner] > rules.max_bytes):
+                stored[run.owner] -= int(run.size)
+                chosen.append(run.id)
+        return chosen[:limit]
+
+    def end(self, model_id: str) -> None:
+        """Keep no more history of a run. Its segments stay listed until `forget`, so that a kill leaves no object."""
+        with self._write() as connection:
+            connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(history=False))
+            _release(connection, model_id)
+
+    def forget(self, model_id: str) -> None:
+        """Remove the rows of the segments of a run, whose objects were removed."""
+        with self._write() as connection:
+            connection.execute(sa.delete(HistorySegment).where(col(HistorySegment.model_id) == model_id))
+
+
+def _release(connection: sa.Connection, model_id: str, *where: sa.ColumnElement[bool]) -> None:
+    waiting = (col(Request.model_id) == model_id, _ARCHIVES, *where)
+    connection.execute(sa.update(Request).where(*waiting).values(archives=False))
+
+
+def _past(row: sa.Row[tuple[Request]]) -> PastRequest:
+    done = row.state == RequestState.DONE
+    result_hash = digest(row.result) if done and row.result is not None else ""
+    return PastRequest(
+        row.seq_id, row.kind, row.id, bytes(row.payload), None if done else str(row.error), result_hash, row.finished_at
+    )

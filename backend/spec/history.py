@@ -1,0 +1,51 @@
+"""The history of a training run: its requests in the order of execution, with digests of their results."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+HISTORY_KEY = "history"  # in the metadata of a run: "true" chooses it
+
+
+@dataclass(frozen=True)
+class PastRequest:
+    """One answered request of a training run.
+
+    seq_id: its place in the run. kind: of the operation (`journal.Kind`). request_id: under which it was answered.
+    payload: the stored body. error: the failure, None if it succeeded. result_hash: `digest` of the result's bytes;
+    "" after a failure, or if the result was dropped before the history was written. answered_at: with a time zone.
+    """
+
+    seq_id: int
+    kind: str
+    request_id: str
+    payload: bytes
+    error: str | None
+    result_hash: str
+    answered_at: datetime
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stored part of a run's history: the requests from `first` to `last`, under `name` in the run's folder."""
+
+    name: str
+    first: int
+    last: int
+    size_bytes: int
+
+
+def digest(data: bytes) -> str:
+    """The SHA-256 of these bytes (hex)."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def chain(links: Sequence[str]) -> str:
+    """One digest for a sequence of digests: each link is hashed with all links before it."""
+    state = b""
+    for link in links:
+        state = hashlib.sha256(state + link.encode()).digest()
+    return state.hex()

@@ -1,0 +1,206 @@
+"""Histories of training runs: requests in segments, compressed, with equal data of a run stored once.
+
+A segment is an object `history/{run}/{name}` that is written once. Each of its records has its own checksum and its own
+compressed data, so damage is confined to one request. A payload is cut into pieces, and a piece that the run has stored
+before is a reference to the earlier request. The writer remembers the newest pieces in memory only: after a restart of
+the engine, equal data are stored one more time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from threading import Lock
+from typing import NamedTuple
+
+import msgspec
+
+from tinkerflow.backend.core.errors import StoreError
+from tinkerflow.backend.core.ids import new_id
+from tinkerflow.backend.spec.checkpoint import check_run_id
+from tinkerflow.backend.spec.history import PastRequest, Segment, digest
+from tinkerflow.backend.store.blobs import Blobs
+from tinkerflow.backend.store.failures import store_errors
+
+_FOLDER = "history"
+_MAGIC = b"tinkerflow history 1\n"
+_SHORTEST_SHARED = 64  # bytes of a piece; a reference to a shorter one saves nothing
+_REMEMBERED = 100_000  # pieces of all runs, about 20 MB
+_CACHED = 4  # segments whose records are kept for references
+
+
+class _Piece(NamedTuple):
+    """Where a piece is stored: the segment ("" = the same one), the request in it, and its place in the request."""
+
+    segment: str
+    seq_id: int
+    place: int
+
+
+class _Record(msgspec.Struct, array_like=True):
+    """A request of a segment. sizes: of its own pieces. data: these pieces, compressed together."""
+
+    seq_id: int
+    kind: str
+    request_id: str
+    error: str | None
+    result_hash: str
+    answered_at: datetime
+    payload_hash: str
+    pieces: list[_Piece]
+    sizes: list[int]
+    data: bytes
+
+    def own(self) -> list[bytes]:
+        """The pieces that are stored with this request."""
+        data, start, found = zlib.decompress(self.data), 0, []
+        for size in self.sizes:
+            found.append(data[start : start + size])
+            start += size
+        return found
+
+
+_RECORD = msgspec.msgpack.Decoder(_Record)
+_SEGMENT = msgspec.msgpack.Decoder(list[tuple[bytes, bytes]])
+
+
+class HistoryStore:
+    """The histories of a store. Methods block, and raise StoreError when the store fails."""
+
+    def __init__(self, url: str, blobs: Blobs) -> None:
+        """The histories in `blobs`; `url` identifies the store in messages."""
+        self._url, self._blobs = url, blobs
+        self._stored: OrderedDict[tuple[str, bytes], _Piece] = OrderedDict()
+        self._segments: OrderedDict[tuple[str, str], dict[int, _Record]] = OrderedDict()
+        self._lock = Lock()
+
+    def write_segment(
+        self, run_id: str, requests: Sequence[PastRequest], split: Callable[[PastRequest], Sequence[bytes]]
+    ) -> Segment:
+        """Write requests of a run, in order, as a new segment.
+
+        split: cuts a payload into pieces that other payloads may contain, too.
+        """
+        name = new_id(f"{requests[0].seq_id:012d}")
+        new: dict[tuple[str, bytes], _Piece] = {}
+        records = []
+        for request in requests:
+            record = self._record(run_id, name, request, split(request), new)
+            encoded = msgspec.msgpack.encode(record)
+            records.append((hashlib.sha256(encoded).digest(), encoded))
+        data = _MAGIC + msgspec.msgpack.encode(records)
+        with store_errors(self._url, f"write the history of run {run_id}"):
+            self._blobs.create(_key(run_id, name), data)
+        with self._lock:
+            self._stored.update(new)
+            while len(self._stored) > _REMEMBERED:
+                self._stored.popitem(last=False)
+        return Segment(name, requests[0].seq_id, requests[-1].seq_id, len(data))
+
+    def read_segment(self, run_id: str, name: str) -> list[PastRequest]:
+        """The requests of a segment. StoreError names the request whose record or data are damaged."""
+        return [self._request(run_id, name, record) for record in self._records(run_id, name).values()]
+
+    def remove_segment(self, run_id: str, name: str) -> None:
+        """Remove a segment that nothing refers to, because it was just written."""
+        with store_errors(self._url, f"remove a part of the history of run {run_id}"):
+            self._blobs.remove(_key(run_id, name))
+        self._forget_pieces(run_id)
+
+    def remove_history(self, run_id: str) -> None:
+        """Remove the whole history of a run."""
+        with store_errors(self._url, f"remove the history of run {run_id}"):
+            self._blobs.remove_folder(f"{_FOLDER}/{check_run_id(run_id)}")
+        self._forget_pieces(run_id)
+
+    def _forget_pieces(self, run_id: str) -> None:
+        with self._lock:
+            for key in [key for key in self._stored if key[0] == run_id]:
+                del self._stored[key]
+
+    def _record(
+        self,
+        run_id: str,
+        name: str,
+        request: PastRequest,
+        pieces: Sequence[bytes],
+        new: dict[tuple[str, bytes], _Piece],
+    ) -> _Record:
+        """The record of a request. new: the pieces of this segment, to which this function adds those of the record."""
+        own: list[bytes] = []
+        places = []
+        for piece in pieces:
+            key = (run_id, hashlib.sha256(piece).digest())
+            where = new.get(key) or self._stored.get(key)
+            if where is None:
+                where = _Piece(name, request.seq_id, len(own))
+                own.append(piece)
+                if len(piece) >= _SHORTEST_SHARED:
+                    new[key] = where
+            places.append(_Piece("", *where[1:]) if where.segment == name else where)
+        return _Record(
+            request.seq_id,
+            request.kind,
+            request.request_id,
+            request.error,
+            request.result_hash,
+            request.answered_at,
+            digest(request.payload),
+            places,
+            [len(piece) for piece in own],
+            zlib.compress(b"".join(own)),
+        )
+
+    def _records(self, run_id: str, name: str) -> dict[int, _Record]:
+        with self._lock:
+            if (run_id, name) in self._segments:
+                self._segments.move_to_end((run_id, name))
+                return self._segments[run_id, name]
+        with store_errors(self._url, f"read the history of run {run_id}"):
+            data = self._blobs.read(_key(run_id, name))
+        damaged = f"history of run {run_id}: segment {name}"
+        try:
+            if not data.startswith(_MAGIC):
+                raise StoreError(f"{damaged} does not begin as a history")
+            records: dict[int, _Record] = {}
+            for checksum, encoded in _SEGMENT.decode(data[len(_MAGIC) :]):
+                if hashlib.sha256(encoded).digest() != checksum:
+                    after = max(records, default=int(name[:12]) - 1)
+                    raise StoreError(f"{damaged} is damaged in the request after number {after}")
+                record = _RECORD.decode(encoded)
+                records[record.seq_id] = record
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"{damaged} is damaged ({error})") from error
+        with self._lock:
+            self._segments[run_id, name] = records
+            while len(self._segments) > _CACHED:
+                self._segments.popitem(last=False)
+        return records
+
+    def _request(self, run_id: str, name: str, record: _Record) -> PastRequest:
+        own: dict[tuple[str, int], list[bytes]] = {}
+        parts = []
+        for piece in record.pieces:
+            where = (piece.segment or name, piece.seq_id)
+            if where not in own:
+                own[where] = self._records(run_id, where[0])[piece.seq_id].own()
+            parts.append(own[where][piece.place])
+        payload = b"".join(parts)
+        if digest(payload) != record.payload_hash:
+            raise StoreError(f"history of run {run_id}: the payload of request {record.seq_id} is damaged")
+        return PastRequest(
+            record.seq_id,
+            record.kind,
+            record.request_id,
+            payload,
+            record.error,
+            record.result_hash,
+            record.answered_at,
+        )
+
+
+def _key(run_id: str, name: str) -> str:
+    return f"{_FOLDER}/{check_run_id(run_id)}/{name}"

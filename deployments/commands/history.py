@@ -1,0 +1,123 @@
+"""`tinkerflow fork`, `rerun` and `blame`: questions to a training run whose history is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tinkerflow.deployments.options import DataDir, print_wide, settings_with
+
+if TYPE_CHECKING:
+    from tinkerflow.deployments.rerun import RecordedRun, Report
+
+app = typer.Typer(no_args_is_help=True)
+
+Run = Annotated[str, typer.Argument(help="id of the training run, such as sess-…:train:0")]
+
+
+@app.command()
+def rerun(
+    run: Run,
+    first: Annotated[int | None, typer.Option("--from", min=1, help="first step (default: from the beginning)")] = None,
+    last: Annotated[int | None, typer.Option("--to", min=1, help="last step (default: to the end)")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="optimizer parameter, as learning_rate=1e-5 or learning_rate=*0.5")
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="STEP to leave out, or STEP:ROW for a row of its data; may be repeated")
+    ] = None,
+    save: Annotated[str, typer.Option(help="name under which the new run saves its state at the end")] = "",
+    data_dir: DataDir = None,
+) -> None:
+    """Train a run again, as it was or with changes, as a new run that the console compares with the first.
+
+    Without changes, every result must equal the recorded one, byte for byte; the exit status is 1 if one differs.
+    """
+    from tinkerflow.deployments.rerun import Change, Changes, Rerun
+
+    with _recorded(run, data_dir) as recorded:
+        changes = Changes(
+            first,
+            last,
+            [Change.parse(text, recorded.about["optimizer"]) for text in sets or []],
+            Changes.parse_without(without or []),
+        )
+        again = Rerun(recorded, changes, _show)
+        report = again.execute()
+        print(f"{report.steps} steps in the new run {report.run_id}, which stands at step {report.ended}")
+        if report.parted is not None:
+            parted = report.parted
+            print(f"the first difference: {parted.kind} of step {parted.step} (request {parted.seq_id})")
+        elif report.compared:
+            print(f"{report.compared} results are equal to the recorded ones")
+        if save:
+            print(f"saved: {again.save(save)}")
+        print(f"compare: {_page(recorded, 'compare')}?run={run}&run={report.run_id}")
+    if report.parted is not None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def blame(
+    run: Run,
+    step: Annotated[int, typer.Option(min=1, help="optimizer step whose data are examined")],
+    show: Annotated[int, typer.Option(min=1, help="rows to show")] = 10,
+    data_dir: DataDir = None,
+) -> None:
+    """Compute each row of a step alone, from the state before the step, and show the rows that changed it the most."""
+    from rich.table import Table
+
+    from tinkerflow.deployments.blame import blame as compute
+
+    with _recorded(run, data_dir) as recorded:
+        rows = list(compute(recorded, step))
+    rows.sort(key=lambda row: (math.isfinite(row.grad_norm), -row.grad_norm))
+    table = Table("row", "tokens", "loss per token", "gradient norm", "least likely tokens (position: id logprob)", "")
+    for row in rows[:show]:
+        worst = ", ".join(f"{place}: {token} {logprob:.2f}" for place, token, logprob in row.worst[:3])
+        mark = "" if row.repeats is None else f"repeats row {row.repeats}"
+        per_token = row.loss / max(row.tokens, 1)
+        table.add_row(str(row.number), str(row.tokens), f"{per_token:.4g}", f"{row.grad_norm:.4g}", worst, mark)
+    print_wide(table)
+    first = rows[0].number
+    print(f"without the first: tinkerflow rerun {run} --from {step} --without {step}:{first}")
+
+
+@app.command()
+def fork(
+    run: Run,
+    step: Annotated[int, typer.Option(min=0, help="optimizer step after which the run is forked")],
+    name: Annotated[str, typer.Option(help="name of the checkpoint (default: step-STEP)")] = "",
+    data_dir: DataDir = None,
+) -> None:
+    """Save the state of a run after one of its steps as a checkpoint of a new run, with the optimizer's state.
+
+    Any client can also use it as tinker://RUN/weights/@STEP, without this command.
+    """
+    from tinkerflow.deployments.rerun import saved_fork
+
+    with _recorded(run, data_dir) as recorded:
+        print(saved_fork(recorded, step, name or f"step-{step}"))
+
+
+@contextmanager
+def _recorded(run_id: str, data_dir: DataDir) -> Iterator[RecordedRun]:
+    from tinkerflow.deployments.rerun import Api, RecordedRun
+    from tinkerflow.tasks.pipelines.server_address import server_from_environment
+
+    with Api(*server_from_environment(settings_with(data_dir=data_dir))) as api:
+        yield RecordedRun.find(api, run_id)
+
+
+def _show(report: Report) -> None:
+    if report.steps & (report.steps - 1) == 0 or report.steps % 100 == 0:  # 1, 2, 4, 8, ... and every hundredth
+        equal = f": {report.compared} results equal" if report.compared else ""
+        print(f"step {report.ended}{equal}", flush=True)
+
+
+def _page(run: RecordedRun, page: str) -> str:
+    return f"{run.api.url}/{page}"

@@ -1,0 +1,385 @@
+"""Reruns and forks of a training run, and the search for a bad batch: a client that sends the run's requests again.
+
+The history of a run (docs/history.md) has its requests, and a digest of each result. A rerun makes a new run with the
+same seed and sends the requests in their order, with changes. As long as nothing was changed, each result must be equal
+to the recorded one, byte for byte, and the first that differs is named.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import orjson
+
+from tinkerflow.backend.core.errors import NotFoundError, ServerError, UserError
+from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.backend.spec.history import digest
+from tinkerflow.backend.spec.losses import loss_named
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+from tinkerflow.backend.wire import tinker_pb2 as pb
+
+_IN_FLIGHT = 8  # requests that are sent before the result of the first is awaited
+_HEARTBEAT_SECONDS = 20.0
+_AWAY_SECONDS = 120.0  # for which a server may be away
+_FORWARD = ("forward", "forward_backward")
+_COMPARED = (*_FORWARD, "optim_step")  # operations whose results do not name the run
+
+
+# ------------------------------------------------------------------ the server
+class Api:
+    """The server's API, for one session, which is made when it is first needed and finished at the end."""
+
+    def __init__(self, url: str, key: str) -> None:
+        """url, key: of the server."""
+        self.url = url
+        headers = {"X-API-Key": key}
+        self._http = httpx.Client(base_url=f"{url}/api/v1/", headers=headers, timeout=90, follow_redirects=True)
+        self._session: str | None = None
+        self._beat = 0.0
+        self._models = 0
+
+    def __enter__(self) -> Api:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if self._session is not None:
+                reason = "success" if kind is None else "errored"
+                self.ask(f"sessions/{self._session}/finish", {"reason": {"type": reason}})
+        finally:
+            self._http.close()
+
+    def ask(self, path: str, body: Mapping[str, Any] | bytes | None = None, **params: Any) -> Any:
+        """The JSON answer to a POST of `body`, or to a GET without one. The server may be away for two minutes."""
+        return orjson.loads(self._ask(path, body, **params))
+
+    def submit(self, path: str, body: Mapping[str, Any] | bytes) -> str:
+        """Send a request of the session; its id."""
+        self._keep_alive()
+        return str(self.ask(path, body)["request_id"])
+
+    def result(self, request_id: str) -> bytes:
+        """The bytes of a result, when it is there. UserError if the request failed."""
+        while True:
+            self._keep_alive()
+            answer = self._ask("retrieve_future", {"request_id": request_id})
+            if not answer.startswith(b"{"):
+                return answer
+            values = orjson.loads(answer)
+            if "error" in values:
+                raise UserError(str(values["error"]))
+            if values.get("type") != "try_again":
+                return answer
+
+    def new_model(self, operation: str, body: Mapping[str, Any]) -> str:
+        """Make a model by `create_model` or `load_weights`. Returns its id."""
+        if self._session is None:
+            session = {"sdk_version": "tinkerflow", "tags": ["rerun"]}
+            self._session = str(self.ask("create_session", session)["session_id"])
+        address = {"session_id": self._session, "model_seq_id": self._models}
+        self._models += 1
+        self._keep_alive()
+        accepted = self.ask(operation, {**body, **address})
+        self.result(accepted["request_id"])
+        return str(accepted["model_id"])
+
+    def _keep_alive(self) -> None:
+        if self._session is not None and time.monotonic() - self._beat > _HEARTBEAT_SECONDS:
+            self.ask("session_heartbeat", {"session_id": self._session})
+            self._beat = time.monotonic()
+
+    def _ask(self, path: str, body: Mapping[str, Any] | bytes | None, **params: Any) -> bytes:
+        content = orjson.dumps(body) if isinstance(body, Mapping) else body
+        kind = "application/x-protobuf" if isinstance(body, bytes) else "application/json"
+        until = time.monotonic() + _AWAY_SECONDS
+        while True:
+            try:
+                answer = self._http.request(
+                    "GET" if body is None else "POST",
+                    path,
+                    content=content,
+                    headers={"Content-Type": kind},
+                    params=params,
+                )
+            except httpx.TransportError as error:
+                if time.monotonic() > until:
+                    fix = "start it with `tinkerflow up`"
+                    raise ServerError(f"no server answers at {self.url} ({error}): {fix}") from error
+                time.sleep(0.5)
+                continue
+            if answer.is_success:
+                return answer.content
+            if answer.status_code < 500 and answer.status_code != 429:
+                kind_of_error = NotFoundError if answer.status_code == 404 else UserError
+                raise kind_of_error(_reason(answer))
+            if time.monotonic() > until:
+                raise ServerError(f"{self.url} answers {answer.status_code}: {_reason(answer)}")
+            time.sleep(0.5)
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:500]
+
+
+# ------------------------------------------------------------------ the history
+@dataclass(frozen=True)
+class Recorded:
+    """A request of the history, with its payload decoded from base64. step: the optimizer step that it belongs to."""
+
+    seq_id: int
+    kind: str
+    step: int
+    payload: bytes
+    result_hash: str
+    error: str | None
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run with a history. about: its row, as the API describes it."""
+
+    api: Api
+    run_id: str
+    about: Mapping[str, Any]
+
+    @classmethod
+    def find(cls, api: Api, run_id: str) -> RecordedRun:
+        """The run. NotFoundError: it is unknown, or has no history."""
+        page = api.ask(f"training_runs/{quote(run_id, safe='')}/history", payloads=False, after=2**62)
+        return cls(api, run_id, page["run"])
+
+    def requests(self) -> Iterator[Recorded]:
+        """The answered requests in order."""
+        after, step = -1, 1
+        path = f"training_runs/{quote(self.run_id, safe='')}/history"
+        while True:
+            page = self.api.ask(path, after=after)
+            for row in page["requests"]:
+                if row["kind"] in ("load_model", "load_weights"):
+                    step = 1
+                yield Recorded(
+                    row["seq_id"],
+                    row["kind"],
+                    row["step"] or step,
+                    base64.b64decode(row["payload"]),
+                    row["result_hash"],
+                    row["error"],
+                )
+                step = row["step"] + 1 if row["step"] else step
+            if page["next"] is None:
+                return
+            after = page["next"]
+
+    def checkpoint(self, step: int) -> str:
+        """The path of the state after `step`."""
+        return f"tinker://{self.run_id}/weights/@{step}"
+
+
+# ------------------------------------------------------------------ changes
+@dataclass(frozen=True)
+class Change:
+    """New values of an optimizer's parameters. factor: the recorded value is multiplied instead of replaced."""
+
+    name: str
+    value: float
+    factor: bool = False
+
+    @classmethod
+    def parse(cls, text: str, optimizer: str) -> Change:
+        """`learning_rate=1e-5`, or `learning_rate=*0.5`. UserError: no parameter of the optimizer, or no number."""
+        name, _, value = text.partition("=")
+        known = list(OPTIMIZERS[optimizer].bounds)
+        if name not in known:
+            raise UserError(f"--set {text!r}: {optimizer} has no parameter {name!r}{did_you_mean(name, known)}")
+        try:
+            return cls(name, float(value.removeprefix("*")), value.startswith("*"))
+        except ValueError as error:
+            raise UserError(f"--set {text!r}: must be {name}=NUMBER, or {name}=*NUMBER to multiply it") from error
+
+    def of(self, params: Mapping[str, Any]) -> float:
+        """The new value."""
+        if not self.factor:
+            return self.value
+        if self.name not in params:
+            raise UserError(f"--set {self.name}=*{self.value}: the request has no {self.name}; give a value")
+        return float(params[self.name]) * self.value
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The changes of a rerun.
+
+    first, last: the steps that are executed; None: from the beginning, to the end. sets: for optimizer steps. without:
+    steps that are left out, and rows of steps by their number among the rows of the step.
+    """
+
+    first: int | None = None
+    last: int | None = None
+    sets: Sequence[Change] = ()
+    without: Mapping[int, Collection[int] | None] = field(default_factory=dict)
+
+    @staticmethod
+    def parse_without(texts: Sequence[str]) -> dict[int, Collection[int] | None]:
+        """`812` leaves out step 812, and `812:3` only row 3 of its data. UserError for other texts."""
+        found: dict[int, set[int] | None] = {}
+        for text in texts:
+            step, separator, row = text.partition(":")
+            if not step.isdecimal() or (separator and not row.isdecimal()):
+                raise UserError(f"--without {text!r}: must be STEP, or STEP:ROW for one row of the step's data")
+            if not separator:
+                found[int(step)] = None
+            elif (rows := found.setdefault(int(step), set())) is not None:
+                rows.add(int(row))
+        return dict(found)
+
+
+@dataclass
+class Report:
+    """The result of a rerun.
+
+    run_id: of the new run. steps: that were made. compared: results that were equal. parted: the first request whose
+    result differs. ended: the optimizer step at the end of the new run.
+    """
+
+    run_id: str
+    steps: int = 0
+    compared: int = 0
+    parted: Recorded | None = None
+    ended: int = 0
+
+
+class Rerun:
+    """Sends the requests of a run again, to a new run."""
+
+    def __init__(self, run: RecordedRun, changes: Changes, progress: Callable[[Report], object] = bool) -> None:
+        """progress: called after each optimizer step."""
+        self._run, self._api = run, run.api
+        self._changes, self._progress = changes, progress
+        self._seq = 1
+        self._rows = 0  # of the current step
+        self._waiting: deque[tuple[str, Recorded, bool]] = deque()
+        self._changed = False
+
+    def execute(self) -> Report:
+        """Make the new run. Before the first change, the results are compared with those of the recorded run."""
+        changes = self._changes
+        report = self._report = Report(self._begin())
+        for recorded in self._run.requests():
+            if recorded.error is not None or recorded.kind not in (*_COMPARED, "load_weights"):
+                continue
+            if changes.first is not None and recorded.step < changes.first:
+                continue
+            if changes.last is not None and recorded.step > changes.last:
+                break
+            self._send(recorded)
+            while len(self._waiting) >= _IN_FLIGHT:
+                self._await_one()
+        while self._waiting:
+            self._await_one()
+        return report
+
+    def save(self, name: str) -> str:
+        """Save the state of the new run. Returns its path."""
+        request = self._api.submit("save_weights", self._addressed({"path": name}))
+        return str(orjson.loads(self._api.result(request))["path"])
+
+    def _begin(self) -> str:
+        about, first = self._run.about, self._changes.first
+        metadata = {**about["user_metadata"], "rerun_of": self._run.run_id}
+        if first is not None and first > 1:
+            path = self._run.checkpoint(first - 1)
+            loaded = {"path": path, "optimizer": True, "user_metadata": metadata}
+            return self._named(self._api.new_model("load_weights", loaded))
+        creation = next(self._run.requests(), None)
+        if creation is None or creation.seq_id != 0:
+            raise NotFoundError(f"run {self._run.run_id!r}: its history does not begin with its creation")
+        body = {**orjson.loads(creation.payload), "user_metadata": metadata}
+        if creation.kind == "create_model":
+            lora = {**(body.get("lora_config") or {}), "seed": about["seed"]}
+            return self._named(self._api.new_model("create_model", {**body, "lora_config": lora}))
+        return self._named(self._api.new_model("load_weights", body))
+
+    def _named(self, model_id: str) -> str:
+        self._model_id = model_id
+        return model_id
+
+    def _addressed(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        addressed = {**body, "model_id": self._model_id, "seq_id": self._seq}
+        self._seq += 1
+        return addressed
+
+    def _send(self, recorded: Recorded) -> None:
+        without = self._changes.without.get(recorded.step, ())
+        if without is None:
+            self._changed = True
+            return
+        if recorded.kind in _FORWARD:
+            body = self._data(recorded, without)
+            if body is None:
+                return
+            request = self._api.submit("forward_backward", body)
+        else:
+            values = orjson.loads(recorded.payload)
+            if recorded.kind == "optim_step":
+                self._rows = 0
+                field_name = OPTIMIZERS[self._run.about["optimizer"]].request_field
+                params = values.get(field_name) or {}
+                new = {change.name: change.of(params) for change in self._changes.sets}
+                self._changed |= any(params.get(name) != value for name, value in new.items())
+                values = {**values, field_name: {**params, **new}}
+            request = self._api.submit(recorded.kind, self._addressed(values))
+        self._waiting.append((request, recorded, not self._changed))
+
+    def _data(self, recorded: Recorded, without: Collection[int]) -> bytes | None:
+        """The body of a forward_backward without some rows; None if no row is left."""
+        message = pb.ForwardBackwardRequest.FromString(recorded.payload)
+        if loss_named(message.loss_fn).traced:
+            raise UserError(f"request {recorded.seq_id} has a traced loss of its session: such runs cannot be rerun")
+        if recorded.kind == "forward_backward":
+            numbers = range(self._rows, self._rows + len(message.data))
+            self._rows += len(message.data)
+            kept = [datum for number, datum in zip(numbers, message.data, strict=True) if number not in without]
+            if len(kept) < len(numbers):
+                self._changed = True
+                del message.data[:]
+                message.data.extend(kept)
+            if not kept:
+                return None
+        message.model_id, message.seq_id = self._model_id, self._seq
+        self._seq += 1
+        return bytes(message.SerializeToString())
+
+    def _await_one(self) -> None:
+        request, recorded, compared = self._waiting.popleft()
+        try:
+            result = self._api.result(request)
+        except UserError as error:
+            raise UserError(f"step {recorded.step}, {recorded.kind} (request {recorded.seq_id}): {error}") from error
+        if compared and recorded.kind in _COMPARED and recorded.result_hash and self._report.parted is None:
+            if digest(result) == recorded.result_hash:
+                self._report.compared += 1
+            else:
+                self._report.parted = recorded
+        if recorded.kind == "optim_step":
+            self._report.steps += 1
+            self._report.ended = int(orjson.loads(result)["metrics"]["optimizer_step"])
+            self._progress(self._report)
+
+
+def saved_fork(run: RecordedRun, step: int, name: str) -> str:
+    """Save the state of a run after `step` under `name` in a run of its own. Returns the path."""
+    metadata = {**run.about["user_metadata"], "fork_of": run.run_id}
+    body = {"path": run.checkpoint(step), "optimizer": True, "user_metadata": metadata}
+    model_id = run.api.new_model("load_weights", body)
+    request = run.api.submit("save_weights", {"path": name, "model_id": model_id, "seq_id": 1})
+    return str(orjson.loads(run.api.result(request))["path"])

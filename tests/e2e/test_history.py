@@ -1,0 +1,130 @@
+"""A run whose history is kept: any step comes back, also after kills, and a rerun finds what changed it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+from tinker import types
+from typer.testing import CliRunner
+
+from tinkerflow.deployments.commands import every_command
+
+POISONED = 5  # the step; its row 2 has a huge weight
+
+
+def rows(make_datum: Any, step: int) -> list[tinker.Datum]:
+    draw = random.Random(step)
+    texts = [[draw.randrange(1, 150) for _ in range(draw.randrange(6, 12))] for _ in range(4)]
+    return [
+        make_datum(text, [80.0] * (len(text) - 1) if (step, row) == (POISONED, 2) else None)
+        for row, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(server: Any, make_datum: Any) -> Iterator[str]:
+    """Eight steps, each saved; the worker is killed in the middle."""
+    with server.client() as service:
+        trainer = service.create_lora_training_client(
+            server.base_model, rank=8, user_metadata={"history": "true", "name": "questioned"}
+        ).result()
+        for step in range(1, 9):
+            forward = trainer.forward_backward(rows(make_datum, step), "cross_entropy")
+            made = trainer.optim_step(types.AdamParams(learning_rate=1e-3))
+            if step == 4:
+                for pid in server.workers():
+                    os.kill(pid, signal.SIGKILL)
+            saved = trainer.save_state(f"step-{step}")
+            for future in (forward, made, saved):
+                future.result()
+        yield trainer.model_id
+
+
+@pytest.fixture
+def command(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """command(*words): what `tinkerflow` prints, and its exit status."""
+    monkeypatch.setenv("TINKER_BASE_URL", server.api_url)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+    def call(*words: str) -> tuple[str, int]:
+        done = CliRunner().invoke(every_command(), words)
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return done.output, done.exit_code
+
+    return call
+
+
+def weights(pipelines: Any, path: str) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in pipelines.weights(path).items()}
+
+
+def test_the_sdk_and_other_clients_use_a_step_as_a_checkpoint(
+    run: str, server: Any, service: Any, pipelines: Any
+) -> None:
+    path = f"tinker://{run}/weights/@5"
+    trainer = service.create_training_client_from_state_with_optimizer(path).result()
+    trainer.save_state("copy").result()
+    wanted = weights(pipelines, f"tinker://{run}/weights/step-5")
+    assert weights(pipelines, f"tinker://{trainer.model_id}/weights/copy") == weights(pipelines, path) == wanted
+    ask = {"model": f"tinker://{run}/weights/@3", "prompt": "a", "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    answers = []
+    for model in (ask["model"], f"tinker://{run}/weights/step-3"):
+        headers = {"Authorization": "Bearer tml-test"}
+        answer = httpx.post(
+            f"{server.api_url}/v1/completions", json={**ask, "model": model}, headers=headers, timeout=120
+        )
+        (choice,) = answer.raise_for_status().json()["choices"]
+        answers.append((choice["text"], choice["logprobs"]))
+    assert answers[0] == answers[1]
+
+
+def test_a_rerun_is_equal_and_blame_finds_the_row_that_is_then_left_out(
+    run: str, command: Any, make_datum: Any, service: Any, server: Any, pipelines: Any
+) -> None:
+    said, status = command("rerun", run, "--save", "end")
+    assert status == 0 and "8 steps in the new run" in said and "16 results are equal to the recorded ones" in said
+    again = said.split("saved: ")[1].split()[0]
+    assert weights(pipelines, again) == weights(pipelines, f"tinker://{run}/weights/step-8")
+
+    said, status = command("blame", run, "--step", str(POISONED))
+    assert status == 0 and said.splitlines()[3].split()[1] == "2", said
+    fix = said.splitlines()[-1].split(": ", 1)[1]
+    assert fix == f"tinkerflow rerun {run} --from {POISONED} --without {POISONED}:2"
+
+    said, status = command(*fix.split()[1:], "--save", "fixed")
+    assert status == 0 and "4 steps in the new run" in said
+    trainer = service.create_training_client_from_state_with_optimizer(f"tinker://{run}/weights/step-4").result()
+    for step in range(POISONED, 9):
+        data = rows(make_datum, step)
+        if step == POISONED:
+            del data[2]
+        trainer.forward_backward(data, "cross_entropy").result()
+        trainer.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    undisturbed = trainer.save_state("undisturbed").result().path
+    assert weights(pipelines, said.split("saved: ")[1].split()[0]) == weights(pipelines, undisturbed)
+
+
+def test_changes_and_wrong_words(run: str, command: Any) -> None:
+    said, _ = command("rerun", run, "--from", "6", "--to", "7", "--set", "learning_rate=*0.5")
+    assert "2 steps in the new run" in said and "1 results are equal" in said, "the first forward_backward"
+    said, _ = command("fork", run, "--step", "2", "--name", "second")
+    assert said.startswith("tinker://") and said.endswith("/weights/second\n")
+    wrong = {
+        ("rerun", run, "--set", "learning_rat=1"): "adamw has no parameter 'learning_rat' (did you mean",
+        ("rerun", run, "--set", "beta1=half"): "must be beta1=NUMBER",
+        ("rerun", run, "--without", "5:x"): "must be STEP, or STEP:ROW",
+        ("rerun", "sess-0:train:0"): "'sess-0:train:0' does not exist",
+        ("fork", run, "--step", "99"): "its run stands at step 8",
+        ("blame", run, "--step", "99"): "its history has no forward_backward of step 99",
+    }
+    for words, text in wrong.items():
+        with pytest.raises(Exception, match=text.replace("(", r"\(")):
+            command(*words)

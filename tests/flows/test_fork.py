@@ -1,0 +1,183 @@
+"""A step of a run is made again from its history: with real tasks, journal and store, and a unigram model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import orjson
+import pytest
+
+from tinkerflow.backend.catalog.history import past_requests
+from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.journal import HistoryRules, Kind
+from tinkerflow.backend.journal import history as journal_history
+from tinkerflow.backend.store.history import HistoryStore
+from tinkerflow.flows.runner import SnapshotPolicy
+from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.flows.sweeps import delete_histories, write_histories
+
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def due_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_history, "_DUE_REQUESTS", 1)
+
+
+@pytest.fixture
+async def serve(make_runner: Any, client: Any, running: Any) -> AsyncIterator[Any]:
+    """serve(model): start the runner of a model that was submitted."""
+    async with AsyncExitStack() as stack:
+
+        async def serve(model: str) -> None:
+            runner = make_runner(model, snapshots=SnapshotPolicy(3, 1000.0))
+            await stack.enter_async_context(running(runner.serve()))
+            await stack.enter_async_context(running(client.ring("model:", runner)))
+
+        yield serve
+
+
+async def loaded(client: Any, serve: Any, number: int, path: str) -> Any:
+    """The result of making a model from a path, which must be described by the journal first."""
+    client.journal.checkpoints.get(path, "local")
+    model, request = client.load_model(number, path, optimizer=True)
+    await serve(model)
+    return await client.result(request)
+
+
+async def train(client: Any, model: str, context: Any) -> None:
+    """Eight steps of one or two requests, each saved, also in the middle of steps. Two segments are written."""
+    await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "saved-0"}))
+    for step in range(1, STEPS + 1):
+        requests = [client.forward_backward(model, [step % 5, 3])]
+        if step % 2:
+            requests.append(client.submit(model, Kind.SAVE_WEIGHTS, {"path": f"middle-{step}"}))
+            requests.append(client.forward_backward(model, [4, step % 7], [1, 1]))
+        requests.append(client.forward_backward(model, [2, 2], forward_only=True))
+        requests.append(client.optim_step(model, 0.1 + step / 10))
+        requests.append(client.submit(model, Kind.SAVE_WEIGHTS, {"path": f"saved-{step}"}))
+        assert [result.error for result in await client.results(*requests)] == [None] * len(requests)
+        if step in (3, 6):
+            write_histories(client.journal, context.store)
+
+
+@pytest.fixture
+async def run(client: Any, serve: Any, context: Any) -> str:
+    model, request = client.submit_create(history=True)
+    await serve(model)
+    assert (await client.result(request)).error is None
+    await train(client, model, context)
+    return str(model)
+
+
+def forget_states(client: Any, context: Any, run: str) -> None:
+    """Leave only the history to begin a fork with. The files of the saves stay for comparisons."""
+    for view in client.journal.checkpoints.page("local", run_id=run).rows:
+        client.journal.checkpoints.delete(view.path, "local")
+    for snapshot in client.journal.recovery.snapshots(run):
+        context.store.delete(snapshot.path)
+
+
+def files(context: Any, run: str, name: str) -> Any:
+    saved = context.store.find(f"tinker://{run}/weights/{name}")
+    assert saved is not None
+    return saved.step, saved.files
+
+
+@pytest.mark.parametrize("without", ["", "snapshots and saves"])
+async def test_every_step_equals_what_was_saved_there(
+    run: str, client: Any, serve: Any, context: Any, without: str
+) -> None:
+    wanted = {step: files(context, run, f"saved-{step}") for step in range(STEPS + 1)}
+    assert len(client.journal.histories.segments(run)) == 2, "the rest is in the journal"
+    if without:
+        forget_states(client, context, run)
+    for number, step in enumerate((8, 1, 5, 0, 2), start=1):
+        context.pool.log.clear()
+        path = f"tinker://{run}/weights/@{step}"
+        result = await loaded(client, serve, number, path)
+        assert result.error is None
+        assert files(context, run, f"@{step}") == wanted[step]
+        assert client.journal.checkpoints.get(path, "local").attempt, "it is a checkpoint now"
+        names = context.pool.names
+        assert names.count("OptimStep") == (step if without else 0)
+        assert "DropAdapter" in names
+    assert set(context.pool.executor.adapters) == {run, *(f"{client.session}:train:{n}" for n in range(1, 6))}
+    assert client.journal.models.get(run, None).step == STEPS
+
+
+async def test_a_fork_is_sampled_and_made_once(run: str, sampling: Any, client: Any, context: Any) -> None:
+    path = f"tinker://{run}/weights/@4"
+    saved = client.sampler(0, f"tinker://{run}/weights/saved-4")
+    samplers = [client.sampler(number, path) for number in (1, 2)]
+    expected, *answers = await client.results(client.sample(saved), *map(client.sample, samplers))
+    assert [answer.result for answer in answers] == [expected.result] * 2
+    assert [row.path for row in client.journal.checkpoints.page("local", run_id=run).rows].count(path) == 1
+
+
+@pytest.fixture
+async def sampling(context: Any, mirror: Any, client: Any, running: Any) -> AsyncIterator[None]:
+    runner = SamplingRunner(context, mirror.observe_sampling(context.card.name), most_waiting=8)
+    async with running(runner.serve()):
+        yield
+
+
+async def test_a_fork_survives_the_end_of_its_worker_group(run: str, client: Any, serve: Any, context: Any) -> None:
+    pool, deaths = context.pool, iter((True,))
+    forget_states(client, context, run)
+    step = (f"{run}@6", "OptimStep")
+    pool.poison = lambda command: (
+        (getattr(command, "adapter_id", ""), type(command).__name__) == step and next(deaths, False)
+    )
+    result = await loaded(client, serve, 1, f"tinker://{run}/weights/@6")
+    assert (pool.deaths, result.error) == (1, None)
+    assert files(context, run, "@6") == files(context, run, "saved-6")
+
+
+async def test_only_the_owner_of_a_run_with_a_history_has_its_steps(
+    run: str, client: Any, serve: Any, context: Any, connect: Any
+) -> None:
+    get = client.journal.checkpoints.get
+    with pytest.raises(NotFoundError, match="@9' does not exist: its run stands at step 8"):
+        get(f"tinker://{run}/weights/@9", "local")
+    with pytest.raises(NotFoundError, match="does not exist"):
+        get(f"tinker://{run}/weights/@3", "another")
+    plain, request = client.submit_create(5)
+    await serve(plain)
+    assert (await client.result(request)).error is None
+    with pytest.raises(NotFoundError, match="no history of its run was kept"):
+        get(f"tinker://{plain}/weights/@0", "local")
+    delete_histories(client.journal, context.store, HistoryRules(0, 1))
+    assert client.journal.histories.segments(run) == []
+    with pytest.raises(NotFoundError, match="no history of its run was kept"):
+        get(f"tinker://{run}/weights/@3", "local")
+    assert context.store.blobs.children(f"history/{run}") == []
+
+
+async def test_damage_names_the_run_and_fails_the_load_alone(
+    run: str, client: Any, serve: Any, context: Any, tmp_path: Any
+) -> None:
+    forget_states(client, context, run)
+    segment = client.journal.histories.segments(run)[0]
+    file = tmp_path / "store" / "history" / run / segment.name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+    context.store.histories = HistoryStore(context.store.url, context.store.blobs)
+    result = await loaded(client, serve, 1, f"tinker://{run}/weights/@7")
+    assert f"history of run {run}" in result.error and "damaged" in result.error
+    assert (await client.result(client.optim_step(run))).error is None
+
+
+async def test_the_history_has_every_request_once_and_in_order(run: str, client: Any, context: Any) -> None:
+    requests = list(past_requests(client.journal, context.store, run))
+    assert [past.seq_id for past in requests] == list(range(client.seqs[run]))
+    assert [past.kind for past in requests[:3]] == ["create_model", "save_weights", "forward_backward"]
+    assert all(past.error is None and past.result_hash for past in requests)
+    optim_steps = [orjson.loads(past.payload) for past in requests if past.kind == Kind.OPTIM_STEP]
+    assert [body["adam_params"]["learning_rate"] for body in optim_steps] == [0.1 + n / 10 for n in range(1, STEPS + 1)]
+    assert [past.seq_id for past in past_requests(client.journal, context.store, run, after=30)] == list(
+        range(31, client.seqs[run])
+    )

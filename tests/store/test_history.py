@@ -1,0 +1,79 @@
+"""Histories come back byte for byte, equal data are stored once, and damage is confined to a request."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from random import Random
+
+import pytest
+
+from tinkerflow.backend.core.errors import StoreError
+from tinkerflow.backend.spec.history import PastRequest, digest
+from tinkerflow.backend.store import Store
+from tinkerflow.backend.store.history import HistoryStore
+
+RUN = "sess-1:train:0"
+AT = datetime(2026, 11, 27, tzinfo=UTC)
+
+
+def request(seq, payload, error=None):
+    return PastRequest(seq, "forward_backward", f"req-{seq}", payload, error, "" if error else digest(b"r"), AT)
+
+
+def joined(*pieces):
+    return b"|".join(pieces)
+
+
+def split(past):
+    """Pieces with their separators, so that they join to the payload."""
+    pieces = past.payload.split(b"|")
+    return [piece + b"|" for piece in pieces[:-1]] + pieces[-1:]
+
+
+def unlike(seed, size=4000):
+    return bytes(Random(seed).choices(range(97), k=size))  # without "|"
+
+
+def test_requests_come_back_as_they_were_and_equal_data_are_stored_once(store: Store) -> None:
+    histories, one, two = store.histories, unlike(1), unlike(2)
+    requests = [request(0, b"{}"), request(1, joined(b"h1", one, two, b"")), request(2, joined(b"h2", two, one, b""))]
+    first = histories.write_segment(RUN, requests, split)
+    assert (first.first, first.last) == (0, 2)
+    later = [request(3, joined(b"h3", one, two, one, b"")), request(4, b"", "it failed")]
+    second = histories.write_segment(RUN, later, split)
+    assert second.size_bytes < 1000 < first.size_bytes, "only references"
+    for reader in (histories, HistoryStore(store.url, store.blobs)):
+        assert reader.read_segment(RUN, second.name) == later
+        assert reader.read_segment(RUN, first.name) == requests
+    other = histories.write_segment("sess-2:train:0", [request(1, joined(one, b""))], split)
+    assert other.size_bytes > second.size_bytes, "nothing is shared between runs, so that each can be deleted"
+    histories.remove_history(RUN)
+    with pytest.raises(StoreError, match="cannot read the history of run"):
+        HistoryStore(store.url, store.blobs).read_segment(RUN, first.name)
+    again = histories.write_segment(RUN, later, split)
+    assert histories.read_segment(RUN, again.name) == later, "it does not refer to what was removed"
+
+
+def test_every_flipped_bit_is_noticed_and_named(tmp_path) -> None:
+    store = Store.open(f"file://{tmp_path}")
+    requests = [request(seq, joined(unlike(seq, 200), b"")) for seq in range(3, 6)]
+    segment = store.histories.write_segment(RUN, requests, split)
+    file = tmp_path / "history" / RUN / segment.name
+    whole = file.read_bytes()
+    named = set()
+    for place in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        file.write_bytes(bytes(damaged))
+        with pytest.raises(StoreError, match=f"history of run {RUN}") as error:
+            HistoryStore(store.url, store.blobs).read_segment(RUN, segment.name)
+        named.add(str(error.value).rpartition("after number ")[2])
+    assert {"2", "3", "4"} <= named
+
+
+def test_a_segment_that_was_not_recorded_is_removed_with_its_references(store: Store) -> None:
+    histories, data = store.histories, joined(unlike(1), b"")
+    lost = histories.write_segment(RUN, [request(1, data)], split)
+    histories.remove_segment(RUN, lost.name)
+    kept = histories.write_segment(RUN, [request(1, data)], split)
+    assert HistoryStore(store.url, store.blobs).read_segment(RUN, kept.name) == [request(1, data)]
