@@ -6,14 +6,17 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import httpx
 import pytest
 import tinker
+from family import make_family, png
 from tinker import types
 from typer.testing import CliRunner
 
+from tinkerflow.backend.store import Store
 from tinkerflow.deployments.commands import every_command
 
 POISONED = 5  # the step; its row 2 has a huge weight
@@ -128,3 +131,37 @@ def test_changes_and_wrong_words(run: str, command: Any) -> None:
     for words, text in wrong.items():
         with pytest.raises(Exception, match=text.replace("(", r"\(")):
             command(*words)
+
+
+@pytest.mark.thorough
+def test_every_kind_of_model_is_forked_bit_for_bit(tmp_path: Any, start_server: Any, make_datum: Any) -> None:
+    """Experts, linear attention, images, all parameters: of two equal runs, one is saved at step 3, one is forked."""
+    folders = [make_family(tmp_path / name, name) for name in ("qwen3_moe", "qwen3_5", "qwen3_vl")]
+    (data_dir := tmp_path / "data").mkdir()
+    options = [word for folder in folders for word in ("--base-model", str(folder))]
+    store = Store.open(f"file://{data_dir / 'store'}")
+
+    def train(folder: Any, rank: int, *, save: bool) -> str:
+        chosen = {"history": "true"}
+        trainer = service.create_lora_training_client(str(folder), rank=rank, seed=3, user_metadata=chosen).result()
+        for step in range(1, 5):
+            data = [*rows(make_datum, step), *([pictured(step)] if "vl" in folder.name else [])]
+            trainer.forward_backward(data, "cross_entropy").result()
+            trainer.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+            if save and step == 3:
+                trainer.save_state("three").result()
+        return str(trainer.model_id)
+
+    with start_server(data_dir, *options, prefect="off") as server, server.client() as service:
+        for folder, rank in product(folders, (8, 0)):
+            saved, forked = (train(folder, rank, save=save) for save in (True, False))
+            service.create_training_client_from_state_with_optimizer(f"tinker://{forked}/weights/@3").result()
+            found = [store.find(f"tinker://{saved}/weights/three"), store.find(f"tinker://{forked}/weights/@3")]
+            assert found[0].step == 3 and found[0].files == found[1].files, (folder, rank)
+
+
+def pictured(step: int) -> tinker.Datum:
+    image = types.ImageChunk(data=png(step), format="png", expected_tokens=6)
+    text = types.EncodedTextChunk(tokens=[5, 6, 7])
+    inputs = {"target_tokens": [*range(1, 7), 6, 7, 8], "weights": [0.0] * 6 + [1.0] * 3}
+    return tinker.Datum(model_input=types.ModelInput(chunks=[image, text]), loss_fn_inputs=inputs)
