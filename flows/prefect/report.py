@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 
 from tinkerflow.backend.core.clock import Clock
@@ -33,6 +35,9 @@ DRAW_SECONDS = 60.0  # between two drawings
 DRAW_SHARE = 200  # the pause after a drawing is at least so many times as long as the drawing
 MOST_POINTS = 150  # of a curve in the picture, where it is about 350 pixels wide
 MOST_CHECKPOINTS = 50  # of the page, the newest
+_USUAL_STEPS = 50  # whose gradient norms are the usual ones
+_FEWEST_STEPS = 10  # before any norm is unusual
+_UNUSUAL = 4  # times the median
 _CURVES = ("loss", "grad_norm", "learning_rate", "kl", "tokens_per_second")
 
 Say = Callable[[str, int], None]
@@ -69,6 +74,7 @@ class RunReport:
         self._unsaid = ""
         self._most_drift, self._drifts = most_drift, False
         self._finite = True  # whether the last loss was finite; several other losses in a row are one event
+        self._norms: deque[float] = deque(maxlen=_USUAL_STEPS)
 
     def answered(self, outcome: Outcome) -> bool:
         """Report the outcome of an operation. Returns whether the artifacts are out of date now."""
@@ -89,6 +95,7 @@ class RunReport:
                     self._tokens = 0
                 case StepMeasured():
                     self._spend(self._tokens)
+                    self._compare_norm(effect)
                     self._step_made(effect)
                     news = True
                 case CheckpointSaved():
@@ -126,6 +133,17 @@ class RunReport:
         if before < self._budget <= self._trained:
             self._say(f"trained on {self._trained:,} tokens: the budget of {self._budget:,} is spent", logging.WARNING)
             self._tell("tinkerflow.budget.reached", once=str(self._budget), tokens=self._trained, budget=self._budget)
+
+    def _compare_norm(self, made: StepMeasured) -> None:
+        """Report a gradient norm that is far above those of the steps before, or not finite."""
+        usual = median(self._norms) if len(self._norms) >= _FEWEST_STEPS else math.inf
+        if not math.isfinite(made.grad_norm) or made.grad_norm > _UNUSUAL * usual:
+            search = f"`tinkerflow blame {made.model_id} --step {made.step}` finds the rows if the run keeps a history"
+            before = f", and the median of the steps before is {usual:.4g}" if math.isfinite(usual) else ""
+            self._say(f"step {made.step}: the gradient norm is {made.grad_norm:.4g}{before}; {search}", logging.WARNING)
+            self._tell("tinkerflow.run.outlier", once=str(made.step), step=made.step, grad_norm=str(made.grad_norm))
+        else:
+            self._norms.append(made.grad_norm)
 
     def _step_made(self, made: StepMeasured) -> None:
         loss = self._loss / self._weight if self._weight else self._loss

@@ -137,3 +137,26 @@ def test_tokens_whose_gradients_a_checkpoint_replaced_are_not_of_the_budget() ->
     told.answered(ModelLive(RUN))
     told.step(1)
     assert told.events == []
+
+
+def test_an_unusual_gradient_norm_is_reported_and_does_not_become_usual() -> None:
+    told = Told()
+
+    def step(number: int, norm: float) -> None:
+        told.answered(StepMeasured(RUN, number, number, norm, 1e-4))
+
+    step(1, 100.0)  # the first steps have no usual norm yet
+    for number in range(2, 12):
+        step(number, 1.0 + number % 3)
+    assert told.events == []
+    step(12, 7.9)
+    for number, norm in ((13, 10.1), (14, 1e6), (15, math.nan), (16, 2.0)):
+        step(number, norm)
+    assert [(event, payload["step"]) for event, payload in told.events] == [
+        ("tinkerflow.run.outlier", 13),
+        ("tinkerflow.run.outlier", 14),
+        ("tinkerflow.run.outlier", 15),
+    ]
+    warnings = [text for level, text in told.lines if level == logging.WARNING]
+    assert warnings[0].startswith("step 13: the gradient norm is 10.1, and the median of the steps before is 2.5; ")
+    assert f"`tinkerflow blame {RUN} --step 13`" in warnings[0]
