@@ -27,6 +27,8 @@ from tinkerflow.backend.core.errors import (
     ConflictError,
     ContextExceededError,
     NotFoundError,
+    StoreAwayError,
+    StoreError,
     TinkerflowError,
     TooManyError,
     UserError,
@@ -40,6 +42,8 @@ _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
     (BodyTooLargeError, 413),
     (TooManyError, 429),
     (UserError, 400),
+    (StoreAwayError, 503),
+    (StoreError, 500),  # it is damaged: asking again does not help
 )
 # How our messages begin. The pattern does not backtrack, because a client's field name may have a million characters.
 _FIELD = re.compile(r"([a-z_]++)[\w.\[\]']*+(?: '[^']*+')?(?:: | (?:is|has|have|must|does)\b)")

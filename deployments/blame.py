@@ -13,7 +13,7 @@ from tinkerflow.backend.spec.history import digest
 from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.deployments.rerun import RecordedRun
+from tinkerflow.deployments.recorded_run import RecordedRun
 
 _WORST = 5  # tokens of a row
 

@@ -1,188 +1,30 @@
-"""Reruns and forks of a training run, and the search for a bad batch: a client that sends the run's requests again.
+"""Reruns and forks of a training run: a client that sends the run's requests again.
 
 The history of a run (docs/history.md) has its requests, and a digest of each result. A rerun makes a new run with the
 same seed and sends the requests in their order, with changes. As long as nothing was changed, each result must be equal
-to the recorded one, byte for byte, and the first that differs is named.
+to the recorded one, byte for byte, and the first that differs is noted.
 """
 
 from __future__ import annotations
 
-import base64
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
 
-import httpx
 import orjson
 
-from tinkerflow.backend.core.errors import NotFoundError, ServerError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.spec.history import digest
 from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.deployments.recorded_run import Recorded, RecordedRun
 
 _IN_FLIGHT = 8  # requests that are sent before the result of the first is awaited
-_HEARTBEAT_SECONDS = 20.0
-_AWAY_SECONDS = 120.0  # for which a server may be away
 _FORWARD = ("forward", "forward_backward")
 _COMPARED = (*_FORWARD, "optim_step")  # operations whose results do not name the run
-
-
-# ------------------------------------------------------------------ the server
-class Api:
-    """The server's API, for one session, which is made when it is first needed and finished at the end."""
-
-    def __init__(self, url: str, key: str) -> None:
-        """url, key: of the server."""
-        self.url = url
-        headers = {"X-API-Key": key}
-        self._http = httpx.Client(base_url=f"{url}/api/v1/", headers=headers, timeout=90, follow_redirects=True)
-        self._session: str | None = None
-        self._beat = 0.0
-        self._models = 0
-
-    def __enter__(self) -> Api:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        try:
-            if self._session is not None:
-                reason = "success" if kind is None else "errored"
-                self.ask(f"sessions/{self._session}/finish", {"reason": {"type": reason}})
-        finally:
-            self._http.close()
-
-    def ask(self, path: str, body: Mapping[str, Any] | bytes | None = None, **params: Any) -> Any:
-        """The JSON answer to a POST of `body`, or to a GET without one. The server may be away for two minutes."""
-        return orjson.loads(self._ask(path, body, **params))
-
-    def submit(self, path: str, body: Mapping[str, Any] | bytes) -> str:
-        """Send a request of the session; its id."""
-        self._keep_alive()
-        return str(self.ask(path, body)["request_id"])
-
-    def result(self, request_id: str) -> bytes:
-        """The bytes of a result, when it is there. UserError if the request failed."""
-        while True:
-            self._keep_alive()
-            answer = self._ask("retrieve_future", {"request_id": request_id})
-            if not answer.startswith(b"{"):
-                return answer
-            values = orjson.loads(answer)
-            if "error" in values:
-                raise UserError(str(values["error"]))
-            if values.get("type") != "try_again":
-                return answer
-
-    def new_model(self, operation: str, body: Mapping[str, Any]) -> str:
-        """Make a model by `create_model` or `load_weights`. Returns its id."""
-        if self._session is None:
-            session = {"sdk_version": "tinkerflow", "tags": ["rerun"]}
-            self._session = str(self.ask("create_session", session)["session_id"])
-        address = {"session_id": self._session, "model_seq_id": self._models}
-        self._models += 1
-        self._keep_alive()
-        accepted = self.ask(operation, {**body, **address})
-        self.result(accepted["request_id"])
-        return str(accepted["model_id"])
-
-    def _keep_alive(self) -> None:
-        if self._session is not None and time.monotonic() - self._beat > _HEARTBEAT_SECONDS:
-            self.ask("session_heartbeat", {"session_id": self._session})
-            self._beat = time.monotonic()
-
-    def _ask(self, path: str, body: Mapping[str, Any] | bytes | None, **params: Any) -> bytes:
-        content = orjson.dumps(body) if isinstance(body, Mapping) else body
-        kind = "application/x-protobuf" if isinstance(body, bytes) else "application/json"
-        until = time.monotonic() + _AWAY_SECONDS
-        while True:
-            try:
-                answer = self._http.request(
-                    "GET" if body is None else "POST",
-                    path,
-                    content=content,
-                    headers={"Content-Type": kind},
-                    params=params,
-                )
-            except httpx.TransportError as error:
-                if time.monotonic() > until:
-                    fix = "start it with `tinkerflow up`"
-                    raise ServerError(f"no server answers at {self.url} ({error}): {fix}") from error
-                time.sleep(0.5)
-                continue
-            if answer.is_success:
-                return answer.content
-            if answer.status_code < 500 and answer.status_code != 429:
-                kind_of_error = NotFoundError if answer.status_code == 404 else UserError
-                raise kind_of_error(_reason(answer))
-            if time.monotonic() > until:
-                raise ServerError(f"{self.url} answers {answer.status_code}: {_reason(answer)}")
-            time.sleep(0.5)
-
-
-def _reason(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:500]
-
-
-# ------------------------------------------------------------------ the history
-@dataclass(frozen=True)
-class Recorded:
-    """A request of the history, with its payload decoded from base64. step: the optimizer step that it belongs to."""
-
-    seq_id: int
-    kind: str
-    step: int
-    payload: bytes
-    result_hash: str
-    error: str | None
-
-
-@dataclass(frozen=True)
-class RecordedRun:
-    """A run with a history. about: its row, as the API describes it."""
-
-    api: Api
-    run_id: str
-    about: Mapping[str, Any]
-
-    @classmethod
-    def find(cls, api: Api, run_id: str) -> RecordedRun:
-        """The run. NotFoundError: it is unknown, or has no history."""
-        page = api.ask(f"training_runs/{quote(run_id, safe='')}/history", payloads=False, after=2**62)
-        return cls(api, run_id, page["run"])
-
-    def requests(self) -> Iterator[Recorded]:
-        """The answered requests in order."""
-        after, step = -1, 1
-        path = f"training_runs/{quote(self.run_id, safe='')}/history"
-        while True:
-            page = self.api.ask(path, after=after)
-            for row in page["requests"]:
-                if row["kind"] in ("load_model", "load_weights"):
-                    step = 1
-                yield Recorded(
-                    row["seq_id"],
-                    row["kind"],
-                    row["step"] or step,
-                    base64.b64decode(row["payload"]),
-                    row["result_hash"],
-                    row["error"],
-                )
-                step = row["step"] + 1 if row["step"] else step
-            if page["next"] is None:
-                return
-            after = page["next"]
-
-    def checkpoint(self, step: int) -> str:
-        """The path of the state after `step`."""
-        return f"tinker://{self.run_id}/weights/@{step}"
 
 
 # ------------------------------------------------------------------ changes

@@ -6,11 +6,14 @@ import asyncio
 import base64
 from collections.abc import Mapping
 from datetime import datetime
+from typing import Any
 
 from tinkerflow.api.call import Authorised, Call, Router
 from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.catalog.history import past_requests
+from tinkerflow.backend.catalog.receipt import make_receipt
 from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.journal import ModelView
 from tinkerflow.backend.spec.history import PastRequest, digest
 
 router = Router(busy=1)
@@ -67,12 +70,28 @@ async def history(run_id: str, call: Authorised, after: int = -1, payloads: bool
     return await asyncio.to_thread(_page, call, run_id, after, payloads)
 
 
-def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
-    journal, store = call.journal, call.services.store
-    model = journal.models.get(run_id, call.owner)
-    if not (model.history or journal.histories.segments(run_id)):
+@router.get("/training_runs/{run_id}/receipt")
+async def receipt(run_id: str, call: Authorised) -> dict[str, Any]:
+    """A signed statement of all inputs and results of a run with a history, without its data (`tinkerflow verify`)."""
+    return await asyncio.to_thread(_receipt, call, run_id)
+
+
+def _receipt(call: Call, run_id: str) -> dict[str, Any]:
+    return make_receipt(call.journal, call.services.store, _run(call, run_id).id, call.services.clock.now())
+
+
+def _run(call: Call, run_id: str) -> ModelView:
+    """The caller's run. NotFoundError if it has no history."""
+    model = call.journal.models.get(run_id, call.owner)
+    if not (model.history or call.journal.histories.segments(run_id)):
         rule = "it is kept for runs that are created with `history: true` in their metadata"
         raise NotFoundError(f"run {run_id!r} has no history: {rule}")
+    return model
+
+
+def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
+    journal, store = call.journal, call.services.store
+    model = _run(call, run_id)
     steps = journal.histories.steps(run_id)
     chosen: list[PastRequest] = []
     size, more = 0, False

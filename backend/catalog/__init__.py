@@ -10,5 +10,6 @@ __all__ = [
     "model_card",
     "model_source",
     "peft_import",
+    "receipt",
     "rollouts",
 ]

@@ -9,7 +9,6 @@ the engine, equal data are stored one more time.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -17,6 +16,7 @@ from threading import Lock
 from typing import NamedTuple
 
 import msgspec
+import zstandard
 
 from tinkerflow.backend.core.errors import StoreError
 from tinkerflow.backend.core.ids import new_id
@@ -28,6 +28,7 @@ from tinkerflow.backend.store.failures import store_errors
 _FOLDER = "history"
 _MAGIC = b"tinkerflow history 1\n"
 _SHORTEST_SHARED = 64  # bytes of a piece; a reference to a shorter one saves nothing
+_LEVEL = 6  # of zstd
 _REMEMBERED = 100_000  # pieces of all runs, about 20 MB
 _CACHED = 4  # segments whose records are kept for references
 
@@ -56,7 +57,7 @@ class _Record(msgspec.Struct, array_like=True):
 
     def own(self) -> list[bytes]:
         """The pieces that are stored with this request."""
-        data, start, found = zlib.decompress(self.data), 0, []
+        data, start, found = zstandard.ZstdDecompressor().decompress(self.data), 0, []
         for size in self.sizes:
             found.append(data[start : start + size])
             start += size
@@ -151,7 +152,7 @@ class HistoryStore:
             digest(request.payload),
             places,
             [len(piece) for piece in own],
-            zlib.compress(b"".join(own)),
+            zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join(own)),
         )
 
     def _records(self, run_id: str, name: str) -> dict[int, _Record]:

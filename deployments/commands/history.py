@@ -1,10 +1,11 @@
-"""`tinkerflow fork`, `rerun` and `blame`: questions to a training run whose history is kept."""
+"""`tinkerflow fork`, `rerun`, `blame`, `receipt` and `verify`: questions to a training run whose history is kept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +13,8 @@ import typer
 from tinkerflow.deployments.options import DataDir, print_wide, settings_with
 
 if TYPE_CHECKING:
-    from tinkerflow.deployments.rerun import RecordedRun, Report
+    from tinkerflow.deployments.recorded_run import RecordedRun
+    from tinkerflow.deployments.rerun import Report
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -104,9 +106,51 @@ def fork(
         print(saved_fork(recorded, step, name or f"step-{step}"))
 
 
+@app.command()
+def receipt(
+    run: Run,
+    output: Annotated[Path, typer.Option("--output", "-o", help="file to write")] = Path("receipt.json"),
+    data_dir: DataDir = None,
+) -> None:
+    """Write a signed statement of all inputs and results of a run. It has their digests, and no data."""
+    import json
+
+    from tinkerflow.deployments.recorded_run import quoted
+
+    with _recorded(run, data_dir) as recorded:
+        issued = recorded.api.ask(f"training_runs/{quoted(run)}/receipt")
+    output.write_text(json.dumps(issued, indent=1) + "\n")
+    last = issued["marks"][-1]
+    print(f"{output}: {last['seq_id'] + 1} requests up to step {last['step']}, signed by {issued['public_key']}")
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(help="receipt, as `tinkerflow receipt` writes it")],
+    sample: Annotated[int, typer.Option(min=0, help="random steps to execute again; 0 = the whole run")] = 0,
+    data_dir: DataDir = None,
+) -> None:
+    """Compare a run with its receipt: the signature, the history, and the results when it is executed again.
+
+    The exit status is 1 with the first step that differs.
+    """
+    from tinkerflow.deployments.receipts import read_receipt, verify_history, verify_results
+
+    issued, marks = read_receipt(file)
+    with _recorded(issued["run"]["id"], data_dir) as recorded:
+        wrong = verify_history(recorded, marks)
+        if wrong is None:
+            print(f"the history is that of the receipt, up to step {marks[-1].step}", flush=True)
+            wrong = verify_results(recorded, marks[-1], sample, lambda text: print(text, flush=True))
+    if wrong is not None:
+        print(wrong)
+        raise typer.Exit(1)
+    print(f"signed by {issued['public_key']}")
+
+
 @contextmanager
 def _recorded(run_id: str, data_dir: DataDir) -> Iterator[RecordedRun]:
-    from tinkerflow.deployments.rerun import Api, RecordedRun
+    from tinkerflow.deployments.recorded_run import Api, RecordedRun
     from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
     with Api(*server_from_environment(settings_with(data_dir=data_dir))) as api:

@@ -38,6 +38,7 @@ from tinkerflow.backend.journal import (
     Pending,
     SamplerOpened,
     StepMade,
+    StepMeasured,
     migrate,
 )
 from tinkerflow.backend.journal.notify import RECHECK_SECONDS
@@ -181,7 +182,8 @@ class Engine:
         self.tables[model] = self.tables[model] - params.learning_rate * self.grads[model]
         self.grads[model], self.steps[model] = 0.0, self.steps[model] + 1
         step = self.steps[model]
-        return request.done(encode_optim_step(OptimResult(norm, step)), "json", StepMade(model, step))
+        measured = StepMeasured(model, int(request.seq_id or 0), step, norm, params.learning_rate)
+        return request.done(encode_optim_step(OptimResult(norm, step)), "json", StepMade(model, step), measured)
 
     def _saved(self, request: Pending, kind: CheckpointKind, asked: Any) -> CheckpointSaved:
         run = str(request.model_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ from family import make_family, png
 from tinker import types
 from typer.testing import CliRunner
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.store import Store
 from tinkerflow.deployments.commands import every_command
 
@@ -131,6 +133,27 @@ def test_changes_and_wrong_words(run: str, command: Any) -> None:
     for words, text in wrong.items():
         with pytest.raises(Exception, match=text.replace("(", r"\(")):
             command(*words)
+
+
+def test_a_receipt_is_verified_and_damage_is_named(run: str, command: Any, server: Any, tmp_path: Any) -> None:
+    file = tmp_path / "receipt.json"
+    said, _ = command("receipt", run, "-o", str(file))
+    assert "25 requests up to step 8, signed by" in said
+    assert file.stat().st_size < 4000
+    said, status = command("verify", str(file))
+    assert status == 0 and "steps 1 to 8: 16 results are equal when they are computed again" in said
+    said, status = command("verify", str(file), "--sample", "2")
+    assert status == 0 and said.count("results are equal when they are computed again") == 2
+
+    issued = json.loads(file.read_text())
+    for damage, text in (
+        ({"signature": "00" * 64}, "the signature does not match"),
+        ({"marks": [{**issued["marks"][0], "inputs": "ab"}]}, "the signature does not match"),
+        ({"format": "other"}, "it is no tinkerflow-receipt-1"),
+    ):
+        file.write_text(json.dumps({**issued, **damage}))
+        with pytest.raises(UserError, match=text):
+            command("verify", str(file))
 
 
 @pytest.mark.thorough

@@ -1,0 +1,113 @@
+"""Histories over HTTP: chosen by metadata or setting, read in pages, and refused by name."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from tests.api.conftest import BASE
+
+from tinkerflow.api.routes import history as module
+from tinkerflow.backend.catalog.receipt import check_receipt
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.journal import history as journal_history
+from tinkerflow.backend.spec.history import digest
+from tinkerflow.backend.store.history import HistoryStore
+from tinkerflow.flows.sweeps import write_histories
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+def make(server: Any, **metadata: str) -> str:
+    body = {"session_id": server.session(), "model_seq_id": 0, "base_model": BASE, "user_metadata": metadata}
+    accepted = server.post("create_model", body).json()
+    server.result(accepted["request_id"])
+    return str(accepted["model_id"])
+
+
+def train(server: Any, run: str, steps: int) -> list[bytes]:
+    """The results of `steps` optimizer steps."""
+    results = []
+    for seq_id in range(1, steps + 1):
+        body = {"model_id": run, "seq_id": seq_id, "adam_params": {"learning_rate": seq_id / 1000}}
+        results.append(server.result(server.post("optim_step", body).json()["request_id"]).content)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"), [("off", [False, False]), ("chosen", [True, False]), ("all", [True, True])]
+)
+def test_the_setting_and_the_metadata_choose_runs(start: Any, setting: str, kept: list[bool]) -> None:
+    server = start(history=setting)
+    runs = [make(server, history="true"), make(server, name="plain")]
+    assert [server.get(f"training_runs/{run}/history").status_code == 200 for run in runs] == kept
+    refused = server.get(f"training_runs/{runs[1]}/receipt") if not kept[1] else None
+    assert refused is None or "has no history: it is kept for runs that are created with" in refused.json()["detail"]
+
+
+def test_pages_have_every_request_with_its_digests(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_REQUESTS", 3)
+    monkeypatch.setattr(journal_history, "_DUE_REQUESTS", 1)
+    run = make(server, history="true", name="asked")
+    results = train(server, run, 3)
+    write_histories(server.journal, server.store)
+    results += train(server, run, 0)
+    assert len(server.journal.histories.segments(run)) == 1
+    first = server.get(f"training_runs/{run}/history").json()
+    second = server.get(f"training_runs/{run}/history", params={"after": first["next"], "payloads": False}).json()
+    assert (first["next"], second["next"]) == (2, None)
+    about = first["run"]
+    assert about == second["run"] and about["user_metadata"] == {"history": "true", "name": "asked"}
+    assert (about["training_run_id"], about["base_model"], about["optimizer"]) == (run, BASE, "adamw")
+    rows = [*first["requests"], *second["requests"]]
+    assert [(row["seq_id"], row["kind"], row["step"]) for row in rows] == [
+        (0, "create_model", None),
+        (1, "optim_step", 1),
+        (2, "optim_step", 2),
+        (3, "optim_step", 3),
+    ]
+    assert [row["result_hash"] for row in rows[1:]] == [digest(result) for result in results]
+    bodies = [base64.b64decode(row["payload"]) for row in rows[:3]]
+    assert [row["payload_hash"] for row in rows[:3]] == [digest(body) for body in bodies]
+    assert orjson.loads(bodies[2])["adam_params"] == {"learning_rate": 0.002}
+    assert rows[3]["payload"] is None
+
+
+def test_a_receipt_is_signed_and_damage_is_an_error_that_is_not_repeated(
+    server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(journal_history, "_DUE_REQUESTS", 1)
+    run = make(server, history="true")
+    train(server, run, 70)
+    write_histories(server.journal, server.store)
+    receipt = server.get(f"training_runs/{run}/receipt").json()
+    found = check_receipt(receipt)
+    assert (len(found), found[-1].step, found[-1].seq_id) == (64, 70, 70)
+    assert receipt["run"]["id"] == run
+    with pytest.raises(UserError, match="was changed after it was issued"):
+        check_receipt({**receipt, "issued_at": "yesterday"})
+    with pytest.raises(UserError, match="a part is absent or malformed"):
+        check_receipt({**receipt, "public_key": "no"})
+
+    (file,) = tmp_path.glob("**/history/*/*")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(bytes(data))
+    server.store.histories = HistoryStore(server.store.url, server.store.blobs)
+    answer = server.get(f"training_runs/{run}/receipt")
+    assert answer.status_code == 500 and "is damaged in the request after number" in answer.json()["detail"]
+
+
+def test_foreign_runs_do_not_exist(start: Any) -> None:
+    server = start()
+    (_, key), (_, mine) = (server.journal.keys.create(name, name) for name in ("other", "mine"))
+    body = {"sdk_version": "0", "tags": []}
+    session = server.post("create_session", body, mine).json()["session_id"]
+    made = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "user_metadata": {"history": "true"}}
+    run = server.post("create_model", made, mine).json()["model_id"]
+    for part in ("history", "receipt"):
+        assert server.get(f"training_runs/{run}/{part}", key).status_code == 404
+    assert server.get(f"training_runs/{run}/history", mine).status_code == 200
