@@ -137,6 +137,9 @@ class Settings(BaseSettings):
     history: Literal["off", "chosen", "all"] = "chosen"
     """training runs whose requests are kept in the store, so that they can be forked and rerun: off = none; chosen =
     those with `history: true` in their metadata; all = every run"""
+    recheck_share: float = Field(0.0, ge=0, le=1)
+    """share of the work of runs with a history that is executed a second time, to notice devices that compute other
+    bits; the event tinkerflow.run.corrupt names the step"""
     history_days: float = Field(30.0, ge=0)
     """days for which the history of a run is kept after its last request; 0 = for ever"""
 

@@ -16,7 +16,8 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.group_watch import GroupWatch
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.observers import EngineObserver, RunObserver
-from tinkerflow.flows.runner import STOPPED, End, ModelRunner, SnapshotPolicy, Why
+from tinkerflow.flows.runner import STOPPED, End, ModelRunner, Why
+from tinkerflow.flows.snapshots import SnapshotPolicy
 from tinkerflow.flows.sweeps import OVER, SWEEP_SECONDS, Sweeps
 from tinkerflow.flows.turns import GroupTurns, Turns
 

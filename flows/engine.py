@@ -178,6 +178,7 @@ def _serve_base_model(
         saves,
         Snapshots(saves),
         most_drift=settings.most_drift,
+        recheck_share=settings.recheck_share,
         full_models=FullModelQueue(settings.host_snapshot_bytes),
     )
     stack.callback(context.close)

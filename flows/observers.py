@@ -13,6 +13,7 @@ from uuid import UUID
 
 from tinkerflow.backend.journal import Kind, Pending, Trained
 from tinkerflow.tasks.execution.operation import Operation
+from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
 
 IN_CHUNKS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)  # the SDK cuts one call into several requests
@@ -53,6 +54,9 @@ class RunObserver(Protocol):
 
     def restored(self, generation: int, restored: Restored) -> None:
         """The model was restored."""
+
+    def differed(self, difference: Difference) -> None:
+        """Operations were executed a second time, and a result was another one."""
 
     def interrupted(self) -> None:
         """The worker group ended, and the operations in flight with it."""

@@ -1,7 +1,7 @@
 """The runner of one model: its requests leave the journal in order, overlap in the pool, and are answered in order.
 
-The order is: the states of a runner, the batches of its requests, its recovery snapshots, the operations in flight, the
-model in a worker group, and the loop over batches.
+The order is: the states of a runner, the batches of its requests, the operations in flight, the model in a worker
+group, and the loop over batches. Its recovery snapshots are in snapshots.py.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import partial
 
 from tinkerflow.backend.core.errors import GroupFailedError, SuspectError
-from tinkerflow.backend.journal import AWAY, Kind, ModelState, Outcome, Pending, SnapshotTaken
+from tinkerflow.backend.journal import AWAY, Kind, ModelState, Outcome, Pending
 from tinkerflow.backend.spec.commands import AdapterState, Done, DropAdapter
 from tinkerflow.flows.observers import IN_CHUNKS, Batch, RunObserver
+from tinkerflow.flows.snapshots import SnapshotPolicy, SnapshotSchedule, SnapshotTaker
 from tinkerflow.tasks.execution.operation import MOST_CRASHES, Execution, ExecutionContext, Operation, begin
 from tinkerflow.tasks.execution.restore import Restored, restore
 from tinkerflow.tasks.execution.sequencer import Sequencer, Slot
-from tinkerflow.tasks.execution.state_transfers import take_snapshot
 from tinkerflow.tasks.operations import OPERATIONS, SAVES
 
 log = logging.getLogger(__name__)
@@ -121,98 +121,6 @@ def batches(pending: Sequence[Pending], steps_made: int) -> list[Batch]:
         if request.kind == Kind.OPTIM_STEP:
             steps_made += 1
     return grouped
-
-
-# ------------------------------------------------------------------ when a recovery snapshot is due
-@dataclass(frozen=True)
-class SnapshotPolicy:
-    """When a changed model's snapshot is due: after `steps` optimizer steps or `seconds` since the last snapshot."""
-
-    steps: int
-    seconds: float
-
-
-class SnapshotSchedule:
-    """How much a model has changed since its last snapshot."""
-
-    def __init__(self, policy: SnapshotPolicy, now: float) -> None:
-        """The model has not changed. now: the monotonic time."""
-        self._policy = policy
-        self._since = now
-        self._steps = 0
-        self._last = -1  # the last request that the model in the group has executed
-        self.seq_id: int | None = None  # the last dispatched request that no snapshot covers
-        self.taking = self.hurried = False
-
-    def dispatched(self, seq_id: int, *, step: bool) -> None:
-        """A request was dispatched. During replay a save may arrive after requests with higher seq_ids."""
-        self.seq_id = self._last = max(seq_id, self._last)
-        self._steps += step
-
-    def interrupted(self) -> None:
-        """Some dispatched requests were not executed."""
-        self.seq_id, self._last, self.hurried = None, -1, False
-
-    def restored(self, replayed: int, last: int) -> None:
-        """The model was restored by a replay, up to request `last`, with `replayed` optimizer steps.
-
-        These steps count towards the next snapshot; otherwise repeated crashes would replay more each time.
-        """
-        self._steps, self._last = replayed, last
-
-    def hurry(self) -> None:
-        """The worker group is about to end: a snapshot is due if the model has changed."""
-        self.hurried = self.seq_id is not None
-
-    def is_due(self, now: float) -> bool:
-        """Whether a snapshot should be taken now."""
-        late = self.hurried or self._steps >= self._policy.steps or now - self._since >= self._policy.seconds
-        return late and not self.taking and self.seq_id is not None
-
-    def begin(self, now: float) -> int:
-        """Note that a snapshot is being taken. Returns the last request that it covers."""
-        assert self.seq_id is not None
-        seq_id, self.seq_id = self.seq_id, None
-        self._since, self._steps, self.taking, self.hurried = now, 0, True, False
-        return seq_id
-
-
-class SnapshotTaker:
-    """Takes the recovery snapshots of one model, one at a time."""
-
-    def __init__(self, model_id: str, observers: Sequence[RunObserver], schedule: SnapshotSchedule) -> None:
-        """No snapshot is being taken. observers: get a report about each snapshot."""
-        self._model_id = model_id
-        self._observers = observers
-        self._schedule = schedule
-        self._changed = asyncio.Event()
-
-    def take(self, context: ExecutionContext, sequencer: Sequencer, group: asyncio.TaskGroup) -> None:
-        """Give a snapshot the next slot of the model if the model has changed."""
-        last = sequencer.last
-        if self._schedule.seq_id is None or self._schedule.taking or last is None or last.interrupted:
-            return
-        seq_id = self._schedule.begin(context.clock.monotonic())
-        work = take_snapshot(context, self._model_id, seq_id, sequencer.slot())
-        group.create_task(work, name="snapshot").add_done_callback(self._ended)
-
-    def _ended(self, taking: asyncio.Task[SnapshotTaken | None]) -> None:
-        self._schedule.taking = False
-        self._changed.set()
-        if not taking.cancelled() and taking.exception() is None and (taken := taking.result()) is not None:
-            for observer in self._observers:
-                observer.log(f"snapshot taken at request {taken.seq_id}: {taken.size_bytes / 2**20:.1f} MiB")
-
-    def interrupted(self) -> None:
-        """The worker group ended, so no hurried snapshot can be taken of it."""
-        self._schedule.interrupted()
-        self._changed.set()
-
-    async def hurried_snapshot(self, is_paused: Callable[[], bool]) -> None:
-        """Wait until the hurried snapshot is taken, or cannot be."""
-        while (self._schedule.taking or self._schedule.hurried) and not is_paused():
-            self._changed.clear()
-            await self._changed.wait()
 
 
 # ------------------------------------------------------------------ operations in flight
@@ -450,12 +358,15 @@ class ModelRunner:
         async with asyncio.TaskGroup() as group:  # waits for operations in flight
             if restore_now:
                 await self._is_ready(restores=True)
-            while True:
-                work = await self._next(group)
-                if isinstance(work, End):
-                    return work
-                for batch in work:
-                    await self._execute(batch, group)
+            try:
+                while True:
+                    work = await self._next(group)
+                    if isinstance(work, End):
+                        return work
+                    for batch in work:
+                        await self._execute(batch, group)
+            finally:
+                self._snapshots.stop_rechecks()
 
     async def _next(self, group: asyncio.TaskGroup) -> list[Batch] | End:
         """The batches to execute next, or the end of serving, as soon as there are any."""

@@ -33,6 +33,7 @@ from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect.report import Drawing, RunReport
 from tinkerflow.flows.prefect.window import Window, window_size, windows_of
 from tinkerflow.tasks.execution.operation import Operation
+from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
 
 _LABEL = 60  # characters of a client's name for a run that the flow run's name shows
@@ -247,6 +248,18 @@ class RunMirror:
         """The model is being restored in the worker group of this generation."""
         text = f"in worker group {generation}, from its last snapshot and the journal"
         self._show(Running(name="Restoring", message=text))
+
+    def differed(self, difference: Difference) -> None:
+        """Report an operation whose result was another one when it was executed a second time."""
+        text = f"step {difference.step}: the result of {difference.kind} (request {difference.seq_id}) is another one"
+        self.log(f"{text} when it is computed again, on {', '.join(difference.devices)}", logging.ERROR)
+        self._emit(
+            "tinkerflow.run.corrupt",
+            step=difference.step,
+            kind=difference.kind,
+            request=difference.seq_id,
+            devices=list(difference.devices),
+        )
 
     def restored(self, generation: int, restored: Restored) -> None:
         """The model was restored."""

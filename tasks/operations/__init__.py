@@ -4,6 +4,7 @@ from tinkerflow.backend.journal import Kind
 from tinkerflow.tasks.execution.operation import OperationTable
 from tinkerflow.tasks.operations import create_model, forward_backward, load_weights, optim_step, save_weights, unload
 
+CHANGES = load_weights.CHANGES  # those that change a model
 OPERATIONS = OperationTable(
     {
         Kind.CREATE_MODEL: create_model.execute,

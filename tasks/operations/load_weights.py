@@ -91,12 +91,12 @@ async def check_readable(context: ExecutionContext, owner: str, path: str, acces
     if row.base_model != context.card.name:
         raise UserError(f"path {path!r} belongs to base model {row.base_model!r}, not {context.card.name!r}")
     if row.only_in_history:
-        await make_fork(context, row, _CHANGES)
+        await make_fork(context, row, CHANGES)
     return row
 
 
 # The operations that change a model. A fork executes them again.
-_CHANGES: Mapping[Kind, Execute] = {
+CHANGES: Mapping[Kind, Execute] = {
     Kind.CREATE_MODEL: create_model.execute,
     Kind.LOAD_MODEL: execute,
     Kind.LOAD_WEIGHTS: execute,

@@ -35,7 +35,8 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy
+from tinkerflow.flows.runner import ModelRunner
+from tinkerflow.flows.snapshots import SnapshotPolicy
 from tinkerflow.tasks.execution.operation import AnswerWriter, ExecutionContext
 from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -14,9 +15,11 @@ from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import HistoryRules, Kind
 from tinkerflow.backend.journal import history as journal_history
 from tinkerflow.backend.store.history import HistoryStore
-from tinkerflow.flows.runner import SnapshotPolicy
+from tinkerflow.flows.runner import ModelRunner
 from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.flows.snapshots import SnapshotPolicy
 from tinkerflow.flows.sweeps import delete_histories, write_histories
+from tinkerflow.tasks.execution.recheck import Difference
 
 STEPS = 8
 
@@ -181,3 +184,51 @@ async def test_the_history_has_every_request_once_and_in_order(run: str, client:
     assert [past.seq_id for past in past_requests(client.journal, context.store, run, after=30)] == list(
         range(31, client.seqs[run])
     )
+
+
+# ------------------------------------------------------------------ operations that are executed a second time
+class Seen:
+    """Notes the differences that a runner reports."""
+
+    def __init__(self) -> None:
+        self.differences: list[Difference] = []
+
+    def differed(self, difference: Difference) -> None:
+        self.differences.append(difference)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize("flipped", [None, 2, 5, 8])
+async def test_a_flipped_bit_is_named_at_the_end_of_its_interval(
+    context: Any, client: Any, running: Any, until: Any, flipped: int | None
+) -> None:
+    seen, pool = Seen(), context.pool
+    model, request = client.submit_create(history=True)
+    checking = replace(context, recheck_share=1.0)
+    runner = ModelRunner(checking, [seen], SnapshotPolicy(3, 1000.0), model, 0)
+    async with running(runner.serve()), running(client.ring("model:", runner)):
+        assert (await client.result(request)).error is None
+        for step in range(1, 11):
+            if step == flipped:
+                (weights,) = pool.executor.adapters[model].weights.values()
+                weights.view("uint32").reshape(-1)[2] ^= 1 << 22
+            await client.results(client.forward_backward(model, [2, 3]), client.optim_step(model))
+            if step in (4, 7, 10):  # the snapshot was due when this step began
+                await until(lambda step=step: pool.names.count("DropAdapter") >= step // 3)
+    found = [(one.kind, one.step, one.devices) for one in seen.differences]
+    assert found == ([] if flipped is None else [("forward_backward", flipped, ("cpu:0",))])
+    assert set(pool.executor.adapters) == {model}
+    assert client.journal.models.get(model, None).step == 10
+
+
+async def test_runs_without_a_history_and_a_share_of_none_cost_nothing(context: Any, client: Any, running: Any) -> None:
+    for number, (share, history) in enumerate(((1.0, False), (0.0, True))):
+        model, request = client.submit_create(number, history=history)
+        runner = ModelRunner(replace(context, recheck_share=share), [], SnapshotPolicy(1, 1000.0), model, 0)
+        async with running(runner.serve()), running(client.ring("model:", runner)):
+            await client.result(request)
+            for _ in range(3):
+                await client.results(client.forward_backward(model, [2, 3]), client.optim_step(model))
+    assert context.pool.names.count("OptimStep") == 6

@@ -29,8 +29,9 @@ from tinkerflow.flows.prefect.controls import CANCELLED
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect.server import PrefectServer, listen, start_server
-from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy, Why
+from tinkerflow.flows.runner import ModelRunner, Why
 from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.flows.snapshots import SnapshotPolicy
 
 pytestmark = [
     # Prefect's event worker keeps its connections to a server until they are collected (a few, and no more with time)

@@ -12,7 +12,8 @@ import pytest
 
 from tinkerflow.backend.journal import Kind
 from tinkerflow.backend.spec.commands import ExportAdapter
-from tinkerflow.flows.runner import IN_FLIGHT, SnapshotPolicy
+from tinkerflow.flows.runner import IN_FLIGHT
+from tinkerflow.flows.snapshots import SnapshotPolicy
 from tinkerflow.tasks.operations import SAVES
 
 

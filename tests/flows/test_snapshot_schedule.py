@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkerflow.flows.runner import SnapshotPolicy, SnapshotSchedule
+from tinkerflow.flows.snapshots import SnapshotPolicy, SnapshotSchedule
 
 
 def test_a_snapshot_is_due_after_so_many_steps_or_seconds_if_the_model_changed() -> None:
