@@ -130,7 +130,7 @@ class HistoryStore:
         pieces: Sequence[bytes],
         new: dict[tuple[str, bytes], _Piece],
     ) -> _Record:
-        """The record of a request. new: the pieces of this segment, to which this function adds those of the record."""
+        """The record of a request. new: the pieces of this segment; those of the record are added."""
         own: list[bytes] = []
         places = []
         for piece in pieces:

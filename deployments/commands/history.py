@@ -37,7 +37,7 @@ def rerun(
 ) -> None:
     """Train a run again, as it was or with changes, as a new run that the console compares with the first.
 
-    Without changes, every result must equal the recorded one, byte for byte; the exit status is 1 if one differs.
+    Without changes, every result must equal the recorded one, byte for byte. The exit status is 1 if one differs.
     """
     from tinkerflow.deployments.rerun import Change, Changes, Rerun
 

@@ -1,7 +1,7 @@
 """Forks: the state of a run after one of its optimizer steps, made again from its history and saved as a checkpoint.
 
 `tinker://RUN/weights/@812` can be loaded and sampled as any checkpoint. The first use loads the newest earlier state of
-the run into an adapter of its own, executes the requests between that state and the step again, and saves the result
+the run into a separate adapter. It executes the requests between that state and the step again, and saves the result
 under the path. The earlier state is that of a recovery snapshot or of a checkpoint that the run has saved; else the
 fork begins with the creation of the model. A live run is not disturbed.
 """
@@ -38,7 +38,7 @@ async def make_fork(context: ExecutionContext, row: CheckpointView, execute: Map
     """Save the checkpoint that `row` describes. Return when the journal and the store have it.
 
     context: bound to a worker group. execute: the operations that change a model. Concurrent callers share the work.
-    GroupFailedError: the group ended. NotFoundError: the history does not reach the step. StoreError: it is damaged.
+    GroupFailedError: the group ended. NotFoundError: the history does not reach the step. StoreError: the history is damaged.
     """
     await context.forks.run(row.path, lambda: _make(context, row, execute))
 

@@ -1,7 +1,7 @@
 """The watch for silent corruption: some operations are executed a second time, and the results are compared.
 
-A recovery snapshot ends an interval of a run. Of runs with a history, a share of the intervals is executed again, from
-the snapshot before, in an adapter of its own. Each result must equal the recorded one, byte for byte. The first that
+A recovery snapshot ends an interval of a run. A share of the intervals is executed again if the run has a history: from
+the snapshot before, in a separate adapter. Each result must equal the recorded one, byte for byte. The first that
 does not names the step at which a device, the memory or a program has computed other bits.
 """
 
