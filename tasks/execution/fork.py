@@ -38,7 +38,7 @@ async def make_fork(context: ExecutionContext, row: CheckpointView, execute: Map
     """Save the checkpoint that `row` describes. Return when the journal and the store have it.
 
     context: bound to a worker group. execute: the operations that change a model. Concurrent callers share the work.
-    GroupFailedError: the group ended. NotFoundError: the history does not reach the step. StoreError: it cannot be read.
+    GroupFailedError: the group ended. NotFoundError: the history ends before the step. StoreError: it cannot be read.
     """
     await context.forks.run(row.path, lambda: _make(context, row, execute))
 
