@@ -48,6 +48,18 @@ _TOKENS_OF_RUN = sa.select(
 ).where(col(TrainingStep.model_id) == sa.bindparam("run_id"))
 _TOKENS_OF_LAST = sa.select(col(TrainingStep.tokens)).where(*_OF_RUN).order_by(_SEQ.desc()).limit(1)
 
+_FIGURES_OF = tuple(
+    col(getattr(TrainingStep, name)) for name in ("step", "tokens", "weight", "loss", "grad_norm", "learning_rate")
+)
+_OF_OTHER = (col(TrainingStep.model_id) == sa.bindparam("other_id"), _SEQ >= 0)
+_LAST_STEPS = [
+    sa.select(sa.func.coalesce(sa.func.max(col(TrainingStep.step)), 0).label("step")).where(*which)
+    for which in (_OF_RUN, _OF_OTHER)
+]
+_COMMON = sa.select(sa.func.min(sa.union_all(*_LAST_STEPS).subquery().c.step))
+_DIFFERENT = sa.except_(sa.select(*_FIGURES_OF).where(*_OF_RUN), sa.select(*_FIGURES_OF).where(*_OF_OTHER)).subquery()
+_DIFFERS = sa.select(sa.func.min(_DIFFERENT.c.step)).where(_DIFFERENT.c.step <= sa.bindparam("common"))
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -86,6 +98,14 @@ class Curve:
     steps: int
 
 
+@dataclass(frozen=True)
+class Parting:
+    """Two runs compared. common: the last step of both. first: the first step that differs, None if none does."""
+
+    common: int
+    first: int | None
+
+
 class Curves(Aggregate):
     """The figures of training runs by step."""
 
@@ -107,6 +127,14 @@ class Curves(Aggregate):
             made, begun = connection.execute(_TOKENS_OF_RUN, {"run_id": run_id}).one()
             last = connection.execute(_TOKENS_OF_LAST, {"run_id": run_id}).scalar()
         return Trained(made, last or 0, begun)
+
+    def parting(self, run_id: str, other_id: str) -> Parting:
+        """Where the figures of a run differ from those of another one, which made the same steps. Two statements."""
+        parameters = {"run_id": run_id, "other_id": other_id}
+        with self._read() as connection:
+            common = connection.execute(_COMMON, parameters).scalar_one()
+            first = connection.execute(_DIFFERS, {**parameters, "common": common}).scalar_one()
+        return Parting(common, first)
 
     def last_seq(self, run_id: str, owner: str | None) -> int:
         """The sequence id of the newest step, -1 before the first. Two statements. NotFoundError as in `of_run`."""

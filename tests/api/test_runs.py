@@ -37,6 +37,7 @@ def test_metrics_are_stored_once_and_shown_on_the_page_of_the_run(server: Any) -
     server.post(f"training_runs/{other}/metrics", steps(reward=1.0))
     compared = server.http.get(f"{server.url}/compare", params={"run": [run, other]}).text
     assert f"{run} ends at 0.5, {other} ends at 1" in compared
+    assert f"<th>First step that differs from {run}</th>" in compared and "<td>none of 0</td>" in compared
 
 
 @pytest.mark.parametrize(

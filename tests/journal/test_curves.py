@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import LossMeasured, ModelLive, StepMeasured, Trained
+from tinkerflow.backend.journal.curves import Parting
 from tinkerflow.backend.journal.database import driver_url
 from tinkerflow.backend.journal.tables import TrainingStep
 
@@ -137,3 +138,18 @@ def test_a_run_of_others_does_not_exist(scene, as_owner):
     with pytest.raises(NotFoundError):
         scene.journal.curves.last_seq(model, "other")
     assert scene.journal.curves.of_run(model, None).points == ()
+
+
+def test_two_runs_part_at_the_first_step_whose_figures_differ(scene, statements):
+    runs = [scene.model() for _ in range(3)]
+    rates = {runs[0]: [1e-3] * 4, runs[1]: [1e-3] * 5, runs[2]: [1e-3, 1e-3, 5e-4]}
+    for run in runs:
+        for step, rate in enumerate(rates[run], start=1):
+            answer(scene, run, 2 * step - 1, LossMeasured(run, 10, 5.0, math.nan if step == 2 else 20.0 / step))
+            answer(scene, run, 2 * step, StepMeasured(run, 2 * step, step, grad_norm=2.5, learning_rate=rate))
+    parting = scene.journal.curves.parting
+    with statements() as made:
+        assert parting(runs[1], runs[0]) == parting(runs[0], runs[1]) == Parting(4, None)
+    assert len(made) == 4
+    assert parting(runs[2], runs[0]) == Parting(3, 3)
+    assert parting(scene.model(), runs[0]) == Parting(0, None)

@@ -57,8 +57,11 @@ async def run_page(run_id: str, visit: Visiting) -> Response:
 
 @router.get("/compare")
 async def compare_page(visit: Visiting, run: Runs = []) -> Response:  # noqa: B006  a query's default
-    """Runs side by side: their settings, and their curves in the same charts."""
-    return visit.page("compare.html", most=LINES, **await _curves(visit, list(dict.fromkeys(run))))
+    """Runs side by side: their settings, the first steps that differ, and their curves in the same charts."""
+    runs = list(dict.fromkeys(run))
+    values = await _curves(visit, runs)  # which checks that they are the visitor's
+    partings = [await asyncio.to_thread(visit.journal.curves.parting, other, runs[0]) for other in runs[1:]]
+    return visit.page("compare.html", most=LINES, partings=[None, *partings], **values)
 
 
 @router.get("/curves")
