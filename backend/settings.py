@@ -214,6 +214,13 @@ class Settings(BaseSettings):
     budget_tokens: int = Field(0, ge=0)
     """training tokens of one run after which Prefect gets the event tinkerflow.budget.reached; 0 = no budget"""
 
+    trackers: tuple[str, ...] = ()
+    """trackers that show training runs: mlflow, tensorboard, trackio or wandb; none = no tracker"""
+    tracked_projects: tuple[str, ...] = ()
+    """projects whose training runs the trackers show; none = all projects"""
+    tracking_dir: str = ""
+    """folder for the data of trackers that have no place of their own; empty = <data_dir>/tracking"""
+
     @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
@@ -286,6 +293,11 @@ class Settings(BaseSettings):
     def store_url(self) -> str:
         """The checkpoint store's URL."""
         return self.store or (self.data_dir / "store").as_uri()
+
+    @property
+    def tracking_folder(self) -> Path:
+        """The folder for the data of trackers."""
+        return Path(self.tracking_dir).expanduser().resolve() if self.tracking_dir else self.data_dir / "tracking"
 
     @property
     def pipelines_url(self) -> str:

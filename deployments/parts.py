@@ -1,24 +1,29 @@
-"""The parts of a deployment as processes: `tinkerflow engine`, `tinkerflow api`, `tinkerflow worker`."""
+"""The parts of a deployment as processes: `tinkerflow engine`, `api`, `worker` and `track`."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tinkerflow.backend.catalog.model_card import EMBEDDED, EMBEDDED_FOLDER
+from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.disk import make_folder
-from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.joining import parse_address, read_secret
-from tinkerflow.backend.journal import Journal, migrate
+from tinkerflow.backend.core.retry import retry
+from tinkerflow.backend.journal import AWAY, Journal, migrate
 from tinkerflow.backend.pool import HostConfig, serve_group
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import die_with_parent
-from tinkerflow.deployments.pulse import READY, Pulse, say
+from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
 
 
 def run_engine_part(settings: Settings, parent: int) -> None:
@@ -52,6 +57,40 @@ def run_worker_part(settings: Settings, group: str, processes: int) -> None:
     cache = str(settings.compile_cache)
     host = HostConfig(driver, port, secret, processes, logs, cache, platform=settings.platform)
     _until_signal(lambda: serve_group(host, say), say)
+
+
+def run_track_part(settings: Settings, parent: int, *, once: bool) -> None:
+    """Mirror training runs to the trackers of the settings until SIGTERM; stdout gets READY and beats for `up`.
+
+    once: write what the journal has, and return. UserError when the settings name no tracker, or one that cannot be.
+    """
+    _begin(parent)
+    keep_stdout()  # libraries of trackers print
+    from tinkerflow.backend.tracking.journal_runs import LOOK_SECONDS, JournalMirror
+    from tinkerflow.backend.tracking.trackers import trackers_named
+
+    if not (trackers := trackers_named(settings.trackers)):
+        raise UserError("track: the setting TINKERFLOW_TRACKERS is empty; docs/trackers.md lists the trackers")
+    say(READY)
+    stop = threading.Event()
+
+    async def run() -> None:
+        journal = await retry(
+            partial(asyncio.to_thread, Journal.open, settings.journal_url),
+            on=(ServerError, *AWAY),
+            pauses=() if once else itertools.repeat(LOOK_SECONDS),
+            what="no journal yet",
+            log=logging.getLogger(__name__),
+        )
+        place, projects = settings.tracking_folder, settings.tracked_projects
+        mirrors = [JournalMirror(tracker, journal, place, SystemClock(), projects) for tracker in trackers]
+        works = [mirror.once if once else partial(mirror.keep, stop) for mirror in mirrors]
+        try:
+            await asyncio.gather(*map(asyncio.to_thread, works))
+        finally:
+            stop.set()  # the threads close their runs, and the event loop's end waits for them
+
+    _until_signal(run, logging.getLogger(__name__).info)
 
 
 def with_base_models(settings: Settings) -> Settings:

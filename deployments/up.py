@@ -48,8 +48,8 @@ class Stack:
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
         """Nothing starts yet. `report` gets what the parts say, about compilation for example, from other threads.
 
-        UserError when there is no launcher, store or base model of that name, or the file of the group's secret
-        does not hold a secret.
+        UserError when there is no launcher, store, base model or tracker of that name, or the file of the group's
+        secret does not hold a secret.
         """
         refuse_served(settings.data_dir)
         _check_places(settings)
@@ -66,7 +66,7 @@ class Stack:
                 silence=self.settings.heartbeat_timeout,
                 report=report,
             )
-            for name in ("engine", "api")
+            for name in ("engine", "api", *(("track",) if settings.trackers else ()))
         ]
         self._plan = None if self._launcher is None else Plan.of(self.settings, os.environ)
         self._owned = contextlib.ExitStack()
@@ -222,13 +222,17 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 def _check_places(settings: Settings) -> None:
-    """UserError for a store's URL or a base model's folder that cannot be. The engine asks buckets and the hub."""
+    """UserError for a store, a base model's folder or a tracker that cannot be. The engine asks buckets and the hub."""
     for url in (settings.store_url, settings.pipelines_url):
         if not url.startswith("gs://") or url == "gs://":
             open_blobs(url)
     for name in settings.base_models:
         if name != EMBEDDED and (hub_name(name) is None and "://" not in name):
             find_model(name)
+    if settings.trackers:
+        from tinkerflow.backend.tracking.trackers import trackers_named
+
+        trackers_named(settings.trackers)
 
 
 def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:

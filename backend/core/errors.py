@@ -17,6 +17,7 @@ TinkerflowError            category
     ├── StateLostError              an adapter or a snapshot was lost with its worker group
     ├── JournalBusyError            another writer held the journal for too long
     ├── NoTablesError               the journal's database is empty (backend/journal/migrate.py)
+    ├── TrackerError                a tracker of runs failed (backend/tracking/mirror.py)
     └── StoreError                  a checkpoint could not be read or written
         └── StoreAwayError          the checkpoint store could not be reached
 """

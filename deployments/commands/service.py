@@ -174,3 +174,15 @@ def worker(
 
     secret = None if secret_file is None else str(secret_file)
     run_worker_part(settings_with(data_dir=data_dir, group_secret_file=secret), group, processes)
+
+
+@app.command()
+def track(
+    once: Annotated[bool, typer.Option("--once", help="write what the journal has, and end")] = False,
+    parent: Parent = 0,
+    data_dir: DataDir = None,
+) -> None:
+    """Mirror training runs to the trackers of TINKERFLOW_TRACKERS. `tinkerflow up` starts this if it is set."""
+    from tinkerflow.deployments.parts import run_track_part
+
+    run_track_part(settings_with(data_dir=data_dir), parent, once=once)

@@ -30,6 +30,7 @@ from tinkerflow.tasks.pipelines.parameters import PipelineParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.progress import RunProgress, Sample, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
+from tinkerflow.tasks.pipelines.tracked import tracked
 from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, train_segment
 from tinkerflow.tasks.pipelines.work import digest
 
@@ -87,13 +88,23 @@ async def train(run: PreparedRun, data: str, recipe: Recipe) -> TrainingResult:
     segments = progress.segments()
     if _done(segments) < training.steps:
         await recipe.prepare(trainer)
-    async with controlled() as control, _live_progress(trainer, segments) as show_step:
+    async with (
+        controlled() as control,
+        tracked(run, name, segments) as tracked_steps,
+        _live_progress(trainer, segments) as show_progress,
+    ):
+
+        def show_step(made: StepMetrics) -> None:
+            show_progress(made)
+            tracked_steps.add([made])
+
         while (done := _done(segments)) < training.steps:
             last = min(done + training.segment_steps, training.steps)
             with tags(*flow_run.tags or ()):  # a limit on a tag then lets runs alternate after each segment
                 segment = await train_segment(trainer, done + 1, last, control, show_step)
             if segment is not None:
                 segments.append(segment)
+                tracked_steps.add_segment(segment)
                 await _show(run.artifacts, segments, lineage)
             if control.stopping:
                 control.stopped(_what_is_saved(segments))
@@ -163,7 +174,7 @@ async def _export(trainer: Trainer, step: int) -> str:
 def _plan(run: PreparedRun, data: str) -> str:
     """A digest of everything that affects the outcome: not of names, places and mere observations."""
     decides = run.parameters.model_dump(
-        mode="json", exclude={"name", "connection", "work", "resume", "samples", "data", "held_out"}
+        mode="json", exclude={"name", "connection", "work", "resume", "samples", "data", "held_out", "tracking"}
     )
     decides["training"].pop("state_days")
     if not decides.get("max_staleness"):

@@ -9,11 +9,12 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.losses import loss_named
+from tinkerflow.backend.tracking.trackers import trackers_named
 from tinkerflow.tasks.pipelines.data import Use
 from tinkerflow.tasks.pipelines.render import Format
 from tinkerflow.tasks.pipelines.rows import Schema
@@ -27,6 +28,17 @@ PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "
 MOST_POINTS = 256  # of a sweep
 IMPORT = r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$"
 ENVIRONMENT = r"^([A-Za-z_][A-Za-z0-9_.-]*:[A-Za-z_][A-Za-z0-9_]*)?$"
+
+
+def _tracker_names(value: object) -> object:
+    """Lists as they are, and a name alone as a list of it. ValueError for trackers that cannot be used here."""
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        try:
+            trackers_named(names)
+        except UserError as error:
+            raise ValueError(error.message) from error
+    return names
 
 
 class Parameters(BaseModel):
@@ -113,6 +125,9 @@ class PipelineParameters(RunParameters):
     )
     data: DataSource = Field(description="Rows to learn from.")
     held_out: DataSource | None = Field(None, description="Rows that are measured after each segment.")
+    tracking: Annotated[list[str], BeforeValidator(_tracker_names)] = Field(
+        [], description="Trackers that show the run: mlflow, tensorboard, trackio or wandb, one or a list."
+    )
     model: ModelParameters = Field(default_factory=ModelParameters, description="The model that is trained.")
     training: TrainingParameters = Field(default_factory=TrainingParameters, description="How long and how fast.")
     samples: SampleParameters = Field(default_factory=SampleParameters, description="Samples on the way.")

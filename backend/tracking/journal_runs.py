@@ -1,0 +1,230 @@
+"""Mirrors the training runs of the journal to one tracker, in a thread or process of its own that may lag behind.
+
+The mirror asks the journal every few seconds how much each run has, and writes the difference. A file keeps how much of
+each closed run the tracker has stored. After a crash, the runs that were open are read back from the tracker.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.retry import Restarts
+from tinkerflow.backend.journal import AWAY, Extent, Journal, ModelState
+from tinkerflow.backend.tracking.mirror import RunMirror, TrackerError
+from tinkerflow.backend.tracking.tracker import Outcome, Row, TrackedRun, Tracker
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+_ALL_SECONDS = 300.0  # between two looks at runs that take no work: a client may store metrics of these, too
+_IDLE_SECONDS = 300.0  # after which a run is closed, until it has new values
+_MOST_OPEN = 64
+_AT_ONCE = 5000  # rows
+_OUTCOMES: Mapping[ModelState, Outcome] = {
+    ModelState.UNLOADED: "finished",
+    ModelState.FAILED: "failed",
+    ModelState.LOST: "failed",
+}
+
+
+class JournalMirror:
+    """Mirrors the runs of some projects to one tracker."""
+
+    def __init__(
+        self, tracker: Tracker, journal: Journal, folder: Path, clock: Clock, projects: Collection[str] = ()
+    ) -> None:
+        """Nothing is read yet.
+
+        tracker: the tracker. journal: of the runs. folder: for the data of all trackers. clock: the time of values that
+        have none. projects: whose runs are mirrored; none = those of all projects.
+        """
+        self._tracker, self._journal, self._folder, self._clock = tracker, journal, folder, clock
+        self._projects = projects
+        self._stored = Stored(folder / tracker.name / "stored.txt")
+        self._open: dict[str, _OpenRun] = {}
+        self._failing: dict[str, tuple[Restarts, float]] = {}  # by run, and when the next attempt is due
+        self._all_at = -_ALL_SECONDS
+
+    def keep(self, stop: threading.Event) -> None:
+        """Mirror until `stop` is set, and close all runs. UserError when another process does so."""
+        with alone(self._folder / self._tracker.name):
+            while not stop.is_set():
+                try:
+                    self.turn()
+                except AWAY as error:
+                    log.warning("tracker %s waits for the journal: %s", self._tracker.name, error)
+                stop.wait(LOOK_SECONDS)
+            self.close()
+
+    def once(self) -> None:
+        """Write what the journal has now. UserError as in `keep`; TrackerError when a run is not stored."""
+        with alone(self._folder / self._tracker.name):
+            self.turn()
+            self.close()
+        if self._failing:
+            raise TrackerError(f"tracker {self._tracker.name}: not stored: {', '.join(self._failing)}")
+
+    def turn(self) -> None:
+        """Write the values that are new. A run whose tracker fails is tried again later, after a growing pause."""
+        now = time.monotonic()
+        every = now - self._all_at >= _ALL_SECONDS
+        extents = self._journal.run_values.extents(self._projects, live_only=not every)
+        if self._open.keys() - {extent.id for extent in extents}:  # runs that have just ended
+            every, extents = True, self._journal.run_values.extents(self._projects, live_only=False)
+        if every:
+            self._all_at = now
+        for extent in extents:
+            self._mirror(extent, now)
+
+    def close(self) -> None:
+        """Close all runs."""
+        for opened in list(self._open.values()):
+            try:
+                self._close(opened)
+            except TrackerError as error:
+                self._failing[opened.run_id] = Restarts(), 0.0
+                log.warning("run %s is completed at the next start: %s", opened.run_id, error)
+
+    def _mirror(self, extent: Extent, now: float) -> None:
+        opened = self._open.get(extent.id)
+        if opened is None and (self._stored.has(extent) or (extent.last_seq < 0 and not extent.metrics)):
+            return
+        restarts, due = self._failing.get(extent.id, (Restarts(), 0.0))
+        if now < due:
+            return
+        try:
+            if opened is None:
+                opened = self._open_run(extent.id)
+            if opened.extent != extent:
+                opened.write(extent, self._clock)
+                opened.changed = now
+            if extent.state in _OUTCOMES or now - opened.changed > _IDLE_SECONDS:
+                self._close(opened)
+        except TrackerError as error:
+            pause = restarts.pause(steady=False)
+            self._failing[extent.id] = restarts, time.monotonic() + pause
+            log.warning("run %s is not shown now, trying again in %g s: %s", extent.id, pause, error)
+            if (failed := self._open.pop(extent.id, None)) is not None:
+                with suppress(TrackerError):  # so that no thread of the library goes on writing
+                    failed.mirror.close("unfinished")
+        else:
+            self._failing.pop(extent.id, None)
+
+    def _open_run(self, run_id: str) -> _OpenRun:
+        if len(self._open) >= _MOST_OPEN:
+            self._close(min(self._open.values(), key=lambda one: one.changed))
+        mirror = RunMirror(self._tracker, describe(self._journal, run_id), self._folder)
+        opened = self._open[run_id] = _OpenRun(self._journal, run_id, mirror)
+        return opened
+
+    def _close(self, opened: _OpenRun) -> None:
+        del self._open[opened.run_id]
+        opened.mirror.close("unfinished" if opened.extent is None else _OUTCOMES.get(opened.extent.state, "unfinished"))
+        if opened.extent is not None:
+            self._stored.note(opened.extent)
+
+
+class _OpenRun:
+    """A run that is being mirrored. extent: how much of it was written. changed: when that was."""
+
+    def __init__(self, journal: Journal, run_id: str, mirror: RunMirror) -> None:
+        self.run_id, self.mirror = run_id, mirror
+        self.extent: Extent | None = None
+        self.changed = time.monotonic()
+        self._values = journal.run_values
+        self._seq, self._step = -1, 0
+        self._read: dict[str, tuple[int, int]] = {}  # by metric: how many values were read, and the last step
+
+    def write(self, extent: Extent, clock: Clock) -> None:
+        """Write what the run has by now."""
+        while made := self._values.steps(self.run_id, self._seq, _AT_ONCE):
+            rows = []
+            for one in made:
+                # A client that loads an earlier checkpoint counts the steps after it again: these follow the others.
+                self._step = max(one.step, self._step + 1)
+                rows.append(Row(self._step, one.at, one.values))
+            self._seq = made[-1].seq_id
+            self.mirror.write(rows)
+        for name, number in self._values.metrics(self.run_id).items():
+            known, last = self._read.get(name, (0, -1))
+            if number > known:
+                new, last_new = self._write_metric(name, last, clock)
+                if known + new < number:  # some have earlier steps than others that were read before
+                    _, last_new = self._write_metric(name, -1, clock)
+                self._read[name] = number, max(last, last_new)
+        self.extent = extent
+
+    def _write_metric(self, name: str, after: int, clock: Clock) -> tuple[int, int]:
+        """Write the values at later steps than `after`; their number, and the last step."""
+        number = 0
+        while points := self._values.metric(self.run_id, name, after, _AT_ONCE):
+            self.mirror.write([Row(step, clock.now(), {name: value}) for step, value in points])
+            number, after = number + len(points), points[-1][0]
+        return number, after
+
+
+class Stored:
+    """A file with the extents of closed runs, which a tracker has stored. The last line of a run counts.
+
+    A line that a crash has cut off is ignored.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """path: of the file, which need not exist."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        text = path.read_text() if path.exists() else ""
+        self._lines = dict(line.split("\t", 1) for line in text.split("\n")[:-1] if "\t" in line)
+        self._cut = bool(text) and not text.endswith("\n")
+
+    def has(self, extent: Extent) -> bool:
+        """Whether the tracker has stored all of the run."""
+        return self._lines.get(extent.id) == _line(extent)
+
+    def note(self, extent: Extent) -> None:
+        """The tracker has stored all of the run up to this extent."""
+        self._lines[extent.id] = line = _line(extent)
+        with self._path.open("a") as file:
+            file.write("\n" * self._cut + f"{extent.id}\t{line}\n")
+        self._cut = False
+
+
+def _line(extent: Extent) -> str:
+    over = extent.state if extent.state in _OUTCOMES else ""
+    return f"{extent.last_seq} {extent.metrics} {over}"
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Be the only process that mirrors the journal to this folder. UserError when there is another one."""
+    with (folder / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another `tinkerflow track` writes there; stop it first") from None
+        yield
+
+
+def describe(journal: Journal, run_id: str) -> TrackedRun:
+    """The run as trackers show it."""
+    model = journal.models.get(run_id, None)
+    session = journal.sessions.get(model.session_id, None)
+    config: dict[str, str | int | float | bool] = {
+        "base_model": model.base_model,
+        "rank": model.rank,
+        "train_attn": model.train_attn,
+        "train_mlp": model.train_mlp,
+        "train_unembed": model.train_unembed,
+        "optimizer": model.optimizer,
+        **({} if model.seed is None else {"seed": model.seed}),
+        **{f"metadata.{name}": value for name, value in model.user_metadata.items()},
+    }
+    return TrackedRun(run_id, session.project, journal.models.label(run_id) or run_id, session.tags, config)

@@ -1,0 +1,77 @@
+"""MLflow: a run in the experiment of its project, at MLFLOW_TRACKING_URI or else in an SQLite file of the folder.
+
+The tag `tinkerflow.run` holds the run's id. A batch of values is one transaction, or one request to a server.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+
+from tinkerflow.backend.tracking.tracker import Outcome, Row, TrackedRun, Tracker
+
+TAG = "tinkerflow.run"
+_AT_ONCE = 1000  # values of one batch: MLflow's limit
+_STATUS = {"finished": "FINISHED", "failed": "FAILED"}
+
+
+class _Run:
+    """A run at the tracking server, or in the database."""
+
+    def __init__(self, run: TrackedRun, folder: Path) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        folder.mkdir(parents=True, exist_ok=True)
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+        self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
+        project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
+        experiment = self._client.get_experiment_by_name(project)
+        artifacts = None if uri else (folder / "artifacts").as_uri()
+        number = experiment.experiment_id if experiment else self._client.create_experiment(project, artifacts)
+        found = self._client.search_runs([number], f"tags.`{TAG}` = '{run.id}'", max_results=1)
+        if not found:
+            tags = {TAG: run.id, "tinkerflow.tags": ", ".join(run.tags)}
+            found = [self._client.create_run(number, int(time.time() * 1000), tags, run.name)]
+        self._id = found[0].info.run_id
+        if found[0].info.status != "RUNNING":
+            self._client.update_run(self._id, "RUNNING")
+        left = [Param(legal(name), str(value)) for name, value in run.config.items()]
+        left = [param for param in left if param.key not in found[0].data.params]
+        for start in range(0, len(left), 100):
+            self._client.log_batch(self._id, params=left[start : start + 100])
+
+    def written(self) -> dict[str, set[int]]:
+        names = self._client.get_run(self._id).data.metrics
+        return {name: {one.step for one in self._client.get_metric_history(self._id, name)} for name in names}
+
+    def write(self, rows: Sequence[Row]) -> None:
+        from mlflow.entities import Metric
+
+        left = (
+            Metric(name, value, _milliseconds(row.at), row.step) for row in rows for name, value in row.values.items()
+        )
+        while some := list(islice(left, _AT_ONCE)):
+            self._client.log_batch(self._id, some)
+
+    def close(self, outcome: Outcome) -> None:
+        if outcome in _STATUS:
+            self._client.set_terminated(self._id, _STATUS[outcome])
+
+
+def _milliseconds(at: datetime) -> int:
+    return int(at.timestamp() * 1000)
+
+
+def legal(name: str) -> str:
+    """The name with the characters that MLflow takes: letters, digits, and some others."""
+    return re.sub(r"[^\w.\- /:]", "_", name)
+
+
+TRACKER = Tracker("mlflow", "mlflow", _Run, legal)

@@ -1,0 +1,71 @@
+"""A journal whose training runs grow by calls, and trackers that are read back in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tests.journal.conftest import Scene
+
+from tinkerflow.backend.journal import Journal, LossMeasured, StepMeasured, migrate
+
+Points = dict[str, list[list[float]]]
+
+
+@dataclass
+class GrowingRuns:
+    """A journal in a folder."""
+
+    folder: Path
+    journal: Journal
+    scene: Scene
+    _seqs: dict[str, int] = field(default_factory=dict)
+
+    def run(self, owner: str = "local", **said: object) -> str:
+        scene = Scene(self.journal, owner)
+        return scene.model(scene.session(**said))  # type: ignore[arg-type]
+
+    def train(self, run: str, *steps: int) -> None:
+        """Make steps with these numbers; the loss of each is its number."""
+        for step in steps:
+            for effect in (LossMeasured(run, 10, 2.0, 2.0 * step, kl=0.5), None):
+                seq = self._seqs[run] = self._seqs.get(run, 0) + 1
+                self.scene.submit(run, seq)
+                (pending,) = self.journal.requests.ready(run)
+                made = effect or StepMeasured(run, seq, step, grad_norm=0.5, learning_rate=0.25)
+                self.journal.results.finish([pending.done(b"", "proto", made)])
+
+
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("tracked") / "journal.db"
+    migrate(f"sqlite:///{path}")
+    return path.read_bytes()
+
+
+@pytest.fixture
+def runs(tmp_path: Path, migrated: bytes) -> Iterator[GrowingRuns]:
+    (tmp_path / "journal.db").write_bytes(migrated)
+    journal = Journal.open(f"sqlite:///{tmp_path / 'journal.db'}")
+    yield GrowingRuns(tmp_path, journal, Scene(journal))
+    journal.close()
+
+
+@pytest.fixture
+def read() -> Callable[..., Points]:
+    """read(tracker, folder, run, project): the values of a run that the tracker has."""
+
+    def read(tracker: str, folder: Path, run: str, project: str = "local") -> Points:
+        script = Path(__file__).with_name("reading.py")
+        words = [sys.executable, str(script), tracker, str(folder), run.replace(":", "-"), project]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        points: Points = json.loads(done.stdout.splitlines()[-1])
+        return points
+
+    return read
