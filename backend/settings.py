@@ -215,7 +215,7 @@ class Settings(BaseSettings):
     """training tokens of one run after which Prefect gets the event tinkerflow.budget.reached; 0 = no budget"""
 
     trackers: tuple[str, ...] = ()
-    """trackers that show training runs: mlflow, tensorboard, trackio or wandb; none = no tracker"""
+    """trackers that show training runs, such as mlflow or wandb; none = no tracker"""
     tracked_projects: tuple[str, ...] = ()
     """projects whose training runs the trackers show; none = all projects"""
     tracking_dir: str = ""

@@ -39,7 +39,7 @@ OVERVIEW = {
         "api": ("service", "run the API alone"),
         "engine": ("service", "run the engine alone"),
         "worker": ("service", "run worker processes for an engine on another host"),
-        "track": ("service", "mirror training runs to wandb, mlflow, trackio or tensorboard"),
+        "track": ("service", "mirror training runs to trackers such as wandb or mlflow"),
     },
 }
 MODULES = {name: module for commands in OVERVIEW.values() for name, (module, _) in commands.items()}

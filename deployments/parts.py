@@ -64,13 +64,13 @@ def run_track_part(settings: Settings, parent: int, *, once: bool) -> None:
 
     once: write what the journal has, and return. UserError when the settings name no tracker, or one that cannot be.
     """
-    _begin(parent)
-    keep_stdout()  # libraries of trackers print
     from tinkerflow.backend.tracking.journal_runs import LOOK_SECONDS, JournalMirror
     from tinkerflow.backend.tracking.trackers import trackers_named
 
     if not (trackers := trackers_named(settings.trackers)):
         raise UserError("track: the setting TINKERFLOW_TRACKERS is empty; docs/trackers.md lists the trackers")
+    _begin(parent)
+    keep_stdout()  # libraries of trackers print
     say(READY)
     stop = threading.Event()
 

@@ -18,8 +18,8 @@ from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.journal import AWAY, Extent, Journal, ModelState
-from tinkerflow.backend.tracking.mirror import RunMirror, TrackerError
-from tinkerflow.backend.tracking.tracker import Outcome, Row, TrackedRun, Tracker
+from tinkerflow.backend.tracking.mirror import TrackerError, TrackerMirror
+from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class JournalMirror:
     def _open_run(self, run_id: str) -> _OpenRun:
         if len(self._open) >= _MOST_OPEN:
             self._close(min(self._open.values(), key=lambda one: one.changed))
-        mirror = RunMirror(self._tracker, describe(self._journal, run_id), self._folder)
+        mirror = TrackerMirror(self._tracker, describe(self._journal, run_id), self._folder)
         opened = self._open[run_id] = _OpenRun(self._journal, run_id, mirror)
         return opened
 
@@ -135,7 +135,7 @@ class JournalMirror:
 class _OpenRun:
     """A run that is being mirrored. extent: how much of it was written. changed: when that was."""
 
-    def __init__(self, journal: Journal, run_id: str, mirror: RunMirror) -> None:
+    def __init__(self, journal: Journal, run_id: str, mirror: TrackerMirror) -> None:
         self.run_id, self.mirror = run_id, mirror
         self.extent: Extent | None = None
         self.changed = time.monotonic()
@@ -150,7 +150,7 @@ class _OpenRun:
             for one in made:
                 # A client that loads an earlier checkpoint counts the steps after it again: these follow the others.
                 self._step = max(one.step, self._step + 1)
-                rows.append(Row(self._step, one.at, one.values))
+                rows.append(StepRow(self._step, one.at, one.values))
             self._seq = made[-1].seq_id
             self.mirror.write(rows)
         for name, number in self._values.metrics(self.run_id).items():
@@ -166,7 +166,7 @@ class _OpenRun:
         """Write the values at later steps than `after`; their number, and the last step."""
         number = 0
         while points := self._values.metric(self.run_id, name, after, _AT_ONCE):
-            self.mirror.write([Row(step, clock.now(), {name: value}) for step, value in points])
+            self.mirror.write([StepRow(step, clock.now(), {name: value}) for step, value in points])
             number, after = number + len(points), points[-1][0]
         return number, after
 

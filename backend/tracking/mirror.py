@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from tinkerflow.backend.core.errors import ServerError
-from tinkerflow.backend.tracking.tracker import Outcome, Row, TrackedRun, Tracker
+from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 
 
 class TrackerError(ServerError):
     """A tracker, or its library, failed."""
 
 
-class RunMirror:
+class TrackerMirror:
     """Writes a run to a tracker. Every method may block, and raises TrackerError when the tracker fails.
 
     After an error, open another mirror: it reads which values the tracker has. Two mirrors must not write the same run
@@ -30,7 +30,7 @@ class RunMirror:
             self._writer = tracker.open(run, folder / tracker.name)
             self._written = self._writer.written()
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[StepRow]) -> None:
         """Write the values that the tracker does not have. Values that are not finite are left out."""
         missing = [replace(row, values=values) for row in rows if (values := self._missing(row))]
         if missing:
@@ -42,7 +42,7 @@ class RunMirror:
         with self._fails():
             self._writer.close(outcome)
 
-    def _missing(self, row: Row) -> dict[str, float]:
+    def _missing(self, row: StepRow) -> dict[str, float]:
         values: dict[str, float] = {}
         for name, value in row.values.items():
             known = self._written.setdefault(legal := self._tracker.legal(name), set())

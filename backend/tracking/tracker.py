@@ -32,7 +32,7 @@ class TrackedRun:
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """Values of one step by name. at: when they were measured."""
 
     step: int
@@ -47,7 +47,7 @@ class Writer(Protocol):
         """The steps that the tracker has, by the name of the value."""
         ...
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[StepRow]) -> None:
         """Write values that the tracker does not have."""
         ...
 

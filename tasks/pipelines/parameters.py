@@ -37,7 +37,7 @@ def _tracker_names(value: object) -> object:
         try:
             trackers_named(names)
         except UserError as error:
-            raise ValueError(error.message) from error
+            raise ValueError(error.message.removeprefix("tracker ")) from error
     return names
 
 
@@ -126,7 +126,7 @@ class PipelineParameters(RunParameters):
     data: DataSource = Field(description="Rows to learn from.")
     held_out: DataSource | None = Field(None, description="Rows that are measured after each segment.")
     tracking: Annotated[list[str], BeforeValidator(_tracker_names)] = Field(
-        [], description="Trackers that show the run: mlflow, tensorboard, trackio or wandb, one or a list."
+        [], description="Trackers that show the run, such as mlflow or wandb: one or a list."
     )
     model: ModelParameters = Field(default_factory=ModelParameters, description="The model that is trained.")
     training: TrainingParameters = Field(default_factory=TrainingParameters, description="How long and how fast.")

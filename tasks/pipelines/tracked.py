@@ -18,8 +18,8 @@ import orjson
 from tinkerflow.backend.core.clock import Clock, SystemClock
 from tinkerflow.backend.core.retry import backoffs
 from tinkerflow.backend.settings import Settings
-from tinkerflow.backend.tracking.mirror import RunMirror, TrackerError
-from tinkerflow.backend.tracking.tracker import Outcome, Row, TrackedRun, Tracker
+from tinkerflow.backend.tracking.mirror import TrackerError, TrackerMirror
+from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 from tinkerflow.backend.tracking.trackers import trackers_named
 from tinkerflow.tasks.pipelines.control import StoppedError
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
@@ -37,7 +37,7 @@ class TrackedSteps:
         """Start a thread for each tracker. run: as the trackers show it. clock: the time of values."""
         self._run, self._now = run, clock.now
         self._folder = Settings().tracking_folder
-        self._rows: list[Row] = []  # of this process; grows only
+        self._rows: list[StepRow] = []  # of this process; grows only
         self._changed = {tracker.name: threading.Event() for tracker in trackers}
         self._outcome: Outcome | None = None
         self._threads = [
@@ -49,7 +49,7 @@ class TrackedSteps:
 
     def add(self, steps: Sequence[StepMetrics]) -> None:
         """Show the values of steps."""
-        self._rows += [Row(step.step, self._now(), step.values) for step in steps]
+        self._rows += [StepRow(step.step, self._now(), step.values) for step in steps]
         self._wake()
 
     def add_segment(self, segment: SegmentRecord) -> None:
@@ -75,9 +75,9 @@ class TrackedSteps:
         pauses: Iterator[float] = backoffs()
         changed, failed = self._changed[tracker.name], False
         while True:
-            mirror: RunMirror | None = None
+            mirror: TrackerMirror | None = None
             try:
-                mirror = RunMirror(tracker, self._run, self._folder)
+                mirror = TrackerMirror(tracker, self._run, self._folder)
                 self._follow(mirror, changed)
                 return
             except TrackerError as error:
@@ -89,7 +89,7 @@ class TrackedSteps:
                         mirror.close("unfinished")
                 time.sleep(next(pauses))
 
-    def _follow(self, mirror: RunMirror, changed: threading.Event) -> None:
+    def _follow(self, mirror: TrackerMirror, changed: threading.Event) -> None:
         written = 0
         while True:
             changed.clear()
@@ -121,7 +121,7 @@ async def tracked(run: PreparedRun, name: str, segments: Sequence[SegmentRecord]
 
 def describe(run: PreparedRun, name: str) -> TrackedRun:
     """The run as trackers show it. name: that retries share."""
-    values = run.parameters.model_dump(mode="json", exclude={"connection", "work", "resume", "tracking"})
+    values = run.parameters.model_dump(mode="json", exclude={"name", "connection", "work", "resume", "tracking"})
     config = {"pipeline": run.pipeline, "offered_model": run.model.name, **_flat(values)}
     return TrackedRun(name, run.pipeline, f"{run.parameters.name} {name[:8]}", (run.pipeline,), config)
 

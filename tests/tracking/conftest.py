@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.journal.conftest import Scene
@@ -23,19 +24,21 @@ class GrowingRuns:
 
     folder: Path
     journal: Journal
-    scene: Scene
+    _owners: dict[str, str] = field(default_factory=dict)
     _seqs: dict[str, int] = field(default_factory=dict)
 
-    def run(self, owner: str = "local", **said: object) -> str:
+    def run(self, owner: str = "local", **said: Any) -> str:
         scene = Scene(self.journal, owner)
-        return scene.model(scene.session(**said))  # type: ignore[arg-type]
+        run = scene.model(scene.session(**said))
+        self._owners[run] = owner
+        return run
 
     def train(self, run: str, *steps: int) -> None:
         """Make steps with these numbers; the loss of each is its number."""
         for step in steps:
             for effect in (LossMeasured(run, 10, 2.0, 2.0 * step, kl=0.5), None):
                 seq = self._seqs[run] = self._seqs.get(run, 0) + 1
-                self.scene.submit(run, seq)
+                Scene(self.journal, self._owners[run]).submit(run, seq)
                 (pending,) = self.journal.requests.ready(run)
                 made = effect or StepMeasured(run, seq, step, grad_norm=0.5, learning_rate=0.25)
                 self.journal.results.finish([pending.done(b"", "proto", made)])
@@ -52,7 +55,7 @@ def migrated(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def runs(tmp_path: Path, migrated: bytes) -> Iterator[GrowingRuns]:
     (tmp_path / "journal.db").write_bytes(migrated)
     journal = Journal.open(f"sqlite:///{tmp_path / 'journal.db'}")
-    yield GrowingRuns(tmp_path, journal, Scene(journal))
+    yield GrowingRuns(tmp_path, journal)
     journal.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from tinkerflow.backend.core.clock import SystemClock
@@ -12,6 +13,7 @@ from tinkerflow.backend.tracking.trackers import TRACKERS
 from tinkerflow.deployments.pulse import keep_stdout, say
 
 if __name__ == "__main__":
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tensorboardX loads it where it is installed: 2 s
     keep_stdout()
     name, folder = sys.argv[1], Path(sys.argv[2])
     journal = Journal.open(f"sqlite:///{folder / 'journal.db'}")
@@ -19,3 +21,4 @@ if __name__ == "__main__":
     while True:
         mirror.turn()
         say("turn")
+        time.sleep(0.05)

@@ -13,14 +13,14 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
-from tinkerflow.backend.tracking.tracker import Outcome, Row, TrackedRun, Tracker
+from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 
 TAG = "tinkerflow.run"
 _AT_ONCE = 1000  # values of one batch: MLflow's limit
 _STATUS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
-class _Run:
+class MlflowRun:
     """A run at the tracking server, or in the database."""
 
     def __init__(self, run: TrackedRun, folder: Path) -> None:
@@ -51,7 +51,7 @@ class _Run:
         names = self._client.get_run(self._id).data.metrics
         return {name: {one.step for one in self._client.get_metric_history(self._id, name)} for name in names}
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[StepRow]) -> None:
         from mlflow.entities import Metric
 
         left = (
@@ -74,4 +74,4 @@ def legal(name: str) -> str:
     return re.sub(r"[^\w.\- /:]", "_", name)
 
 
-TRACKER = Tracker("mlflow", "mlflow", _Run, legal)
+TRACKER = Tracker("mlflow", "mlflow", MlflowRun, legal)

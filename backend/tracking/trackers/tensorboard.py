@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkerflow.backend.tracking.tracker import Outcome, Row, TrackedRun, Tracker
+from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 
 _HEADER = struct.Struct("<QI")  # the length of an event and a checksum, before it; another checksum follows it
 _CHECKSUM = 4
@@ -46,7 +46,7 @@ class _EventFiles:
                     found.setdefault(value.tag, set()).add(event.step)
         return found
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[StepRow]) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
 
         for row in rows:

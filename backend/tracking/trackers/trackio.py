@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.tracking.tracker import Outcome, Row, TrackedRun, Tracker
+from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 
 _NOT_VALUES = {"step", "timestamp"}
 _REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
-class _Run:
+class TrackioRun:
     """A run in the database of its project."""
 
     def __init__(self, run: TrackedRun, folder: Path) -> None:
@@ -53,7 +53,7 @@ class _Run:
                 found.setdefault(name, set()).add(log["step"])
         return found
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
             self._run.log(dict(row.values), step=row.step)
 
@@ -68,4 +68,4 @@ def legal(name: str) -> str:
     return f"__{name}" if name in RESERVED_KEYS or name.startswith("__") else name
 
 
-TRACKER = Tracker("trackio", "trackio", _Run, legal)
+TRACKER = Tracker("trackio", "trackio", TrackioRun, legal)

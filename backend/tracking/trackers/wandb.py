@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from tinkerflow.backend.tracking.tracker import Outcome, Row, TrackedRun, Tracker
+from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 
 AXIS = "training_step"
 _OFFLINE = ("offline", "dryrun", "disabled")
@@ -30,7 +30,7 @@ _WHOLE, _LAST = 1, 4  # kinds that end a record
 _FILE_HEADER = 7
 
 
-class _Run:
+class WandbRun:
     """A run, with the library's process behind it."""
 
     def __init__(self, run: TrackedRun, folder: Path) -> None:
@@ -69,7 +69,7 @@ class _Run:
     def written(self) -> dict[str, set[int]]:
         return self._written
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
             self._run.log({**row.values, AXIS: row.step, "_timestamp": row.at.timestamp()})
 
@@ -118,4 +118,4 @@ def legal(name: str) -> str:
     return f"value{name}" if name.startswith("_") else f"{name}_value" if name == AXIS else name
 
 
-TRACKER = Tracker("wandb", "wandb", _Run, legal)
+TRACKER = Tracker("wandb", "wandb", WandbRun, legal)
