@@ -141,7 +141,8 @@ class _OpenRun:
         self.changed = time.monotonic()
         self._values = journal.run_values
         self._seq, self._step = -1, 0
-        self._read: dict[str, tuple[int, int]] = {}  # by metric: how many values were read, and the last step
+        self._counts: dict[str, int] = {}  # by metric: how many values were read
+        self._last: dict[str, int] = {}  # by metric: the last step
 
     def write(self, extent: Extent, clock: Clock) -> None:
         """Write what the run has by now."""
@@ -153,22 +154,30 @@ class _OpenRun:
                 rows.append(StepRow(self._step, one.at, one.values))
             self._seq = made[-1].seq_id
             self.mirror.write(rows)
-        for name, number in self._values.metrics(self.run_id).items():
-            known, last = self._read.get(name, (0, -1))
-            if number > known:
-                new, last_new = self._write_metric(name, last, clock)
-                if known + new < number:  # some have earlier steps than others that were read before
-                    _, last_new = self._write_metric(name, -1, clock)
-                self._read[name] = number, max(last, last_new)
-        self.extent = extent
+        counts = self._values.metrics(self.run_id)
+        grown = [name for name, number in counts.items() if number > self._counts.get(name, 0)]
+        new = self._write_metrics({name: self._last.get(name, -1) for name in grown}, clock)
+        # Values of earlier steps than others that were read: all are read again, and the mirror writes those.
+        late = [name for name in grown if self._counts.get(name, 0) + new[name] < counts[name]]
+        self._write_metrics(dict.fromkeys(late, -1), clock)
+        self._counts, self.extent = counts, extent
 
-    def _write_metric(self, name: str, after: int, clock: Clock) -> tuple[int, int]:
-        """Write the values at later steps than `after`; their number, and the last step."""
-        number = 0
-        while points := self._values.metric(self.run_id, name, after, _AT_ONCE):
-            self.mirror.write([StepRow(step, clock.now(), {name: value}) for step, value in points])
-            number, after = number + len(points), points[-1][0]
-        return number, after
+    def _write_metrics(self, after: Mapping[str, int], clock: Clock) -> dict[str, int]:
+        """Write the values of metrics at later steps than those in `after`; their numbers. Values of a step are a row."""
+        new = dict.fromkeys(after, 0)
+        while after:
+            steps: dict[int, dict[str, float]] = {}
+            left = {}
+            for name, last in after.items():
+                if points := self._values.metric(self.run_id, name, last, _AT_ONCE):
+                    for step, value in points:
+                        steps.setdefault(step, {})[name] = value
+                    new[name] += len(points)
+                    left[name] = points[-1][0]
+                    self._last[name] = max(self._last.get(name, -1), left[name])
+            self.mirror.write([StepRow(step, clock.now(), values) for step, values in sorted(steps.items())])
+            after = left
+        return new
 
 
 class Stored:

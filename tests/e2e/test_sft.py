@@ -17,6 +17,7 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling, Paused
 
+from tinkerflow.backend.tracking.trackers.tensorboard import _summaries
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file
 from tinkerflow.flows.pipelines.sft import SftParameters, sft
@@ -37,8 +38,9 @@ async def run(values: dict, **options):
     return await sft(SftParameters.model_validate(values), **options)
 
 
-async def test_it_learns_and_shows_what_it_did(pipelines):
-    values = config(pipelines, "shown", steps=12, segment_steps=4) | {"resume": "shown"}
+async def test_it_learns_and_shows_what_it_did(pipelines, tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKERFLOW_TRACKING_DIR", str(tmp_path))
+    values = config(pipelines, "shown", steps=12, segment_steps=4) | {"resume": "shown", "tracking": "tensorboard"}
     trained = await run(values)
     assert trained.last["loss"] < 0.7 * trained.first["loss"]
     assert len(trained.samples) == 2
@@ -64,6 +66,14 @@ async def test_it_learns_and_shows_what_it_did(pipelines):
 
     again = await run(values)  # finished: no step is made
     assert (again.state, again.last) == (trained.state, trained.last)
+    files = sorted((tmp_path / "tensorboard/sft/shown").glob("*.tfevents.*"))
+    events = [event for file in files for event in _summaries(file)]
+    tracked = sorted(
+        (value.tag, event.step) for event in events for value in event.summary.value if value.tag[:3] != "run"
+    )
+    measured = ("grad_norm", "learning_rate", "loss", "tokens")
+    wanted = [(name, step) for name in measured for step in range(1, 13)]
+    assert tracked == sorted([*wanted, *(("held_out_loss", step) for step in (4, 8, 12))])
     with pytest.raises(Exception, match="begun with other parameters or data"):
         await run(values | {"training": values["training"] | {"learning_rate": 0.001}})
 

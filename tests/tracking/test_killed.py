@@ -41,11 +41,12 @@ def test_a_killed_mirror_writes_each_value_once(runs: Any, read: Any, tracker: s
         TRACKERS[tracker].check()
     except UserError as missing:
         pytest.skip(missing.message)
-    run, metrics = runs.run(), runs.journal.run_metrics
+    run, other, metrics = runs.run(), runs.run(), runs.journal.run_metrics
     place, made, stored = runs.folder / "tracking", 0, 0
     for _ in range(2):
         process = Mirroring(tracker, runs.folder)
         runs.train(run, *range(made + 1, made + 11))
+        runs.train(other, made + 1)  # both are open at the same time
         # wandb-core writes blocks of 32 KiB
         metrics.record(run, "local", {step: {"eval/reward": step / 4} for step in range(made * 100, made * 100 + 600)})
         process.turns(2)  # the second one has seen these steps
@@ -65,6 +66,7 @@ def test_a_killed_mirror_writes_each_value_once(runs: Any, read: Any, tracker: s
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert sorted(read(tracker, place, other)["loss"]) == [[1, 1.0], [21, 21.0]]
     points = read(tracker, place, run)
     rewards = {step: step / 4 for start in (0, 2000) for step in range(start, start + 600)}
     rewards |= {start + later: 9.0 for start in (0, 2000) for later in (650, 700)}
