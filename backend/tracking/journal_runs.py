@@ -163,7 +163,7 @@ class _OpenRun:
         self._counts, self.extent = counts, extent
 
     def _write_metrics(self, after: Mapping[str, int], clock: Clock) -> dict[str, int]:
-        """Write the values of metrics at later steps than those in `after`; their numbers. Values of a step are a row."""
+        """Write the values of metrics at later steps than `after`, a row for each step. Returns their numbers."""
         new = dict.fromkeys(after, 0)
         while after:
             steps: dict[int, dict[str, float]] = {}
