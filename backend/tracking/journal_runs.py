@@ -145,11 +145,11 @@ class _OpenRun:
         self._last: dict[str, int] = {}  # by metric: the last step
 
     def write(self, extent: Extent, clock: Clock) -> None:
-        """Write what the run has by now."""
+        """Write the values that the run has by now."""
         while made := self._values.steps(self.run_id, self._seq, _AT_ONCE):
             rows = []
             for one in made:
-                # A client that loads an earlier checkpoint counts the steps after it again: these follow the others.
+                # After loading an earlier checkpoint, a client repeats step numbers. Those steps follow the others.
                 self._step = max(one.step, self._step + 1)
                 rows.append(StepRow(self._step, one.at, one.values))
             self._seq = made[-1].seq_id
