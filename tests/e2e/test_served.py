@@ -23,7 +23,6 @@ from prefect.events.clients import PrefectEventsClient
 from prefect.states import Running
 from serving import serving
 
-from tinkerflow.backend.tracking.trackers.tensorboard import _summaries
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import automations, ensure_automations, ensure_tag_limits
@@ -99,12 +98,6 @@ def segments(pipelines, run: str) -> list[SegmentRecord]:
     return [] if plan is None else RunProgress(pipelines.work, run, plan["plan"]).segments()
 
 
-def losses(folder: Path) -> list[int]:
-    """The steps whose losses the event files of a run have."""
-    events = (event for file in sorted(folder.glob("*.tfevents.*")) for event in _summaries(file))
-    return sorted(event.step for event in events for value in event.summary.value if value.tag == "loss")
-
-
 def processes_of(waiting: Path) -> list[int]:
     """Pids of the processes that reported in this folder and still exist."""
     return [int(reported.name) for reported in waiting.iterdir() if Path("/proc", reported.name).exists()]
@@ -114,8 +107,7 @@ def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(p
     waiting = tmp_path / "waiting"
     waiting.mkdir()
     monkeypatch.setenv("SLOW_SFT", str(waiting))
-    monkeypatch.setenv("TINKERFLOW_TRACKING_DIR", str(tmp_path / "tracking"))
-    given = values(pipelines, "clicked") | {"tracking": "tensorboard"}
+    given = values(pipelines, "clicked")
     with served(pipelines, tmp_path, given) as run:
         url = pipelines.server.prefect_page(f"/runs/flow-run/{run}")
 
@@ -171,7 +163,6 @@ def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(p
     assert after[: len(before)] == before
     made = [[one.step for one in segment.steps] for segment in after]
     assert made == [[1, 2], [3], [4, 5], [6], [7, 8], [9, 10], [11]]  # none twice
-    assert losses(tmp_path / "tracking/tensorboard/sft" / run) == list(range(1, 12))
     undisturbed = asyncio.run(sft(SftParameters.model_validate(given | {"name": "undisturbed-11"})))
     mine, other = pipelines.weights(after[-1].state), pipelines.weights(undisturbed.state)
     assert mine.keys() == other.keys() and all(np.array_equal(mine[name], other[name]) for name in mine)
