@@ -26,6 +26,7 @@ OVERVIEW = {
         "rerun": ("history", "train a run again, as it was or with changes"),
         "blame": ("history", "find the rows that spoiled a step"),
         "fork": ("history", "save the state of a run after one of its steps"),
+        "explain": ("history", "show the data and the checkpoints that a checkpoint comes from"),
         "receipt": ("history", "write a signed statement of a run's inputs and results"),
         "verify": ("history", "compare a run with its receipt, and execute it again"),
     },

@@ -1,4 +1,4 @@
-"""`tinkerflow fork`, `rerun`, `blame`, `receipt` and `verify`: questions to a training run whose history is kept."""
+"""Questions to a training run whose history is kept: `tinkerflow fork`, `rerun`, `blame`, `explain`, and receipts."""
 
 from __future__ import annotations
 
@@ -104,6 +104,28 @@ def fork(
 
     with _recorded(run, data_dir) as recorded:
         print(saved_fork(recorded, step, name or f"step-{step}"))
+
+
+@app.command()
+def explain(
+    path: Annotated[str, typer.Argument(help="checkpoint, as tinker://RUN/weights/NAME or tinker://RUN/weights/@STEP")],
+    data_dir: DataDir = None,
+) -> None:
+    """Show where a checkpoint comes from: its run, the data that it was trained on, and the checkpoint before it."""
+    from tinkerflow.deployments.explain import explain as lineages
+    from tinkerflow.deployments.recorded_run import Api
+    from tinkerflow.tasks.pipelines.server_address import server_from_environment
+
+    with Api(*server_from_environment(settings_with(data_dir=data_dir))) as api:
+        for lineage in lineages(api, path):
+            about, trained = lineage.run.about, sum(lineage.rows.values())
+            print(lineage.path)
+            print(f"  request {lineage.seq_id} of {lineage.run.run_id} made it, after {lineage.steps} steps")
+            seed = "" if about["seed"] is None else f", seed {about['seed']}"
+            print(f"  base model {about['base_model']}, rank {about['lora_rank']}, {about['optimizer']}{seed}")
+            print(f"  trained on {trained} rows, {len(lineage.rows)} of them different, {lineage.tokens:,} tokens")
+            print(f"  digest of the rows: {lineage.data_digest}")
+            print(f"  began with {lineage.loaded or 'a fresh adapter'}")
 
 
 @app.command()

@@ -135,6 +135,27 @@ def test_changes_and_wrong_words(run: str, command: Any) -> None:
             command(*words)
 
 
+def test_a_checkpoint_is_explained_with_those_before_it(run: str, command: Any, service: Any, make_datum: Any) -> None:
+    first = service.create_training_client_from_state(
+        f"tinker://{run}/weights/step-4", user_metadata={"history": "true"}
+    ).result()
+    for _ in range(2):
+        first.forward_backward(rows(make_datum, 9)[:3], "cross_entropy").result()
+        first.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    path = first.save_weights_for_sampler("last").result().path
+    said, _ = command("explain", path)
+    later, earlier = said.split(f"tinker://{run}/weights/step-4\n  request")
+    assert later.startswith(f"{path}\n  request 5 of {first.model_id} made it, after 2 steps\n")
+    assert "trained on 6 rows, 3 of them different" in later and f"began with tinker://{run}/weights/step-4" in later
+    assert "after 4 steps" in earlier and "trained on 16 rows, 16 of them different" in earlier
+    assert "began with a fresh adapter" in earlier
+    said, _ = command("explain", f"tinker://{run}/weights/@4")
+    digests = [line for line in (earlier + said).splitlines() if "digest of the rows" in line]
+    assert len(digests) == 2 and digests[0] == digests[1]
+    with pytest.raises(Exception, match="the history of its run has no request that made it"):
+        command("explain", f"tinker://{run}/weights/none")
+
+
 def test_a_receipt_is_verified_and_damage_is_named(run: str, command: Any, server: Any, tmp_path: Any) -> None:
     file = tmp_path / "receipt.json"
     said, _ = command("receipt", run, "-o", str(file))
