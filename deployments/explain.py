@@ -1,4 +1,4 @@
-"""The lineage of a checkpoint: its run, the data that changed it, and the checkpoint with which the run began."""
+"""The ancestry of a checkpoint: its run, the data that changed it, and the checkpoint with which the run began."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_PARENTS = 100
 
 
 @dataclass
-class Lineage:
+class Ancestry:
     """The part of a run that a checkpoint has in it.
 
     seq_id: of the request that made the checkpoint. steps: optimizer steps. rows: digests of the trained rows by the
@@ -54,8 +54,8 @@ class Lineage:
             self.loaded = str(orjson.loads(recorded.payload)["path"])
 
 
-def explain(api: Api, path: str) -> Iterator[Lineage]:
-    """The lineage of a checkpoint, then those of the checkpoints before it, as far as their runs have histories.
+def explain(api: Api, path: str) -> Iterator[Ancestry]:
+    """The ancestry of a checkpoint, then those of the checkpoints before it, as far as their runs have histories.
 
     NotFoundError: the run of the first checkpoint has no history, or did not make the checkpoint.
     """
@@ -64,27 +64,27 @@ def explain(api: Api, path: str) -> Iterator[Lineage]:
         if wanted is None:
             return
         try:
-            lineage = _of_checkpoint(api, CheckpointPath.parse(wanted))
+            ancestry = _of_checkpoint(api, CheckpointPath.parse(wanted))
         except NotFoundError:
             if generation == 0:
                 raise
             return
-        yield lineage
-        wanted = lineage.loaded
+        yield ancestry
+        wanted = ancestry.loaded
 
 
-def _of_checkpoint(api: Api, path: CheckpointPath) -> Lineage:
+def _of_checkpoint(api: Api, path: CheckpointPath) -> Ancestry:
     run = RecordedRun.find(api, path.run_id)
-    lineage = Lineage(str(path), run)
+    ancestry = Ancestry(str(path), run)
     for recorded in run.requests():
         if recorded.error is not None:
             continue
         if _saves(recorded, path):
-            lineage.seq_id = recorded.seq_id
-            return lineage
-        lineage.add(recorded)
+            ancestry.seq_id = recorded.seq_id
+            return ancestry
+        ancestry.add(recorded)
         if path.step == 0 or (recorded.kind == "optim_step" and recorded.step == path.step):
-            return lineage
+            return ancestry
     raise NotFoundError(f"checkpoint {str(path)!r}: the history of its run has no request that made it")
 
 

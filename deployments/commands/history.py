@@ -112,20 +112,20 @@ def explain(
     data_dir: DataDir = None,
 ) -> None:
     """Show where a checkpoint comes from: its run, the data that it was trained on, and the checkpoint before it."""
-    from tinkerflow.deployments.explain import explain as lineages
+    from tinkerflow.deployments.explain import explain as ancestries
     from tinkerflow.deployments.recorded_run import Api
     from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
     with Api(*server_from_environment(settings_with(data_dir=data_dir))) as api:
-        for lineage in lineages(api, path):
-            about, trained = lineage.run.about, sum(lineage.rows.values())
-            print(lineage.path)
-            print(f"  request {lineage.seq_id} of {lineage.run.run_id} made it, after {lineage.steps} steps")
+        for ancestry in ancestries(api, path):
+            about, trained = ancestry.run.about, sum(ancestry.rows.values())
+            print(ancestry.path)
+            print(f"  request {ancestry.seq_id} of {ancestry.run.run_id} made it, after {ancestry.steps} steps")
             seed = "" if about["seed"] is None else f", seed {about['seed']}"
             print(f"  base model {about['base_model']}, rank {about['lora_rank']}, {about['optimizer']}{seed}")
-            print(f"  trained on {trained} rows, {len(lineage.rows)} of them different, {lineage.tokens:,} tokens")
-            print(f"  digest of the rows: {lineage.data_digest}")
-            print(f"  began with {lineage.loaded or 'a fresh adapter'}")
+            print(f"  trained on {trained} rows, {len(ancestry.rows)} of them different, {ancestry.tokens:,} tokens")
+            print(f"  digest of the rows: {ancestry.data_digest}")
+            print(f"  began with {ancestry.loaded or 'a fresh adapter'}")
 
 
 @app.command()
