@@ -11,6 +11,7 @@ OVERVIEW = {
         "quickstart": ("pipelines", "teach the embedded model three phrases, and go on serving"),
         "run": ("pipelines", "run a fine-tuning pipeline now"),
         "data": ("data", "check data before training, without a server"),
+        "cassette": ("cassette", "record a program's requests, and replay them without a model"),
     },
     "Serve": {
         "up": ("service", "start the API, the engine, the workers and Prefect"),

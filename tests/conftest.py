@@ -27,7 +27,7 @@ os.environ["TINKERFLOW_WARM_UP"] = "false"  # services of the tests compile what
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
-USES_THE_SDK = {"api", "compat", "e2e"}
+USES_THE_SDK = {"api", "cassettes", "compat", "e2e"}
 # What `--fast` leaves out, by folder or file: what starts services, worker groups or databases, and what compiles much.
 NOT_FAST = (
     *("accelerators", "benchmarks", "compat", "e2e", "flows", "pool", "compute/sampler"),

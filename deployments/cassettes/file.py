@@ -1,0 +1,206 @@
+"""The file of a cassette: a line that names the format, then one zstd stream of records.
+
+A record is its length and its CRC-32 (4 bytes each, little-endian) and a message in msgpack. The last record is `End`,
+with the number of records and the SHA-256 of all messages before it. A recorder that is killed leaves a file without
+`End`, which can be read up to that point.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zstandard
+
+from tinkerflow.backend.core.errors import UserError, broken
+
+VERSION = 1
+_NAME = b"tinkerflow cassette "
+_FRAME = struct.Struct("<II")
+
+
+class Exchange(msgspec.Struct, tag="exchange", omit_defaults=True):
+    """A request with its answer.
+
+    number: from 1, in the order of answers; 0 for what is not compared, such as the client's configuration. target: the
+    path with its query. body: decompressed. media: the Content-Type of the answer. location: of a redirect.
+    """
+
+    number: int
+    method: str
+    target: str
+    body: bytes
+    status: int
+    media: str
+    answer: bytes
+    location: str = ""
+
+
+class Result(msgspec.Struct, tag="result"):
+    """The result of a future. media: its Content-Type."""
+
+    request_id: str
+    media: str
+    body: bytes
+
+
+class TokenizerFiles(msgspec.Struct, tag="tokenizer"):
+    """The files of a tokenizer by their names, for a base model that is a folder of the recording machine."""
+
+    folder: str
+    files: dict[str, bytes]
+
+
+class End(msgspec.Struct, tag="end"):
+    """The recording is whole. records: their number. digest: the SHA-256 of their messages."""
+
+    records: int
+    digest: bytes
+
+
+Record = Exchange | Result | TokenizerFiles
+_DECODER = msgspec.msgpack.Decoder(Exchange | Result | TokenizerFiles | End)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The content of a cassette. whole: whether the recorder ended in order. digest: SHA-256 in hex, else ""."""
+
+    path: Path
+    exchanges: list[Exchange] = field(default_factory=list)
+    results: dict[str, Result] = field(default_factory=dict)
+    tokenizers: list[TokenizerFiles] = field(default_factory=list)
+    whole: bool = True
+    digest: str = ""
+
+    @property
+    def compared(self) -> list[Exchange]:
+        """The requests that a program must make again, in their order."""
+        return [one for one in self.exchanges if one.number]
+
+
+class Writer:
+    """Writes a cassette. Each record is on its way to the disk when `write` returns.
+
+    The file is `path` with `.part` behind it until `close`, so that an interrupted recording replaces no good one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """OSError: the file cannot be written."""
+        self.path = path
+        self.part = path.with_name(path.name + ".part")
+        self._file = self.part.open("wb")
+        self._file.write(_NAME + b"%d\n" % VERSION)
+        self._zstd = zstandard.ZstdCompressor(level=9, write_checksum=True).compressobj()
+        self._hash = hashlib.sha256()
+        self._records = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not self._file.closed:
+            self._file.close()
+
+    def write(self, record: Record) -> None:
+        """Append a record."""
+        message = _ENCODER.encode(record)
+        self._hash.update(message)
+        self._records += 1
+        self._append(message)
+        self._file.write(self._zstd.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+        self._file.flush()
+
+    def close(self) -> str:
+        """Mark the recording as whole, and move it to `path`. Returns its digest."""
+        digest = self._hash.digest()
+        self._append(_ENCODER.encode(End(self._records, digest)))
+        self._file.write(self._zstd.flush(zstandard.COMPRESSOBJ_FLUSH_FINISH))
+        self._file.close()
+        self.part.replace(self.path)
+        return digest.hex()
+
+    def discard(self) -> None:
+        """Remove the file: there is nothing in it."""
+        self._file.close()
+        self.part.unlink()
+
+    def _append(self, message: bytes) -> None:
+        self._file.write(self._zstd.compress(_FRAME.pack(len(message), zlib.crc32(message)) + message))
+
+
+def read_cassette(path: Path, *, partial: bool = False) -> Recording:
+    """The content of a cassette.
+
+    path: the file. partial: whether to accept a recording without an end, up to its last whole record.
+    UserError: the file is missing, is no cassette, is of another version, is damaged, or has no end.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cassette {path} cannot be read: {error.strerror}") from error
+    name, _, packed = data.partition(b"\n")
+    if not name.startswith(_NAME):
+        raise UserError(f"{path} is no cassette: it begins with {data[:20]!r}")
+    if name != _NAME + b"%d" % VERSION:
+        version = name.removeprefix(_NAME).decode(errors="replace")
+        raise broken(f"the version of cassette {path}", version, f"{VERSION}, as this release reads it")
+    found, digest, records = Recording(path, whole=False), hashlib.sha256(), 0
+    messages, ends, damage = _messages(packed)
+    for message in messages:
+        try:
+            record = _DECODER.decode(message)
+        except msgspec.MsgspecError as error:
+            raise UserError(f"cassette {path} is damaged behind record {records}: {error}") from error
+        if isinstance(record, End):
+            if (record.records, record.digest) != (records, digest.digest()):
+                raise UserError(f"cassette {path} is damaged: its content does not fit its digest; record it again")
+            found = replace(found, whole=ends, digest=digest.hexdigest() if ends else "")
+            break
+        digest.update(message)
+        records += 1
+        match record:
+            case Exchange():
+                found.exchanges.append(record)
+            case Result():
+                found.results[record.request_id] = record
+            case TokenizerFiles():
+                found.tokenizers.append(record)
+    if damage:
+        raise UserError(f"cassette {path} is damaged behind record {records}: {damage}; record it again")
+    if not found.whole and not partial:
+        raise UserError(
+            f"cassette {path} has no end: it was cut, or its recorder was killed, behind request "
+            f"{len(found.compared)}; record it again, or replay it up to there with --partial (partial=True)"
+        )
+    return found
+
+
+def _messages(packed: bytes) -> tuple[list[bytes], bool, str]:
+    """The messages of a stream up to its end or to the first damage; whether it has an end; and the kind of damage."""
+    unpacker, damage = zstandard.ZstdDecompressor().decompressobj(), ""
+    try:
+        plain = unpacker.decompress(packed)
+    except zstandard.ZstdError as error:
+        return [], False, str(error)
+    messages, at = [], 0
+    while at + _FRAME.size <= len(plain):
+        length, checksum = _FRAME.unpack_from(plain, at)
+        message = plain[at + _FRAME.size : at + _FRAME.size + length]
+        if len(message) < length:
+            break
+        if zlib.crc32(message) != checksum:
+            damage = "a checksum does not fit"
+            break
+        messages.append(message)
+        at += _FRAME.size + length
+    if unpacker.unused_data:
+        damage = "more bytes follow its end"
+    return messages, unpacker.eof, damage

@@ -1,0 +1,123 @@
+"""Finding the recorded request that a program makes now, by its place and its content (see requests.py)."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tinkerflow.deployments.cassettes.content import difference, equal, fingerprint, tree_of
+from tinkerflow.deployments.cassettes.file import Exchange, Recording
+from tinkerflow.deployments.cassettes.requests import Asked, asked
+
+_SUBJECTS = {"train": "model", "sample": "sampler"}  # by the word in an id such as sess-…:train:0
+
+
+@dataclass
+class Recorded:
+    """A recorded request. used: whether the program has made it again."""
+
+    exchange: Exchange
+    asked: Asked
+    used: bool = False
+
+
+@dataclass
+class _Place:
+    """The recorded requests of one place. by_content: without strict ones, and without used ones in front."""
+
+    entries: list[Recorded] = field(default_factory=list)
+    by_number: dict[int, Recorded] = field(default_factory=dict)
+    by_content: dict[bytes, deque[Recorded]] = field(default_factory=lambda: defaultdict(deque))
+
+
+class Script:
+    """The requests of a recording, and which of them a program has made."""
+
+    def __init__(self, recording: Recording, ignore: Collection[str] = ()) -> None:
+        """ignore: dotted paths of fields that are not compared, such as `user_metadata.started`."""
+        self.entries = [Recorded(one, asked(one.method, one.target, one.body)) for one in recording.compared]
+        self.differences: list[str] = []  # in the order in which the program made them
+        self._whole = recording.whole
+        self._ignore = tuple(ignore)
+        self._places: dict[str, _Place] = defaultdict(_Place)
+        self._given: dict[tuple[str, int], Recorded] = {}  # by place and number of the program's request
+        self._sessions: list[str] = []
+        for entry in self.entries:
+            self._file(entry)
+
+    def _file(self, entry: Recorded) -> None:
+        place = self._places[entry.asked.place]
+        place.entries.append(entry)
+        if entry.asked.number is not None:
+            place.by_number[entry.asked.number] = entry
+        if not entry.asked.strict:
+            place.by_content[fingerprint(entry.asked, self._ignore)].append(entry)
+        if entry.asked.operation == "create_session" and entry.exchange.status == 200:
+            self._sessions.append(msgspec.json.decode(entry.exchange.answer)["session_id"])
+
+    def find(self, now: Asked) -> Recorded | str:
+        """The recorded request that this one repeats, or the text of the difference."""
+        place = self._places.get(now.place, _Place())
+        key = None if now.number is None else (now.place, now.number)
+        if key is not None and (earlier := self._given.get(key)) is not None and self._alike(now, earlier):
+            return earlier  # the client has sent it again
+        found = None if now.number is None else place.by_number.get(now.number)
+        if found is None or not self._alike(now, found) or (found.used and not now.strict):
+            if now.strict or (other := self._of_content(now, place)) is None:
+                return self._unlike(now, place, found)
+            found = other
+        found.used = True
+        if key is not None:
+            self._given[key] = found
+        return found
+
+    def _alike(self, now: Asked, then: Recorded) -> bool:
+        return equal(now, then.asked, self._ignore)
+
+    def _of_content(self, now: Asked, place: _Place) -> Recorded | None:
+        """The first unused request of this content. The last one that only reads serves for ever."""
+        alike = place.by_content.get(fingerprint(now, self._ignore), deque())
+        while alike and alike[0].used and not (now.reads and len(alike) == 1):
+            alike.popleft()
+        return alike[0] if alike else None
+
+    # ------------------------------------------------------------------ texts
+    def differs(self, text: str) -> None:
+        """Keep a difference for the report. A client that was refused may ask again."""
+        if text not in self.differences:
+            self.differences.append(text)
+
+    def report(self) -> list[str]:
+        """The requests that differed, in their order; if there are none, the first request that was never made."""
+        left = [entry for entry in self.entries if not entry.used and not entry.asked.reads]
+        if self.differences or not left:
+            return list(self.differences)
+        others = f", and so were {len(left) - 1} others" if len(left) > 1 else ""
+        return [f"{self.named(left[0])} is in the recording and was never made{others}"]
+
+    def named(self, entry: Recorded) -> str:
+        """A recorded request in messages, such as `request 7 (optim_step of model 0)`."""
+        return f"request {entry.exchange.number} ({self._about(entry.asked)})"
+
+    def _about(self, request: Asked) -> str:
+        session, _, rest = request.owner.partition(":")
+        kind, _, number = rest.partition(":")
+        subject = f" of {_SUBJECTS[kind]} {number}" if kind in _SUBJECTS else ""
+        several = len(self._sessions) > 1 and session in self._sessions
+        return request.operation + subject + (f" of session {self._sessions.index(session) + 1}" if several else "")
+
+    def _unlike(self, now: Asked, place: _Place, then: Recorded | None) -> str:
+        """The text for a request that is like none of its place. then: the recorded one of its number, if any."""
+        if not now.strict and (then is None or then.used):
+            then = next((entry for entry in place.entries if not entry.used), None)
+        if then is None:
+            number = "" if now.number is None else f", number {now.number},"
+            which = "which has" if self._whole else "which was interrupted and has"
+            return f"{self._about(now)}{number} is not in the recording, {which} {len(place.entries)} of its place"
+        text = difference(tree_of(now, self._ignore), tree_of(then.asked, self._ignore))
+        if now.operation != then.asked.operation:
+            text = f"the operation is {now.operation} and was {then.asked.operation} in the recording"
+        return f"{self.named(then)}: {text}"

@@ -1,0 +1,114 @@
+"""Programs that run in front of a recorder or a replay: `tinkerflow cassette record` and `serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from tinkerflow.backend.core.errors import UserError, broken
+from tinkerflow.deployments.cassettes.file import Writer
+from tinkerflow.deployments.cassettes.server import API_KEY, RECORDING, serving
+
+Report = Callable[[str], None]
+_STOPPED = 130  # the exit status after Ctrl-C
+
+
+def record_program(command: Sequence[str], output: Path, server: str, *, report: Report) -> int:
+    """Run a program behind a recorder, and return its exit status.
+
+    command: the program and its arguments. output: the file. server: URL of the service; "" = TINKER_BASE_URL, or the
+    service of this machine. report: gets lines for people.
+    UserError: no service answers, the file cannot be written, or the program made no request.
+    """
+    from tinkerflow.deployments.cassettes.record import Recorder, answers, is_http
+
+    url = server or os.environ.get("TINKER_BASE_URL") or _own_service()
+    if not is_http(url):
+        raise broken("the URL of the service", url, "an http or https URL")
+    if not asyncio.run(answers(url)):
+        raise UserError(f"no service answers at {url}: start it with `tinkerflow up`, or give --server")
+    try:
+        writer = Writer(output)
+    except OSError as error:
+        raise UserError(f"cassette {output} cannot be written: {error.strerror}") from error
+    with writer:
+        recorder = Recorder(url, writer)
+        with serving(recorder.app()) as own:
+            status = _run(command, {"TINKER_BASE_URL": own, RECORDING: str(output.resolve())})
+        if not recorder.requests:
+            writer.discard()
+            raise UserError(
+                f"{command[0]} ended with status {status} and made no request through TINKER_BASE_URL: a program that "
+                "gives the SDK a base_url must take it from there"
+            )
+        if status == _STOPPED:
+            report(f"interrupted: {writer.part} holds {recorder.requests} requests")
+            return status
+        digest = writer.close()
+    size = output.stat().st_size
+    report(f"recorded {recorder.requests} requests in {output}: {size:,} bytes, SHA-256 {digest[:16]}")
+    if recorder.unanswered:
+        report(f"{recorder.unanswered} of them had no result when the program ended")
+    if status:
+        report(f"the program ended with status {status}: so will its replay")
+    return status
+
+
+def serve_cassette(
+    file: Path, command: Sequence[str], *, port: int, ignore: Collection[str], partial: bool, report: Report
+) -> int:
+    """Answer from a cassette while a program runs, or until Ctrl-C. Returns the exit status.
+
+    file: the cassette. command: the program and its arguments; empty: other programs are answered. port: on 127.0.0.1,
+    0 = a free one. ignore: fields that may differ. partial: accept an interrupted recording. report: gets lines for
+    people.
+    UserError: the file cannot be replayed, or the port is taken.
+    """
+    from tinkerflow.deployments.cassettes.testing import open_replay
+
+    replay = open_replay(file, ignore, partial=partial)
+    with serving(replay.app(), port) as url:
+        report(f"serving: {url}  ({len(replay.recording.compared)} requests of {file})")
+        variables = {"TINKER_BASE_URL": url, "TINKER_API_KEY": API_KEY}
+        status = _run(command, variables) if command else _wait()
+    differences = replay.script.report()
+    for text in differences:
+        report(text)
+    if not differences:
+        report(f"replayed all requests of {file}")
+    return status or (1 if differences else 0)
+
+
+def _own_service() -> str:
+    from tinkerflow.backend.settings import Settings
+
+    settings = Settings()
+    return f"http://{settings.host}:{settings.port}"
+
+
+def _wait() -> int:
+    """Return at Ctrl-C or SIGTERM."""
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _run(command: Sequence[str], variables: dict[str, str]) -> int:
+    """Run a program with more environment variables. Returns its exit status, 130 after Ctrl-C or SIGTERM."""
+    try:
+        process = subprocess.Popen(command, env=os.environ | variables)
+    except OSError as error:
+        raise UserError(f"{command[0]} cannot be started: {error.strerror}") from error
+    try:
+        status = process.wait()
+        return status if status >= 0 else 128 - status  # as a shell has it for a signal
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        return _STOPPED

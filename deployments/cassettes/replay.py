@@ -1,0 +1,178 @@
+"""The replay: answers a program from a recording, and names the first request that differs.
+
+A request that differs is not refused. Its future fails with the text, because a refused submit can hang the client
+(docs/protocol.md). Only requests without a future are refused (400).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkerflow.deployments.cassettes import requests
+from tinkerflow.deployments.cassettes.file import Exchange, Recording
+from tinkerflow.deployments.cassettes.matching import Script
+from tinkerflow.deployments.cassettes.requests import Asked, asked, future_of, name_of
+from tinkerflow.deployments.cassettes.server import HERE, application, plain_body, secrets_of, target_of
+
+_HOLD = 1.0  # seconds of a poll for samples. It rarely waits: a sample is answered when it is submitted
+_JSON = "application/json"
+_CLONE = 1_000_000_000  # the numbers of each copy of a sampling client have a block of this size
+_TOKEN_SECONDS = 3600
+
+
+@dataclass
+class _Answered:
+    """The requests of one copy of a sampling client in the order of their answers, and an event for the next one."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Replay:
+    """A recording that answers a program."""
+
+    def __init__(self, recording: Recording, ignore: Collection[str] = ()) -> None:
+        """ignore: dotted paths of fields that are not compared, such as `user_metadata.started`."""
+        self.recording = recording
+        self.script = Script(recording, ignore)
+        self._results = {name: (one.media, one.body) for name, one in recording.results.items()}
+        self._answered: dict[tuple[str, int], _Answered] = defaultdict(_Answered)
+        self._configuration = {name_of(one.target): one for one in recording.exchanges if not one.number}
+        self._folders: dict[str, str] = {}  # of tokenizers: where they were, and where they are now
+        for entry in self.script.entries:
+            if entry.asked.is_future and (request_id := future_of(entry.exchange.answer)):
+                text = f"{self.script.named(entry)} has no result in the recording: the program ended before it came"
+                self._results.setdefault(request_id, (_JSON, _failure(text)))
+
+    def app(self) -> Starlette:
+        """The replay as an application."""
+        return application(self._handle, self._unpacked)
+
+    @asynccontextmanager
+    async def _unpacked(self, app: Starlette) -> AsyncIterator[None]:
+        """Around the life of the server: the recorded tokenizers that this machine does not have, in a folder."""
+        with tempfile.TemporaryDirectory(prefix="cassette-") as scratch:
+            for number, tokenizer in enumerate(self.recording.tokenizers):
+                if Path(tokenizer.folder).is_dir():
+                    continue
+                folder = Path(scratch, str(number))
+                folder.mkdir()
+                for name, content in tokenizer.files.items():
+                    (folder / Path(name).name).write_bytes(content)
+                self._folders[tokenizer.folder] = str(folder)
+            yield
+
+    async def _handle(self, request: Request) -> Response:
+        target, body = target_of(request), await plain_body(request)
+        name, own = name_of(target), str(request.base_url).rstrip("/")
+        if requests.is_unrecorded(name):
+            return await self._aside(name, body)
+        if name in requests.CONFIGURATION:
+            flags = self._configuration.get(name)
+            return Response(flags.answer if flags else b"{}", media_type=_JSON)
+        if not requests.is_binary(request.headers.get("content-type", "")):
+            body = requests.without_secrets(body.replace(own.encode(), HERE.encode()), secrets_of(request))
+        try:
+            now = asked(request.method, target, body)
+        except ValueError as error:
+            return self._differs(str(error), name, None)
+        found = self.script.find(now)
+        if isinstance(found, str):
+            return self._differs(found, name, now)
+        if now.operation == "asample" and (request_id := future_of(found.exchange.answer)):
+            self._answer_sample(now, request_id)
+        return self._recorded(found.exchange, own)
+
+    def _recorded(self, found: Exchange, own: str) -> Response:
+        answer = found.answer.replace(HERE.encode(), own.encode())
+        for folder, here in self._folders.items():
+            if name_of(found.target) == "get_info":
+                answer = answer.replace(msgspec.json.encode(folder), msgspec.json.encode(here))
+        headers = {"location": found.location.replace(HERE, own)} if found.location else {}
+        return Response(answer, found.status, headers | ({"content-type": found.media} if found.media else {}))
+
+    def _differs(self, text: str, name: str, now: Asked | None) -> Response:
+        """The answer to a request that differs. name: of its endpoint. now: the request, if it can be read."""
+        self.script.differs(text)
+        if name not in requests.FUTURES:
+            return Response(msgspec.json.encode({"detail": text}), 400, media_type=_JSON)
+        request_id = f"differs-{len(self._results)}"
+        self._results[request_id] = (_JSON, _failure(text))
+        answer: dict[str, Any] = {"request_id": request_id}
+        if name == "asample" and now is not None:
+            count = (now.content or {}).get("num_samples", 1)
+            answer["sample_sequence_ids"] = [f"{request_id}-{i}" for i in range(count)]
+            self._answer_sample(now, request_id)
+        return Response(msgspec.json.encode(answer), media_type=_JSON)
+
+    async def _aside(self, name: str, body: bytes) -> Response:
+        """The answer to a request that is no part of a recording."""
+        match name:
+            case "retrieve_future":
+                request_id = msgspec.json.decode(body)["request_id"]
+                unknown = _JSON, _failure(f"request_id is {request_id!r}: must be one of the recording")
+                media, content = self._results.get(request_id, unknown)
+                return Response(content, media_type=media)
+            case "retrieve_futures":
+                return Response(msgspec.json.encode(await self._completions(body)), media_type=_JSON)
+            case "auth/token":
+                return Response(msgspec.json.encode({"jwt": _token()}), media_type=_JSON)
+            case "session_heartbeat":
+                return Response(b'{"type": "session_heartbeat"}', media_type=_JSON)
+            case "telemetry":
+                return Response(b'{"status": "accepted"}', media_type=_JSON)
+            case "healthz":
+                return Response(b'{"status": "ok"}', media_type=_JSON)
+        return Response(b"{}", media_type=_JSON)
+
+    def _answer_sample(self, now: Asked, request_id: str) -> None:
+        """Tell the polls of a sampling client that its request is answered."""
+        assert now.number is not None
+        answered = self._answered[now.owner, now.number // _CLONE]
+        media, content = self._results[request_id]
+        row: dict[str, Any] = {"state": "failed", "request_id": request_id}
+        if requests.is_binary(media):
+            row |= {"state": "finished", "response_payload_uncompressed_size": len(content)}
+        if row not in answered.rows:
+            answered.rows.append(row)
+            answered.more.set()
+
+    async def _completions(self, body: bytes) -> dict[str, Any]:
+        values = msgspec.json.decode(body)
+        target, after = values["target"], values.get("prev_cursor", 0)
+        answered = self._answered[target["sampling_session_id"], target.get("cloned_sampler_id", 0)]
+        if len(answered.rows) <= after and values.get("timeout") != 0:
+            answered.more.clear()
+            with suppress(TimeoutError):  # the client asks again
+                await asyncio.wait_for(answered.more.wait(), _HOLD)
+        return {"completions": answered.rows[after:], "cursor": len(answered.rows)}
+
+
+def _failure(text: str) -> bytes:
+    """The result of a future that failed."""
+    return msgspec.json.encode({"error": text, "category": "user"})
+
+
+def _token() -> str:
+    """A token in the form of a JWT. It opens nothing: the replay asks for no key."""
+    now = int(time.time())
+    parts: Iterable[bytes] = (
+        msgspec.json.encode({"alg": "none", "typ": "JWT"}),
+        msgspec.json.encode({"iat": now, "exp": now + _TOKEN_SECONDS}),
+        b"cassette",
+    )
+    return ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts)

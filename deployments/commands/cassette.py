@@ -1,0 +1,56 @@
+"""`tinkerflow cassette`: record the requests of a program, and answer it from the recording without a model."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Record a program's requests, and replay them without a model.", no_args_is_help=True)
+app.callback()(lambda: None)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})  # options of the program are not ours
+def record(
+    command: Annotated[list[str], typer.Argument(help="program to run, with its arguments, behind --")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="file to write")],
+    server: Annotated[
+        str, typer.Option(help="service that answers (default: TINKER_BASE_URL, or the service of this machine)")
+    ] = "",
+) -> None:
+    """Run a program that uses the tinker SDK, and record its requests with their answers.
+
+    `tinkerflow cassette record -o loop.cassette -- python my_loop.py` gives the program a TINKER_BASE_URL that leads
+    through the recorder to the service. API keys are not written. The exit status is that of the program.
+    """
+    from tinkerflow.deployments.cassettes.programs import record_program
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    raise typer.Exit(record_program(command, output, server, report=typer.echo))
+
+
+@app.command()
+def serve(
+    file: Annotated[Path, typer.Argument(help="cassette to replay")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="program to run and its arguments, behind -- (default: serve until Ctrl-C)"),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port on 127.0.0.1; 0 = a free one")] = 0,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="field that may differ, as in user_metadata.started; may be repeated")
+    ] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="accept a recording that was interrupted")] = False,
+) -> None:
+    """Answer a program from a cassette: no model, no JAX, and no other service.
+
+    The exit status is 1 if a request differed from the recording, or was missing; else that of the program.
+    """
+    from tinkerflow.deployments.cassettes.programs import serve_cassette
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    raise typer.Exit(
+        serve_cassette(file, command or [], port=port, ignore=ignore or [], partial=partial, report=typer.echo)
+    )
