@@ -255,6 +255,10 @@ def test_importing_tinkerflow_loads_nothing_else() -> None:
         ),
         ("backend.spec.commands", {*JAX, "google.protobuf", "fsspec", "pydantic", "msgpack"}),
         ("backend.spec.losses backend.spec.optimizers", {*JAX, "google.protobuf", "pydantic"}),
+        (
+            "deployments.cassettes.play deployments.cassettes.testing",
+            {*JAX, "prefect", "transformers", "torch", "fastapi", "sqlalchemy", "pydantic", "numpy", "httpx"},
+        ),
     ],
 )
 def test_loading_a_module_loads_no_more_than_it_needs(names: str, without: set[str]) -> None:

@@ -15,14 +15,14 @@ from tinkerflow.backend.core.errors import shown
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from tinkerflow.deployments.cassettes.requests import Asked
+    from tinkerflow.deployments.cassettes.requests import ClientRequest
 
 ABSENT = object()
 _ITEM_TYPES = {1: "f", 2: "q", 3: "i", 4: "H"}  # of the arrays of a DType; bfloat16 as its bits
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
-def tree_of(asked: Asked, ignore: Collection[str] = ()) -> Any:
+def tree_of(asked: ClientRequest, ignore: Collection[str] = ()) -> Any:
     """The content of a request as dicts, lists and plain values. ignore: dotted paths of fields to leave out."""
     if asked.content is not None:
         tree: Any = asked.content
@@ -37,14 +37,14 @@ def tree_of(asked: Asked, ignore: Collection[str] = ()) -> Any:
     return tree
 
 
-def fingerprint(asked: Asked, ignore: Collection[str] = ()) -> bytes:
+def fingerprint(asked: ClientRequest, ignore: Collection[str] = ()) -> bytes:
     """Bytes that are equal for requests of equal content. ignore: dotted paths of fields that do not count."""
     if asked.content is None and not ignore and not asked.strict:
         return asked.body
     return _ENCODER.encode(tree_of(asked, ignore))
 
 
-def equal(now: Asked, then: Asked, ignore: Collection[str] = ()) -> bool:
+def equal(now: ClientRequest, then: ClientRequest, ignore: Collection[str] = ()) -> bool:
     """Whether two requests have the same content."""
     if now.operation != then.operation:
         return False

@@ -1,8 +1,8 @@
 """The file of a cassette: a line that names the format, then one zstd stream of records.
 
-A record is its length and its CRC-32 (4 bytes each, little-endian) and a message in msgpack. The last record is `End`,
-with the number of records and the SHA-256 of all messages before it. A recorder that is killed leaves a file without
-`End`, which can be read up to that point.
+A record is its length and its CRC-32 (4 bytes each, little-endian) and a message in msgpack. The last record is a
+`RecordingEnd`, with the number of records and the SHA-256 of all messages before it. A recorder that is killed leaves a
+file without it, which can be read up to that point.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Exchange(msgspec.Struct, tag="exchange", omit_defaults=True):
     location: str = ""
 
 
-class Result(msgspec.Struct, tag="result"):
+class FutureResult(msgspec.Struct, tag="result"):
     """The result of a future. media: its Content-Type."""
 
     request_id: str
@@ -57,15 +57,15 @@ class TokenizerFiles(msgspec.Struct, tag="tokenizer"):
     files: dict[str, bytes]
 
 
-class End(msgspec.Struct, tag="end"):
+class RecordingEnd(msgspec.Struct, tag="end"):
     """The recording is whole. records: their number. digest: the SHA-256 of their messages."""
 
     records: int
     digest: bytes
 
 
-Record = Exchange | Result | TokenizerFiles
-_DECODER = msgspec.msgpack.Decoder(Exchange | Result | TokenizerFiles | End)
+Record = Exchange | FutureResult | TokenizerFiles
+_DECODER = msgspec.msgpack.Decoder(Exchange | FutureResult | TokenizerFiles | RecordingEnd)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -75,7 +75,7 @@ class Recording:
 
     path: Path
     exchanges: list[Exchange] = field(default_factory=list)
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, FutureResult] = field(default_factory=dict)
     tokenizers: list[TokenizerFiles] = field(default_factory=list)
     whole: bool = True
     digest: str = ""
@@ -106,8 +106,11 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if not self._file.closed:
-            self._file.close()
+        if self._file.closed:
+            return
+        self._file.close()
+        if not self._records:
+            self.part.unlink()
 
     def write(self, record: Record) -> None:
         """Append a record."""
@@ -121,7 +124,7 @@ class Writer:
     def close(self) -> str:
         """Mark the recording as whole, and move it to `path`. Returns its digest."""
         digest = self._hash.digest()
-        self._append(_ENCODER.encode(End(self._records, digest)))
+        self._append(_ENCODER.encode(RecordingEnd(self._records, digest)))
         self._file.write(self._zstd.flush(zstandard.COMPRESSOBJ_FLUSH_FINISH))
         self._file.close()
         self.part.replace(self.path)
@@ -159,7 +162,7 @@ def read_cassette(path: Path, *, partial: bool = False) -> Recording:
             record = _DECODER.decode(message)
         except msgspec.MsgspecError as error:
             raise UserError(f"cassette {path} is damaged behind record {records}: {error}") from error
-        if isinstance(record, End):
+        if isinstance(record, RecordingEnd):
             if (record.records, record.digest) != (records, digest.digest()):
                 raise UserError(f"cassette {path} is damaged: its content does not fit its digest; record it again")
             found = replace(found, whole=ends, digest=digest.hexdigest() if ends else "")
@@ -169,7 +172,7 @@ def read_cassette(path: Path, *, partial: bool = False) -> Recording:
         match record:
             case Exchange():
                 found.exchanges.append(record)
-            case Result():
+            case FutureResult():
                 found.results[record.request_id] = record
             case TokenizerFiles():
                 found.tokenizers.append(record)

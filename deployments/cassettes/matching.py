@@ -10,7 +10,7 @@ import msgspec
 
 from tinkerflow.deployments.cassettes.content import difference, equal, fingerprint, tree_of
 from tinkerflow.deployments.cassettes.file import Exchange, Recording
-from tinkerflow.deployments.cassettes.requests import Asked, asked
+from tinkerflow.deployments.cassettes.requests import ClientRequest, asked
 
 _SUBJECTS = {"train": "model", "sample": "sampler"}  # by the word in an id such as sess-…:train:0
 
@@ -20,13 +20,13 @@ class Recorded:
     """A recorded request. used: whether the program has made it again."""
 
     exchange: Exchange
-    asked: Asked
+    asked: ClientRequest
     used: bool = False
 
 
 @dataclass
-class _Place:
-    """The recorded requests of one place. by_content: without strict ones, and without used ones in front."""
+class _RecordedPlace:
+    """The recorded requests of one place. by_content: the others than strict ones; used ones in front go."""
 
     entries: list[Recorded] = field(default_factory=list)
     by_number: dict[int, Recorded] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Script:
         self.differences: list[str] = []  # in the order in which the program made them
         self._whole = recording.whole
         self._ignore = tuple(ignore)
-        self._places: dict[str, _Place] = defaultdict(_Place)
+        self._places: dict[str, _RecordedPlace] = defaultdict(_RecordedPlace)
         self._given: dict[tuple[str, int], Recorded] = {}  # by place and number of the program's request
         self._sessions: list[str] = []
         for entry in self.entries:
@@ -58,29 +58,35 @@ class Script:
         if entry.asked.operation == "create_session" and entry.exchange.status == 200:
             self._sessions.append(msgspec.json.decode(entry.exchange.answer)["session_id"])
 
-    def find(self, now: Asked) -> Recorded | str:
+    def find(self, now: ClientRequest) -> Recorded | str:
         """The recorded request that this one repeats, or the text of the difference."""
-        place = self._places.get(now.place, _Place())
+        place = self._places.get(now.place, _RecordedPlace())
         key = None if now.number is None else (now.place, now.number)
         if key is not None and (earlier := self._given.get(key)) is not None and self._alike(now, earlier):
             return earlier  # the client has sent it again
         found = None if now.number is None else place.by_number.get(now.number)
-        if found is None or not self._alike(now, found) or (found.used and not now.strict):
-            if now.strict or (other := self._of_content(now, place)) is None:
+        if now.strict:
+            if found is None or not self._alike(now, found):
                 return self._unlike(now, place, found)
+        elif found is None or found.used or not self._alike(now, found):
+            other = self._of_content(now, place)
+            if other is None:
+                return self._unlike(now, place, found)
+            if other.used and not now.reads:
+                return f"{self._numbered(now)} is made once more than in the recording, where it is {self.named(other)}"
             found = other
         found.used = True
         if key is not None:
             self._given[key] = found
         return found
 
-    def _alike(self, now: Asked, then: Recorded) -> bool:
+    def _alike(self, now: ClientRequest, then: Recorded) -> bool:
         return equal(now, then.asked, self._ignore)
 
-    def _of_content(self, now: Asked, place: _Place) -> Recorded | None:
-        """The first unused request of this content. The last one that only reads serves for ever."""
+    def _of_content(self, now: ClientRequest, place: _RecordedPlace) -> Recorded | None:
+        """The first request of this content that is unused; if there is none, the last one."""
         alike = place.by_content.get(fingerprint(now, self._ignore), deque())
-        while alike and alike[0].used and not (now.reads and len(alike) == 1):
+        while len(alike) > 1 and alike[0].used:
             alike.popleft()
         return alike[0] if alike else None
 
@@ -102,21 +108,23 @@ class Script:
         """A recorded request in messages, such as `request 7 (optim_step of model 0)`."""
         return f"request {entry.exchange.number} ({self._about(entry.asked)})"
 
-    def _about(self, request: Asked) -> str:
+    def _about(self, request: ClientRequest) -> str:
         session, _, rest = request.owner.partition(":")
         kind, _, number = rest.partition(":")
         subject = f" of {_SUBJECTS[kind]} {number}" if kind in _SUBJECTS else ""
         several = len(self._sessions) > 1 and session in self._sessions
         return request.operation + subject + (f" of session {self._sessions.index(session) + 1}" if several else "")
 
-    def _unlike(self, now: Asked, place: _Place, then: Recorded | None) -> str:
+    def _numbered(self, request: ClientRequest) -> str:
+        return self._about(request) + ("" if request.number is None else f", number {request.number},")
+
+    def _unlike(self, now: ClientRequest, place: _RecordedPlace, then: Recorded | None) -> str:
         """The text for a request that is like none of its place. then: the recorded one of its number, if any."""
         if not now.strict and (then is None or then.used):
             then = next((entry for entry in place.entries if not entry.used), None)
         if then is None:
-            number = "" if now.number is None else f", number {now.number},"
             which = "which has" if self._whole else "which was interrupted and has"
-            return f"{self._about(now)}{number} is not in the recording, {which} {len(place.entries)} of its place"
+            return f"{self._numbered(now)} is not in the recording, {which} {len(place.entries)} of its place"
         text = difference(tree_of(now, self._ignore), tree_of(then.asked, self._ignore))
         if now.operation != then.asked.operation:
             text = f"the operation is {now.operation} and was {then.asked.operation} in the recording"

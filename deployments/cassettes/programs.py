@@ -68,7 +68,7 @@ def serve_cassette(
     people.
     UserError: the file cannot be replayed, or the port is taken.
     """
-    from tinkerflow.deployments.cassettes.testing import open_replay
+    from tinkerflow.deployments.cassettes.play import open_replay
 
     replay = open_replay(file, ignore, partial=partial)
     with serving(replay.app(), port) as url:

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkerflow.deployments.cassettes.file import Exchange, Result, TokenizerFiles, Writer
+from tinkerflow.deployments.cassettes.file import Exchange, FutureResult, TokenizerFiles, Writer
 from tinkerflow.deployments.cassettes.requests import (
     CONFIGURATION,
     asked,
@@ -141,7 +141,7 @@ class Recorder:
                 return
             content = without_secrets(content, secrets)
         self._waiting.discard(request_id)
-        self._writer.write(Result(request_id, media, content))
+        self._writer.write(FutureResult(request_id, media, content))
 
     def _record_tokenizer(self, content: bytes) -> None:
         """Keep the tokenizer of a model that is a folder of this machine: another machine does not have it."""

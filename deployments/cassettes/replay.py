@@ -25,7 +25,7 @@ from starlette.responses import Response
 from tinkerflow.deployments.cassettes import requests
 from tinkerflow.deployments.cassettes.file import Exchange, Recording
 from tinkerflow.deployments.cassettes.matching import Script
-from tinkerflow.deployments.cassettes.requests import Asked, asked, future_of, name_of
+from tinkerflow.deployments.cassettes.requests import ClientRequest, asked, future_of, name_of
 from tinkerflow.deployments.cassettes.server import HERE, application, plain_body, secrets_of, target_of
 
 _HOLD = 1.0  # seconds of a poll for samples. It rarely waits: a sample is answered when it is submitted
@@ -105,7 +105,7 @@ class Replay:
         headers = {"location": found.location.replace(HERE, own)} if found.location else {}
         return Response(answer, found.status, headers | ({"content-type": found.media} if found.media else {}))
 
-    def _differs(self, text: str, name: str, now: Asked | None) -> Response:
+    def _differs(self, text: str, name: str, now: ClientRequest | None) -> Response:
         """The answer to a request that differs. name: of its endpoint. now: the request, if it can be read."""
         self.script.differs(text)
         if name not in requests.FUTURES:
@@ -139,7 +139,7 @@ class Replay:
                 return Response(b'{"status": "ok"}', media_type=_JSON)
         return Response(b"{}", media_type=_JSON)
 
-    def _answer_sample(self, now: Asked, request_id: str) -> None:
+    def _answer_sample(self, now: ClientRequest, request_id: str) -> None:
         """Tell the polls of a sampling client that its request is answered."""
         assert now.number is not None
         answered = self._answered[now.owner, now.number // _CLONE]

@@ -52,7 +52,7 @@ _KEY = re.compile(rb"tml-[\w.~+/=-]+")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """A request as a cassette sees it.
 
     operation: for messages. place: it is compared with the recorded requests of the same place. owner: the id of the
@@ -97,7 +97,7 @@ def future_of(answer: bytes) -> str:
     return str((_json(answer) or {}).get("request_id", ""))
 
 
-def asked(method: str, target: str, body: bytes) -> Asked:
+def asked(method: str, target: str, body: bytes) -> ClientRequest:
     """The meaning of a request. body: decompressed, without secrets. ValueError: the body of a future is unreadable."""
     name = name_of(target)
     if name == "forward_backward":
@@ -107,16 +107,16 @@ def asked(method: str, target: str, body: bytes) -> Asked:
         return _numbered(name, body, content)
     kept = _kept(name, content)
     if name == "create_session":
-        return Asked(name, name, "", None, strict=False, reads=False, content=kept, body=body)
+        return ClientRequest(name, name, "", None, strict=False, reads=False, content=kept, body=body)
     if name == "join_sampling_session":
         owner = str((content or {}).get("sampling_session_id", ""))
-        return Asked(name, f"{name} {owner}", owner, None, strict=False, reads=False, content=kept, body=body)
+        return ClientRequest(name, f"{name} {owner}", owner, None, strict=False, reads=False, content=kept, body=body)
     reads = method == "GET" or name in _READS
     operation = name if name in _READS else f"{method} {target}"
-    return Asked(operation, f"{method} {target}", "", None, strict=False, reads=reads, content=kept, body=body)
+    return ClientRequest(operation, f"{method} {target}", "", None, strict=False, reads=reads, content=kept, body=body)
 
 
-def _chunk(body: bytes) -> Asked:
+def _chunk(body: bytes) -> ClientRequest:
     from google.protobuf.message import DecodeError
 
     from tinkerflow.backend.wire.tinker_pb2 import ForwardBackwardHeader
@@ -126,12 +126,12 @@ def _chunk(body: bytes) -> Asked:
     except DecodeError as error:
         raise ValueError(f"forward_backward: {error}") from error
     name = "forward" if header.forward_only else "forward_backward"
-    return Asked(
+    return ClientRequest(
         name, header.model_id, header.model_id, header.seq_id, strict=True, reads=False, content=None, body=body
     )
 
 
-def _numbered(name: str, body: bytes, content: dict[str, Any] | None) -> Asked:
+def _numbered(name: str, body: bytes, content: dict[str, Any] | None) -> ClientRequest:
     values = content or {}
     owner_field, number_field = FUTURES[name] if name in FUTURES else _NUMBERED[name]
     if name == "load_weights" and values.get("session_id") is not None:  # it makes a model
@@ -143,7 +143,7 @@ def _numbered(name: str, body: bytes, content: dict[str, Any] | None) -> Asked:
     if owner_field == "session_id":
         place = f"{owner} {number_field}"
         owner = f"{owner}:train:{number}" if number_field == "model_seq_id" else owner
-    return Asked(
+    return ClientRequest(
         name, place, owner, number, strict=name not in _BY_CONTENT, reads=False, content=_kept(name, values), body=body
     )
 

@@ -7,70 +7,21 @@ The plugin loads no JAX, Prefect or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tinkerflow.backend.core.errors import UserError
-
 if TYPE_CHECKING:
-    from tinkerflow.deployments.cassettes.replay import Replay
-
-_QUIET = {"TINKER_TELEMETRY": "0"}
-
-
-class CassetteError(AssertionError):
-    """The program made other requests than in the recording."""
-
-
-@dataclass(frozen=True)
-class Playing:
-    """A cassette that answers now. url: of its server, which TINKER_BASE_URL names, too."""
-
-    url: str
-
-
-@contextmanager
-def play(path: Path, *, ignore: Collection[str] = (), partial: bool = False) -> Iterator[Playing]:
-    """Answer the tinker SDK from a cassette for the block: TINKER_BASE_URL and TINKER_API_KEY name the server.
-
-    path: the cassette. While `tinkerflow cassette record -o` records into this file, the block is answered by the real
-    service. ignore: dotted paths of fields that may differ, such as `user_metadata.started`. partial: accept a
-    recording that was interrupted.
-    UserError: the file cannot be replayed. CassetteError, at the end of the block: a request differed from the
-    recording, or was missing. An exception of the block itself wins.
-    """
-    import os
-
-    from tinkerflow.deployments.cassettes.server import API_KEY, is_recorded_now, serving, variables
-
-    if is_recorded_now(path):
-        yield Playing(os.environ["TINKER_BASE_URL"])
-        return
-    replay = open_replay(path, ignore, partial=partial)
-    with serving(replay.app()) as url, variables({"TINKER_BASE_URL": url, "TINKER_API_KEY": API_KEY} | _QUIET):
-        yield Playing(url)
-    if differences := replay.script.report():
-        raise CassetteError(f"{path.name}: " + "\n".join(differences))
-
-
-def open_replay(path: Path, ignore: Collection[str] = (), *, partial: bool = False) -> Replay:
-    """A replay of a cassette. UserError: see `read_cassette`; a missing file names the command that records it."""
-    from tinkerflow.deployments.cassettes.file import read_cassette
-    from tinkerflow.deployments.cassettes.replay import Replay
-
-    if not path.exists():
-        raise UserError(f"there is no cassette {path}: `tinkerflow cassette record -o {path} -- COMMAND` records it")
-    return Replay(read_cassette(path, partial=partial), ignore)
+    from tinkerflow.deployments.cassettes.play import Playing
 
 
 @pytest.fixture
 def cassette(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[Playing]]:
     """Return a function that opens a cassette beside the test, with the options of `play`."""
+    from tinkerflow.deployments.cassettes.play import play  # not for tests without a cassette
 
     def of_the_folder(
         file: str | Path, *, ignore: Collection[str] = (), partial: bool = False

@@ -13,7 +13,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tinkerflow.backend.wire.tinker_pb2 import Datum, ForwardBackwardRequest
 from tinkerflow.deployments.cassettes.content import difference, equal, fingerprint, tree_of
-from tinkerflow.deployments.cassettes.requests import Asked, asked
+from tinkerflow.deployments.cassettes.requests import ClientRequest, asked
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_differences(now: Any, then: Any, text: str | None) -> None:
     assert difference(now, then) == text
 
 
-def chunk(tokens: list[int], weights: list[float], **more: Any) -> Asked:
+def chunk(tokens: list[int], weights: list[float], **more: Any) -> ClientRequest:
     """A forward_backward as the SDK sends it."""
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(tokens),
@@ -50,7 +50,7 @@ def chunk(tokens: list[int], weights: list[float], **more: Any) -> Asked:
     return asked("POST", "/api/v1/forward_backward", body)
 
 
-def compare(now: Asked, then: Asked, ignore: tuple[str, ...] = ()) -> str | None:
+def compare(now: ClientRequest, then: ClientRequest, ignore: tuple[str, ...] = ()) -> str | None:
     assert equal(now, then, ignore) is (difference(tree_of(now, ignore), tree_of(then, ignore)) is None)
     return difference(tree_of(now, ignore), tree_of(then, ignore))
 
@@ -85,7 +85,7 @@ def test_the_order_of_bytes_does_not_count() -> None:
         assert compare(asked("POST", "/api/v1/forward_backward", body), then) is None
 
 
-def sample(**fields: Any) -> Asked:
+def sample(**fields: Any) -> ClientRequest:
     body = {"sampling_session_id": "sess-a:sample:0", "seq_id": 0, "num_samples": 1, **fields}
     return asked("POST", "/api/v1/asample", msgspec.json.encode(body))
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.deployments.cassettes.file import Exchange, Result, TokenizerFiles, Writer, read_cassette
+from tinkerflow.deployments.cassettes.file import Exchange, FutureResult, TokenizerFiles, Writer, read_cassette
 
 RECORDS = [
     Exchange(0, "POST", "/api/v1/client/config", b"{}", 200, "application/json", b'{"flag": true}'),
     Exchange(1, "POST", "/api/v1/optim_step", b'{"seq_id": 1}' * 40, 200, "application/json", b'{"request_id": "r"}'),
-    Result("r", "application/json", b'{"metrics": {}}'),
+    FutureResult("r", "application/json", b'{"metrics": {}}'),
     TokenizerFiles("/models/tiny", {"tokenizer.json": b"{}" * 200}),
 ]
 
