@@ -97,11 +97,14 @@ class Script:
             self.differences.append(text)
 
     def report(self) -> list[str]:
-        """The requests that differed, in their order; if there are none, the first request that was never made."""
+        """Lines about the first request that differed; if there is none, about the first that was never made."""
+        if self.differences:
+            first, *later = self.differences
+            return [first, f"{len(later)} later requests differed"] if later else [first]
         left = [entry for entry in self.entries if not entry.used and not entry.asked.reads]
-        if self.differences or not left:
-            return list(self.differences)
-        others = f", and so were {len(left) - 1} others" if len(left) > 1 else ""
+        if not left:
+            return []
+        others = f"; {len(left)} requests of the recording were not made" if len(left) > 1 else ""
         return [f"{self.named(left[0])} is in the recording and was never made{others}"]
 
     def named(self, entry: Recorded) -> str:

@@ -99,11 +99,18 @@ class Replay:
 
     def _recorded(self, found: Exchange, own: str) -> Response:
         answer = found.answer.replace(HERE.encode(), own.encode())
-        for folder, here in self._folders.items():
-            if name_of(found.target) == "get_info":
-                answer = answer.replace(msgspec.json.encode(folder), msgspec.json.encode(here))
+        if name_of(found.target) == "get_info" and self._folders:
+            answer = self._with_tokenizer(answer)
         headers = {"location": found.location.replace(HERE, own)} if found.location else {}
         return Response(answer, found.status, headers | ({"content-type": found.media} if found.media else {}))
+
+    def _with_tokenizer(self, answer: bytes) -> bytes:
+        """The answer to get_info with the folder in which the model's tokenizer is now."""
+        values = msgspec.json.decode(answer)
+        data = values.get("model_data", {})
+        if data.get("tokenizer_id") in self._folders:
+            data["tokenizer_id"] = self._folders[data["tokenizer_id"]]
+        return msgspec.json.encode(values)
 
     def _differs(self, text: str, name: str, now: ClientRequest | None) -> Response:
         """The answer to a request that differs. name: of its endpoint. now: the request, if it can be read."""

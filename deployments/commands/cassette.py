@@ -17,8 +17,8 @@ def record(
     command: Annotated[list[str], typer.Argument(help="program to run, with its arguments, behind --")],
     output: Annotated[Path, typer.Option("--output", "-o", help="file to write")],
     server: Annotated[
-        str, typer.Option(help="service that answers (default: TINKER_BASE_URL, or the service of this machine)")
-    ] = "",
+        str | None, typer.Option(help="service that answers (default: TINKER_BASE_URL, or the service of this machine)")
+    ] = None,
 ) -> None:
     """Run a program that uses the tinker SDK, and record its requests with their answers.
 
@@ -28,7 +28,7 @@ def record(
     from tinkerflow.deployments.cassettes.programs import record_program
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    raise typer.Exit(record_program(command, output, server, report=typer.echo))
+    raise typer.Exit(record_program(command, output, server or "", report=typer.echo))
 
 
 @app.command()

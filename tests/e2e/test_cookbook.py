@@ -1,4 +1,7 @@
-"""tinker-cookbook's own training programs, unmodified, against `tinkerflow up` with a local model path."""
+"""tinker-cookbook's own training programs, unmodified, against `tinkerflow up` with a local model path.
+
+They run behind a recorder. The recordings then answer them again, and fail them where they were changed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker_cookbook
@@ -22,12 +26,12 @@ from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
-url, model, log, data = sys.argv[1:]
+model, log, data = sys.argv[1:]
 common = ChatDatasetBuilderCommonConfig(
     model_name_for_tokenizer=model, renderer_name="role_colon", max_length=256, batch_size=4,
     train_on_what=TrainOnWhat.ALL_ASSISTANT_MESSAGES)
 config = train.Config(
-    log_path=log, model_name=model, recipe_name="sl_basic", renderer_name="role_colon", base_url=url,
+    log_path=log, model_name=model, recipe_name="sl_basic", renderer_name="role_colon",
     dataset_builder=FromConversationFileBuilder(common_config=common, file_path=data),
     learning_rate=2e-3, lora_rank=8, num_epochs=1, eval_every=0, save_every=2, max_steps=4)
 asyncio.run(train.main(config))
@@ -38,11 +42,11 @@ import asyncio, sys
 from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDatasetBuilder
 from tinker_cookbook.rl import train
 
-url, model, log, _ = sys.argv[1:]
+model, log, _ = sys.argv[1:]
 builder = ArithmeticDatasetBuilder(
     model_name_for_tokenizer=model, renderer_name="role_colon", batch_size=2, n_batches=2, group_size=2)
 config = train.Config(
-    log_path=log, model_name=model, recipe_name="math_rl", renderer_name="role_colon", base_url=url,
+    log_path=log, model_name=model, recipe_name="math_rl", renderer_name="role_colon",
     dataset_builder=builder, learning_rate=1e-3, lora_rank=8, max_tokens=8, eval_every=0, save_every=1,
     remove_constant_reward_groups=False)
 asyncio.run(train.main(config))
@@ -53,30 +57,52 @@ asyncio.run(train.main(config))
 LEAVE = "import os; sys.stdout.flush(); os._exit(0)"
 
 
-def run(program: str, server, log: Path) -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, "-c", program + LEAVE, server.api_url, server.base_model, str(log), str(EXAMPLES)],
+def run(program: str, server, log: Path, *cassette: str) -> subprocess.CompletedProcess[str]:
+    """The program behind `tinkerflow cassette`, with these arguments. It writes metrics and checkpoints to `log`."""
+    command = [sys.executable, "-m", "tinkerflow", "cassette", *cassette, "--", sys.executable, "-c", program + LEAVE]
+    names = {"TINKER_BASE_URL": server.api_url, "TINKER_API_KEY": "tml-test", "TINKER_TELEMETRY": "0"}
+    return subprocess.run(
+        [*command, server.base_model, str(log), str(EXAMPLES)],
         capture_output=True,
         text=True,
         timeout=1500,
         check=False,
-        env=os.environ
-        | {"TINKER_API_KEY": "tml-test", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+        env=os.environ | names | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def recorded_and_replayed(program: str, server, folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a program, which are the same bit for bit when a cassette answers it; times are left out."""
+    file, metrics = str(folder / "loop.cassette"), []
+    for name, options in (("first", ("record", "-o", file)), ("again", ("serve", file))):
+        done = run(program, server, folder / name, *options)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        steps = lines(folder / name / "metrics.jsonl")
+        metrics.append([{key: value for key, value in step.items() if "time" not in key} for step in steps])
+    assert metrics[0] == metrics[1]
+    assert lines(folder / "first" / "checkpoints.jsonl") == lines(folder / "again" / "checkpoints.jsonl")
+    return metrics[0]
 
 
 def test_supervised_training_runs_unmodified(server, tmp_path):
-    metrics = run(SUPERVISED, server, tmp_path / "sl")
+    metrics = recorded_and_replayed(SUPERVISED, server, tmp_path)
     nll = [m["train_mean_nll"] for m in metrics if "train_mean_nll" in m]
     assert len(nll) == 4
     assert nll[-1] < nll[0]
-    checkpoints = [json.loads(line) for line in (tmp_path / "sl" / "checkpoints.jsonl").read_text().splitlines()]
-    assert checkpoints[-1]["state_path"].startswith("tinker://")
+    assert lines(tmp_path / "first" / "checkpoints.jsonl")[-1]["state_path"].startswith("tinker://")
+    changed = SUPERVISED.replace("learning_rate=2e-3", "learning_rate=1e-3")
+    failed = run(changed, server, tmp_path / "changed", "serve", str(tmp_path / "loop.cassette"))
+    text = "(optim_step of model 0): adam_params.learning_rate is 0.001 and was 0.002 in the recording"
+    assert failed.returncode != 0
+    assert text in failed.stderr, "the program's exception"
+    assert any(text in line for line in failed.stdout.splitlines())
 
 
 def test_rl_training_runs_unmodified(server, tmp_path):
-    metrics = run(RL, server, tmp_path / "rl")
+    metrics = recorded_and_replayed(RL, server, tmp_path)
     assert len(metrics) >= 2
     assert any("reward" in key for key in metrics[0])

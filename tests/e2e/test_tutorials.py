@@ -18,6 +18,7 @@ PAGES = (
     "rl-with-your-own-reward.md",
     "nightly-with-approval.md",
     "which-batch-broke-my-run.md",
+    "test-without-a-model.md",
 )
 
 
@@ -60,3 +61,8 @@ def test_a_nightly_run_waits_for_a_person_and_promotes(reader, pipelines) -> Non
             question = asyncio.run(answer("plants", approve=True, reason="short answers"))
             assert "Promote to champion `plants`: loss" in question
             wait_for(lambda: pipelines.server.ask_prefect("/flow_runs/filter", mine)[0]["state_type"] == "COMPLETED")
+
+
+def test_a_loop_is_tested_without_a_model(reader) -> None:
+    for _ in reader.follow(PAGES[4]):
+        pass
