@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from tinkerflow.backend.core.environment import variables
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.up import Stack
 
@@ -80,23 +80,8 @@ def running_stack(data_dir: Path | None, report: Callable[[str], None], **settin
         with Stack(Settings(**(free | settings)), report=report) as stack:
             report(stack.ready_line)
             names = {"TINKER_BASE_URL": stack.api_url, "TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
-            with _variables(names):
+            with variables(names):
                 yield stack
-
-
-@contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ |= values
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _closing(

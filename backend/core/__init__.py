@@ -4,6 +4,7 @@ __all__ = [
     "clock",
     "disk",
     "encryption",
+    "environment",
     "errors",
     "fairness",
     "hosts",

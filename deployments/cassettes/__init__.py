@@ -5,7 +5,7 @@
 request is recognised by its meaning, such as the third step of a model, and compared by its content (requests.py,
 content.py). matching.py finds the recorded request, or names the first field that differs.
 
-Nothing here loads JAX, Prefect, transformers or the API, so that a test with a cassette starts at once.
+Nothing here loads JAX, Prefect, transformers or the API, so a test with a cassette starts in less than a second.
 """
 
 __all__ = ["content", "file", "matching", "play", "programs", "record", "replay", "requests", "server", "testing"]

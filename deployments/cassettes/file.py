@@ -28,8 +28,8 @@ _FRAME = struct.Struct("<II")
 class Exchange(msgspec.Struct, tag="exchange", omit_defaults=True):
     """A request with its answer.
 
-    number: from 1, in the order of answers; 0 for what is not compared, such as the client's configuration. target: the
-    path with its query. body: decompressed. media: the Content-Type of the answer. location: of a redirect.
+    number: from 1, in the order of answers. 0 for requests that are not compared, such as that for the client's
+    configuration. target: the path with its query. body: decompressed. media: the Content-Type of the answer. location: of a redirect.
     """
 
     number: int
@@ -151,7 +151,7 @@ def read_cassette(path: Path, *, partial: bool = False) -> Recording:
         raise UserError(f"cassette {path} cannot be read: {error.strerror}") from error
     name, _, packed = data.partition(b"\n")
     if not name.startswith(_NAME):
-        raise UserError(f"{path} is no cassette: it begins with {data[:20]!r}")
+        raise UserError(f"{path} begins with {data[:20]!r}, which is no cassette")
     if name != _NAME + b"%d" % VERSION:
         version = name.removeprefix(_NAME).decode(errors="replace")
         raise broken(f"the version of cassette {path}", version, f"{VERSION}, as this release reads it")

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinkerflow.backend.core.environment import variables
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.deployments.cassettes.file import read_cassette
 from tinkerflow.deployments.cassettes.replay import Replay
-from tinkerflow.deployments.cassettes.server import API_KEY, is_recorded_now, serving, variables
+from tinkerflow.deployments.cassettes.server import API_KEY, is_recorded_now, serving
 
 _QUIET = {"TINKER_TELEMETRY": "0"}
 

@@ -1,7 +1,7 @@
 """The replay: answers a program from a recording, and names the first request that differs.
 
 A request that differs is not refused. Its future fails with the text, because a refused submit can hang the client
-(docs/protocol.md). Only requests without a future are refused (400).
+(docs/protocol.md). Requests without a future are refused (400).
 """
 
 from __future__ import annotations

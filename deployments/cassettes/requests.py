@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 API = "/api/v1/"
-# Requests whose answers are futures, with the fields of their places: whom they belong to, and their number there.
+# Requests whose answers are futures, with two fields of their places: the owner, and their number there.
 _ON_MODEL, _IN_SESSION = ("model_id", "seq_id"), ("session_id", "model_seq_id")
 FUTURES = {
     "create_model": _IN_SESSION,
@@ -55,7 +55,7 @@ _KEY = re.compile(rb"tml-[\w.~+/=-]+")
 class ClientRequest:
     """A request as a cassette sees it.
 
-    operation: for messages. place: it is compared with the recorded requests of the same place. owner: the id of the
+    operation: for messages. place: only recorded requests of the same place are compared with it. owner: the id of the
     model, sampler or session in messages, "" for none. number: its number in its place; None: it has none. strict:
     whether the number decides. reads: whether it may be repeated or left out. content: the fields that count; for
     protobuf and other bytes, None. body: the bytes.

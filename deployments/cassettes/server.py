@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 
@@ -78,21 +78,6 @@ def secrets_of(request: Request) -> set[bytes]:
     """The keys and tokens that a request shows."""
     shown = (request.headers.get("x-api-key", ""), request.headers.get("authorization", "").partition(" ")[2])
     return {secret.strip().encode() for secret in shown if len(secret.strip()) >= 8}
-
-
-@contextmanager
-def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ |= values
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def is_recorded_now(path: Path) -> bool:

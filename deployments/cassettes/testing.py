@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def cassette(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[Playing]]:
-    """Return a function that opens a cassette beside the test, with the options of `play`."""
+    """Return a function that opens a cassette in the folder of the test, with the options of `play`."""
     from tinkerflow.deployments.cassettes.play import play  # not for tests without a cassette
 
     def of_the_folder(

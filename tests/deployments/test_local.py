@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 import tinkerflow
-from tinkerflow.deployments.local import _variables
 
 
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
@@ -20,11 +18,3 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
 def test_there_is_nothing_else() -> None:
     with pytest.raises(AttributeError, match="'tinkerflow' has no attribute 'remote'"):
         _ = tinkerflow.remote
-
-
-def test_variables_are_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKERFLOWS_A", "before")
-    monkeypatch.delenv("TINKERFLOWS_B", raising=False)
-    with _variables({"TINKERFLOWS_A": "1", "TINKERFLOWS_B": "2"}):
-        assert (os.environ["TINKERFLOWS_A"], os.environ["TINKERFLOWS_B"]) == ("1", "2")
-    assert os.environ["TINKERFLOWS_A"] == "before" and "TINKERFLOWS_B" not in os.environ

@@ -20,7 +20,7 @@ SECRET = "tml-secret-of-mine"
 
 @pytest.fixture
 def between(tmp_path: Path):
-    """`between(handler, *requests)`: the answers of a service through a recorder, and what was recorded."""
+    """`between(handler, *requests)`: the answers of a service through a recorder, and the recording."""
 
     def run(handler, *requests: tuple[str, str, dict]) -> tuple[list[httpx.Response], Recording, str]:
         with serving(application(handler)) as service, Writer(tmp_path / "r.cassette") as writer:

@@ -1,4 +1,4 @@
-"""What the SDK gets from a recording is what it got from the service; and the first request that differs is named."""
+"""The SDK gets the same from a recording as from the service. The first request that differs is named."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _one(service: tinker.ServiceClient, seed: int) -> Any:
 
 
 def test_clients_that_run_together_and_their_copies(record, recorded) -> None:
-    """Sessions are told apart by their metadata, in whatever order they begin."""
+    """Sessions differ by their metadata and may begin in any order."""
 
     def loop(service: tinker.ServiceClient) -> Any:
         sampler = service.create_sampling_client(base_model=BASE).result()
