@@ -29,7 +29,8 @@ class Exchange(msgspec.Struct, tag="exchange", omit_defaults=True):
     """A request with its answer.
 
     number: from 1, in the order of answers. 0 for requests that are not compared, such as that for the client's
-    configuration. target: the path with its query. body: decompressed. media: the Content-Type of the answer. location: of a redirect.
+    configuration. target: the path with its query. body: decompressed. media: the Content-Type of the answer.
+    location: of a redirect.
     """
 
     number: int

@@ -6,9 +6,11 @@ JSON answers becomes that of the proxy, so that links lead through it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -51,7 +53,6 @@ class Recorder:
         self._configured: set[str] = set()
         self._folders: set[str] = set()
         self.requests = 0  # that a replay compares
-        self.touched = False  # whether any request has come
 
     def app(self) -> Starlette:
         """The proxy as an application."""
@@ -69,16 +70,14 @@ class Recorder:
             yield
 
     async def _handle(self, request: Request) -> Response:
-        self.touched = True
         target, raw = target_of(request), await request.body()
         headers = [(key, value) for key, value in request.headers.items() if key not in _OF_A_CONNECTION]
+        headers.append(("accept-encoding", "identity"))
+        asking = self._client.request(request.method, self._upstream + target, content=raw, headers=headers)
         try:
-            answer = await self._client.request(
-                request.method,
-                self._upstream + target,
-                content=raw,
-                headers=[*headers, ("accept-encoding", "identity")],
-            )
+            answer = await (_unless_gone(request, asking) if is_unrecorded(name_of(target)) else asking)
+        except _GoneError:
+            return Response(status_code=499)
         except httpx.TransportError as error:
             text = f"the service at {self._upstream} does not answer: {error or type(error).__name__}"
             return Response(msgspec.json.encode({"detail": text}), 502, media_type="application/json")
@@ -153,6 +152,23 @@ class Recorder:
         files = {name: Path(folder, name).read_bytes() for name in _TOKENIZER_FILES if Path(folder, name).is_file()}
         if files:
             self._writer.write(TokenizerFiles(folder, files))
+
+
+class _GoneError(Exception):
+    """The client has closed its connection."""
+
+
+async def _unless_gone(request: Request, asking: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    """The answer; _GoneError if the client goes before. Polls are held for long, and nobody reads these answers."""
+    answer, gone = asyncio.ensure_future(asking), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise _GoneError
+        return answer.result()
+    finally:
+        answer.cancel()
+        gone.cancel()
 
 
 async def answers(url: str) -> bool:

@@ -161,7 +161,10 @@ def _kept(name: str, content: dict[str, Any] | None) -> dict[str, Any] | None:
     if content is None:
         return None
     without = _NO_CONTENT.get(name, set()) | _TOKENS
-    return {key: value for key, value in content.items() if value is not None and key not in without}
+    kept = {key: value for key, value in content.items() if value is not None and key not in without}
+    if name == "create_session" and isinstance(tags := kept.get("tags"), list):
+        kept["tags"] = sorted(map(str, tags))  # the SDK sends a set
+    return kept
 
 
 def without_secrets(body: bytes, secrets: set[bytes]) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
 
 import httpx
@@ -98,6 +100,30 @@ def test_answers_that_clients_ask_for_again_are_not_recorded(between) -> None:
     answers, found, _ = between(handler, *[("GET", "/x", {})] * 4)
     assert [one.status_code for one in answers] == [429, 503, 401, 404]
     assert [one.status for one in found.compared] == [404]
+
+
+def test_a_poll_ends_with_its_client(tmp_path: Path) -> None:
+    """A recorder does not wait for polls of a program that has ended."""
+    held, let_go = threading.Event(), threading.Event()
+
+    async def handler(request: Request) -> Response:
+        held.set()
+        await request.body()
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        let_go.set()
+        return Response()
+
+    head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
+    with (
+        serving(application(handler)) as service,
+        Writer(tmp_path / "r.cassette") as writer,
+        serving(Recorder(service, writer).app()) as url,
+    ):
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as client:
+            client.sendall(head)
+            assert held.wait(30)
+        assert let_go.wait(30)
 
 
 def test_a_service_that_is_away_is_named(tmp_path: Path) -> None:

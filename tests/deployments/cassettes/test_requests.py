@@ -37,6 +37,13 @@ def test_a_request_without_its_place_is_named() -> None:
         asked("POST", "/api/v1/optim_step", b'{"model_id": "m"}')
 
 
+def test_tags_have_no_order() -> None:
+    first, second = (
+        asked("POST", "/api/v1/create_session", b'{"tags": %s}' % tags) for tags in (b'["b", "a"]', b'["a", "b"]')
+    )
+    assert first.content == second.content == {"tags": ["a", "b"]}
+
+
 def test_polls_and_heartbeats_are_not_recorded() -> None:
     assert all(map(is_unrecorded, ("retrieve_future", "session_heartbeat", "telemetry", "sessions/a/finish")))
     assert not any(map(is_unrecorded, ("asample", "sessions/a", "sessions/search")))
