@@ -36,6 +36,7 @@ NOT_FAST = (
     *(f"compute/training/test_{name}.py" for name in ("custom_losses", "masked_tokens", "train", "train_work")),
     *(f"api/test_{name}.py" for name in ("fuzz", "limits", "sdk", "serve", "tenants", "traps")),
     *(f"deployments/test_{name}.py" for name in ("keeper", "tiny_model", "up")),
+    *(f"deployments/cassettes/test_{name}.py" for name in ("programs", "replay")),
 )
 # Where programs are compiled as users run them: tests of bits, of compiled programs, and of the README's commands.
 # Elsewhere they are compiled without most optimizations, in a third of the time.
