@@ -6,14 +6,11 @@ A request that differs is not refused. Its future fails with the text, because a
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +25,11 @@ from tinkerflow.deployments.cassettes.matching import Script
 from tinkerflow.deployments.cassettes.requests import ClientRequest, asked, future_of, name_of
 from tinkerflow.deployments.cassettes.server import HERE, application, plain_body, secrets_of, target_of
 
-_HOLD = 1.0  # seconds of a poll for samples. It rarely waits: a sample is answered when it is submitted
 _JSON = "application/json"
-_CLONE = 1_000_000_000  # the numbers of each copy of a sampling client have a block of this size
 _TOKEN_SECONDS = 3600
-
-
-@dataclass
-class _Answered:
-    """The requests of one copy of a sampling client in the order of their answers, and an event for the next one."""
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    more: asyncio.Event = field(default_factory=asyncio.Event)
+# A sample has its answer when it is submitted, so each one is polled for alone. The SDK's poller of whole samplers may
+# lose its cancellation when a client ends after a failure, and then the client never ends (docs/protocol.md).
+_FLAGS = {"sample_use_retrieve_futures": False}
 
 
 class Replay:
@@ -50,7 +40,6 @@ class Replay:
         self.recording = recording
         self.script = Script(recording, ignore)
         self._results = {name: (one.media, one.body) for name, one in recording.results.items()}
-        self._answered: dict[tuple[str, int], _Answered] = defaultdict(_Answered)
         self._configuration = {name_of(one.target): one for one in recording.exchanges if not one.number}
         self._folders: dict[str, str] = {}  # of tokenizers: where they were, and where they are now
         for entry in self.script.entries:
@@ -80,10 +69,11 @@ class Replay:
         target, body = target_of(request), await plain_body(request)
         name, own = name_of(target), str(request.base_url).rstrip("/")
         if requests.is_unrecorded(name):
-            return await self._aside(name, body)
+            return self._aside(name, body)
         if name in requests.CONFIGURATION:
             flags = self._configuration.get(name)
-            return Response(flags.answer if flags else b"{}", media_type=_JSON)
+            values = msgspec.json.decode(flags.answer) if flags else {}
+            return Response(msgspec.json.encode(values | _FLAGS), media_type=_JSON)
         if not requests.is_binary(request.headers.get("content-type", "")):
             body = requests.without_secrets(body.replace(own.encode(), HERE.encode()), secrets_of(request))
         try:
@@ -93,8 +83,6 @@ class Replay:
         found = self.script.find(now)
         if isinstance(found, str):
             return self._differs(found, name, now)
-        if now.operation == "asample" and (request_id := future_of(found.exchange.answer)):
-            self._answer_sample(now, request_id)
         return self._recorded(found.exchange, own)
 
     def _recorded(self, found: Exchange, own: str) -> Response:
@@ -123,10 +111,9 @@ class Replay:
         if name == "asample" and now is not None:
             count = (now.content or {}).get("num_samples", 1)
             answer["sample_sequence_ids"] = [f"{request_id}-{i}" for i in range(count)]
-            self._answer_sample(now, request_id)
         return Response(msgspec.json.encode(answer), media_type=_JSON)
 
-    async def _aside(self, name: str, body: bytes) -> Response:
+    def _aside(self, name: str, body: bytes) -> Response:
         """The answer to a request that is no part of a recording."""
         match name:
             case "retrieve_future":
@@ -135,7 +122,8 @@ class Replay:
                 media, content = self._results.get(request_id, unknown)
                 return Response(content, media_type=media)
             case "retrieve_futures":
-                return Response(msgspec.json.encode(await self._completions(body)), media_type=_JSON)
+                text = "retrieve_futures: a cassette has no such poll; client/config turns it off"
+                return Response(msgspec.json.encode({"detail": text}), 400, media_type=_JSON)
             case "auth/token":
                 return Response(msgspec.json.encode({"jwt": _token()}), media_type=_JSON)
             case "session_heartbeat":
@@ -145,28 +133,6 @@ class Replay:
             case "healthz":
                 return Response(b'{"status": "ok"}', media_type=_JSON)
         return Response(b"{}", media_type=_JSON)
-
-    def _answer_sample(self, now: ClientRequest, request_id: str) -> None:
-        """Tell the polls of a sampling client that its request is answered."""
-        assert now.number is not None
-        answered = self._answered[now.owner, now.number // _CLONE]
-        media, content = self._results[request_id]
-        row: dict[str, Any] = {"state": "failed", "request_id": request_id}
-        if requests.is_binary(media):
-            row |= {"state": "finished", "response_payload_uncompressed_size": len(content)}
-        if row not in answered.rows:
-            answered.rows.append(row)
-            answered.more.set()
-
-    async def _completions(self, body: bytes) -> dict[str, Any]:
-        values = msgspec.json.decode(body)
-        target, after = values["target"], values.get("prev_cursor", 0)
-        answered = self._answered[target["sampling_session_id"], target.get("cloned_sampler_id", 0)]
-        if len(answered.rows) <= after and values.get("timeout") != 0:
-            answered.more.clear()
-            with suppress(TimeoutError):  # the client asks again
-                await asyncio.wait_for(answered.more.wait(), _HOLD)
-        return {"completions": answered.rows[after:], "cursor": len(answered.rows)}
 
 
 def _failure(text: str) -> bytes:

@@ -235,6 +235,17 @@ def test_reads_may_be_repeated_and_left_out() -> None:
         assert replay.script.report() == []
 
 
+def test_samples_are_polled_for_one_by_one() -> None:
+    recording = exchanges()
+    flags = b'{"sample_use_retrieve_futures": true, "pjwt_auth_enabled": true}'
+    recording.exchanges.append(Exchange(0, "POST", "/api/v1/client/config", b"{}", 200, "application/json", flags))
+    with replaying(recording) as (url, replay):
+        found = httpx.post(f"{url}/api/v1/client/config", json={}).json()
+        assert found == {"sample_use_retrieve_futures": False, "pjwt_auth_enabled": True}
+        refused = httpx.post(f"{url}/api/v1/retrieve_futures", json={})
+    assert (refused.status_code, replay.script.report()) == (400, [])
+
+
 def test_an_unreadable_submit_of_training_fails_its_future() -> None:
     """A refused one would hang the client."""
     with replaying(exchanges()) as (url, replay):
