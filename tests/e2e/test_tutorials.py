@@ -64,5 +64,5 @@ def test_a_nightly_run_waits_for_a_person_and_promotes(reader, pipelines) -> Non
 
 
 def test_a_loop_is_tested_without_a_model(reader) -> None:
-    for _ in reader.follow(PAGES[4]):
+    for _ in reader.follow(PAGES[5]):
         pass
