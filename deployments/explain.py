@@ -11,7 +11,7 @@ from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.spec.checkpoint import SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath
 from tinkerflow.backend.spec.history import chain, digest
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.deployments.recorded_run import Api, Recorded, RecordedRun
+from tinkerflow.deployments.recorded_run import Api, RecordedRequest, RecordedRun
 
 _SAVES = {"save_weights": WEIGHTS, "save_for_sampler": SAMPLER_WEIGHTS, "save_weights_external": "external_weights"}
 _MOST_PARENTS = 100
@@ -39,7 +39,7 @@ class Ancestry:
         """One digest for the different rows, whatever their order."""
         return chain(sorted(self.rows))
 
-    def add(self, recorded: Recorded) -> None:
+    def add(self, recorded: RecordedRequest) -> None:
         """Take up a successful request of the run."""
         self.seq_id = recorded.seq_id
         if recorded.kind == "forward_backward":
@@ -88,7 +88,7 @@ def _of_checkpoint(api: Api, path: CheckpointPath) -> Ancestry:
     raise NotFoundError(f"checkpoint {str(path)!r}: the history of its run has no request that made it")
 
 
-def _saves(recorded: Recorded, path: CheckpointPath) -> bool:
+def _saves(recorded: RecordedRequest, path: CheckpointPath) -> bool:
     if path.step is not None or _SAVES.get(recorded.kind) != path.kind:
         return False
     return bool(orjson.loads(recorded.payload).get("path") == path.name)

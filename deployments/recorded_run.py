@@ -119,7 +119,7 @@ def _reason(answer: httpx.Response) -> str:
 
 # ------------------------------------------------------------------ the history
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRequest:
     """A request of the history, with its payload decoded from base64. step: the optimizer step that it belongs to."""
 
     seq_id: int
@@ -144,7 +144,7 @@ class RecordedRun:
         page = api.ask(f"training_runs/{quoted(run_id)}/history", payloads=False, after=2**62)
         return cls(api, run_id, page["run"])
 
-    def requests(self) -> Iterator[Recorded]:
+    def requests(self) -> Iterator[RecordedRequest]:
         """The answered requests in order."""
         after: int | None = -1
         step = 1
@@ -153,7 +153,7 @@ class RecordedRun:
             for row in page["requests"]:
                 if row["kind"] in ("load_model", "load_weights"):
                     step = 1
-                yield Recorded(
+                yield RecordedRequest(
                     row["seq_id"],
                     row["kind"],
                     row["step"] or step,

@@ -20,7 +20,7 @@ from tinkerflow.backend.spec.history import digest
 from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.deployments.recorded_run import Recorded, RecordedRun
+from tinkerflow.deployments.recorded_run import RecordedRequest, RecordedRun
 
 _IN_FLIGHT = 8  # requests that are sent before the result of the first is awaited
 _FORWARD = ("forward", "forward_backward")
@@ -96,7 +96,7 @@ class Report:
     run_id: str
     steps: int = 0
     compared: int = 0
-    parted: Recorded | None = None
+    parted: RecordedRequest | None = None
     ended: int = 0
 
 
@@ -109,7 +109,7 @@ class Rerun:
         self._changes, self._progress = changes, progress
         self._seq = 1
         self._rows = 0  # of the current step
-        self._waiting: deque[tuple[str, Recorded, bool]] = deque()
+        self._waiting: deque[tuple[str, RecordedRequest, bool]] = deque()
         self._changed = False
 
     def execute(self) -> Report:
@@ -160,7 +160,7 @@ class Rerun:
         self._seq += 1
         return addressed
 
-    def _send(self, recorded: Recorded) -> None:
+    def _send(self, recorded: RecordedRequest) -> None:
         without = self._changes.without.get(recorded.step, ())
         if without is None:
             self._changed = True
@@ -182,7 +182,7 @@ class Rerun:
             request = self._api.submit(recorded.kind, self._addressed(values))
         self._waiting.append((request, recorded, not self._changed))
 
-    def _data(self, recorded: Recorded, without: Collection[int]) -> bytes | None:
+    def _data(self, recorded: RecordedRequest, without: Collection[int]) -> bytes | None:
         """The body of a forward_backward without some rows; None if no row is left."""
         message = pb.ForwardBackwardRequest.FromString(recorded.payload)
         if loss_named(message.loss_fn).traced:

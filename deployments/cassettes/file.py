@@ -87,7 +87,7 @@ class Recording:
         return [one for one in self.exchanges if one.number]
 
 
-class Writer:
+class CassetteWriter:
     """Writes a cassette. Each record is on its way to the disk when `write` returns.
 
     The file is `path` with `.part` behind it until `close`, so that an interrupted recording replaces no good one.

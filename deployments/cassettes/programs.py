@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from tinkerflow.backend.core.errors import UserError, broken
-from tinkerflow.deployments.cassettes.file import Writer
+from tinkerflow.deployments.cassettes.file import CassetteWriter
 from tinkerflow.deployments.cassettes.server import API_KEY, RECORDING, serving
 
 Report = Callable[[str], None]
@@ -32,7 +32,7 @@ def record_program(command: Sequence[str], output: Path, server: str, *, report:
     if not asyncio.run(answers(url)):
         raise UserError(f"no service answers at {url}: start it with `tinkerflow up`, or give --server")
     try:
-        writer = Writer(output)
+        writer = CassetteWriter(output)
     except OSError as error:
         raise UserError(f"cassette {output} cannot be written: {error.strerror}") from error
     with writer:

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkerflow.deployments.cassettes.file import Exchange, FutureResult, TokenizerFiles, Writer
+from tinkerflow.deployments.cassettes.file import CassetteWriter, Exchange, FutureResult, TokenizerFiles
 from tinkerflow.deployments.cassettes.requests import (
     CONFIGURATION,
     asked,
@@ -44,7 +44,7 @@ _TOKENIZER_FILES = (
 class Recorder:
     """Answers requests with those of a service, and records both."""
 
-    def __init__(self, upstream: str, writer: Writer) -> None:
+    def __init__(self, upstream: str, writer: CassetteWriter) -> None:
         """upstream: the URL of the service. writer: of the cassette."""
         self._upstream = upstream.rstrip("/")
         self._writer = writer

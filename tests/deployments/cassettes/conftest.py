@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.api.conftest import engine, journal, migrated, server, settings_for, start
 
-from tinkerflow.deployments.cassettes.file import Recording, Writer, read_cassette
+from tinkerflow.deployments.cassettes.file import CassetteWriter, Recording, read_cassette
 from tinkerflow.deployments.cassettes.record import Recorder
 from tinkerflow.deployments.cassettes.server import serving
 
@@ -30,7 +30,7 @@ def record(server, engine, tmp_path: Path) -> Callable[..., Iterator[Tape]]:
 
     @contextmanager
     def recording(name: str = "one.cassette") -> Iterator[Tape]:
-        with Writer(tmp_path / name) as writer:
+        with CassetteWriter(tmp_path / name) as writer:
             recorder = Recorder(server.url, writer)
             with serving(recorder.app()) as url:
                 yield Tape(url, recorder)

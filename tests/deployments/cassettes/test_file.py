@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.deployments.cassettes.file import Exchange, FutureResult, TokenizerFiles, Writer, read_cassette
+from tinkerflow.deployments.cassettes.file import CassetteWriter, Exchange, FutureResult, TokenizerFiles, read_cassette
 
 RECORDS = [
     Exchange(0, "POST", "/api/v1/client/config", b"{}", 200, "application/json", b'{"flag": true}'),
@@ -19,7 +19,7 @@ RECORDS = [
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    with Writer(tmp_path / "a.cassette") as writer:
+    with CassetteWriter(tmp_path / "a.cassette") as writer:
         for record in RECORDS:
             writer.write(record)
         writer.close()
@@ -39,7 +39,7 @@ def test_a_cassette_holds_its_records(file: Path) -> None:
 
 def test_a_killed_recorder_leaves_all_it_wrote(file: Path) -> None:
     before = file.read_bytes()
-    writer = Writer(file)
+    writer = CassetteWriter(file)
     for record in RECORDS[:3]:
         writer.write(record)
     part = writer.part.read_bytes()  # as another process sees it: nothing was closed

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from tests.api.conftest import BASE, KEY
 
-from tinkerflow.deployments.cassettes.file import Recording, Writer, read_cassette
+from tinkerflow.deployments.cassettes.file import CassetteWriter, Recording, read_cassette
 from tinkerflow.deployments.cassettes.record import Recorder
 from tinkerflow.deployments.cassettes.server import HERE, application, serving
 
@@ -25,7 +25,7 @@ def between(tmp_path: Path):
     """`between(handler, *requests)`: the answers of a service through a recorder, and the recording."""
 
     def run(handler, *requests: tuple[str, str, dict]) -> tuple[list[httpx.Response], Recording, str]:
-        with serving(application(handler)) as service, Writer(tmp_path / "r.cassette") as writer:
+        with serving(application(handler)) as service, CassetteWriter(tmp_path / "r.cassette") as writer:
             with serving(Recorder(f"{service}/base", writer).app()) as url, httpx.Client(timeout=10) as http:
                 answers = [http.request(method, url + target, **more) for method, target, more in requests]
             writer.close()
@@ -117,7 +117,7 @@ def test_a_poll_ends_with_its_client(tmp_path: Path) -> None:
     head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
     with (
         serving(application(handler)) as service,
-        Writer(tmp_path / "r.cassette") as writer,
+        CassetteWriter(tmp_path / "r.cassette") as writer,
         serving(Recorder(service, writer).app()) as url,
     ):
         with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as client:
@@ -127,7 +127,7 @@ def test_a_poll_ends_with_its_client(tmp_path: Path) -> None:
 
 
 def test_a_service_that_is_away_is_named(tmp_path: Path) -> None:
-    with Writer(tmp_path / "r.cassette") as writer:
+    with CassetteWriter(tmp_path / "r.cassette") as writer:
         with serving(Recorder("http://127.0.0.1:1", writer).app()) as url:
             answer = httpx.get(f"{url}/api/v1/sessions")
         writer.discard()

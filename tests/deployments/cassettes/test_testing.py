@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.wire.tinker_pb2 import ForwardBackwardRequest
-from tinkerflow.deployments.cassettes.file import Exchange, Writer
+from tinkerflow.deployments.cassettes.file import CassetteWriter, Exchange
 from tinkerflow.deployments.cassettes.play import CassetteError
 from tinkerflow.deployments.cassettes.server import RECORDING
 
@@ -37,7 +37,7 @@ pytest_plugins = ["tinkerflow.deployments.cassettes.testing"]
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    with Writer(tmp_path / "a.cassette") as writer:
+    with CassetteWriter(tmp_path / "a.cassette") as writer:
         for number in (1, 2):
             body = b'{"session_id": "s", "model_seq_id": %d, "rank": 4}' % number
             writer.write(Exchange(number, "POST", "/api/v1/create_model", body, 200, "application/json", b'{"m": 1}'))
@@ -87,7 +87,7 @@ def test_a_missing_cassette_names_the_command(cassette) -> None:
 
 def test_a_light_environment_is_enough(tmp_path: Path) -> None:
     """Everything that a replay loads comes with the packages that the tutorial installs."""
-    with Writer(tmp_path / "a.cassette") as writer:
+    with CassetteWriter(tmp_path / "a.cassette") as writer:
         body = ForwardBackwardRequest(model_id="s:train:0", seq_id=1).SerializeToString()
         writer.write(Exchange(1, "POST", "/api/v1/forward_backward", body, 200, "application/json", b"{}"))
         writer.close()
