@@ -53,6 +53,9 @@ MEMORY_16 = Measure(
     lambda record: 100 * (record["peak"] + 15 * record["adapter"]) / record["memory"],
 )
 UNKNOWN_LOOPS = Measure("loops without a trip count", "", lambda record: len(record["unknown_loops"]))
+SHORT_OFFSETS = Measure(
+    "kernels whose offsets do not reach all of an array", "", lambda record: len(record["short_offsets"])
+)
 GATHERED = Measure("largest array that is gathered", "MB", lambda record: record["gathered"] / 1e6)
 DENSE = Measure("flops over those that are needed", "x", lambda record: record["flops"] / record["useful_flops"])
 STEP = Measure("bytes of a step over weights and live KV", "x", lambda record: record["step"] / record["needed"])
@@ -134,6 +137,7 @@ BUDGETS = (
     *(Budget(_case(f"4B {target} tree_attention 1x8192"), LARGEST_F32, 0.01) for target in ("h100:1", "v6e:1x1")),
     Budget(_case("4B h100:1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1),
     Budget(_case("4B v6e:1x1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1),
+    Budget(_case("4B h100:1 decode 64x2048", unknown_trips=CHUNK), SHORT_OFFSETS, 0),
     *(
         Budget(_case(f"4B {target} decode {sizes}", unknown_trips=CHUNK), STEP, 1.25)
         for target, lengths in (

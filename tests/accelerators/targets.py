@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 from tests.accelerators.hlo_text import Counts, count, seconds
+from tests.accelerators.triton_ir import short_offsets
 
 from tinkerflow.backend.compute.mesh import over
 from tinkerflow.backend.compute.planning.topologies import Topology, parse_topology
@@ -79,7 +81,7 @@ class Figures:
     """What the compiler says about a program, on each device, in bytes; `counts` is of its text.
 
     arguments, outputs and temporaries: memory. aliased: of the outputs, in the place of donated arguments. took:
-    seconds of the compilation.
+    seconds of the compilation. short_offsets: as in `triton_ir`, of NVIDIA GPUs.
     """
 
     target: Topology
@@ -89,6 +91,7 @@ class Figures:
     aliased: int
     temporaries: int
     counts: Counts
+    short_offsets: Mapping[str, list[str]]
 
     @property
     def peak(self) -> int:
@@ -184,7 +187,8 @@ def compile_for(
         Path(save).write_text(compiled.text)
     on_chip = topology.device.platform is TPU
     counts = count(compiled.text, on_chip, unknown_trips)
-    return Figures(topology, compiled.took, **compiled.memory, counts=counts)
+    short = {} if on_chip else short_offsets(lowered)
+    return Figures(topology, compiled.took, **compiled.memory, counts=counts, short_offsets=short)
 
 
 @dataclass(frozen=True)

@@ -19,4 +19,5 @@ __all__ = [
     "tree",
     "tree_gpu",
     "tree_tpu",
+    "triton_calls",
 ]

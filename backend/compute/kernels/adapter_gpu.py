@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.grouped_gpu import dot, side
+from tinkerflow.backend.compute.kernels.triton_calls import triton_call
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 
@@ -102,7 +103,7 @@ def _low(x_Mi: jax.Array, stack_LKi: Array, where: _Where, interpret: bool) -> j
             mine = jnp.broadcast_to(rows[:, None], (r, C))
             triton.store(out_ref.at[part, pl.ds(first, r), pl.ds(column, C)], sums_rC, mask=mine)
 
-    result: jax.Array = pl.pallas_call(
+    result: jax.Array = triton_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((parts, M, K), jnp.float32),
         grid=(K // C, parts, pl.cdiv(M, r)),
@@ -133,7 +134,7 @@ def _update(low_MK: jax.Array, stack_LKo: Array, where: _Where, interpret: bool)
         there = out_ref.at[pl.ds(first, r), pl.ds(column, n)]
         triton.store(there, sums_rn.astype(out_ref.dtype), mask=rows[:, None] & outs[None])
 
-    result: jax.Array = pl.pallas_call(
+    result: jax.Array = triton_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((M, o), low_MK.dtype),
         grid=(pl.cdiv(o, n), pl.cdiv(M, r)),

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.grouped_gpu import side
+from tinkerflow.backend.compute.kernels.triton_calls import triton_call
 
 _COLUMNS = 32  # of a tile; a row of it is 128 bytes
 
@@ -59,7 +60,7 @@ def step(
         triton.store(o_ref.at[row, head, pl.ds(first, t)], jnp.sum(S_wt * q_w1, axis=0), mask=outs)
         triton.store(new_ref.at[here], S_wt, mask=there_wt & (place > 0))
 
-    o_BHv, S_LNHkv = pl.pallas_call(
+    o_BHv, S_LNHkv = triton_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(v_BHv.shape, jnp.float32), jax.ShapeDtypeStruct(S_LNHkv.shape, jnp.float32)],
         grid=(pl.cdiv(v, t), H, B),

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tinkerflow.backend.compute.kernels import tree_gpu, tree_tpu
 from tinkerflow.backend.compute.kernels.tree import How, Kernels, attend
+from tinkerflow.backend.compute.kernels.triton_calls import triton_call
 from tinkerflow.backend.compute.mesh import ROWS, TENSOR, sharding
 from tinkerflow.backend.compute.platforms import CUDA, TPU, platform
 
@@ -221,7 +222,7 @@ def _forward(
     r, (block_q, block_k) = H // k.shape[2], (_block(most, q) for most in (_GPU_QUERIES, _GPU_KEYS))
     queries = pl.BlockSpec((None, block_q, None, d), lambda i, b, h: (b, i, h, 0))
     keys = pl.BlockSpec((None, T, None, d), lambda i, b, h: (b, 0, h // r, 0))
-    o, log_totals = pl.pallas_call(
+    o, log_totals = triton_call(
         partial(gpu.mha_forward_kernel, sm_scale=scale, causal=True, block_q=block_q, block_k=block_k, head_dim=d),
         grid=(T // block_q, B, H),
         in_specs=[queries, keys, keys, pl.BlockSpec((None, T), lambda i, b, h: (b, 0))],
@@ -283,7 +284,7 @@ def _slopes(
     keys = pl.BlockSpec((None, T, None, d), lambda b, h, i: (b, 0, h // r, 0))
     numbers = pl.BlockSpec((None, None, T), lambda b, h, i: (b, h, 0))
     block_of_head = pl.BlockSpec((None, block, None, d), lambda b, h, i: (b, i, h, 0))
-    d_q, d_k, d_v = pl.pallas_call(
+    d_q, d_k, d_v = triton_call(
         partial(
             gpu.mha_backward_kernel,
             sm_scale=scale,

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from tinkerflow.backend.compute.kernels.triton_calls import triton_call
+
 _LEAST = 16  # of a tile's side; tensor cores multiply 16 x 16
 _MOST_ROWS, _MOST_OUT, _BYTES_IN = 128, 128, 128  # of a tile; _BYTES_IN: of one row of it
 _FEW_ROWS, _FEW_OUT = 64, 64  # of a tile where reading the matrix takes longer than multiplying by it
@@ -102,7 +104,7 @@ def _product(
             there = out_ref.at[pl.ds(start, r), pl.ds(column, n)]
             triton.store(there, sums_rn.astype(out_ref.dtype), mask=rows[:, None] & outs[None])
 
-    result: jax.Array = pl.pallas_call(
+    result: jax.Array = triton_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((M, o), x_Mi.dtype),
         grid=(pl.cdiv(o, n), blocks[0].shape[0]),
@@ -136,7 +138,7 @@ def outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array, *, interpret: bo
         triton.store(there, sums, mask=ins[:, None] & outs[None])
 
     ends_E = jnp.cumsum(sizes_E)
-    result: jax.Array = pl.pallas_call(
+    result: jax.Array = triton_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((E, i, o), jnp.float32),
         grid=(pl.cdiv(i, n_i), pl.cdiv(o, n_o), E),

@@ -25,6 +25,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from tinkerflow.backend.compute.kernels.triton_calls import triton_call
+
 _LEAST = 16  # of a tile's side; tensor cores multiply 16 x 16
 _MOST_QUERIES, _POSITIONS = 64, 64  # of a tile, in two bytes a number; half of that in float32, for shared memory
 _WIDE = 256  # dimensions of a value; with more, tiles have fewer queries and positions
@@ -75,7 +77,7 @@ def attend(
         dtype=q_SQHd.dtype,
     )  # fmt: skip
     q = q_SQHd.reshape(S, Q, G, r, d).transpose(0, 2, 1, 3, 4).reshape(S, G, M, d)
-    o, log_totals = pl.pallas_call(
+    o, log_totals = triton_call(
         functools.partial(_kernel, cut),
         out_shape=[
             jax.ShapeDtypeStruct((D, S, G, M, v), q.dtype if D == 1 else jnp.float32),

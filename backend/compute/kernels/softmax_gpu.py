@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.grouped_gpu import dot, side
 from tinkerflow.backend.compute.kernels.softmax import Product, Slopes, Totals
+from tinkerflow.backend.compute.kernels.triton_calls import triton_call
 
 _ROWS, _COLUMNS, _BYTES_IN = 256, 128, 128  # of a tile; _BYTES_IN: of one row of it; half the rows in float32
 _GROUP = 16  # tiles of the vocabulary that a program of `slopes` goes over
@@ -79,7 +80,7 @@ def totals(given: Product, *, keep: bool) -> Totals:
             triton.store(there, weights_rn.astype(weights_ref.dtype), mask=rows[:, None] & columns[None])
 
     shapes = [(N, M), (N, M), (M, K)]
-    found = pl.pallas_call(
+    found = triton_call(
         kernel,
         out_shape=[
             *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
@@ -147,7 +148,7 @@ def slopes(given: Product, totals: Totals, largest_M: jax.Array, log_total_M: ja
             triton.store(adapter_out[0].at[group, pl.ds(first, r), pl.ds(0, j)], d_low_rj, mask=mine)
 
     factor_NM = -jnp.sum(slope_MK, axis=1) * jnp.exp(totals.largest_NM - largest_M - log_total_M)
-    d_MV, *parts = pl.pallas_call(
+    d_MV, *parts = triton_call(
         kernel,
         out_shape=[
             jax.ShapeDtypeStruct((M, V), weights_MV.dtype),

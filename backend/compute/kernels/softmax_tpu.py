@@ -24,8 +24,10 @@ from jax.experimental.pallas import tpu
 from tinkerflow.backend.compute.kernels.softmax import Product, Slopes, Totals
 
 _COLUMNS, _AT_ONCE = 512, 512
-_BYTES_OF_ROWS = 24 * 2**20  # of a block; the chip holds two, so that the next one is read meanwhile
-_MEMORY = 100 * 2**20  # of a core's 128 MiB on the chip
+# Shares of a core's memory on the chip, which is 128 MiB of v5e and v6e, and 64 MiB of v5p and v7x.
+_OF_ROWS = 24 / 128  # for a block of rows; the chip holds two, so that the next one is read meanwhile
+_OF_MEMORY = 100 / 128  # for the kernel
+_ELSEWHERE = 128 * 2**20  # bytes to assume where other devices interpret the kernels
 _LANES = 128
 
 Each = Callable[[Any, jax.Array, jax.Array], None]  # (rows, logits_nq, place_nq): some rows, and tokens by their number
@@ -122,8 +124,8 @@ class _Tiling:
     @classmethod
     def of(cls, given: Product) -> _Tiling:
         (M, D), V = given.x_MD.shape, given.head_VD.shape[0]
-        r = M
-        while r * D * given.x_MD.dtype.itemsize > _BYTES_OF_ROWS and r % (2 * _LANES) == 0:
+        r, most = M, _OF_ROWS * _memory()
+        while r * D * given.x_MD.dtype.itemsize > most and r % (2 * _LANES) == 0:
             r //= 2
         q = math.gcd(r, _AT_ONCE)
         return cls(given, V, r, min(_COLUMNS, V), q if q % _LANES == 0 else r)
@@ -150,7 +152,7 @@ class _Tiling:
         return {
             "grid": (blocks, pl.cdiv(self.V, self.n)),
             "cost_estimate": pl.CostEstimate(flops=flops, bytes_accessed=read + written, transcendentals=logits),
-            "compiler_params": tpu.CompilerParams(vmem_limit_bytes=_MEMORY),
+            "compiler_params": tpu.CompilerParams(vmem_limit_bytes=int(_OF_MEMORY * _memory())),
             "interpret": self.given.interpret,
         }
 
@@ -170,6 +172,11 @@ class _Tiling:
                 logits_nq = cap * jnp.tanh(logits_nq / cap)
             place_nq = tile * self.n + jax.lax.broadcasted_iota(jnp.int32, logits_nq.shape, 0)
             each(rows, jnp.where(place_nq < self.V, logits_nq, -jnp.inf), place_nq)
+
+
+def _memory() -> int:
+    """Bytes on the chip, of a core of the devices that the surrounding `shard_map` is for."""
+    return tpu.get_tpu_info().vmem_capacity_bytes if tpu.is_tpu_device() else _ELSEWHERE
 
 
 def _factors(given: Product) -> list[jax.Array]:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.tree import How, Kernels, TreeRows, listed, sees
+from tinkerflow.backend.compute.kernels.triton_calls import triton_call
 
 _QUERIES, _KEYS, _BACKWARD = 128, 64, 64  # tokens of a block; half of that in float32, for shared memory
 _WARPS = 8
@@ -54,7 +55,7 @@ def _forward(
     queries = pl.BlockSpec((None, n, None, d), lambda i, b, h: (b, i, h, 0))
     keys = pl.BlockSpec((None, T, None, d), lambda i, b, h: (b, 0, h // r, 0))
     row = pl.BlockSpec((None, T), lambda i, b, h: (b, 0))
-    o, log_totals = pl.pallas_call(
+    o, log_totals = triton_call(
         kernel,
         grid=(T // n, B, H),
         in_specs=[
@@ -143,7 +144,7 @@ def _slopes(
         "interpret": how.interpret,
     }
     given = (q, k, v, *tree, d_o, log_totals, means)
-    d_q = pl.pallas_call(
+    d_q = triton_call(
         queries_kernel,
         grid=(B, H, T // n),
         in_specs=[one, keys, keys, row, row, one, numbers, numbers, *lists],
@@ -152,7 +153,7 @@ def _slopes(
         name="tree_attention_dq",
         **how_compiled,
     )(*given, *listed(seen))
-    d_k, d_v = pl.pallas_call(
+    d_k, d_v = triton_call(
         keys_kernel,
         grid=(B, G, T // n),
         in_specs=[heads, one, one, row, row, heads, numbers_of_heads, numbers_of_heads, *lists],

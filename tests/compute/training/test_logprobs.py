@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from tests.compute.closeness import close
 
+from tinkerflow.backend.compute.kernels import softmax_tpu
+from tinkerflow.backend.compute.kernels.softmax import Product
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.models.transformer import Params
@@ -166,6 +169,18 @@ def test_off_cpus_no_float32_logits_are_written_and_nothing_branches_or_scatters
     assert (function is logprobs.score) == (not [one for one in written if {4 * T, WIDE} == set(one.shape)])
     names = {equation.primitive.name for equation in outside}
     assert "pallas_call" in names and not {"cond", "scatter-add", "scatter"} & names
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "most"),
+    [("TPU v5 lite", 4096, 100), ("TPU v6 lite", 4096, 100), ("TPU v5", 2048, 50), ("TPU7x", 2048, 50)],
+)
+def test_tpus_get_blocks_that_their_memory_on_the_chip_holds(kind, rows, most):
+    x_MD, head_VD = jnp.zeros((4096, 2560), jnp.bfloat16), jnp.zeros((512, 2560), jnp.bfloat16)
+    given = Product(x_MD, head_VD, None, None, jnp.zeros((4096, 1), jnp.int32))
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, "tpu"))):
+        tiling = softmax_tpu._Tiling.of(given)
+        assert tiling.r == rows and tiling.how(0)["compiler_params"].vmem_limit_bytes == most * 2**20
 
 
 SHARDED = """

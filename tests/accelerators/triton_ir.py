@@ -1,0 +1,65 @@
+"""Reads Triton kernels out of a lowered program: how wide their offsets are. It needs no compiler and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
+from jax._src.lib.triton import dialect
+from tests.accelerators.hlo_kernels import Shape
+
+_REACH = 2**31  # elements that offsets of 32 bits reach
+_TARGET = "__gpu$xla.gpu.triton"
+_SAME_POINTER = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.addptr")
+
+
+def short_offsets(lowered: Any) -> dict[str, list[str]]:
+    """By the name of each Triton kernel, its arrays that have more elements than its offsets reach.
+
+    lowered: of `jax.jit(...).lower`, for NVIDIA GPUs.
+    """
+    found: dict[str, list[str]] = {}
+    for call in _operations(lowered.compiler_ir("stablehlo").operation):
+        if call.name != "stablehlo.custom_call" or ir.StringAttr(call.attributes["call_target_name"]).value != _TARGET:
+            continue
+        config = ir.DictAttr(call.attributes["mhlo.backend_config"])
+        short = found.setdefault(ir.StringAttr(config["name"]).value, [])
+        arrays = [_shape(value.type) for value in (*call.operands, *call.results)]
+        for place in sorted(_short_arguments(ir.StringAttr(config["ir"]).value_bytes)):
+            if arrays[place].size > _REACH and str(arrays[place]) not in short:
+                short.append(str(arrays[place]))
+    return found
+
+
+def _short_arguments(bytecode: bytes) -> set[int]:
+    """The places of a kernel's arguments that offsets of less than 64 bits are added to."""
+    context = mlir.JaxIrContext()
+    dialect.register_dialect(context)
+    with context:
+        module = ir.Module.parse(bytecode)
+        added = [op for op in _operations(module.operation) if op.name == "tt.addptr"]
+        return {_argument(op.operands[0]) for op in added if "i64" not in str(op.operands[1].type)}
+
+
+def _argument(pointer: Any) -> int:
+    while not isinstance(pointer.owner, ir.Block):
+        if pointer.owner.name not in _SAME_POINTER:
+            raise ValueError(f"a pointer comes from {pointer.owner.name}, which is none of {', '.join(_SAME_POINTER)}")
+        pointer = pointer.owner.operands[0]
+    return int(ir.BlockArgument(pointer).arg_number)
+
+
+def _operations(operation: Any) -> Iterator[Any]:
+    """All operations within one."""
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield inner.operation
+                yield from _operations(inner.operation)
+
+
+def _shape(kind: Any) -> Shape:
+    array = ir.RankedTensorType(kind)
+    return Shape(str(array.element_type), tuple(array.shape))

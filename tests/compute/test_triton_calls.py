@@ -1,0 +1,165 @@
+"""Offsets of Triton kernels reach all of an array, whatever its size. The kernels are lowered for GPUs, not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.accelerators.triton_ir import short_offsets
+
+from tinkerflow.backend.compute.kernels import (
+    adapter_gpu,
+    delta_gpu,
+    flash,
+    grouped_gpu,
+    paged_gpu,
+    softmax_gpu,
+    tree_gpu,
+    triton_calls,
+)
+from tinkerflow.backend.compute.kernels.softmax import Product, Totals
+from tinkerflow.backend.compute.kernels.tree import How, TreeRows
+from tinkerflow.backend.compute.kernels.triton_calls import triton_call
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def of_layers(dtype: Any) -> Case:
+    """A matrix of Qwen3-14B in all layers: 3.6e9 numbers."""
+    return grouped_gpu.layer_product, (array("bfloat16", 64, 5120), array(dtype, 40, 17408, 5120), array("int32"))
+
+
+def of_experts(dtype: Any) -> Case:
+    rows, experts = array("bfloat16", 64, 2048), array(dtype, 16, 128, 768, 2048)
+    return partial(grouped_gpu.product, transposed=True), (rows, experts, array("int32", 128), array("int32"))
+
+
+def pages(dtype: Any) -> Case:
+    """Of Qwen3-4B on an L40S: 3.4e9 keys."""
+    parts = array(dtype, 36, 721, 8, 128, 128), array(dtype, 36, 721, 8, 128, 128)
+    q, tables = array("bfloat16", 64, 1, 32, 128), array("int32", 64, 32)
+    return paged_gpu.attend, (*parts, array("int32"), tables, array("int32", 64), q)
+
+
+def adapters() -> Case:
+    def update(x: Any, A: Any, B: Any, columns: Any, layer: Any) -> Any:
+        return adapter_gpu.in_place(columns, A.shape[1])(x, OfArrays(A, B), layer)
+
+    stack = array("bfloat16", 64, 4096, 10240)
+    return update, (array("bfloat16", 64, 1, 10240), stack, stack, array("int32", 64, 2), array("int32"))
+
+
+class OfArrays:
+    def __init__(self, A: jax.Array, B: jax.Array) -> None:
+        self.A, self.B = A, B
+
+
+def states() -> Case:
+    of_heads = (array("float32", 64, 32, 128),) * 3
+    numbers = (array("float32", 64, 32),) * 2
+    pool = array("float32", 24, 200, 32, 128, 128)
+    return delta_gpu.step, (pool, array("int32"), array("int32", 64), *of_heads, *numbers)
+
+
+def attention() -> Case:
+    def both(q: Any, k: Any, segments: Any) -> Any:
+        attend = partial(flash._attend, False, False, 0.1)
+        return jax.value_and_grad(lambda q: jnp.sum(attend(q, k, k, segments, None)).astype(float))(q)
+
+    rows = 16, 131072
+    return both, (array("bfloat16", *rows, 16, 128), array("bfloat16", *rows, 8, 128), array("int32", *rows))
+
+
+def trees() -> Case:
+    how = How(scale=0.1, window=None, interpret=False)
+
+    def both(q: Any, k: Any, ends: Any, sinks: Any, numbers: Any) -> Any:
+        tree = TreeRows(ends, ends)
+        return (
+            tree_gpu.KERNELS.forward(how, q, k, k, tree, sinks),
+            tree_gpu.KERNELS.slopes(how, q, k, k, tree, q, numbers, numbers),
+        )
+
+    B, T, H = 16, 131072, 16
+    queries, keys = array("bfloat16", B, T, H, 128), array("bfloat16", B, T, 8, 128)
+    return both, (queries, keys, array("int32", B, T), array("float32", H), array("float32", B, H, T))
+
+
+def vocabulary() -> Case:
+    M, V = 16384, 151936
+
+    def both(x: Any, head: Any, low: Any, B: Any, targets: Any, slope: Any) -> Any:
+        given = Product(x, head, low, B, targets)
+        totals = softmax_gpu.totals(given, keep=True)
+        assert isinstance(totals, Totals)
+        return softmax_gpu.slopes(given, totals, slope[:, 0], slope[:, 0], slope)
+
+    return both, (
+        *(array("bfloat16", M, 2560), array("bfloat16", V, 2560), array("bfloat16", M, 32)),
+        *(array("float32", 32, V), array("int32", M, 1), array("float32", M, 1)),
+    )
+
+
+CASES = {
+    "int8 weights": (of_layers("int8"), {"layer_product"}),
+    "bfloat16 weights": (of_layers("bfloat16"), {"layer_product"}),
+    "int8 experts": (of_experts("int8"), {"grouped_product"}),
+    "float8 pages": (pages("float8_e4m3fn"), {"paged_attention"}),
+    "bfloat16 pages": (pages("bfloat16"), {"paged_attention"}),
+    "adapters": (adapters(), {"adapter_low", "adapter_update"}),
+    "states": (states(), {"delta_step"}),
+    "attention": (attention(), {"attention_forward", "attention_backward"}),
+    "trees": (trees(), {"tree_attention_forward", "tree_attention_dq", "tree_attention_dkv"}),
+    "vocabulary": (vocabulary(), {"softmax_totals", "softmax_slopes_by_adapter"}),
+}
+
+
+def lowered(case: Case) -> Any:
+    function, args = case
+    assert any(each.size > 2**31 for each in args) or function.__name__ == "both"
+    return jax.jit(lambda *args: function(*args)).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize(("case", "kernels"), CASES.values(), ids=CASES)
+def test_offsets_reach_all_of_a_large_array(case: Case, kernels: set[str]) -> None:
+    assert short_offsets(lowered(case)) == {kernel: [] for kernel in kernels}
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (of_layers("int8"), {"layer_product": ["i8[40,1,17408,5120]"]}),
+        (pages("float8_e4m3fn"), {"paged_attention": ["f8E4M3FN[36,721,8,128,128]"]}),
+    ],
+    ids=["int8 weights", "float8 pages"],
+)
+def test_without_the_remedy_the_check_names_the_kernel_and_the_array(
+    case: Case, named: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_calls, "_wraps", lambda array: False)
+    assert short_offsets(lowered(case)) == named
+
+
+def test_where_offsets_cannot_be_widened_the_array_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_calls, "_widened", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"layer_product: array int8\[40, 1, 17408, 5120\]: offsets of 32"):
+        lowered(of_layers("int8"))
+
+
+def test_a_grid_that_cuda_does_not_take_is_refused() -> None:
+    def call(*grid: int) -> Any:
+        one = array("float32", 1)
+        return jax.eval_shape(triton_call(lambda *_: None, grid=grid, name="wide", interpret=False, out_shape=one), one)
+
+    call(2**31 - 1, 65535, 65535)
+    for grid in ((2**31,), (1, 65536), (1, 1, 65536)):
+        with pytest.raises(ValueError, match=r"kernel wide: grid .* CUDA takes at most"):
+            call(*grid)
