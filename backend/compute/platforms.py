@@ -34,6 +34,8 @@ class Platform:
     flags_variable: the environment variable with the compiler's `flags`.
     compilers: the shared libraries that read it, as "package/file". They end the process when a flag is unknown.
     shares_memory: whether a process takes only a part of a device's memory.
+    host_decides: whether the host chooses branches, and how often loops turn. On GPUs, a thread that starts a program
+    would otherwise wait at each of them until the device has decided. Other devices do not make the host wait.
     attention_tokens: the tokens of a row whose attention costs as much as everything else. With the kernels of `flash`
     and 4B parameters this is about 7,000, if operations of attention run at half the speed of others.
     prefill_tokens: the sizes of a part of a prompt that the sampler computes, ascending. On CPUs small sizes waste
@@ -47,6 +49,7 @@ class Platform:
     flags: tuple[str, ...] = ()
     compilers: tuple[str, ...] = ()
     shares_memory: bool = False
+    host_decides: bool = False
     attention_tokens: int = 8192
     prefill_tokens: tuple[int, ...] = (128, 512, 2048)
 
@@ -73,6 +76,7 @@ CUDA = Platform(
     ),
     compilers=("jaxlib/libjax_common.so", "jax_plugins.xla_cuda13/xla_cuda_plugin.so"),
     shares_memory=True,
+    host_decides=True,
 )
 TPU = Platform(
     "tpu",

@@ -53,6 +53,7 @@ def record(case: Case, cache: str) -> Record:
         "mfu": useful / device.flops / figures.seconds,
         "largest": {one.dtype: one.nbytes for one in reversed(counts.largest(count=None))},
         "unknown_loops": sorted(loop.name for loop in counts.loops if loop.trips is None),
+        "branches": sorted(counts.branches),
         "gathered": max((one.bytes for one in counts.collectives if one.kind == "all-gather"), default=0),
         "sent": sum(one.bytes * one.times for one in counts.collectives),
         "loss_rows": _rows(counts.matmuls(), programs.cfg.vocab // programs.tensor),

@@ -85,6 +85,7 @@ class Counts:
 
     work: list[Work] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
+    branches: list[str] = field(default_factory=list)  # names of conditionals
     collectives: list[Collective] = field(default_factory=list)
     arrays: dict[str, Shape] = field(default_factory=dict)  # results of operations, by their name and shape
     kernels: dict[str, int] = field(default_factory=dict)  # calls of kernels that state no flops, by target
@@ -305,6 +306,7 @@ class _Counter:
             counted.append(branch._counts)
         most = max(counted, key=lambda counts: (counts.bytes, counts.flops))
         mine = self._counts
+        mine.branches += [op.label, *(name for counts in counted for name in counts.branches)]
         mine.work += most.work
         mine.loops += [loop for counts in counted for loop in counts.loops]
         mine.collectives += [collective for counts in counted for collective in counts.collectives]

@@ -22,11 +22,11 @@ from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.planning.memory_plan import plan_memory
 from tinkerflow.backend.compute.planning.topologies import parse_topology
-from tinkerflow.backend.compute.platforms import compiling_for
-from tinkerflow.backend.compute.sampler.decode import decode, empty_rows
+from tinkerflow.backend.compute.platforms import compiling_for, platform
+from tinkerflow.backend.compute.sampler.decode import decided, decode, empty_rows
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
-from tinkerflow.backend.compute.sampler.prefill import empty_piece, prefill
+from tinkerflow.backend.compute.sampler.prefill import empty_piece, fill, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack
 from tinkerflow.backend.compute.training.logprobs import score_and_grads
@@ -48,6 +48,7 @@ class Programs:
 
     cfg: the model. target: the name of a topology. rank: of adapters. tensor, expert: axes of the mesh. kv_cache: the
     number format of keys and values in pages. memory: GB of each device that the memory budget is for, 0 = all.
+    filters, traced: of decode, 0 or 1: whether a row has a top-k where the host decides, and whether it never decides.
     """
 
     cfg: ModelConfig
@@ -57,6 +58,8 @@ class Programs:
     expert: int = 1
     kv_cache: CacheFormat = "full"
     memory: int = 0
+    filters: int = 0
+    traced: int = 0
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -172,7 +175,11 @@ class Programs:
             stack = self._stack(columns)
             rows = empty_rows(S, pages_for(length), chunk, states=self.cfg.delta is not None)
             cache = self._cache(S, length)
-            args = (self.cfg, self.mesh, chunk, 0, self.params, stack, cache, rows, np.int32(chunk))
+            steps: Any = np.int32(chunk)
+            if platform().host_decides and not self.traced:
+                rows.choice.top_k_S[:] = 1 if self.filters else -1
+                rows, steps = decided(rows, chunk), None
+            args = (self.cfg, self.mesh, chunk, 0, self.params, stack, cache, rows, steps)
         return compile_for(self.target, decode, *args, **more)
 
     def prefill(self, B: int, Q: int, length: int, *, columns: int = 32, **more: Any) -> Figures:
@@ -180,8 +187,11 @@ class Programs:
         with self.compiling():
             stack = self._stack(columns)
             piece = empty_piece(PLAIN, B, Q, pages_for(length), states=self.cfg.delta is not None)
-            args = (self.cfg, self.mesh, PLAIN, self.params, stack, self._cache(B, length), piece)
-        return compile_for(self.target, prefill, *args, **more)
+            args = (self.params, stack, self._cache(B, length))
+            if platform().host_decides:
+                unscored = replace(piece, score=None, queries=None)
+                return compile_for(self.target, fill, self.cfg, self.mesh, *args, unscored, **more)
+        return compile_for(self.target, prefill, self.cfg, self.mesh, PLAIN, *args, piece, **more)
 
     def _cache(self, rows: int, length: int) -> Any:
         """A cache with pages for `length` positions of each of `rows`."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from tests.accelerators import environment
-from tests.accelerators.budgets import BUDGETS, Budget, Record
+from tests.accelerators.budgets import BUDGETS, DECISIONS, Budget, Case, Record
 from tests.accelerators.gate import FIGURES, compile_cases
 
 from tinkerflow.backend.compute.platforms import CUDA
@@ -23,7 +23,10 @@ def records() -> Mapping[str, Record | str]:
     """The records of all cases that have a quick budget."""
     if not environment.python().exists():
         pytest.skip("no compilers for accelerators: python tests/accelerators/environment.py installs them (4 GB)")
-    return compile_cases(budget.case for budget in QUICK)
+    return compile_cases([*(budget.case for budget in QUICK), PLANTED])
+
+
+PLANTED = Case("0.6B", "h100:1", "decode", (1, 512), (("traced", 1),))
 
 
 @pytest.mark.parametrize("budget", QUICK, ids=lambda budget: f"{budget.case.name}: {budget.measure.name}")
@@ -37,6 +40,16 @@ def test_a_program_keeps_its_budget(budget: Budget, records: Mapping[str, Record
     else:
         assert not budget.holds(value), f"{said}: the budget is met now; remove its met=False in budgets.py"
         pytest.xfail(said)
+
+
+def test_a_loop_and_branches_that_the_device_decides_break_the_budget_by_name(
+    records: Mapping[str, Record | str],
+) -> None:
+    record = records[PLANTED.name]
+    assert not isinstance(record, str), record
+    assert record["unknown_loops"] == ["jit(decode)/while"]
+    assert len(record["branches"]) == 2 and all("/cond" in name for name in record["branches"])
+    assert not Budget(PLANTED, DECISIONS, 0).holds(DECISIONS.of(record))
 
 
 def test_the_figures_of_the_page_keep_the_budgets_that_are_met() -> None:

@@ -351,11 +351,12 @@ def test_the_dearest_branch_of_a_conditional_counts() -> None:
 """
     both = branch.format(name="small", size=8) + "\n" + branch.format(name="large", size=64)
     counts = one(
-        "f32[64]{0} conditional(%a, %b, %c), branch_computations={%small, %large}",
+        'f32[64]{0} conditional(%a, %b, %c), branch_computations={%small, %large}, metadata={op_name="jit(f)/cond"}',
         "s32[] f32[8]{0} f32[64]{0}",
         before=both,
     )
     assert counts.bytes == 2 * 64 * 4
+    assert counts.branches == ["jit(f)/cond"]
 
 
 def test_collectives_have_the_bytes_of_their_result() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,10 +21,10 @@ from tinkerflow.backend.compute.mesh import make_mesh, replicated
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.params import by_layer, load_params
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
-from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.decode import Rows, decided, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE
-from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
+from tinkerflow.backend.compute.sampler.prefill import Piece, fill, prefill, score
 from tinkerflow.backend.compute.sampler.prompt_scores import Widths, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
 from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
@@ -57,6 +58,8 @@ def test_every_step_can_be_made_for_a_gpu_and_a_tpu(model: Reference, platform: 
         name: function.trace(*args).lower(lowering_platforms=(platform,)).as_text()
         for name, (function, args) in programs.items()
     }
+    if platforms.platform().host_decides:
+        assert not [name for name in ("prefill", "score", "decode") if "stablehlo.case" in made[name]]
     experts = load_config(model.folder).experts > 0
     for name in ("forward_backward", "forward", "prefill", "decode"):
         assert "ragged_dot" not in made[name], "XLA knows a dense product only"
@@ -88,7 +91,9 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
         uniform_CS=np.zeros((CHUNK, SLOTS), np.float32),
         choice=greedy_choice(SLOTS),
     )
-    yield "decode", (decode, (cfg, mesh, CHUNK, TOP, params, stack, cache, rows, np.int32(CHUNK)))
+    host_decides, given = platforms.platform().host_decides, (params, stack, cache)
+    started, count = (decided(rows, CHUNK), None) if host_decides else (rows, np.int32(CHUNK))
+    yield "decode", (decode, (cfg, mesh, CHUNK, TOP, *given, started, count))
     widths = Widths(TOP, TOP, TOP)
     piece = Piece(
         tokens_BQ=np.zeros((SLOTS, 32), np.int32),
@@ -98,7 +103,12 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
         score=np.bool_(True),
         queries=empty_queries(widths, SLOTS, 32),
     )
-    yield "prefill", (prefill, (cfg, mesh, widths, params, stack, cache, piece))
+    if not host_decides:
+        yield "prefill", (prefill, (cfg, mesh, widths, *given, piece))
+        return
+    yield "prefill", (fill, (cfg, mesh, *given, replace(piece, score=None, queries=None)))
+    x_BQD = jax.ShapeDtypeStruct((SLOTS, 32, cfg.hidden), "bfloat16", sharding=whole)
+    yield "score", (score, (mesh, widths, params, stack, x_BQD, columns, piece.queries))
 
 
 def test_a_part_of_a_flags_name_is_no_flag() -> None:

@@ -46,19 +46,22 @@ class DecodeBatch:
         *,
         prefill_budget: int,
         runs_ahead: bool,
+        host_decides: bool,
         weights: str,
     ) -> None:
         """An idle batch.
 
         scheduler: its requests. model: the devices. pool: the pages. shapes: the sizes of dispatches. prefill_budget:
         prompt tokens, padding included, that one step prefills. runs_ahead: a chunk is dispatched before the last one
-        is read. weights: names the base weights in errors.
+        is read. host_decides: as in `Platform`; then a dispatch decodes one token or a whole chunk. weights: names the
+        base weights in errors.
         """
         self.scheduler, self.model = scheduler, model
         self._pool, self._shapes = pool, shapes
         self._prefill_budget, self._runs_ahead, self._weights = prefill_budget, runs_ahead, weights
+        self._host_decides = host_decides
         self._in_flight: Chunk | None = None  # dispatched, and not read yet
-        self._last_prefill: PieceScores | None = None  # of the last step that only prefilled
+        self._last_prefill: PieceScores | jax.Array | None = None  # of the last step that only prefilled
         self._prefill_steps = 0  # in a row that only prefilled
         self._served_short = False  # in the last step
         self.dispatched: list[ActiveRequest] = []  # the requests of the last dispatch; the newest is the last one
@@ -179,7 +182,13 @@ class DecodeBatch:
         if not running:
             return 1
         remaining = [sequence.remaining for sequence in running]
+        if self._host_decides:
+            return self._compiled_steps(max(remaining))
         return min(chunk, max(remaining), max(min(remaining), -(-chunk // 2)))
+
+    def _compiled_steps(self, steps: int) -> int:
+        """The fewest steps that there is a program for, of at least `steps`."""
+        return self.model.chunk if self._host_decides and steps > 1 else steps
 
     def _serve_short(self) -> bool:
         """Decode up to `_SHORT` sequences that end within a chunk without the batch, if there is a batch.
@@ -197,7 +206,7 @@ class DecodeBatch:
             self.model.prefill_piece(group)
         self._fail_unscored(group)
         if sequences := scheduler.start_short_group(group):
-            self._dispatch(sequences, max(sequence.remaining for sequence in sequences))
+            self._dispatch(sequences, self._compiled_steps(max(sequence.remaining for sequence in sequences)))
         return True
 
     # ------------------------------------------------------------------ tokens

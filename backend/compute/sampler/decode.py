@@ -84,6 +84,15 @@ def empty_rows(slots: int, pages: int, chunk: int, *, states: bool) -> Rows:
     )
 
 
+def decided(rows: Rows, chunk: int) -> Rows:
+    """The rows with the branch of their program, which the host chooses. chunk: the most tokens of a dispatch.
+
+    Adjusted logits and dispatches of fewer tokens are rare. Their programs always filter, so there are few programs.
+    """
+    rare = rows.adjusted is not None or len(rows.uniform_CS) < chunk
+    return replace(rows, choice=replace(rows.choice, filters=rare or bool(rows.choice.any_filter)))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
 def decode(
     cfg: ModelConfig,
@@ -94,7 +103,7 @@ def decode(
     lora: Lora,
     cache: KVCache,
     rows: Rows,
-    steps: jax.Array,
+    steps: jax.Array | None,
 ) -> tuple[KVCache, Decoded]:
     """More tokens for every slot: the cache, updated in place, and the tokens [C, S], replicated.
 
@@ -102,7 +111,8 @@ def decode(
     likely tokens to list at each position, 0 = none.
     params: the base model. lora: the stack of adapters. cache: the pages. If `params` is by layer, the stack and the
     cache must be too. rows: the start of each of the S slots. steps: int32 scalar, tokens to decode, at most C; the
-    rest are 0.
+    rest are 0. None: C tokens. On CPUs, each token that nobody needs costs a step. On GPUs, a loop whose turns only
+    the device knows makes the host wait for the whole chunk.
     """
 
     def step(i: jax.Array, state: tuple[KVCache, States, jax.Array, AdjustedRows | None, Decoded]) -> Any:
@@ -139,7 +149,7 @@ def decode(
     if rows.before_M is not None and rows.from_S is not None:
         tokens_S = jnp.where(rows.from_S < 0, tokens_S, jnp.asarray(rows.before_M)[rows.from_S])
     begin = (cache, states, tokens_S, rows.adjusted, nothing)
-    cache, states, last_S, _, decoded = jax.lax.fori_loop(0, steps, step, begin)
+    cache, states, last_S, _, decoded = jax.lax.fori_loop(0, chunk if steps is None else steps, step, begin)
     if rows.before_M is not None:
         decoded = decoded.replace(last_M=jnp.zeros_like(rows.before_M).at[:S].set(last_S))
     cache = replace(pin_cache(cfg, mesh, cache), states=scatter_states(cfg, mesh, pool, states, rows.states_S))

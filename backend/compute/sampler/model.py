@@ -18,13 +18,13 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.sampler.adjustments import adjusted_rows
-from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decode, empty_rows
+from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decided, decode, empty_rows
 from tinkerflow.backend.compute.sampler.image_features import ImageFeatureCache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, cache_shape, copy_pages, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
-from tinkerflow.backend.compute.sampler.prefill import empty_piece, prefill
+from tinkerflow.backend.compute.sampler.prefill import Piece, empty_piece, fill, prefill, score
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
-from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores
+from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, Widths
 from tinkerflow.backend.compute.sampler.requests import SlotAssignment
 from tinkerflow.backend.compute.sampler.sampling import width_for
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
@@ -54,6 +54,7 @@ class SamplerModel:
         chunk: int,
         max_context: int,
         kv_cache: CacheFormat,
+        host_decides: bool,
         most_ahead: int | None = None,
         tower: VisionTower | None = None,
     ) -> None:
@@ -61,14 +62,14 @@ class SamplerModel:
 
         cfg, mesh: the base model's shape, and the devices. params: the weights, by layer if `snapshots` are. pool: the
         pages. chunk: the most tokens of one decode dispatch. max_context: the most tokens of a sequence. kv_cache: the
-        format of the pages. most_ahead: the most slots of a chunk, when a chunk is dispatched before the last one is
-        read; None: each chunk is read first. tower: of models with images.
+        format of the pages. host_decides: as in `Platform`. most_ahead: the most slots of a chunk, when a chunk is
+        dispatched before the last one is read; None: each chunk is read first. tower: of models with images.
         """
         self.cfg, self.mesh, self.snapshots, self.chunk = cfg, mesh, snapshots, chunk
         self.params, self._pool, self._width = params, pool, pool.pages_for(max_context)
         self._no_tokens_M = None if most_ahead is None else put(np.zeros(most_ahead, np.int32), replicated(mesh))
         self._images = None if tower is None else ImageFeatureCache(tower)
-        self._kv_cache = kv_cache
+        self._kv_cache, self._host_decides = kv_cache, host_decides
         self.reset_cache()
 
     def reset_cache(self) -> None:
@@ -76,7 +77,7 @@ class SamplerModel:
         if self._images is not None:
             self._images.clear()
         self.cache: KVCache | None = None  # its memory is free before the next one is made
-        self.last_piece: PieceScores | None = None  # ready when the last prefill dispatch is computed
+        self.last_piece: PieceScores | jax.Array | None = None  # ready when the last prefill dispatch is computed
         self.cache = empty_cache(self.cfg, self.mesh, *cache_shape(self._pool, self.params, self._kv_cache))
 
     def replace_params(self, load: Callable[[], Params]) -> None:
@@ -90,7 +91,7 @@ class SamplerModel:
 
         Returns how many tokens that were: with padding, and with those of images that the tower encoded.
         """
-        size, start, widths = group.piece, group.start, group.widths
+        size, start = group.piece, group.start
         images, encoded = None, 0
         if self._images is not None and len(group.jobs) == 1:
             images, encoded = self._images.piece(group.jobs[0], group.rows, size, start)
@@ -99,7 +100,7 @@ class SamplerModel:
                 owned = self._pool.own_state(job.table)
                 assert owned, "there are fewer states than prompts"
         piece = replace(
-            empty_piece(widths, group.rows, size, self._width, states=self._pool.states is not None),
+            empty_piece(group.widths, group.rows, size, self._width, states=self._pool.states is not None),
             start=np.int32(start),
             tables_BW=self._tables(group.rows, [(job.row, job.table) for job in group.jobs]),
             score=np.bool_(any(job.wants_scores(start, start + size) for job in group.jobs)),
@@ -112,34 +113,49 @@ class SamplerModel:
             piece.tokens_BQ[row, : len(here_T)] = here_T
             if piece.valid_B is not None:
                 piece.valid_B[row] = len(here_T)
+            assert piece.queries is not None
             piece.queries.next_BQ[row, : len(here_T)] = job.tokens_T[start + 1 : start + 1 + len(here_T)]
             if job.wants_scores(start, start + size) and job.parent.scores is not None:
                 job.parent.scores.fill(start, start + len(here_T), row, piece.queries)
             columns = self.snapshots.columns(job.parent.snapshot)
             piece.columns_B2[row] = columns.start, columns.end
-        cache = self._copied_cache()
-        self.cache, scored = prefill(self.cfg, self.mesh, widths, self.params, self.snapshots.lora, cache, piece)
-        self.last_piece = scored
+        scored = self._computed(group.widths, piece)
         group.advance(size, to_host(scored) if piece.score else None)
         return group.rows * size + encoded
+
+    def _computed(self, widths: Widths, piece: Piece) -> PieceScores | None:
+        """Dispatch a piece: its scores on the devices. None, if none are wanted and the host knows it."""
+        params, lora, cache = self.params, self.snapshots.lora, self._copied_cache()
+        if not self._host_decides:
+            self.cache, scored = prefill(self.cfg, self.mesh, widths, params, lora, cache, piece)
+            self.last_piece = scored
+            return scored
+        unscored = replace(piece, score=None, queries=None)
+        self.cache, x_BQD = fill(self.cfg, self.mesh, params, lora, cache, unscored)
+        self.last_piece = x_BQD
+        if not piece.score or piece.queries is None:
+            return None
+        return score(self.mesh, widths, params, lora, x_BQD, piece.columns_B2, piece.queries)
 
     def decode_chunk(self, S: int, slots: SlotAssignment, steps: int, before: Chunk | None) -> Chunk:
         """Dispatch `steps` more tokens of every sequence.
 
-        S: slots of the dispatch; the tokens of unused ones are never read. steps: at most `chunk`. before: the chunk
-        that is not read yet, with the last tokens of all sequences in flight.
+        S: slots of the dispatch; the tokens of unused ones are never read. steps: at most `chunk`; 1 or `chunk` if the
+        host decides. before: the chunk that is not read yet, with the last tokens of all sequences in flight.
         """
         most_listed = max(sequence.parent.request.topk_sample for _, sequence in slots)
+        chunk = steps if self._host_decides else self.chunk
+        rows = self._rows(slots, S, chunk, steps, before)
         self.cache, on_devices = decode(
             self.cfg,
             self.mesh,
-            self.chunk,
+            chunk,
             min(width_for(most_listed), self.cfg.vocab),
             self.params,
             self.snapshots.lora,
             self._copied_cache(),
-            self._rows(slots, S, steps, before),
-            np.int32(steps),
+            decided(rows, self.chunk) if self._host_decides else rows,
+            None if self._host_decides else np.int32(steps),
         )
         return Chunk(slots, steps, on_devices)
 
@@ -170,9 +186,9 @@ class SamplerModel:
                 states_B[row] = table.state.pages[0] % self._pool.states.pages
         return states_B
 
-    def _rows(self, assigned: SlotAssignment, S: int, steps: int, before: Chunk | None) -> Rows:
+    def _rows(self, assigned: SlotAssignment, S: int, chunk: int, steps: int, before: Chunk | None) -> Rows:
         rows = replace(
-            empty_rows(S, self._width, self.chunk, states=self._pool.states is not None),
+            empty_rows(S, self._width, chunk, states=self._pool.states is not None),
             tables_SW=self._tables(S, ((slot, sequence.table) for slot, sequence in assigned)),
             adjusted=adjusted_rows(self.mesh, self.cfg.vocab, S, assigned),
             states_S=self._states(S, ((slot, sequence.table) for slot, sequence in assigned)),

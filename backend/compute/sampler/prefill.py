@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.long_rows import join_chunks, split_chunks
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.transformer import ImageFeatures, Params
-from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.platforms import on_cpu, platform
 from tinkerflow.backend.compute.sampler.forward import StepInputs, pin_cache, run_layers, unembedded
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, PieceQueries, PieceScores, Widths, empty_queries
@@ -39,7 +39,8 @@ class Piece:
     """Tokens [start, start + Q) of every row's prompt, zeros after its end.
 
     tokens_BQ int32; start int32 scalar; tables_BW int32: the rows' pages; columns_B2 int32: the rows' adapters. score:
-    bool scalar, whether any score of these tokens is wanted. queries: the tokens to score. states_B int32: the rows'
+    bool scalar, whether any score of these tokens is wanted. queries: the tokens to score. Both are None for `fill`.
+    states_B int32: the rows'
     states. valid_B int32: how many of the tokens belong to the row. Both are None in models without states. images: the
     images among these tokens, and the rotary positions of all tokens after the first image; None if no image begins
     before the end of the piece.
@@ -49,8 +50,8 @@ class Piece:
     start: Scalar
     tables_BW: Array
     columns_B2: Array
-    score: Scalar
-    queries: PieceQueries
+    score: Scalar | None
+    queries: PieceQueries | None
     states_B: Array | None = None
     valid_B: Array | None = None
     images: ImageFeatures | None = None
@@ -83,6 +84,52 @@ def prefill(
     params: the base model. lora: the stack of adapters. cache: the pages. If `params` is by layer, the stack and the
     cache must be too. piece: the tokens of B rows; a row past its prompt's end writes keys that no query attends to.
     """
+    queries = piece.queries
+    assert queries is not None
+    cache, x_BQD = _through_layers(cfg, mesh, params, lora, cache, piece)
+
+    def scored() -> PieceScores:
+        return score_piece(mesh, widths, params, lora, x_BQD, piece.columns_B2, queries)
+
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(scored))
+    scores = jax.lax.cond(piece.score, scored, lambda: nothing)
+    return cache, jax.lax.with_sharding_constraint(scores, replicated(mesh))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def fill(
+    cfg: ModelConfig, mesh: Mesh, params: Params, lora: Lora, cache: KVCache, piece: Piece
+) -> tuple[KVCache, jax.Array]:
+    """`prefill` without scores, where the host decides: the cache, and final hidden states [B, Q, D] for `score`.
+
+    cfg, mesh, params, lora, cache, piece: see `prefill`.
+    """
+    cache, x_BQD = _through_layers(cfg, mesh, params, lora, cache, piece)
+    return cache, by_rows(mesh, x_BQD)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def score(
+    mesh: Mesh,
+    widths: Widths,
+    params: Params,
+    lora: Lora,
+    x_BQD: jax.Array,
+    columns_B2: Array,
+    queries: PieceQueries,
+) -> PieceScores:
+    """The scores of a piece after `fill`, replicated. The arguments are those of `score_piece`.
+
+    mesh, widths, params, lora, x_BQD, columns_B2, queries: see there.
+    """
+    scores = score_piece(mesh, widths, params, lora, x_BQD, columns_B2, queries)
+    return jax.lax.with_sharding_constraint(scores, replicated(mesh))
+
+
+def _through_layers(
+    cfg: ModelConfig, mesh: Mesh, params: Params, lora: Lora, cache: KVCache, piece: Piece
+) -> tuple[KVCache, jax.Array]:
+    """The cache with the piece's keys and values, and the final hidden states."""
     start_B = jnp.full(piece.tokens_BQ.shape[0], piece.start, jnp.int32)
     pool, cache = cache.states, replace(cache, states=None)
     states = gather_states(cfg, mesh, pool, piece.states_B, start_B == 0, by_layer=params.unstacked)
@@ -90,14 +137,7 @@ def prefill(
         piece.tokens_BQ, start_B, piece.tables_BW, piece.columns_B2, valid_S=piece.valid_B, images=piece.images
     )
     cache, states, x_BQD = run_layers(cfg, mesh, params, lora, cache, states, inputs)
-    cache = replace(pin_cache(cfg, mesh, cache), states=scatter_states(cfg, mesh, pool, states, piece.states_B))
-
-    def scored() -> PieceScores:
-        return score_piece(mesh, widths, params, lora, x_BQD, piece.columns_B2, piece.queries)
-
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(scored))
-    scores = jax.lax.cond(piece.score, scored, lambda: nothing)
-    return cache, jax.lax.with_sharding_constraint(scores, replicated(mesh))
+    return replace(pin_cache(cfg, mesh, cache), states=scatter_states(cfg, mesh, pool, states, piece.states_B)), x_BQD
 
 
 def score_piece(
@@ -154,6 +194,7 @@ def _drawn(logits_BcV: jax.Array, uniform_BcA: jax.Array, temperature_B: Array) 
         top_k_S=jnp.full(B * c, -1, jnp.int32),
         top_p_S=jnp.ones(B * c, jnp.float32),
         min_p_S=jnp.zeros(B * c, jnp.float32),
+        filters=False if platform().host_decides else None,
     )
     uniform_AS = jnp.moveaxis(uniform_BcA, 2, 0).reshape(-1, B * c)
     tokens_AS = jax.lax.map(lambda uniform_S: sample(rows, choice, uniform_S)[0], uniform_AS)

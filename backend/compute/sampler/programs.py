@@ -13,21 +13,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.mesh import replicated
+from tinkerflow.backend.compute.mesh import WEIGHTS, replicated, sharding
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.adjustments import warm_rows
-from tinkerflow.backend.compute.sampler.decode import decode, empty_rows
+from tinkerflow.backend.compute.sampler.decode import decided, decode, empty_rows
 from tinkerflow.backend.compute.sampler.kv_cache import COPIES, cache_shape, copied, copied_states, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool
-from tinkerflow.backend.compute.sampler.prefill import empty_piece, prefill
-from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN
+from tinkerflow.backend.compute.sampler.prefill import empty_piece, fill, prefill, score
+from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
 from tinkerflow.backend.compute.sampler.shapes import LARGE_AFTER, Shapes, rank_columns
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack, frozen, placed, widths_of
 from tinkerflow.backend.compute.warming import Program, like, result_of
@@ -44,8 +45,8 @@ class SamplerPrograms:
 
     shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
     of a sequence. usual: the shape of most adapters. accelerated: whether a chunk is dispatched before the last one is
-    read, and the base model alone has programs without adapters. kv_cache: the format of the pages.
-    tower: of models with images.
+    read, and the base model alone has programs without adapters. host_decides: as in `Platform`. kv_cache: the format
+    of the pages. tower: of models with images.
     """
 
     cfg: ModelConfig
@@ -57,6 +58,7 @@ class SamplerPrograms:
     max_context: int
     usual: LoraSpec
     accelerated: bool
+    host_decides: bool
     kv_cache: CacheFormat
     tower: VisionTower | None = None
 
@@ -75,16 +77,31 @@ class SamplerPrograms:
                 if self.tower is not None and rows == alone:
                     run = partial(self._prefill, rows, size, width, self.tower)
                     yield Program(f"{name}, images", _distance(1, width), run)
-            for distance, slots in enumerate(self.shapes.slots):
-                name = f"decode, {slots} slots, {width} columns"
-                yield Program(name, _distance(distance, width), partial(self._decode, slots, width))
+                if self.host_decides:
+                    of = f"{rows}x{size} tokens, {width} columns"
+                    yield Program(f"scores of {of}", _distance(1, width), partial(self._score, rows, size, width))
+            for further, (kind, variant) in enumerate(self._variants.items()):
+                for distance, slots in enumerate(self.shapes.slots):
+                    run = partial(self._decode, slots, width, **variant)
+                    name = f"{kind}, {slots} slots, {width} columns"
+                    yield Program(name, _distance(distance + further, width), run)
         yield Program("copies of pages", 0, partial(self._copies, copied))
         if self.pool.states:
             yield Program("copies of states", 0, partial(self._copies, copied_states))
         for width in widths[:-1]:
             for distance, slots in enumerate(self.shapes.slots):
-                name = f"decode with adjusted logits, {slots} slots, {width} columns"
-                yield Program(name, _distance(distance, _WIDTHS[-1]), partial(self._decode, slots, width, True))
+                for chunk in sorted({1, self.chunk}) if self.host_decides else (self.chunk,):
+                    name = f"decode of {chunk} with adjusted logits, {slots} slots, {width} columns"
+                    run = partial(self._decode, slots, width, chunk=chunk, adjusted=True)
+                    yield Program(name, _distance(distance, _WIDTHS[-1]), run)
+
+    @property
+    def _variants(self) -> dict[str, dict[str, Any]]:
+        """The usual programs of decode by their names, the commonest first."""
+        if not self.host_decides:
+            return {"decode": {}}
+        one = {"decode of one token": {"chunk": 1}} if self.chunk > 1 else {}
+        return {"decode": {}, "decode with filters": {"filters": True}, **one}
 
     def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
         """The programs that publish and sample an adapter of that shape; `adapter` needs no values."""
@@ -100,19 +117,35 @@ class SamplerPrograms:
         piece = empty_piece(PLAIN, rows, size, self._table, states=self.pool.states is not None)
         if tower is not None:
             piece = replace(piece, images=tower.no_images(rows, size))
-        prefill.lower(self.cfg, self.mesh, PLAIN, self.params, self._stack(width), self._cache(), piece).compile()
+        args = self.params, self._stack(width), self._cache()
+        if self.host_decides:
+            fill.lower(self.cfg, self.mesh, *args, replace(piece, score=None, queries=None)).compile()
+        else:
+            prefill.lower(self.cfg, self.mesh, PLAIN, *args, piece).compile()
 
-    def _decode(self, S: int, width: int, adjusted: bool = False) -> None:
-        most = self.shapes.slots[-1]
+    def _score(self, rows: int, size: int, width: int) -> None:
+        shape = (rows, size, self.cfg.hidden)
+        x_BQD = jax.ShapeDtypeStruct(shape, self._dtype, sharding=sharding(self.mesh, shape, WEIGHTS))
+        columns_B2, queries = np.zeros((rows, 2), np.int32), empty_queries(PLAIN, rows, size)
+        score.lower(self.mesh, PLAIN, self.params, self._stack(width), x_BQD, columns_B2, queries).compile()
+
+    def _decode(
+        self, S: int, width: int, *, chunk: int | None = None, filters: bool = False, adjusted: bool = False
+    ) -> None:
+        most, chunk = self.shapes.slots[-1], chunk or self.chunk
         rows = replace(
-            empty_rows(S, self._table, self.chunk, states=self.pool.states is not None),
+            empty_rows(S, self._table, chunk, states=self.pool.states is not None),
             adjusted=warm_rows(self.mesh, S, self.cfg.vocab) if adjusted else None,
             before_M=like(np.zeros(most, np.int32), replicated(self.mesh)) if self.accelerated else None,
             from_S=np.zeros(S, np.int32) if self.accelerated else None,
             shift_S=None if self.cfg.vision is None else np.zeros(S, np.int32),
         )
         stack, cache = self._stack(width), self._cache()
-        decode.lower(self.cfg, self.mesh, self.chunk, 0, self.params, stack, cache, rows, np.int32(1)).compile()
+        steps = None if self.host_decides else np.int32(1)
+        if self.host_decides:
+            rows.choice.top_k_S[:] = 1 if filters else -1
+            rows = decided(rows, self.chunk)
+        decode.lower(self.cfg, self.mesh, chunk, 0, self.params, stack, cache, rows, steps).compile()
 
     def _copies(self, program: Any) -> None:
         places = np.zeros(COPIES, np.int32)

@@ -89,6 +89,7 @@ class Sampler:
         self._pool = PagePool(pages, shards=shards, page=page, states=states, window=window)
         self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
+        host_decides = platform().host_decides
         runs_ahead = not on_cpu()  # on CPUs, decoding after an end costs more than the host's work
         self._programs = partial(
             SamplerPrograms,
@@ -100,6 +101,7 @@ class Sampler:
             max_context=self._max_context,
             usual=usual,
             accelerated=runs_ahead,
+            host_decides=host_decides,
             kv_cache=config.kv_cache,
             tower=tower,
         )
@@ -122,6 +124,7 @@ class Sampler:
             self._pool,
             chunk=config.decode_chunk,
             max_context=self._max_context,
+            host_decides=host_decides,
             most_ahead=shapes.slots[-1] if runs_ahead else None,
             kv_cache=config.kv_cache,
             tower=tower,
@@ -133,6 +136,7 @@ class Sampler:
             shapes,
             prefill_budget=prefill_budget or _BUDGET_PIECES * sizes[-1],
             runs_ahead=runs_ahead,
+            host_decides=host_decides,
             weights=weights,
         )
         self._matcher = lru_cache(KEPT_CONSTRAINTS)(self._new_matcher)

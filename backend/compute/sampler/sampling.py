@@ -11,6 +11,7 @@ Letters: S rows, V vocabulary, c columns and r rows of a folded vocabulary, n up
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -36,12 +37,21 @@ class Choice:
     al., arXiv 2407.01082).
 
     A temperature above 0 and a top_p are normal numbers: see `normal_temperature` and `normal_top_p`.
+
+    filters: whether the program draws tokens and applies top-k, top-p and min-p, or only draws. None: the devices find
+    out whether a row needs either. The tokens are the same.
     """
 
     temperature_S: Array
     top_k_S: Array
     top_p_S: Array
     min_p_S: Array
+    filters: bool | None = flax.struct.field(pytree_node=False, default=None)  # type: ignore[no-untyped-call]
+
+    @property
+    def any_filter(self) -> Any:
+        """Whether any row has a top-k, a top-p or a min-p: a bool scalar, on the host if the rows are there."""
+        return ((self.top_k_S >= 0) | (self.top_p_S < 1) | (self.min_p_S > 0)).any()
 
 
 class UniformStream:
@@ -110,12 +120,17 @@ def sample(
         temperature_S = jnp.where(choice.temperature_S > 0, choice.temperature_S, 1.0)
         # The maximum is subtracted before the division: a tiny temperature must not cause inf - inf.
         weights_SV = jnp.exp((wanted_SV - best_S) / temperature_S[:, None])
-        filters = jnp.any((choice.top_k_S >= 0) | (choice.top_p_S < 1) | (choice.min_p_S > 0))
-        weights_SV = jax.lax.cond(filters, lambda w: filtered(w, choice), lambda w: w, weights_SV)
+        if choice.filters is None:
+            weights_SV = jax.lax.cond(choice.any_filter, lambda w: filtered(w, choice), lambda w: w, weights_SV)
+        elif choice.filters:
+            weights_SV = filtered(weights_SV, choice)
         total_S = _total(_fold(weights_SV))
         return jnp.where(choice.temperature_S > 0, invert(weights_SV, uniform_S * total_S), most_likely_S)
 
-    tokens_S = jax.lax.cond(jnp.any(choice.temperature_S > 0), drawn, lambda: most_likely_S)
+    if choice.filters is None:
+        tokens_S = jax.lax.cond(jnp.any(choice.temperature_S > 0), drawn, lambda: most_likely_S)
+    else:
+        tokens_S = drawn()
     chosen_S = jnp.take_along_axis(logits_SV, tokens_S[:, None], axis=-1)[:, 0]
     spread_S = jnp.log(_total(_fold(jnp.exp(logits_SV - top_S))))
     return tokens_S, chosen_S - top_S[:, 0] - spread_S

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -123,12 +124,13 @@ class Devices:
         chunk: int,
         max_context: int,
         kv_cache: str,
+        host_decides: bool,
         most_ahead: int | None,
         tower: None,
     ) -> None:
         self.snapshots, self.pool, self.chunk, self.width = snapshots, pool, chunk, pool.pages_for(max_context)
         self.window = max((each.window for each in cfg.attentions if each.window), default=None)
-        self.runs_ahead, self.last_piece = most_ahead is not None, None
+        self.runs_ahead, self.last_piece, self.host_decides = most_ahead is not None, None, host_decides
         self.events: list[tuple[str, tuple[str, ...], int]] = []
         self.on_event: Callable[[str, tuple[str, ...]], None] = lambda name, request_ids: None
         self.reset_cache()
@@ -223,6 +225,7 @@ class Devices:
         self.copy_pages()
         assert assigned and all(sequence.remaining > 0 for _, sequence in assigned)
         assert before is None or self.runs_ahead
+        assert steps in (1, self.chunk) or not self.host_decides, "there is no such program"
         texts: dict[Any, list[int]] = {}
         assert len({slot for slot, _ in assigned}) == len(assigned)
         tokens_CS, logprobs_CS = np.zeros((self.chunk, slots), np.int32), np.zeros((self.chunk, slots), np.float32)
@@ -264,8 +267,12 @@ def modeled_sampler(
     window: int | None = None,
     budget: int = 1024,
     ahead: bool = False,
+    host_decides: bool = False,
 ) -> Sampler:
-    """A sampler on a model of the devices. ahead: a chunk is dispatched before the last one is read."""
+    """A sampler on a model of the devices. ahead: a chunk is dispatched before the last one is read.
+
+    host_decides: as in `Platform`.
+    """
     for name, stand_in in {
         "SamplerModel": Devices,
         "SnapshotCache": Snapshots,
@@ -275,7 +282,7 @@ def modeled_sampler(
         "SamplerPrograms": lambda *_, **__: None,
         "new_matcher": Matcher,
         "on_cpu": lambda: not ahead,
-        "platform": lambda: CUDA if ahead else CPU,
+        "platform": lambda: replace(CUDA if ahead else CPU, host_decides=host_decides),
     }.items():
         monkeypatch.setattr(sampler_module, name, stand_in)
     monkeypatch.setattr(requests_module.ActiveRequest, "wild", False, raising=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from tests.compute.sampler.conftest import make_tiny
 from tests.compute.sampler.tokenizer import END, save_tokenizer
 
 from tinkerflow.backend.compute.compiles import CompileCounter
+from tinkerflow.backend.compute.platforms import CPU
+from tinkerflow.backend.compute.sampler import model as model_module
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
+from tinkerflow.backend.compute.sampler.decode import decode
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.spec.commands import Adjustments, Constraint, SampleStep
 
@@ -139,6 +144,53 @@ def test_the_warm_up_compiles_what_running_ahead_needs(
     run_all(sampler, ask("a", prompt(20), 12), ask("b", prompt(20), 30, num_samples=3))
     run_all(sampler, ask("a", prompt(20), 12))
     assert len(compiled) > 8 and not any(compiled)
+
+
+def test_where_the_host_decides_the_results_are_the_same_and_everything_was_warm(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, sampled = {"temperature": 1.0, "seed": 7}, ("decode_chunk", "prefill_piece")
+    requests = [
+        ask("greedy", prompt(30), 9),
+        ask("drawn", prompt(40), 9, **drawn, num_samples=2),
+        ask("one", prompt(28), 1, prompt_logprobs=True),
+        ask("filtered", prompt(20), 6, **drawn, top_k=20, top_p=0.9),
+        ask("biased", prompt(20), 6, **drawn, adjustments=Adjustments(bias=((5, 3.0),))),
+    ]
+    plain = qwen.sampler(**SMALL)
+    expected = {request.request_id: run_all(plain, request)[request.request_id] for request in requests}
+    monkeypatch.setattr(sampler_module, "on_cpu", lambda: False)
+    monkeypatch.setattr(sampler_module, "platform", lambda: replace(CPU, host_decides=True))
+    sampler, dispatched, compiled = qwen.sampler(**SMALL), list[tuple[int, bool | None]](), list[int]()
+    for program in sampler.programs():
+        if re.fullmatch(r"copies of pages|(decode.*|.* of 1x(32|64) tokens), 0 columns", program.name):
+            program.make()
+
+    def counted(real: Any, model: SamplerModel, *args: Any) -> Any:
+        counter = CompileCounter()
+        made = real(model, *args)
+        compiled.append(counter.here)
+        return made
+
+    def watched(*args: Any) -> Any:
+        chunk, rows = args[2], args[7]
+        dispatched.append((chunk, rows.choice.filters))
+        assert args[8] is None
+        return decode(*args)
+
+    for name in sampled:
+        monkeypatch.setattr(SamplerModel, name, partialmethod(partial(counted, getattr(SamplerModel, name))))
+    monkeypatch.setattr(model_module, "decode", watched)
+    for request in requests:
+        found, wanted = run_all(sampler, request)[request.request_id], expected[request.request_id]
+        assert found.error is None
+        for mine, theirs in zip(found.sequences, wanted.sequences, strict=True):
+            assert mine.tokens_T.tolist() == theirs.tokens_T.tolist()
+            close_logprobs(mine.logprobs_T, theirs.logprobs_T, ulps=128)
+        if wanted.prompt_logprobs_T is not None:
+            close_logprobs(found.prompt_logprobs_T[1:], wanted.prompt_logprobs_T[1:], ulps=128)
+    assert {*dispatched} == {(4, False), (4, True), (1, True)}
+    assert len(compiled) > 10 and not any(compiled)
 
 
 def test_half_of_64_streams_are_cancelled_and_a_kill_changes_no_token(

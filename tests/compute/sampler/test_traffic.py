@@ -79,6 +79,7 @@ class Traffic:
             window=chance.choice([None, 33, 70]),
             budget=chance.choice([32, 200, 1024]),
             ahead=chance.random() < 0.5,
+            host_decides=chance.random() < 0.5,
         )
         self.devices: Any = self.sampler._model
         self.snapshots: Any = self.sampler.snapshots
