@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 SWEEP_SECONDS = 5.0
 OVER = "its session is over"
 _EXPIRED_AT_ONCE = 500
+_MOST_SEGMENTS = 4  # of each history in one sweep
 
 
 class Sweeps:
@@ -123,19 +124,26 @@ def delete_uploads(journal: Journal, store: Store) -> None:
 
 
 def write_histories(journal: Journal, store: Store) -> None:
-    """Write one segment of each history that is due. The journal drops its requests after that."""
-    for model_id in journal.histories.due():
-        with _tried_again(f"the history of run {model_id} cannot be written now"):
-            if not (requests := journal.histories.unarchived(model_id)):
-                continue
-            segment = store.histories.write_segment(model_id, requests, _pieces)
-            try:
-                recorded = journal.histories.record_segment(model_id, segment)
-            except FencedError:
-                store.histories.remove_segment(model_id, segment.name)
-                raise
-            if not recorded:
-                store.histories.remove_segment(model_id, segment.name)
+    """Write segments of each history that is due, at most _MOST_SEGMENTS. The journal drops these requests then."""
+    for _ in range(_MOST_SEGMENTS):
+        for model_id in (due := journal.histories.due()):
+            with _tried_again(f"the history of run {model_id} cannot be written now"):
+                _write_segment(journal, store, model_id)
+        if not due:
+            return
+
+
+def _write_segment(journal: Journal, store: Store, model_id: str) -> None:
+    if not (requests := journal.histories.unarchived(model_id)):
+        return
+    segment = store.histories.write_segment(model_id, requests, _pieces)
+    try:
+        recorded = journal.histories.record_segment(model_id, segment)
+    except FencedError:
+        store.histories.remove_segment(model_id, segment.name)
+        raise
+    if not recorded:
+        store.histories.remove_segment(model_id, segment.name)
 
 
 def _pieces(request: PastRequest) -> list[bytes]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from tinkerflow.backend.core.errors import NotFoundError, ServerError, StoreError
-from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, CheckpointView, Kind, ModelView
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, CheckpointView, Kind, Limits, ModelView
 from tinkerflow.backend.spec.commands import AdapterState, ExportAdapter
 from tinkerflow.tasks.execution.history_replay import HistoryReplay
 from tinkerflow.tasks.execution.operation import Execute, ExecutionContext
@@ -39,12 +39,15 @@ async def make_fork(context: ExecutionContext, row: CheckpointView, execute: Map
 
     context: bound to a worker group. execute: the operations that change a model. Concurrent callers share the work.
     GroupFailedError: the group ended. NotFoundError: the history ends before the step. StoreError: it cannot be read.
+    UserError: the project has stored as much as it may.
     """
     await context.forks.run(row.path, lambda: _make(context, row, execute))
 
 
 async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping[Kind, Execute]) -> None:
     began = context.clock.monotonic()
+    quota = Limits(stored_bytes=context.max_stored_bytes)
+    await context.read(context.journal.checkpoints.check_storage, row.owner, quota)
     model = await context.read(context.journal.models.get, row.run_id, None)
     last, adapter_id = await _last_request(context, row), f"{row.run_id}@{row.step}"
     replay = HistoryReplay(context, model, adapter_id, execute)

@@ -82,7 +82,8 @@ class ExecutionContext:
     generation: of the only worker group that may execute these commands; None for any group that serves.
     owner: the project whose share of training is charged; "" if the commands serve all projects.
     most_drift: the mean `kl_sample_train` above which a forward_backward is logged; 0 for no limit. recheck_share: the
-    share of intervals between snapshots that are executed a second time (recheck.py). image_memory:
+    share of intervals between snapshots that are executed a second time (recheck.py). max_stored_bytes: the quota of a
+    project that wants a fork, 0 for none. image_memory:
     quotas for images in operations of models. full_models: the queue of samples of full-parameter models. forks: those
     that are being made, by path.
     """
@@ -99,6 +100,7 @@ class ExecutionContext:
     owner: str = ""
     most_drift: float = 0.0
     recheck_share: float = 0.0
+    max_stored_bytes: int = 0
     image_memory: MemoryQuota = field(default_factory=MemoryQuota)
     full_models: FullModelQueue = field(default_factory=FullModelQueue)
     forks: SingleFlight[None] = field(default_factory=SingleFlight)

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from tinkerflow.backend.catalog.history import past_requests
-from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import HistoryRules, Kind
 from tinkerflow.backend.journal import history as journal_history
 from tinkerflow.backend.store.history import HistoryStore
@@ -19,7 +19,9 @@ from tinkerflow.flows.runner import ModelRunner
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.flows.snapshots import SnapshotPolicy
 from tinkerflow.flows.sweeps import delete_histories, write_histories
+from tinkerflow.tasks.execution.fork import make_fork
 from tinkerflow.tasks.execution.recheck import Difference
+from tinkerflow.tasks.operations import CHANGES
 
 STEPS = 8
 
@@ -157,6 +159,14 @@ async def test_only_the_owner_of_a_run_with_a_history_has_its_steps(
     with pytest.raises(NotFoundError, match="no history of its run was kept"):
         get(f"tinker://{run}/weights/@3", "local")
     assert context.store.blobs.children(f"history/{run}") == []
+
+
+async def test_a_fork_counts_in_the_quota_of_its_project(run: str, client: Any, make_runner: Any, context: Any) -> None:
+    row = client.journal.checkpoints.get(f"tinker://{run}/weights/@3", "local")
+    with pytest.raises(UserError, match=r"max_stored_bytes|stored"):
+        await make_fork(replace(context, max_stored_bytes=1), row, CHANGES)
+    await make_fork(replace(context.bound_to(1), max_stored_bytes=10**9), row, CHANGES)
+    assert client.journal.checkpoints.get(row.path, "local").size_bytes > 1
 
 
 async def test_damage_names_the_run_and_fails_the_load_alone(
