@@ -215,7 +215,9 @@ class DecodeBatch:
 
         Where the batch does not run ahead, the new chunk is read immediately, too.
         """
-        slots, assigned = self.scheduler.slots.assign(sequences)
+        alone = self._host_decides and steps < self.model.chunk
+        sizes = self._shapes.slots_of_one_token if alone else self._shapes.slots
+        slots, assigned = self.scheduler.slots.assign(sequences, sizes)
         before = self._in_flight
         self._in_flight = self.model.decode_chunk(slots, assigned, steps, before)
         for sequence in sequences:

@@ -81,7 +81,7 @@ class SamplerPrograms:
                     of = f"{rows}x{size} tokens, {width} columns"
                     yield Program(f"scores of {of}", _distance(1, width), partial(self._score, rows, size, width))
             for further, (kind, variant) in enumerate(self._variants.items()):
-                for distance, slots in enumerate(self.shapes.slots):
+                for distance, slots in enumerate(self._slots(**variant)):
                     run = partial(self._decode, slots, width, **variant)
                     name = f"{kind}, {slots} slots, {width} columns"
                     yield Program(name, _distance(distance + further, width), run)
@@ -89,11 +89,14 @@ class SamplerPrograms:
         if self.pool.states:
             yield Program("copies of states", 0, partial(self._copies, copied_states))
         for width in widths[:-1]:
-            for distance, slots in enumerate(self.shapes.slots):
-                for chunk in sorted({1, self.chunk}) if self.host_decides else (self.chunk,):
+            for chunk in sorted({1, self.chunk}) if self.host_decides else (self.chunk,):
+                for distance, slots in enumerate(self._slots(chunk)):
                     name = f"decode of {chunk} with adjusted logits, {slots} slots, {width} columns"
                     run = partial(self._decode, slots, width, chunk=chunk, adjusted=True)
                     yield Program(name, _distance(distance, _WIDTHS[-1]), run)
+
+    def _slots(self, chunk: int | None = None, **_: Any) -> tuple[int, ...]:
+        return self.shapes.slots if chunk in (None, self.chunk) else self.shapes.slots_of_one_token
 
     @property
     def _variants(self) -> dict[str, dict[str, Any]]:

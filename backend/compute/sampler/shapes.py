@@ -6,6 +6,7 @@ unused slot costs time: there slots grow by factors of two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinkerflow.backend.compute.platforms import CPU, RANK_COLUMNS
@@ -29,6 +30,11 @@ class Shapes:
     rows: tuple[int, ...]
     pieces: tuple[int, ...]
     rows_are_dear: bool = False
+
+    @property
+    def slots_of_one_token(self) -> tuple[int, ...]:
+        """The sizes of a dispatch of one token where that has its own programs: every second one, with the largest."""
+        return self.slots[::-2][::-1]
 
     def together(self, prompts: int) -> int:
         """How many of `prompts` prompts to prefill together: all, unless more than an eighth of the rows would be idle.
@@ -107,7 +113,7 @@ def rank_columns(ranks: int) -> int:
     return width
 
 
-def at_least(sizes: tuple[int, ...], wanted: int) -> int:
+def at_least(sizes: Sequence[int], wanted: int) -> int:
     """The smallest of ascending `sizes` that is at least `wanted`, or the last."""
     return next((size for size in sizes if size >= wanted), sizes[-1])
 

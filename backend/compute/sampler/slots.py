@@ -41,14 +41,17 @@ class DecodeSlots:
         """Slots of each shard of the cache."""
         return self._shapes.slots[-1] // self._pool.shards
 
-    def assign(self, sequences: Sequence[ActiveSequence]) -> tuple[int, SlotAssignment]:
+    def assign(
+        self, sequences: Sequence[ActiveSequence], sizes: Sequence[int] | None = None
+    ) -> tuple[int, SlotAssignment]:
         """The slots of a dispatch for these sequences: how many there are, and the slot of each sequence.
 
+        sizes: how many there may be; None: as many as in any dispatch.
         The slots of a shard are contiguous, with the longest sequences first: CPUs attend to a few neighbors at a time.
         """
         longest = sorted(sequences, key=lambda sequence: -sequence.cached)
         shards = [[each for each in longest if each.table.shard == shard] for shard in range(self._pool.shards)]
-        slots = at_least(self._shapes.slots, len(shards) * max(map(len, shards)))
+        slots = at_least(sizes or self._shapes.slots, len(shards) * max(map(len, shards)))
         size = slots // len(shards)
         return slots, [(shard * size + i, each) for shard, here in enumerate(shards) for i, each in enumerate(here)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 def main() -> None:
     """argv[1]: JSON with folder, devices (of this process), processes, rank, port, fsdp, tensor, ahead, kv_cache.
 
-    ahead: whether a chunk is dispatched before the last one is read, as on GPUs and TPUs.
+    ahead: whether a chunk is dispatched before the last one is read, and the host decides, as on GPUs.
     """
     told: dict[str, Any] = json.loads(sys.argv[1])
     jax.config.update("jax_num_cpu_devices", told["devices"])
@@ -35,6 +36,7 @@ def main() -> None:
     from tinkerflow.backend.compute.models.lora_weights import init_lora
     from tinkerflow.backend.compute.models.params import load_params
     from tinkerflow.backend.compute.planning.memory_plan import plan_group
+    from tinkerflow.backend.compute.platforms import CPU
     from tinkerflow.backend.compute.sampler import Sampler
     from tinkerflow.backend.compute.sampler import sampler as sampler_module
     from tinkerflow.backend.spec.commands import (
@@ -48,6 +50,7 @@ def main() -> None:
 
     if told["ahead"]:
         sampler_module.on_cpu = lambda: False
+        sampler_module.platform = lambda: replace(CPU, host_decides=True)
     config = GroupConfig(
         told["folder"], "float32", told["fsdp"], told["tensor"], 600, 1024, 6, 8, "", kv_cache=told["kv_cache"]
     )

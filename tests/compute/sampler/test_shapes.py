@@ -33,6 +33,8 @@ def pages_of(tokens: int) -> int:
 )
 def test_sizes_hold_everything_and_are_few(max_slots: int, fsdp: int, dear: bool) -> None:
     shapes = make_shapes(max_slots=max_slots, fsdp=fsdp, rows_are_dear=dear)
+    few = shapes.slots_of_one_token
+    assert set(few) <= set(shapes.slots) and few[-1] == shapes.slots[-1] and 2 * len(few) <= len(shapes.slots) + 1
     assert at_least(shapes.slots, max_slots) >= max_slots
     assert all(size % fsdp == 0 for size in (*shapes.slots, *shapes.rows))
     assert len(shapes.slots) <= (9 if dear else 6)

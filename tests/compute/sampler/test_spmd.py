@@ -26,7 +26,7 @@ def group(
     told = {"folder": str(folder), "processes": processes, "devices": devices, "fsdp": fsdp, "tensor": tensor}
     told |= {"ahead": ahead, "kv_cache": kv_cache}
     port = free_port()
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY / '.package'}:{REPOSITORY}", "JAX_PLATFORMS": "cpu"}
     running = [
         subprocess.Popen(
             [
