@@ -56,6 +56,7 @@ UNKNOWN_LOOPS = Measure("loops without a trip count", "", lambda record: len(rec
 SHORT_OFFSETS = Measure(
     "kernels whose offsets do not reach all of an array", "", lambda record: len(record["short_offsets"])
 )
+SLICES = Measure("bytes of slices and updates of stacks", "GB", lambda record: record["slices"] / GB)
 # On GPUs, the host waits at each until the device has decided.
 DECISIONS = Measure(
     "branches, and loops without a trip count",
@@ -118,8 +119,9 @@ BUDGETS = (
         for rank in (32, 64, 128)
     ),
     Budget(_case("4B h100:1 forward_backward 4x1024"), MFU, 45),
+    Budget(_case("4B h100:1 forward_backward 4x1024"), SLICES, 85),
     # A v6e's micro-batch, whose layers are not computed again; of 4x1024 they would be, and the MFU 36 %.
-    Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MFU, 45),
+    Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MFU, 45, met=False),
     Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MEMORY, 100),
     # Every layer's input is kept where there is room for all, 6 GB, and else those of groups of layers.
     Budget(_case("4B h100:1 forward_backward 1x32768"), TEMPORARIES, 9),
@@ -163,6 +165,7 @@ BUDGETS = (
     Budget(_case("32B v6e:2x4 decode 64x2048", unknown_trips=CHUNK, kv_cache="float8"), MEMORY, 100),
     Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1),
     Budget(_case("32B v6e:2x4 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1),
+    Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK), DECISIONS, 0),
     Budget(_case("Gemma-3-12B h100:1 forward_backward 4x1024"), MEMORY, 100),
     Budget(_case("gpt-oss-20b h100:1 forward_backward 4x1024"), MEMORY, 100),
     *(
@@ -209,4 +212,6 @@ BUDGETS = (
     ),
     # Eight devices do not divide 20 heads: four of them get 5 heads each of the matrix in `latent_attention`.
     Budget(_case("GLM-4.7-Flash h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, met=False),
+    # XLA pipelines a transfer of the loop over tokens, and forgets how often the loop turns.
+    Budget(_case("GLM-4.7-Flash h100:8 decode 64x2048", unknown_trips=CHUNK), DECISIONS, 0, met=False),
 )

@@ -39,6 +39,7 @@ def record(case: Case, cache: str) -> Record:
     useful = 0.0
     if case.program == "forward_backward":
         useful = useful_flops(programs.cfg, programs.spec, case.sizes[1]) * math.prod(case.sizes) / programs.mesh.size
+    check_flops(counts.flops, useful)
     copies = 2 + len(OPTIMIZERS[DEFAULT_OPTIMIZER].state)  # weights, gradient, moments
     return {
         "arguments": figures.arguments,
@@ -54,6 +55,7 @@ def record(case: Case, cache: str) -> Record:
         "largest": {one.dtype: one.nbytes for one in reversed(counts.largest(count=None))},
         "unknown_loops": sorted(loop.name for loop in counts.loops if loop.trips is None),
         "branches": sorted(counts.branches),
+        "slices": sum(work.bytes for work in counts.work if re.search("dynamic_(update_)?slice", work.name)),
         "gathered": max((one.bytes for one in counts.collectives if one.kind == "all-gather"), default=0),
         "sent": sum(one.bytes * one.times for one in counts.collectives),
         "loss_rows": _rows(counts.matmuls(), programs.cfg.vocab // programs.tensor),
@@ -67,6 +69,17 @@ def record(case: Case, cache: str) -> Record:
             else {}
         ),
     }
+
+
+class MissingFlopsError(Exception):
+    """A program was counted to do less than it must do."""
+
+
+def check_flops(counted: float, useful: float) -> None:
+    """MissingFlopsError if fewer flops were counted than are useful."""
+    if counted < useful:
+        text = f"{counted / 1e12:.2f} TFLOP were counted, but {useful / 1e12:.2f} are useful: `hlo_kernels.KERNELS`"
+        raise MissingFlopsError(f"{text} lacks a kernel, or has too few flops for one")
 
 
 def _step(counts: Counts, steps: int) -> float:
@@ -117,7 +130,7 @@ def main(cache: str) -> None:
         case = Case(**{**fields, "sizes": tuple(fields["sizes"]), "axes": tuple(map(tuple, fields["axes"]))})
         try:
             answer: dict[str, Any] = {"record": record(case, cache)}
-        except JaxRuntimeError as error:  # such as a program that does not fit the device
+        except (JaxRuntimeError, MissingFlopsError) as error:  # the first is of a program that does not fit the device
             answer = {"error": str(error)[:2000]}
         print(json.dumps({"name": case.name, **answer}), flush=True)
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+_FLOATS, _HEADS = ("bf16", "f32"), 3  # of queries and keys: their dtype, and the dimensions that they have at least
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 
 
@@ -35,7 +36,12 @@ class Shape:
 
 def _attention(products: int, keys: int) -> Callable[[list[Shape], Shape], int]:
     """Flops of causal attention with so many products of the size of its scores; `keys` is the axis of k's tokens."""
-    return lambda operands, result: products * operands[0].size * operands[1].dims[keys]
+
+    def flops(operands: list[Shape], result: Shape) -> int:
+        q, k, *_ = [one for one in operands if one.dtype in _FLOATS and len(one.dims) >= _HEADS]  # not tables of masks
+        return products * q.size * k.dims[keys]
+
+    return flops
 
 
 def _pages(operands: list[Shape], label: str) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.accelerators import environment
 from tests.accelerators.budgets import BUDGETS, DECISIONS, Budget, Case, Record
+from tests.accelerators.compile import MissingFlopsError, check_flops
 from tests.accelerators.gate import FIGURES, compile_cases
 
 from tinkerflow.backend.compute.platforms import CUDA
@@ -50,6 +51,17 @@ def test_a_loop_and_branches_that_the_device_decides_break_the_budget_by_name(
     assert record["unknown_loops"] == ["jit(decode)/while"]
     assert len(record["branches"]) == 2 and all("/cond" in name for name in record["branches"])
     assert not Budget(PLANTED, DECISIONS, 0).holds(DECISIONS.of(record))
+
+
+def test_no_program_of_the_page_has_fewer_flops_than_are_useful() -> None:
+    for name, record in json.loads(FIGURES.read_text()).items():
+        assert record["flops"] >= record["useful_flops"], name
+
+
+def test_a_kernel_whose_flops_are_missing_fails_its_case() -> None:
+    check_flops(71.4e12, 71.4e12)
+    with pytest.raises(MissingFlopsError, match=r"35.40 TFLOP were counted, but 35.68 are useful"):
+        check_flops(35.40e12, 35.68e12)
 
 
 def test_the_figures_of_the_page_keep_the_budgets_that_are_met() -> None:

@@ -151,6 +151,18 @@ def test_attention_kernels_have_the_products_of_half_the_keys() -> None:
     assert not counts.kernels
 
 
+def test_tpus_attention_counts_its_queries_and_keys_and_not_its_tables_of_masks() -> None:
+    tables = "s32[32,2,2]{2,1,0} s32[32,2,2]{2,1,0} "
+    of_heads = "bf16[2,32,1024,128]{3,2,1,0} bf16[2,8,1024,128]{3,2,1,0} bf16[2,8,1024,128]{3,2,1,0}"
+    for name, products in (("splash_mha_fwd", 2), ("splash_mha_dkv", 4), ("splash_mha_dq", 3)):
+        counts = one(
+            "bf16[2,32,1024,128]{3,2,1,0} custom-call(%a, %b, %c, %d, %e), "
+            f'custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/{name}_residuals/pallas_call"}}',
+            tables + of_heads,
+        )
+        assert counts.flops == products * 2 * 32 * 1024 * 1024 * 128
+
+
 def test_a_kernel_that_states_no_flops_is_named() -> None:
     counts = one('bf16[8]{0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton"', "bf16[8]{0}")
     assert counts.kernels == {"__gpu$xla.gpu.triton": 1}

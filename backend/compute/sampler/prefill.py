@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import flax.struct
 import jax
@@ -108,22 +109,12 @@ def fill(
     return cache, by_rows(mesh, x_BQD)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def score(
-    mesh: Mesh,
-    widths: Widths,
-    params: Params,
-    lora: Lora,
-    x_BQD: jax.Array,
-    columns_B2: Array,
-    queries: PieceQueries,
-) -> PieceScores:
-    """The scores of a piece after `fill`, replicated. The arguments are those of `score_piece`.
+def _scored(mesh: Mesh, widths: Widths, *rest: Any) -> PieceScores:
+    """`score_piece`, replicated. mesh, widths, rest: its arguments."""
+    return jax.lax.with_sharding_constraint(score_piece(mesh, widths, *rest), replicated(mesh))
 
-    mesh, widths, params, lora, x_BQD, columns_B2, queries: see there.
-    """
-    scores = score_piece(mesh, widths, params, lora, x_BQD, columns_B2, queries)
-    return jax.lax.with_sharding_constraint(scores, replicated(mesh))
+
+score = jax.jit(_scored, static_argnums=(0, 1))  # after `fill`, if scores are wanted
 
 
 def _through_layers(
