@@ -282,9 +282,10 @@ class Running:
         """A new session's id."""
         return str(self.post("create_session", {"sdk_version": "0", "tags": []}, key).json()["session_id"])
 
-    def model(self, key: str = KEY) -> str:
+    def model(self, key: str = KEY, **metadata: str) -> str:
         """A new model's id, without waiting for it."""
         body = {"session_id": self.session(key), "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
+        body |= {"user_metadata": metadata}
         return str(self.post("create_model", body, key).json()["model_id"])
 
     def result(self, request_id: str, key: str = KEY) -> httpx.Response:

@@ -75,7 +75,7 @@ class Person:
 
     def furnish(self, project: str) -> None:
         """Make one of everything that has an id."""
-        model = self.server.model(self.key)
+        model = self.server.model(self.key, history="true")
         session = model.split(":")[0]
         self.ids = {"project": project, "session": session, "model": model}
         for kind, path in (

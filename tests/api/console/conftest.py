@@ -120,6 +120,7 @@ def put_steps(server: Running) -> Callable[..., None]:
         ]
         engine = sa.create_engine(driver_url(server.settings.journal_url))
         with engine.begin() as connection:
+            connection.execute(sa.delete(TrainingStep).where(TrainingStep.model_id == run, TrainingStep.step >= first))
             connection.execute(sa.insert(TrainingStep), rows)
         engine.dispose()
 
