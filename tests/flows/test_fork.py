@@ -227,6 +227,7 @@ async def test_a_flipped_bit_is_named_at_the_end_of_its_interval(
             await client.results(client.forward_backward(model, [2, 3]), client.optim_step(model))
             if step in (4, 7, 10):  # the snapshot was due when this step began
                 await until(lambda step=step: pool.names.count("DropAdapter") >= step // 3)
+        await until(lambda: flipped is None or bool(seen.differences))  # it is reported after the adapter is dropped
     found = [(one.kind, one.step, one.devices) for one in seen.differences]
     assert found == ([] if flipped is None else [("forward_backward", flipped, ("cpu:0",))])
     assert set(pool.executor.adapters) == {model}
