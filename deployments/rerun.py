@@ -8,7 +8,7 @@ to the recorded one, byte for byte, and the first that differs is noted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,9 +114,10 @@ class Rerun:
 
     def execute(self) -> Report:
         """Make the new run. Before the first change, the results are compared with those of the recorded run."""
-        changes = self._changes
-        report = self._report = Report(self._begin())
-        for recorded in self._run.requests():
+        changes, requests = self._changes, self._run.requests()
+        self._model_id = self._begin(requests)
+        report = self._report = Report(self._model_id)
+        for recorded in requests:
             if recorded.error is not None or recorded.kind not in (*_COMPARED, "load_weights"):
                 continue
             if changes.first is not None and recorded.step < changes.first:
@@ -135,25 +136,22 @@ class Rerun:
         request = self._api.submit("save_weights", self._addressed({"path": name}))
         return str(orjson.loads(self._api.result(request))["path"])
 
-    def _begin(self) -> str:
+    def _begin(self, requests: Iterator[RecordedRequest]) -> str:
+        """Make the new run. Returns its id. requests: of the recorded run; the first one is taken if it is needed."""
         about, first = self._run.about, self._changes.first
         metadata = {**about["user_metadata"], "rerun_of": self._run.run_id}
         if first is not None and first > 1:
             path = self._run.checkpoint(first - 1)
             loaded = {"path": path, "optimizer": True, "user_metadata": metadata}
-            return self._named(self._api.new_model("load_weights", loaded))
-        creation = next(self._run.requests(), None)
+            return self._api.new_model("load_weights", loaded)
+        creation = next(requests, None)
         if creation is None or creation.seq_id != 0:
             raise NotFoundError(f"run {self._run.run_id!r}: its history does not begin with its creation")
         body = {**orjson.loads(creation.payload), "user_metadata": metadata}
         if creation.kind == "create_model":
             lora = {**(body.get("lora_config") or {}), "seed": about["seed"]}
-            return self._named(self._api.new_model("create_model", {**body, "lora_config": lora}))
-        return self._named(self._api.new_model("load_weights", body))
-
-    def _named(self, model_id: str) -> str:
-        self._model_id = model_id
-        return model_id
+            return self._api.new_model("create_model", {**body, "lora_config": lora})
+        return self._api.new_model("load_weights", body)
 
     def _addressed(self, body: Mapping[str, Any]) -> dict[str, Any]:
         addressed = {**body, "model_id": self._model_id, "seq_id": self._seq}

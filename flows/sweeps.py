@@ -125,12 +125,12 @@ def delete_uploads(journal: Journal, store: Store) -> None:
 
 def write_histories(journal: Journal, store: Store) -> None:
     """Write segments of each history that is due, at most _MOST_SEGMENTS. The journal drops these requests then."""
-    for _ in range(_MOST_SEGMENTS):
-        for model_id in (due := journal.histories.due()):
-            with _tried_again(f"the history of run {model_id} cannot be written now"):
+    for model_id in journal.histories.due():
+        with _tried_again(f"the history of run {model_id} cannot be written now"):
+            for _ in range(_MOST_SEGMENTS):
                 _write_segment(journal, store, model_id)
-        if not due:
-            return
+                if model_id not in journal.histories.due():
+                    break
 
 
 def _write_segment(journal: Journal, store: Store, model_id: str) -> None:

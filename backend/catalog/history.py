@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tinkerflow.backend.journal import Journal
-from tinkerflow.backend.spec.history import PastRequest
+from tinkerflow.backend.spec.history import PastRequest, Segment
 from tinkerflow.backend.store import Store
 
 
@@ -15,15 +15,22 @@ def past_requests(journal: Journal, store: Store, run_id: str, *, after: int = -
     StoreError: a segment cannot be read, or is damaged.
     """
     while True:
+        stored = _stored(journal, run_id, after)
+        for segment in stored:
+            for request in store.histories.read_segment(run_id, segment.name):
+                if request.seq_id > after:
+                    yield request
+            after = segment.last
+        if stored:
+            continue
         recent = journal.histories.unarchived(run_id, after=after)
-        stored = [segment for segment in journal.histories.segments(run_id) if segment.last > after]
-        if not (stored or recent):
+        if _stored(journal, run_id, after):
+            continue  # some of these requests have left the journal meanwhile
+        if not recent:
             return
-        # The segments were listed last, so they have everything that has left the journal since.
-        page = (
-            [request for request in store.histories.read_segment(run_id, stored[0].name) if request.seq_id > after]
-            if stored
-            else recent
-        )
-        yield from page
-        after = page[-1].seq_id
+        yield from recent
+        after = recent[-1].seq_id
+
+
+def _stored(journal: Journal, run_id: str, after: int) -> list[Segment]:
+    return [segment for segment in journal.histories.segments(run_id) if segment.last > after]

@@ -30,7 +30,7 @@ from tinkerflow.backend.journal.database import (
     missing,
     owned_by,
 )
-from tinkerflow.backend.journal.history import HistorySegment
+from tinkerflow.backend.journal.history import has_history
 from tinkerflow.backend.journal.quotas import Limits, kept_failure, storage_failure
 from tinkerflow.backend.journal.tables import UNMADE, Checkpoint, Model, Session, TrainingStep, WeightsShare
 from tinkerflow.backend.spec.checkpoint import CheckpointPath, Saved
@@ -306,8 +306,7 @@ def _readable(
 def _of_step(connection: sa.Connection, path: str, step: int, owner: str | None, now: datetime) -> CheckpointView:
     """The state of a run after an optimizer step, which its history can make. NotFoundError if it cannot."""
     run = get_owned(connection, Model, CheckpointPath.parse(path).run_id, owner)
-    stored = sa.exists().where(col(HistorySegment.model_id) == run.id)
-    if not (run.history or connection.execute(sa.select(stored)).scalar()):
+    if not has_history(connection, run):
         raise NotFoundError(f"checkpoint {path!r} does not exist: no history of its run was kept")
     made = sa.exists().where(
         col(TrainingStep.model_id) == run.id, col(TrainingStep.step) == step, col(TrainingStep.seq_id) != UNMADE

@@ -8,6 +8,7 @@ have an object without a row.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.orm import aliased
@@ -128,6 +129,11 @@ class Histories(Aggregate):
             rows = connection.execute(of_model.order_by(col(HistorySegment.first))).all()
         return [Segment(row.name, row.first, row.last, row.size_bytes) for row in rows]
 
+    def exists(self, model_id: str) -> bool:
+        """Whether a run has a history. NotFoundError: unknown run."""
+        with self._read() as connection:
+            return has_history(connection, get_owned(connection, Model, model_id, None))
+
     def steps(self, model_id: str) -> dict[int, int]:
         """The optimizer step that each optim_step has made, by its seq_id, in order."""
         of_model = (col(TrainingStep.model_id) == model_id, col(TrainingStep.seq_id) >= 0)
@@ -205,6 +211,12 @@ class Histories(Aggregate):
         """Remove the rows of the segments of a run, whose objects were removed."""
         with self._write() as connection:
             connection.execute(sa.delete(HistorySegment).where(col(HistorySegment.model_id) == model_id))
+
+
+def has_history(connection: sa.Connection, run: sa.Row[Any]) -> bool:
+    """Whether requests of a run are kept, or its history has ended and is still in the store. run: its row."""
+    stored = sa.exists().where(col(HistorySegment.model_id) == run.id)
+    return bool(run.history or connection.execute(sa.select(stored)).scalar())
 
 
 def _release(connection: sa.Connection, model_id: str, *where: sa.ColumnElement[bool]) -> None:

@@ -58,7 +58,7 @@ def rerun(
             print(f"{report.compared} results are equal to the recorded ones")
         if save:
             print(f"saved: {again.save(save)}")
-        print(f"compare: {_page(recorded, 'compare')}?run={run}&run={report.run_id}")
+        print(f"compare: {recorded.api.url}/compare?run={run}&run={report.run_id}")
     if report.parted is not None:
         raise typer.Exit(1)
 
@@ -183,7 +183,3 @@ def _show(report: Report) -> None:
     if report.steps & (report.steps - 1) == 0 or report.steps % 100 == 0:  # 1, 2, 4, 8, ... and every hundredth
         equal = f": {report.compared} results equal" if report.compared else ""
         print(f"step {report.ended}{equal}", flush=True)
-
-
-def _page(run: RecordedRun, page: str) -> str:
-    return f"{run.api.url}/{page}"

@@ -83,9 +83,8 @@ class ExecutionContext:
     owner: the project whose share of training is charged; "" if the commands serve all projects.
     most_drift: the mean `kl_sample_train` above which a forward_backward is logged; 0 for no limit. recheck_share: the
     share of intervals between snapshots that are executed a second time (recheck.py). max_stored_bytes: the quota of a
-    project that wants a fork, 0 for none. image_memory:
-    quotas for images in operations of models. full_models: the queue of samples of full-parameter models. forks: those
-    that are being made, by path.
+    project that wants a fork, 0 for none. image_memory: quotas for images in operations of models. full_models: the
+    queue of samples of full-parameter models. forks: those that are being made, by path.
     """
 
     journal: Journal
