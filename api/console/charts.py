@@ -14,19 +14,20 @@ WIDTH, HEIGHT = 520, 244
 _BOX = (56, 10, WIDTH - 12, HEIGHT - 40)
 
 
-def chart(title: str, lines: Sequence[Line], *, across: str = "step") -> Markup:
+def chart(title: str, lines: Sequence[Line], *, across: str = "step", log: bool = False, zooms: bool = False) -> Markup:
     """A figure with one chart: its title, axes, lines, and the values for the script.
 
-    across: the label of the x axis.
+    across: the label of the x axis. log: a logarithmic y axis. zooms: the script lets people select a range of x.
     """
-    drawn = plot(lines, _BOX, number)
+    drawn = plot(lines, _BOX, number, log=log)
     if drawn is None:
-        return Markup(
-            '<figure class="chart"><figcaption>{}</figcaption><p class="empty">no values yet</p></figure>'
-        ).format(title)
+        none = "no values above zero" if log and any(line.known for line in lines) else "no values yet"
+        return Markup('<figure class="chart"><figcaption>{}</figcaption><p class="empty">{}</p></figure>').format(
+            title, none
+        )
     shapes, x, y = drawn
     values = [{"name": line.name, "points": line.known} for line in lines]
-    data = {"x": x, "y": y, "box": _BOX, "across": across, "lines": values}
+    data = {"x": x, "y": y, "box": _BOX, "across": across, "lines": values, "zooms": zooms}
     ends = ", ".join(f"{line.name} ends at {number(line.known[-1][1])}" for line in lines if line.known)
     label = escape(f"{title} by {across}: {ends}")
     middle = (_BOX[0] + _BOX[2]) // 2

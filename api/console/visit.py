@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
@@ -56,12 +56,25 @@ class SignInError(Exception):
         self.reason = reason
 
 
+class FormFields(dict[str, str]):
+    """The fields of a form by name, each with its last value if it was sent several times."""
+
+    def __init__(self, sent: Sequence[tuple[str, str]]) -> None:
+        """sent: names and values in order."""
+        super().__init__(sent)
+        self._sent = sent
+
+    def every(self, name: str) -> list[str]:
+        """All values of a field, in order."""
+        return [value for sent, value in self._sent if sent == name]
+
+
 @dataclass(frozen=True)
 class Visit:
     """One authorised visit. fields: of the form that was sent; empty unless the visit changes something."""
 
     call: Call
-    fields: Mapping[str, str] = field(default_factory=dict)
+    fields: FormFields = field(default_factory=lambda: FormFields([]))
 
     @property
     def journal(self) -> Journal:
@@ -118,12 +131,12 @@ async def visiting(request: Request) -> Visit:
 Visiting = Annotated[Visit, Depends(visiting)]
 
 
-async def form(call: Call, most: int = FORM_BYTES) -> dict[str, str]:
+async def form(call: Call, most: int = FORM_BYTES) -> FormFields:
     """The fields of a form that one of our pages has sent; HTTPException 403 when another site did."""
     if not same_site(call.request.headers, urlsplit(call.services.settings.public_url).netloc):
         raise HTTPException(403, "this form comes from another site, and changes nothing here")
     body = (await call.body(most)).decode("utf-8", "replace")
-    return {name: value.replace("\0", "") for name, value in parse_qsl(body, keep_blank_values=True)}
+    return FormFields([(name, value.replace("\0", "")) for name, value in parse_qsl(body, keep_blank_values=True)])
 
 
 async def _identity(request: Request, services: Services) -> Identity:
@@ -172,7 +185,7 @@ class PageRoute(APIRoute):
                 response = _error_page(request, error.status_code, str(error.detail))
             except RequestValidationError as error:
                 first = error.errors()[0]
-                response = _error_page(request, 404, f"{first['loc'][-1]}: {first['msg']}")
+                response = _error_page(request, 404, f"{first['loc'][1]}: {first['msg']}")
             except TinkerflowError as error:
                 response = _error_page(request, status_of(error), str(error))
             response.headers.update(_HEADERS)

@@ -1,6 +1,6 @@
 """Lines as the inside of an SVG picture: grid, numbers, bands, lines and dots. A style sheet colours their classes.
 
-`grid`; `line`, `band` and `dot`, each also with `line-0`, `line-1` and so on, by the line that it belongs to.
+`grid`; `line`, `faint`, `band` and `dot`, each also with `line-0`, `line-1` and so on, by the line that it belongs to.
 """
 
 from __future__ import annotations
@@ -22,29 +22,48 @@ Box = tuple[int, int, int, int]  # left, top, right and bottom in pixels; number
 class Line:
     """One line. points: (x, y) from left to right; where y is None or not finite, the line has a gap.
 
-    band: (x, low, high), the range that the points are means of; drawn behind the line.
+    band: (x, low, high), the range that the points are means of; drawn behind the line. faint: further points, drawn as
+    a faint line behind.
     """
 
     name: str
     points: Sequence[tuple[float, float | None]]
     band: Sequence[tuple[float, float | None, float | None]] = ()
+    faint: Sequence[tuple[float, float | None]] = ()
 
     @property
     def known(self) -> list[Point]:
         """The points without the gaps."""
         return [(x, y) for x, y in self.points if _is_known(y)]
 
+    def powers(self) -> Line:
+        """The line with the decimal logarithm of each y. Values that have none become gaps."""
 
-def plot(lines: Sequence[Line], box: Box, number: Callable[[float], str]) -> tuple[str, Point, Point] | None:
+        def power(y: float | None) -> float | None:
+            return math.log10(y) if _is_known(y) and y > 0 else None
+
+        def powers(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
+            return [(x, power(y)) for x, y in points]
+
+        band = [(x, power(low), power(high)) for x, low, high in self.band]
+        return Line(self.name, powers(self.points), band, powers(self.faint))
+
+
+def plot(
+    lines: Sequence[Line], box: Box, number: Callable[[float], str], *, log: bool = False
+) -> tuple[str, Point, Point] | None:
     """Draw lines in a box: the elements, and from where to where x and y go; None when no line has a point.
 
-    number: how the axes write a value.
+    number: how the axes write a value. log: a logarithmic y axis; y then goes from power to power of ten.
     """
     left, top, right, bottom = box
+    if log:
+        lines = [line.powers() for line in lines]
     every = [point for line in lines for point in line.known]
     if not every:
         return None
     bounds = [y for line in lines for _, low, high in line.band for y in (low, high) if _is_known(y)]
+    bounds += [y for line in lines for _, y in line.faint if _is_known(y)]
     x_low, x_high = _apart([x for x, _ in every])
     y_low, y_high = _apart([y for _, y in every] + bounds)
 
@@ -59,7 +78,8 @@ def plot(lines: Sequence[Line], box: Box, number: Callable[[float], str]) -> tup
     for value in _ticks(y_low, y_high):
         _, down = place(x_low, value)
         parts.append(f'<path class="grid" d="M{left} {down}H{right}"/>')
-        parts.append(f'<text x="{left - 6}" y="{down + 4}" text-anchor="end">{number(value)}</text>')
+        label = number(float(f"{10**value:.3g}") if log else value)
+        parts.append(f'<text x="{left - 6}" y="{down + 4}" text-anchor="end">{label}</text>')
     for value in _ticks(x_low, x_high, whole=all(float(x).is_integer() for x, _ in every)):
         across, _ = place(value, y_low)
         parts.append(f'<text x="{across}" y="{bottom + 18}" text-anchor="middle">{number(value)}</text>')
@@ -69,8 +89,10 @@ def plot(lines: Sequence[Line], box: Box, number: Callable[[float], str]) -> tup
         if any(low < high for _, low, high in band):
             around = [place(x, high) for x, _, high in band] + [place(x, low) for x, low, _ in reversed(band)]
             parts.append(f'<path class="band {colour}" d="{joined(around)}Z"/>')
-        pieces = "".join(joined([place(*point) for point in piece]) for piece in _pieces(line))
-        parts.append(f'<path class="line {colour}" d="{pieces}"/>')
+        for kind, points in (("faint", line.faint), ("line", line.points)):
+            pieces = "".join(joined([place(*point) for point in piece]) for piece in _pieces(points))
+            if pieces or kind == "line":
+                parts.append(f'<path class="{kind} {colour}" d="{pieces}"/>')
         if len(line.known) <= _DOTS:
             for across, down in (place(*point) for point in line.known):
                 parts.append(f'<circle class="dot {colour}" cx="{across}" cy="{down}" r="2.5"/>')
@@ -81,10 +103,10 @@ def _is_known(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
-def _pieces(line: Line) -> Iterator[list[Point]]:
+def _pieces(points: Sequence[tuple[float, float | None]]) -> Iterator[list[Point]]:
     """The points between two gaps."""
     piece: list[Point] = []
-    for x, y in line.points:
+    for x, y in points:
         if _is_known(y):
             piece.append((x, y))
         elif piece:

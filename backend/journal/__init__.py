@@ -49,6 +49,8 @@ from tinkerflow.backend.journal.results import Result as Result
 from tinkerflow.backend.journal.results import StepMeasured as StepMeasured
 from tinkerflow.backend.journal.results import Used as Used
 from tinkerflow.backend.journal.run_metrics import Metric as Metric
+from tinkerflow.backend.journal.run_table import RunQuery as RunQuery
+from tinkerflow.backend.journal.run_table import RunRow as RunRow
 from tinkerflow.backend.journal.run_values import Extent as Extent
 from tinkerflow.backend.journal.samplers import NewSampler as NewSampler
 from tinkerflow.backend.journal.samplers import SamplerLoaded as SamplerLoaded

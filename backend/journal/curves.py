@@ -16,10 +16,17 @@ from tinkerflow.backend.journal.database import Aggregate, get_owned
 from tinkerflow.backend.journal.tables import UNMADE, Model, TrainingStep
 
 MOST = 500  # points of one curve, more than a screen shows
+Span = tuple[int, int]  # the first and the last step
+EVERY_STEP: Span = (0, 2**62)
+FIRST_STEP, LAST_STEP = (sa.bindparam(name, type_=sa.BigInteger) for name in ("first_step", "last_step"))
 
 _OF_RUN = (col(TrainingStep.model_id) == sa.bindparam("run_id"), col(TrainingStep.seq_id) >= 0)
 _SEQ = col(TrainingStep.seq_id)
-_BOUNDS = sa.select(sa.func.count(), sa.func.min(_SEQ), sa.func.max(_SEQ)).where(*_OF_RUN)
+_SHOWN = (*_OF_RUN, col(TrainingStep.step).between(FIRST_STEP, LAST_STEP))
+_BOUNDS = sa.select(sa.func.count(), sa.func.min(_SEQ), sa.func.max(_SEQ)).where(*_SHOWN)
+_TOKENS_BEFORE = sa.select(sa.cast(sa.func.coalesce(sa.func.sum(col(TrainingStep.tokens)), 0), sa.BigInteger)).where(
+    *_OF_RUN, col(TrainingStep.step) < FIRST_STEP
+)
 _LOSS = col(TrainingStep.loss) / sa.func.nullif(col(TrainingStep.weight), 0.0)
 _KL_TOKENS = sa.case((col(TrainingStep.kl).is_not(None), col(TrainingStep.tokens)))
 _PART = ((_SEQ - sa.bindparam("first")) // sa.bindparam("width")).label("part")
@@ -36,7 +43,7 @@ _FIGURES = (
         sa.func.avg(col(TrainingStep.grad_norm)).label("grad_norm"),
         sa.func.avg(col(TrainingStep.learning_rate)).label("learning_rate"),
     )
-    .where(*_OF_RUN)
+    .where(*_SHOWN)
     .group_by("part")
     .order_by("part")
 )
@@ -52,11 +59,11 @@ _FIGURES_OF = tuple(
     col(getattr(TrainingStep, name)) for name in ("step", "tokens", "weight", "loss", "grad_norm", "learning_rate")
 )
 _OF_OTHER = (col(TrainingStep.model_id) == sa.bindparam("other_id"), _SEQ >= 0)
-_LAST_STEPS = [
+_LASTS = [
     sa.select(sa.func.coalesce(sa.func.max(col(TrainingStep.step)), 0).label("step")).where(*which)
     for which in (_OF_RUN, _OF_OTHER)
 ]
-_COMMON = sa.select(sa.func.min(sa.union_all(*_LAST_STEPS).subquery().c.step))
+_COMMON = sa.select(sa.func.min(sa.union_all(*_LASTS).subquery().c.step))
 _DIFFERENT = sa.except_(sa.select(*_FIGURES_OF).where(*_OF_RUN), sa.select(*_FIGURES_OF).where(*_OF_OTHER)).subquery()
 _DIFFERS = sa.select(sa.func.min(_DIFFERENT.c.step)).where(_DIFFERENT.c.step <= sa.bindparam("common"))
 
@@ -92,10 +99,11 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Curve:
-    """The points of a run, oldest first. steps: how many steps they stand for."""
+    """The points of a run, oldest first. steps: how many steps they stand for. tokens_before: of earlier steps."""
 
     points: tuple[StepFigures, ...]
     steps: int
+    tokens_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,17 +117,22 @@ class Parting:
 class Curves(Aggregate):
     """The figures of training runs by step."""
 
-    def of_run(self, run_id: str, owner: str | None, *, most: int = MOST) -> Curve:
-        """A run's curve with about `most` points at most. Three statements. NotFoundError: unknown or foreign run."""
+    def of_run(self, run_id: str, owner: str | None, *, most: int = MOST, steps: Span = EVERY_STEP) -> Curve:
+        """A run's curve with about `most` points at most. Four statements. NotFoundError: unknown or foreign run.
+
+        steps: the first and the last step of the curve.
+        """
+        shown = {"run_id": run_id, "first_step": steps[0], "last_step": steps[1]}
         with self._read() as connection:
             get_owned(connection, Model, run_id, owner)
-            steps, first, last = connection.execute(_BOUNDS, {"run_id": run_id}).one()
-            if not steps:
+            number, first, last = connection.execute(_BOUNDS, shown).one()
+            if not number:
                 return Curve((), 0)
+            before = connection.execute(_TOKENS_BEFORE, shown).scalar_one() if steps[0] > 0 else 0
             # A run of few steps has each step alone. Sequence ids are spaced evenly in a run of many.
-            width = 1 if steps <= most else -(-(last - first + 1) // most)
-            rows = connection.execute(_FIGURES, {"run_id": run_id, "first": first, "width": width}).all()
-        return Curve(tuple(_figures(rows)), steps)
+            width = 1 if number <= most else -(-(last - first + 1) // most)
+            rows = connection.execute(_FIGURES, {**shown, "first": first, "width": width}).all()
+        return Curve(tuple(_figures(rows)), number, before)
 
     def trained(self, run_id: str) -> Trained:
         """How many tokens a run was trained on. Two statements."""

@@ -30,6 +30,7 @@ from tinkerflow.backend.journal.recovery import Recovery
 from tinkerflow.backend.journal.requests import Requests
 from tinkerflow.backend.journal.results import Results
 from tinkerflow.backend.journal.run_metrics import RunMetrics
+from tinkerflow.backend.journal.run_table import RunTable
 from tinkerflow.backend.journal.run_values import RunValues
 from tinkerflow.backend.journal.samplers import Samplers
 from tinkerflow.backend.journal.samples import Samples
@@ -62,6 +63,7 @@ class Journal:
         self.custom_losses = CustomLosses(*parts)
         self.curves = Curves(*parts)
         self.run_metrics = RunMetrics(*parts)
+        self.run_table = RunTable(*parts)
         self.run_values = RunValues(*parts)
         self.samples = Samples(*parts)
         self.checkpoints = SavedCheckpoints(*parts)

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from sqlmodel import Field, col
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.journal.curves import EVERY_STEP, FIRST_STEP, LAST_STEP, Span
 from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Table, Text, get_owned, in_chunks
 from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, lock_project, text_bytes
 from tinkerflow.backend.journal.tables import Model
@@ -55,6 +56,7 @@ _POINTS = (
     .where(
         col(RunMetricValue.model_id) == sa.bindparam("run_id"),
         col(RunMetricValue.name) == sa.bindparam("name", type_=sa.String),
+        _STEP.between(FIRST_STEP, LAST_STEP),
     )
     .group_by(_PART)
     .order_by(_PART)
@@ -103,25 +105,29 @@ class RunMetrics(Aggregate):
             count_kept(connection, owner, "metrics", text_bytes(*(name for _, name in new)), limits, rows=len(new))
         return len(new)
 
-    def of_run(self, run_id: str, owner: str | None, *, most: int = MOST_POINTS) -> list[Metric]:
-        """A run's metrics by name, each with about `most` points at most. NotFoundError: unknown or foreign run."""
+    def of_run(
+        self, run_id: str, owner: str | None, *, most: int = MOST_POINTS, steps: Span = EVERY_STEP
+    ) -> list[Metric]:
+        """A run's metrics by name, each with about `most` points at most. NotFoundError: unknown or foreign run.
+
+        steps: the first and the last step of the points.
+        """
+        shown = {"run_id": run_id, "first_step": steps[0], "last_step": steps[1]}
         with self._read() as connection:
             get_owned(connection, Model, run_id, owner)
             found = []
             for row in connection.execute(_NAMES, {"run_id": run_id}).all():
-                values = {"run_id": run_id, "name": row.name, "width": 1 if row.number <= most else _width(row, most)}
-                found.append(Metric(row.name, tuple((p[0], p[1]) for p in connection.execute(_POINTS, values))))
+                number = min(int(row.number), steps[1] - steps[0] + 1)
+                last = min(int(row.last_step), steps[1])
+                width = max(1, -(-(last - steps[0] + 1) // most)) if number > most else 1
+                points = connection.execute(_POINTS, {**shown, "name": row.name, "width": width})
+                found.append(Metric(row.name, tuple((point[0], point[1]) for point in points)))
         return found
 
     def number(self, run_id: str) -> int:
         """How many values a run has: this changes with every new one. One statement."""
         with self._read() as connection:
             return int(connection.execute(_NUMBER, {"run_id": run_id}).scalar_one())
-
-
-def _width(row: sa.Row[tuple[RunMetric]], most: int) -> int:
-    """How many neighbouring steps are one point."""
-    return -(-(int(row.last_step) + 1) // most)
 
 
 def _stored(connection: sa.Connection, run_id: str, steps: set[int], names: set[str]) -> dict[tuple[int, str], float]:

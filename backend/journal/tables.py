@@ -215,7 +215,8 @@ class Model(Table, table=True):
     """A training run. next_seq is the next seq_id to execute; submit and finish meet on this row's lock.
 
     progress: the reason why its requests wait while it is being restored. paused: the reason why a person paused it.
-    history: whether its requests are kept in the store (history.py).
+    history: whether its requests are kept in the store (history.py). archived: whether a person has hidden it from the
+    table of runs.
     """
 
     __tablename__ = "model"
@@ -245,6 +246,7 @@ class Model(Table, table=True):
     created_at: datetime = Field(sa_type=UtcDateTime)
     last_request_at: datetime = Field(sa_type=UtcDateTime)
     history: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})
+    archived: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})
 
 
 class SamplerRow(Table, table=True):

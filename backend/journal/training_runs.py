@@ -43,7 +43,16 @@ from tinkerflow.backend.journal.tables import (
 from tinkerflow.backend.spec.commands import Optimizer
 
 _IS_UNLOAD = sa.and_(col(Request.kind) == Kind.UNLOAD, IS_PENDING)
-_LABELS = ("name", "recipe_name")  # keys of metadata; the SDK cookbook sets the second
+_GIVEN_NAMES = (
+    metadata[key].as_string()
+    for metadata in (col(Model.user_metadata), col(Session.user_metadata))
+    for key in ("name", "recipe_name")  # the SDK cookbook sets the second
+)
+WITH_SESSION = sa.join(Model, Session, col(Session.id) == col(Model.session_id))
+# The client's name of a run, from WITH_SESSION: in the metadata of the run or of its session, or the session's name.
+RUN_NAME: sa.ColumnElement[str] = sa.func.coalesce(
+    *(sa.func.nullif(sa.func.trim(name), "") for name in (*_GIVEN_NAMES, col(Session.display_name))), ""
+)
 _REVIVABLE = (ModelState.LOST, ModelState.FAILED)  # their snapshots and requests are kept until their session ends
 
 
@@ -73,12 +82,13 @@ class NewModel:
 class ModelView(NewModel):
     """A model (training run). detail: the reason of its state. step: optimizer steps. next_seq: the next to execute.
 
-    paused: the reason why a person paused it, or None.
+    paused: the reason why a person paused it, or None. archived: whether a person has hidden it from the table of runs.
     """
 
     state: ModelState
     detail: str | None
     paused: str | None
+    archived: bool
     next_seq: int
     step: int
     created_at: datetime
@@ -133,18 +143,9 @@ class Runs(Aggregate):
             return as_view(ModelView, get_owned(connection, Model, model_id, owner))
 
     def label(self, model_id: str) -> str:
-        """The client's name of a run, "" if there is none.
-
-        The name is `name` or `recipe_name` in the metadata of the run or of its session, or else the session's name.
-        """
-        columns = (col(Model.user_metadata), col(Session.user_metadata), col(Session.display_name))
-        named = sa.select(*columns).join(Session, col(Session.id) == col(Model.session_id))
-        with self._read() as connection:
-            row = connection.execute(named.where(col(Model.id) == model_id)).one_or_none()
-        if row is None:
-            return ""
-        said = (metadata.get(key) for metadata in row[:2] for key in _LABELS)
-        return next((label for label in (*said, row[2]) if isinstance(label, str) and label.strip()), "").strip()
+        """The name of a run, "" if the client gave none."""
+        named = sa.select(RUN_NAME).select_from(WITH_SESSION)
+        return next(iter(self._column(named.where(col(Model.id) == model_id))), "")
 
     def of_session(self, session_id: str) -> list[str]:
         """Ids of the session's models, in any state, oldest first; at most MOST_OF_SESSION."""

@@ -35,3 +35,15 @@ def test_axes_have_round_numbers_whole_ones_where_all_are() -> None:
     assert numbers == ["0", "0.5", "1", "1", "2", "3"]
     numbers = re.findall(r">(\S+?)</text>", drawn(Line("a", [(1e-4, 0.0), (5e-4, 1.0)])))
     assert numbers[3:] == ["0.0001", "0.0002", "0.0003", "0.0004", "0.0005"]
+
+
+def test_a_logarithmic_axis_has_equal_distances_for_equal_factors() -> None:
+    made = plot([Line("a", [(0, 1.0), (1, 10.0), (2, 0.0), (3, 100.0)])], BOX, "{:g}".format, log=True)
+    assert made is not None and made[2] == (0.0, 2.0)
+    assert [float(y) for y in re.findall(r'cy="(.*?)"', made[0])] == [100.0, 50.0, 0.0], "zero has no place"
+    assert plot([Line("a", [(0, 0.0), (1, -1.0)])], BOX, "{:g}".format, log=True) is None
+
+
+def test_faint_points_are_drawn_behind_and_inside_the_box() -> None:
+    svg = drawn(Line("a", [(0, 2.0), (1, 2.0)], faint=[(0, 0.0), (1, 4.0)]))
+    assert svg.index('class="faint line-0" d="M10.0 100.0L110.0 0.0"') < svg.index('class="line line-0"')

@@ -101,6 +101,17 @@ class Page:
 
         self._with(selector, lambda element: ActionChains(self._browser).move_to_element(element).perform())
 
+    def drag(self, selector: str, start: float, end: float) -> None:
+        """Drag the pointer over an element, between two shares of its width."""
+        from selenium.webdriver import ActionChains
+
+        def pull(element: Any) -> None:
+            width = element.size["width"]
+            chain = ActionChains(self._browser).move_to_element_with_offset(element, (start - 0.5) * width, 0)
+            chain.click_and_hold().move_by_offset((end - start) * width, 0).release().perform()
+
+        self._with(selector, pull)
+
     def run(self, script: str, *values: Any) -> Any:
         """The result of a script in the page; an asynchronous script calls its last argument."""
         return self._browser.execute_script(script, *values)

@@ -129,6 +129,10 @@ def test_a_run_of_many_steps_is_averaged_with_its_peaks(scene, url, statements, 
     assert {point.loss_low for point in curve.points} == {2.0}
     assert curve.points[7].tokens_per_second == pytest.approx(100.0)
     assert curve.points[-1].step == steps
+    part = scene.journal.curves.of_run(model, "local", steps=(4_801, 5_200))
+    assert [point.step for point in part.points] == list(range(4_801, 5_201)), "a part has every step of its own"
+    assert (part.steps, part.tokens_before, part.points[199].loss) == (400, 480_000, 99.0)
+    assert scene.journal.curves.of_run(model, "local", steps=(steps + 1, steps + 9)).points == ()
 
 
 def test_a_run_of_others_does_not_exist(scene, as_owner):

@@ -36,7 +36,7 @@ def test_a_run_is_called_what_its_metadata_or_its_session_says(scene):
     own = {"name": "pig latin", "recipe_name": "sl_basic"}
     assert scene.journal.models.label(scene.model(named, n=1, user_metadata=own)) == "pig latin"
     assert scene.journal.models.label(scene.model(scene.session(display_name="my session"))) == "my session"
-    odd = scene.session(user_metadata={"name": ["a", "list"], "recipe_name": "  "})
+    odd = scene.session(user_metadata={"name": None, "recipe_name": "  "})
     assert scene.journal.models.label(scene.model(odd)) == ""
     assert scene.journal.models.label("sess-unknown:train:0") == ""
 

@@ -31,7 +31,7 @@ from tinkerflow.api.links import base_url
 from tinkerflow.api.schemas import API
 from tinkerflow.backend.core.ids import KEY_PREFIX, new_id
 from tinkerflow.backend.core.prefect_access import find_server, server_for_clients
-from tinkerflow.backend.journal import AuditedEvent
+from tinkerflow.backend.journal import AuditedEvent, RunQuery
 from tinkerflow.backend.settings import Settings
 
 _RECENT = 8
@@ -65,7 +65,7 @@ async def front_page(request: Request) -> Response:
     def read() -> dict[str, object]:
         journal = visit.journal
         return {
-            "runs": journal.models.runs(visit.owner, limit=_RECENT, offset=0),
+            "runs": journal.run_table.page(visit.owner, RunQuery(), limit=_RECENT, offset=0),
             "samples": journal.samples.recent(visit.owner, limit=_RECENT, texts_first=False),
             "base_models": journal.base_models.all(),
         }

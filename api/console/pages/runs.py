@@ -1,100 +1,171 @@
-"""`/training_runs`: training runs, one run with its curves, and runs side by side (`/compare`)."""
+"""`/training_runs`: the table of runs, one run with its curves, and runs side by side (`/compare`)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
+from urllib.parse import urlencode
 
 from fastapi import Query
 from fastapi.responses import Response
-from markupsafe import Markup
 
 from tinkerflow.api.call import PageOffset
-from tinkerflow.api.console.charts import chart
+from tinkerflow.api.console.curves import AXES, SMOOTHINGS, AsChartView, ChartView, RunCurves, charts, steps_by_place
+from tinkerflow.api.console.render import NONE, number
 from tinkerflow.api.console.samples import shown
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.core.plot import LINES, Line
-from tinkerflow.backend.journal import Curve, Metric, ModelState, ModelView, StepFigures
+from tinkerflow.backend.core.plot import LINES
+from tinkerflow.backend.journal import Curve, ModelState, ModelView, RunQuery
 
 PAGE = 50
 _OF_A_RUN = 100  # checkpoints of a run, shown
-_CURVES: dict[str, Callable[[StepFigures], float | None]] = {
-    "Loss per weight": lambda point: point.loss,
-    "Gradient norm": lambda point: point.grad_norm,
-    "Learning rate": lambda point: point.learning_rate,
-    "KL(sampler, trainer)": lambda point: point.kl,
-    "Tokens per second": lambda point: point.tokens_per_second,
-}
-_ALWAYS = ("Loss per weight", "Gradient norm")
+_LONG = 1024  # of a text in a URL
 Runs = Annotated[list[str], Query(max_length=LINES)]
+Text = Annotated[str, Query(max_length=_LONG)]
 router = page_router()
 
 
 @router.get("/training_runs")
-async def runs_page(visit: Visiting, offset: PageOffset = 0) -> Response:
-    """Training runs, newest first."""
-    page = await asyncio.to_thread(visit.journal.models.runs, visit.owner, limit=PAGE, offset=offset)
-    return visit.page("runs.html", runs=page, offset=offset, size=page.step(PAGE), most=LINES)
+async def runs_page(
+    visit: Visiting,
+    q: Text = "",
+    columns: Text = "",
+    sort: Text = "created",
+    up: bool = False,
+    group: Text = "",
+    archived: bool = False,
+    offset: PageOffset = 0,
+) -> Response:
+    """The table of training runs.
+
+    q: the search. columns: further ones, with commas between them. sort, group: names of columns. up: smallest first.
+    """
+    further = tuple(dict.fromkeys(name for name in (part.strip() for part in columns.split(",")) if name))
+    query = RunQuery(q, archived, None, further, sort, not up, group)
+
+    def read() -> dict[str, object]:
+        table = visit.journal.run_table
+        page = table.page(visit.owner, query, limit=PAGE, offset=offset)
+        keys = {key for row in page.rows for key in row.model.user_metadata}
+        known = sorted(keys | set(table.names_of_columns([row.model.id for row in page.rows])))
+        return {"runs": page, "known": known, "size": page.step(PAGE)}
+
+    # What is as usual stays out of links, so that they are short.
+    now = {"q": q, "columns": ",".join(further), "group": group, "archived": "yes" if archived else ""}
+    ordered = {"sort": "" if sort == "created" else sort, "up": "yes" if up else ""}
+
+    def link(**changed: str) -> str:
+        given = {name: value for name, value in (now | ordered | changed).items() if value}
+        return f"/training_runs?{urlencode(given)}" if given else "/training_runs"
+
+    def by(column: str) -> str:
+        """The link that sorts by a column, or the other way round when the table is sorted by it already."""
+        turned = column == query.sort and query.descending
+        return link(sort="" if column == "created" else column, up="yes" if turned else "")
+
+    values = await asyncio.to_thread(read)
+    return visit.page("runs.html", query=query, link=link, by=by, offset=offset, most=LINES, **values)
+
+
+@router.post("/training_runs/archive")
+async def archive_runs(visit: Visiting, archived: bool = True) -> Response:
+    """Archive the picked runs (fields `run`), or bring them back."""
+    table, picked = visit.journal.run_table, visit.fields.every("run")
+    await asyncio.to_thread(table.archive, picked, visit.call.owner, archived=archived)
+    return visit.go("/training_runs" if archived else "/training_runs?archived=yes")
 
 
 @router.get("/training_runs/{run_id}")
-async def run_page(run_id: str, visit: Visiting) -> Response:
+async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
     """One training run."""
 
     def read() -> dict[str, object]:
         journal = visit.journal
         return {
             "run": journal.models.get(run_id, visit.owner),
+            "name": journal.models.label(run_id),
             "checkpoints": journal.checkpoints.page(visit.owner, run_id=run_id, limit=_OF_A_RUN),
         }
 
     found = await asyncio.to_thread(read)
-    values = await _curves(visit, [run_id])
+    values = await _curves(visit, [run_id], view)
     return visit.page("run.html", samples=await shown(visit, run_id=run_id), **found, **values)
 
 
 @router.get("/compare")
-async def compare_page(visit: Visiting, run: Runs = []) -> Response:  # noqa: B006  a query's default
-    """Runs side by side: their settings, the first steps that differ, and their curves in the same charts."""
+async def compare_page(visit: Visiting, view: AsChartView, run: Runs = []) -> Response:  # noqa: B006  a query's default
+    """Runs side by side: their curves in the same charts, the first steps that differ, and their settings."""
     runs = list(dict.fromkeys(run))
-    values = await _curves(visit, runs)  # which checks that they are the visitor's
+    values = await _curves(visit, runs, view)  # which checks that they are the visitor's
     partings = [await asyncio.to_thread(visit.journal.curves.parting, other, runs[0]) for other in runs[1:]]
     return visit.page("compare.html", most=LINES, partings=[None, *partings], **values)
 
 
 @router.get("/curves")
-async def curves_part(visit: Visiting, run: Runs, seen: str = "") -> Response:
+async def curves_part(visit: Visiting, view: AsChartView, run: Runs, seen: str = "") -> Response:
     """The curves of runs, as a part of a page that shows them already; 204 when nothing changed since `seen`."""
     if seen and seen == await asyncio.to_thread(_state, visit, run):
         return Response(status_code=204)
-    return visit.page("curves.html", **await _curves(visit, run))
+    return visit.page("curves.html", **await _curves(visit, run, view))
 
 
-async def _curves(visit: Visit, runs: Sequence[str]) -> dict[str, object]:
-    """The values of curves.html."""
+async def _curves(visit: Visit, runs: Sequence[str], view: ChartView) -> dict[str, object]:
+    """The values of curves.html, and of the pages around it."""
 
-    def read() -> tuple[str, list[ModelView], list[Curve], list[list[Metric]]]:
+    def read() -> dict[str, object]:
         journal = visit.journal
         state = _state(visit, runs)  # read first, so that later changes count as new
         models = [journal.models.get(run, visit.owner) for run in runs]
-        metrics = [journal.run_metrics.of_run(run, visit.owner) for run in runs]
-        return state, models, [journal.curves.of_run(run, visit.owner) for run in runs], metrics
+        names = [journal.models.label(run) or run for run in runs]
+        found = [
+            RunCurves(
+                "value" if len(runs) == 1 else name if names.count(name) == 1 else model.id,
+                model.created_at,
+                journal.curves.of_run(model.id, visit.owner, steps=view.steps),
+                journal.run_metrics.of_run(model.id, visit.owner, steps=view.steps),
+            )
+            for model, name in zip(models, names, strict=True)
+        ]
+        curves = [run.curve for run in found]
+        return {
+            "models": models,
+            "names": names,
+            "state": state,
+            "going": any(model.state in (ModelState.CREATING, ModelState.LIVE) for model in models),
+            "measured": any(run.curve.points or run.metrics for run in found),
+            "compared": list(zip(models, names, curves, strict=True)),
+            "settings": _settings(models, curves),
+            "charts": charts(found, view),
+            "places": steps_by_place(found, view),
+        }
 
     if len(runs) > LINES:
         raise UserError(f"run is given {len(runs)} times: must be at most {LINES}")
-    state, models, curves, metrics = await asyncio.to_thread(read)
-    going = any(model.state in (ModelState.CREATING, ModelState.LIVE) for model in models)
-    names = ["value"] if len(runs) == 1 else list(runs)
-    return {
-        "models": models,
-        "state": state,
-        "going": going,
-        "measured": any(curve.points for curve in curves) or any(metrics),
-        "compared": list(zip(models, curves, strict=True)),
-        "charts": await asyncio.to_thread(_charts, names, curves, metrics),
+    return {"view": view, "axes": AXES, "smoothings": SMOOTHINGS, **await asyncio.to_thread(read)}
+
+
+def _settings(models: Sequence[ModelView], curves: Sequence[Curve]) -> Mapping[str, Sequence[str]]:
+    """What runs were made with, by name: a text for each run."""
+    trained = ("attention", "MLP", "unembedding")
+    rows: dict[str, list[str]] = {
+        "Base model": [model.base_model for model in models],
+        "Rank": [number(model.rank) if model.rank else "all parameters" for model in models],
+        "Trained": [
+            ", ".join(
+                name
+                for name, trains in zip(trained, (model.train_attn, model.train_mlp, model.train_unembed), strict=True)
+                if trains
+            )
+            for model in models
+        ],
+        "Optimizer": [model.optimizer for model in models],
+        "Seed": [NONE if model.seed is None else str(model.seed) for model in models],
+        "Learning rate, first": [number(curve.points[0].learning_rate) if curve.points else NONE for curve in curves],
     }
+    keys = sorted({key for model in models for key in model.user_metadata})
+    return rows | {key: [model.user_metadata.get(key, NONE) for model in models] for key in keys}
 
 
 def _state(visit: Visit, runs: Sequence[str]) -> str:
@@ -106,28 +177,3 @@ def _state(visit: Visit, runs: Sequence[str]) -> str:
         f"-{journal.run_metrics.number(model.id)}"
         for model in models
     )
-
-
-def _charts(names: Sequence[str], curves: Sequence[Curve], metrics: Sequence[Sequence[Metric]]) -> list[Markup]:
-    """Charts of the loss, of the metrics that clients stored, and of the other figures."""
-    found = []
-    for title, value in _CURVES.items():
-        lines = [
-            Line(
-                name,
-                [(point.step, value(point)) for point in curve.points],
-                [(point.step, point.loss_low, point.loss_high) for point in curve.points]
-                if title == "Loss per weight" and curve.steps > len(curve.points)
-                else (),
-            )
-            for name, curve in zip(names, curves, strict=True)
-        ]
-        if title in _ALWAYS or any(y is not None for line in lines for _, y in line.points):
-            found.append(chart(title, lines))
-    points = [{metric.name: metric.points for metric in of_run} for of_run in metrics]
-    stored = sorted({name for one in points for name in one}, key=lambda name: ("reward" not in name, name))
-    found[1:1] = [
-        chart(title, [Line(name, one.get(title, ())) for name, one in zip(names, points, strict=True)])
-        for title in stored
-    ]
-    return found

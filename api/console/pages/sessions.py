@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from tinkerflow.api.console.visit import Visiting, page_router
 from tinkerflow.api.links import link
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.journal import SessionQuery, plain_metadata
+from tinkerflow.backend.journal import RunQuery, SessionQuery, plain_metadata
 
 _MOST = 200  # runs and samplers of one session, shown
 router = page_router()
@@ -37,7 +37,7 @@ async def session_page(session_id: str, visit: Visiting) -> Response:
         return {
             "session": session,
             "metadata": plain_metadata(session.user_metadata),
-            "runs": journal.models.runs(visit.owner, limit=_MOST, offset=0, session_id=session_id),
+            "runs": journal.run_table.page(visit.owner, RunQuery(session_id=session_id), limit=_MOST, offset=0),
             "samplers": journal.samplers.of_session(session_id, _MOST),
         }
 

@@ -1,4 +1,4 @@
-// The console's only script: curves that move while a run trains, and values under the pointer.
+// The console's only script: curves that move while a run trains, values under the pointer, zoom, and the playground.
 "use strict";
 
 // A part with `data-live` is fetched again and again. The server answers 204 while nothing has changed.
@@ -38,6 +38,12 @@ function at(points, x) {
   }
   return low > 0 && x - points[low - 1][0] < points[low][0] - x ? points[low - 1] : points[low];
 }
+// The place on the x axis that the pointer is at.
+function pointed(figure, data, event) {
+  const svg = figure.querySelector("svg"), place = svg.getBoundingClientRect(), [left, , right] = data.box;
+  const units = (event.clientX - place.left) / place.width * svg.viewBox.baseVal.width;
+  return data.x[0] + (Math.min(Math.max(units, left), right) - left) / (right - left) * (data.x[1] - data.x[0]);
+}
 document.addEventListener("pointermove", (event) => {
   const figure = event.target instanceof Element && event.target.closest("figure[data-chart]");
   document.querySelectorAll("figure[data-chart] output:not([hidden])").forEach((shown) => {
@@ -47,10 +53,8 @@ document.addEventListener("pointermove", (event) => {
   });
   if (!figure) return;
   const data = JSON.parse(figure.dataset.chart);
-  const svg = figure.querySelector("svg"), place = svg.getBoundingClientRect();
   const [left, top, right, bottom] = data.box;
-  const units = (event.clientX - place.left) / place.width * svg.viewBox.baseVal.width;
-  const x = data.x[0] + (Math.min(Math.max(units, left), right) - left) / (right - left) * (data.x[1] - data.x[0]);
+  const x = pointed(figure, data, event);
   const shown = data.lines.filter((line) => line.points.length).map((line) => [line.name, at(line.points, x)]);
   if (!shown.length) return;
   const nearest = shown[0][1][0];
@@ -61,6 +65,35 @@ document.addEventListener("pointermove", (event) => {
   output.textContent = [`${data.across} ${nearest}`, ...lines].join("\n");
   output.hidden = false;
 });
+
+// A range of x that is selected with the pointer is drawn again alone, from means over fewer steps.
+document.addEventListener("pointerdown", (event) => {
+  const svg = event.target instanceof Element && event.target.closest("figure[data-chart] svg");
+  const figure = svg && svg.parentElement, data = svg && JSON.parse(figure.dataset.chart);
+  if (!svg || !data.zooms || event.button || event.pointerType === "touch") return;
+  event.preventDefault();
+  const from = pointed(figure, data, event), [left, top, right, bottom] = data.box;
+  const across = (x) => left + (x - data.x[0]) / (data.x[1] - data.x[0]) * (right - left);
+  const picked = document.createElementNS(svg.namespaceURI, "path");
+  picked.setAttribute("class", "picked");
+  svg.append(picked);
+  const move = (moved) => picked.setAttribute("d", `M${across(from)} ${top}H${across(pointed(figure, data, moved))}V${bottom}H${across(from)}Z`);
+  document.addEventListener("pointermove", move);
+  document.addEventListener("pointerup", (released) => {
+    document.removeEventListener("pointermove", move);
+    picked.remove();
+    const [low, high] = [from, pointed(figure, data, released)].sort((a, b) => a - b);
+    if (across(high) - across(low) < 4) return;
+    const places = figure.closest("[data-places]");
+    const runs = places ? JSON.parse(places.dataset.places) : [];
+    const step = (x, choose) => (places ? choose(...runs.map((run) => at(run, x)[1])) : choose === Math.min ? Math.ceil(x) : Math.floor(x));
+    const url = new URL(location.href);
+    url.searchParams.set("first", step(low, Math.min));
+    url.searchParams.set("last", step(high, Math.max));
+    location.assign(url);
+  }, { once: true });
+});
+document.querySelectorAll("form[data-auto]").forEach((form) => form.addEventListener("change", () => form.requestSubmit()));
 
 // The playground: one or two models answer the same message, each as its events come.
 const playground = document.getElementById("playground");

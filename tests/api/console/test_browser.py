@@ -116,9 +116,51 @@ def test_runs_are_picked_and_compared(page: Page, server: Any, engine: Any, put_
     for run in runs:
         page.click(f"input[value='{run}']")
     page.press("Compare the picked runs")
-    text = page.shows("Compare runs", *runs, "What they were made with")
+    text = page.shows("Compare runs", *runs, "What differs", "What is equal")
     assert "Last loss" in text
     assert page.run("return document.querySelectorAll('path.line.line-1').length") == 5
+
+
+def test_a_part_of_a_chart_is_selected_and_the_link_opens_it_again(
+    page: Page, server: Any, engine: Any, put_steps: Any
+) -> None:
+    run = server.model()
+    put_steps(run, 200)
+    page.open(f"{server.url}/training_runs/{run}?x=tokens&smooth=0.6")
+    page.shows("200 steps measured")
+    assert page.run("return document.querySelectorAll('path.faint').length") > 0
+    page.drag("figure.chart svg", 0.3, 0.7)
+    text = page.shows("steps shown")
+    assert "200 steps" not in text
+    url = page.run("return location.href")
+    assert "x=tokens" in url and "first=" in url and "last=" in url
+    first, last = (int(page.run(f"return document.querySelector('[name={name}]').value")) for name in ("first", "last"))
+    assert 20 < first < 80 and 110 < last < 160
+    page.open(url)
+    page.shows("steps shown")
+    page.run("document.querySelector('[name=log]').click()")
+    page.shows("Logarithmic")
+    wait(lambda: "log=yes" in page.run("return location.href"))
+    assert page.barriers() == [] and page.complaints() == []
+
+
+def test_runs_are_found_sorted_and_archived(page: Page, server: Any, engine: Any) -> None:
+    runs = [server.model(name=name) for name in ("apple", "banana", "cherry")]
+    page.open(f"{server.url}/training_runs")
+    page.fill("[name=q]", "an")
+    page.press("Show")
+    assert "apple" not in page.shows("banana")
+    page.open(f"{server.url}/training_runs")
+    page.click("th:nth-child(2) a")
+    names = "return [...document.querySelectorAll('td a:first-child')].map((a) => a.textContent).join()"
+    wait(lambda: page.run(names).startswith("cherry,banana,apple"))
+    page.click(f"input[value='{runs[1]}']")
+    page.press("Archive the picked runs")
+    wait(lambda: page.run(names) == "cherry,apple")
+    page.open(f"{server.url}/training_runs?archived=yes")
+    page.click(f"input[value='{runs[1]}']")
+    page.press("Bring the picked runs back")
+    page.shows("No archived run is found")
 
 
 def test_a_checkpoint_is_published_and_deleted_after_a_question(page: Page, server: Any, furnish: Any) -> None:

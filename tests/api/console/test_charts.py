@@ -42,6 +42,12 @@ def test_equal_and_missing_values_are_drawn_too() -> None:
     assert 'class="band line-0"' in banded
 
 
+def test_a_logarithmic_chart_needs_a_value_above_zero() -> None:
+    assert "no values above zero" in chart("Loss", [Line("a", [(1, 0.0), (2, -1.0)])], log=True)
+    numbers = [one.text for one in svg_of(chart("Loss", [Line("a", [(1, 0.01), (2, 100.0)])], log=True)).iter()]
+    assert {"0.01", "1", "100"} <= set(numbers)
+
+
 def test_parts_of_a_bar_fill_it() -> None:
     drawn = svg_of(bars("Memory", [("a", 1.0, "1"), ("b", 3.0, "3")]))
     assert [(one.get("x"), one.get("width")) for one in drawn] == [("0", "25"), ("25", "75")]

@@ -1,0 +1,174 @@
+"""The table of training runs that people search, sort, group and archive. training_runs.py has the REST API's list."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.backend.journal.checkpoints import Page
+from tinkerflow.backend.journal.database import Aggregate, as_view, fetch_page, owned_by
+from tinkerflow.backend.journal.run_metrics import RunMetric, RunMetricValue
+from tinkerflow.backend.journal.tables import Model, TrainingStep
+from tinkerflow.backend.journal.training_runs import RUN_NAME, WITH_SESSION, ModelView
+
+MOST_COLUMNS = 8  # further columns of one table
+_RUN_ID = col(Model.id)
+_METADATA = col(Model.user_metadata)
+
+
+def _at_newest_step(figure: sa.ColumnElement[float | None]) -> sa.ScalarSelect[Any]:
+    """The figure at the newest step of a run. One seek in the primary key for each run, however long the run is."""
+    of_run = (col(TrainingStep.model_id) == _RUN_ID, col(TrainingStep.seq_id) >= 0)
+    newest = sa.select(figure).where(*of_run).order_by(col(TrainingStep.seq_id).desc()).limit(1)
+    return newest.correlate(Model).scalar_subquery()
+
+
+def _last_value(metric: str) -> sa.ScalarSelect[Any]:
+    """The value of a stored metric at its newest step, as in `_at_newest_step`."""
+    of_run = (col(RunMetricValue.model_id) == _RUN_ID, col(RunMetricValue.name) == metric)
+    newest = sa.select(col(RunMetricValue.value)).where(*of_run).order_by(col(RunMetricValue.step).desc()).limit(1)
+    return newest.correlate(Model).scalar_subquery()
+
+
+def _in_metadata(key: str) -> sa.SQLColumnExpression[str]:
+    """The text under a key of the run's metadata."""
+    text: sa.ColumnElement[str] = _METADATA[key].as_string()
+    return text
+
+
+_LOSS = _at_newest_step(col(TrainingStep.loss) / sa.func.nullif(col(TrainingStep.weight), 0.0))
+SORTS: dict[str, sa.SQLColumnExpression[Any]] = {
+    "created": col(Model.created_at),
+    "used": col(Model.last_request_at),
+    "name": sa.func.lower(RUN_NAME),
+    "model": col(Model.base_model),
+    "state": col(Model.state),
+    "steps": col(Model.step),
+    "loss": _LOSS,
+}
+_FIELDS = {"model": col(Model.base_model), "state": col(Model.state), "project": col(Model.owner), "name": RUN_NAME}
+
+
+@dataclass(frozen=True)
+class RunQuery:
+    """Which runs a table has, and in which order.
+
+    search: words that must all be found, in capitals or not, in a run's id, name, base model or metadata; `KEY=VALUE`
+    finds runs with that value under a key of their metadata, or as their model, state, project or name. Quotes group
+    words. archived: list the archived runs, and not the others. session_id: only runs of this session. columns: names
+    of stored metrics or keys of metadata, whose last values are shown. sort: in SORTS, or one of the columns.
+    descending: largest first. group: a field as in `search`; runs with equal values stand together.
+    """
+
+    search: str = ""
+    archived: bool = False
+    session_id: str | None = None
+    columns: tuple[str, ...] = ()
+    sort: str = "created"
+    descending: bool = True
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        """UserError: the sort is unknown, or there are too many columns."""
+        if len(self.columns) > MOST_COLUMNS:
+            raise UserError(f"column is given {len(self.columns)} times: must be at most {MOST_COLUMNS}")
+        if self.sort not in (known := [*SORTS, *self.columns]):
+            hint = did_you_mean(self.sort, known)
+            raise UserError(f"sort {self.sort!r}: must be a column, which are {', '.join(known)}{hint}")
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One row. name: "" if the client gave none. loss: for each unit of weight at the newest step.
+
+    values: of the further columns; None where a run has none. group: the value that the table is grouped by.
+    """
+
+    model: ModelView
+    name: str
+    loss: float | None
+    values: tuple[float | str | None, ...]
+    group: str
+
+
+class RunTable(Aggregate):
+    """Training runs as a table."""
+
+    def page(self, owner: str | None, query: RunQuery, *, limit: int, offset: int) -> Page[RunRow]:
+        """Rows of the table and the number of all. Two statements.
+
+        owner: of the runs; None: any. limit: the most rows; long metadata means fewer. offset: rows to skip.
+        """
+        wanted = [*owned_by(Model, owner), col(Model.archived).is_(query.archived), *_found_by(query.search)]
+        if query.session_id is not None:
+            wanted.append(col(Model.session_id) == query.session_id)
+        further = [
+            column.label(f"{kind}_{i}")
+            for i, name in enumerate(query.columns)
+            for kind, column in (("metric", _last_value(name)), ("metadata", _in_metadata(name)))
+        ]
+        group = _field(query.group) if query.group else sa.literal("")
+        columns = (RUN_NAME.label("run_name"), _LOSS.label("run_loss"), group.label("run_group"), *further)
+        sorts = [SORTS[query.sort]] if query.sort in SORTS else [_last_value(query.sort), _in_metadata(query.sort)]
+        order = [
+            *((group.is_(None), group) if query.group else ()),
+            *(by for sort in sorts for by in (sort.is_(None), sort.desc() if query.descending else sort.asc())),
+            _RUN_ID,
+        ]
+        rows = sa.select(Model, *columns).select_from(WITH_SESSION).where(*wanted).order_by(*order)
+        count = sa.select(sa.func.count()).select_from(WITH_SESSION).where(*wanted)
+        with self._read() as connection:
+            total = connection.execute(count).scalar_one()
+            found, cut = fetch_page(connection, rows.limit(limit).offset(offset))
+        return Page(tuple(_row(row, len(query.columns)) for row in found), total, cut)
+
+    def names_of_columns(self, run_ids: Collection[str]) -> list[str]:
+        """The names of the metrics that these runs stored: the columns to choose from, besides keys of metadata."""
+        names = sa.select(col(RunMetric.name)).where(col(RunMetric.model_id).in_(run_ids)).distinct()
+        return sorted(self._column(names))
+
+    def archive(self, run_ids: Collection[str], owner: str, *, archived: bool = True) -> int:
+        """Archive the project's runs, or bring them back. Returns the number of these runs that the project has."""
+        with self._write() as connection:
+            mine = (_RUN_ID.in_(run_ids), col(Model.owner) == owner)
+            return connection.execute(sa.update(Model).where(*mine).values(archived=archived)).rowcount
+
+
+def _field(name: str) -> sa.SQLColumnExpression[str]:
+    return _FIELDS[name] if name in _FIELDS else _in_metadata(name)
+
+
+def _found_by(search: str) -> list[sa.ColumnElement[bool]]:
+    try:
+        words = shlex.split(search)
+    except ValueError:  # a quote without its partner
+        words = search.split()
+    return [_has(word) for word in words]
+
+
+def _has(word: str) -> sa.ColumnElement[bool]:
+    escaped = json.dumps(word)[1:-1]  # as the column has it
+    anywhere = [
+        *(text.icontains(word, autoescape=True) for text in (_RUN_ID, RUN_NAME, col(Model.base_model))),
+        sa.cast(_METADATA, sa.Text).icontains(escaped, autoescape=True),
+    ]
+    key, equals, value = word.partition("=")
+    if equals and key:
+        anywhere.append(sa.func.lower(_field(key)) == value.lower())
+    return sa.or_(*anywhere)
+
+
+def _row(row: sa.Row[tuple[object, ...]], columns: int) -> RunRow:
+    values = row._mapping
+    further = (
+        values[f"metadata_{i}"] if values[f"metric_{i}"] is None else values[f"metric_{i}"] for i in range(columns)
+    )
+    return RunRow(as_view(ModelView, row), row.run_name, row.run_loss, tuple(further), row.run_group or "")

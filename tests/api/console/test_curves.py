@@ -1,0 +1,101 @@
+"""Views of charts: places on the x axis, means, zoom, and links that open the same view."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from tinkerflow.api.console.curves import ChartView, RunCurves, chart_view, charts, smoothed, steps_by_place
+from tinkerflow.backend.journal import Curve, Metric, StepFigures
+
+CREATED = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def run(steps: list[int], *metrics: Metric, tokens_before: int = 0) -> RunCurves:
+    points = (
+        StepFigures(step, CREATED + timedelta(minutes=6 * step), 100, 1.0 / step, None, None, None, None, None, None)
+        for step in steps
+    )
+    return RunCurves("value", CREATED, Curve(tuple(points), len(steps), tokens_before), metrics)
+
+
+def test_a_point_has_its_place_by_step_time_and_tokens() -> None:
+    part = run([5, 6, 8], tokens_before=400)
+    assert part.places("step") == [5, 6, 8]
+    assert part.places("time") == [0.5, 0.6, 0.8]
+    assert part.places("tokens") == [500, 600, 700]
+
+
+def test_a_stored_metric_lies_between_the_steps_of_the_curve() -> None:
+    part = run([2, 4])
+    assert part.placed([(2, 0.5), (3, 0.6), (9, 0.7)], "tokens") == [(100.0, 0.5), (150.0, 0.6), (200.0, 0.7)]
+    assert part.placed([(3, 0.6)], "step") == [(3, 0.6)]
+    assert run([]).placed([(3, 0.6)], "time") == [], "no time of a step is known"
+
+
+def test_a_mean_begins_with_the_first_value_and_keeps_gaps() -> None:
+    points = smoothed([(1, 4.0), (2, None), (3, 0.0), (4, 0.0)], 0.5)
+    assert points == [(1, 4.0), (2, None), (3, pytest.approx(4 / 3)), (4, pytest.approx(4 / 7))]
+
+
+def test_a_view_is_in_the_query_of_a_link_and_nothing_else() -> None:
+    assert chart_view().query == ""
+    view = ChartView("time", True, 0.9, 3, 40)
+    assert view.query == "x=time&log=yes&smooth=0.9&first=3&last=40"
+    assert (view.steps, chart_view(first=0).query) == ((3, 40), "first=0")
+
+
+def test_rewards_come_after_the_loss_and_a_smoothed_line_has_its_values_behind_it() -> None:
+    part = run([1, 2, 3], Metric("kl", ((1, 1.0),)), Metric("reward", ((1, 0.0), (3, 1.0))))
+    drawn = charts([part], chart_view(smooth=0.6))
+    titles = [str(one).split("<figcaption>")[1].split("<")[0].strip() for one in drawn]
+    assert titles == ["Loss per weight", "reward", "kl", "Gradient norm"]
+    assert 'class="faint line-0"' in drawn[0] and 'class="faint' not in charts([part], chart_view())[0]
+
+
+def test_zooming_by_time_needs_the_steps_of_places() -> None:
+    assert steps_by_place([run([1, 2])], chart_view()) is None
+    assert steps_by_place([run([1, 2]), run([])], chart_view(x="time")) == "[[[0.1,1],[0.2,2]]]"
+
+
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        ({"x": "day"}, "x: Input should be"),
+        ({"smooth": "1"}, "smooth: Input should be less than"),
+        ({"first": "-1"}, "first: Input should be greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_view_is_named(browser: Any, server: Any, engine: Any, query: dict[str, str], text: str) -> None:
+    page = browser.get(f"/training_runs/{server.model()}", params=query)
+    assert page.status_code == 404 and text in page.text
+
+
+def test_links_of_the_table_keep_the_search(browser: Any, server: Any, engine: Any) -> None:
+    for name in ("pig", "latin"):
+        server.model(name=name, pipeline="sft")
+    page = browser.get("/training_runs", params={"q": "pipeline=sft", "columns": "reward", "group": "pipeline"}).text
+    assert "pig" in page and "pipeline: sft" in page
+    assert 'href="/training_runs?q=pipeline%3Dsft&amp;columns=reward&amp;group=pipeline&amp;sort=name"' in page
+    assert 'q=pipeline%3Dsft&amp;columns=reward&amp;group=pipeline&amp;up=yes"' in page, "the other way round"
+    assert "No run is found" in browser.get("/training_runs?q=cow").text
+    wrong = browser.get("/training_runs?sort=lost")
+    assert wrong.status_code == 400 and "did you mean" in wrong.text
+
+
+def test_runs_of_others_are_not_archived(server: Any, journal: Any, engine: Any, browse: Any) -> None:
+    found = {}
+    for name in ("ann", "bob"):
+        _, secret = journal.keys.create(name, f"team-{name}")
+        server.clock.advance(2.0)
+        found[name] = browse(server)
+        found[name].sign_in(secret)
+        found[f"{name}'s"] = server.model(secret)
+    answer = found["bob"].send("/training_runs/archive", {"run": found["ann's"]})
+    assert answer.status_code == 303
+    assert not journal.models.get(found["ann's"], None).archived
+    found["ann"].send("/training_runs/archive", {"run": found["ann's"]})
+    assert journal.models.get(found["ann's"], None).archived
+    assert found["ann"].post("/training_runs/archive", {"run": found["ann's"]}).status_code == 403, "no mark"

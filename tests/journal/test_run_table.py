@@ -1,0 +1,103 @@
+"""The table of runs: words that are found, columns, orders, groups, and the archive."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.journal import LossMeasured, RunQuery, StepMeasured
+
+
+@pytest.fixture
+def table(scene, clock):
+    """table(**query): the names of the rows of four runs, and the rows."""
+    for name, loss, metadata in (
+        ("Pig Latin", 3.0, {"pipeline": "sft", "note": "half of it: 50 %"}),
+        ("Überläufer", 1.0, {"pipeline": "rl"}),
+        ("arithmetic", 2.0, {"pipeline": "rl", "reward": "from a file"}),
+        ("", None, {}),
+    ):
+        clock.advance(60)
+        base = "qwen/big" if name == "arithmetic" else "tiny"
+        session = scene.session(display_name="evening session")
+        run = scene.model(session, base_model=base, user_metadata=metadata | ({"name": name} if name else {}))
+        if loss is not None:
+            scene.submit(run, 1)
+            (one,) = scene.journal.requests.ready(run)
+            scene.journal.results.finish([one.done(b"", "proto", LossMeasured(run, 4, 2.0, 2.0 * loss))])
+            scene.submit(run, 2)
+            (two,) = scene.journal.requests.ready(run)
+            scene.journal.results.finish([two.done(b"", "proto", StepMeasured(run, 2, 1, 1.0, 1e-4))])
+        if name == "Überläufer":
+            scene.journal.run_metrics.record(run, "local", {1: {"reward": 0.25}, 9: {"reward": 0.75}})
+
+    def look(**query):
+        page = scene.journal.run_table.page("local", RunQuery(**query), limit=10, offset=0)
+        assert page.total == len(page.rows)
+        return [row.name for row in page.rows], page.rows
+
+    return look
+
+
+NEWEST_FIRST = ["evening session", "arithmetic", "Überläufer", "Pig Latin"]
+
+
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        ("", NEWEST_FIRST),
+        ("PIG", ["Pig Latin"]),
+        ("latin pig", ["Pig Latin"]),
+        ('"pig latin"', ["Pig Latin"]),
+        ('"latin pig"', []),
+        ("pipeline=rl", ["arithmetic", "Überläufer"]),
+        ("pipeline=r", []),
+        ("model=QWEN/big", ["arithmetic"]),
+        ("state=live", NEWEST_FIRST),
+        ("50 %", ["Pig Latin"]),
+        ("5_", []),
+        ("Überläufer", ["Überläufer"]),
+        ("train:0", NEWEST_FIRST),
+        ("rl file", ["arithmetic"]),
+        ('a "quote', []),
+    ],
+)
+def test_a_run_is_found_by_all_the_words(table, search, found):
+    assert table(search=search)[0] == found
+
+
+def test_rows_are_ordered_by_any_column_and_those_without_a_value_are_last(table):
+    assert table(sort="loss")[0] == ["Pig Latin", "arithmetic", "Überläufer", "evening session"]
+    assert table(sort="loss", descending=False)[0] == ["Überläufer", "arithmetic", "Pig Latin", "evening session"]
+    assert table(sort="name", descending=False)[0][:2] == ["arithmetic", "evening session"]
+    names, rows = table(columns=("reward", "pipeline"), sort="reward")
+    assert names[0] == "Überläufer" and rows[0].values == (0.75, "rl")
+    assert rows[1].values == ("from a file", "rl") and rows[2].values[0] is None
+    with pytest.raises(UserError, match=r"sort 'lost': must be a column.*did you mean 'loss'"):
+        table(sort="lost")
+    with pytest.raises(UserError, match="column is given 9 times: must be at most 8"):
+        table(columns=tuple("abcdefghi"))
+
+
+def test_runs_with_equal_values_stand_together(table):
+    names, rows = table(group="pipeline", sort="loss")
+    assert names == ["arithmetic", "Überläufer", "Pig Latin", "evening session"]
+    assert [row.group for row in rows] == ["rl", "rl", "sft", ""]
+
+
+def test_archived_runs_are_listed_apart_and_come_back(table, scene):
+    ids = [row.model.id for row in table()[1]]
+    assert scene.journal.run_table.archive(ids[:2], "stranger") == 0
+    assert scene.journal.run_table.archive([*ids[:2], "none"], "local") == 2
+    assert (table()[0], table(archived=True)[0]) == (NEWEST_FIRST[2:], NEWEST_FIRST[:2])
+    assert scene.journal.models.runs("local", limit=9, offset=0).total == 4, "clients still see them"
+    scene.journal.run_table.archive(ids[:1], "local", archived=False)
+    assert table()[0] == [NEWEST_FIRST[0], *NEWEST_FIRST[2:]]
+
+
+def test_a_table_has_only_the_owners_runs_and_those_of_a_session(table, scene):
+    assert scene.journal.run_table.page("stranger", RunQuery(), limit=9, offset=0).total == 0
+    assert scene.journal.run_table.page(None, RunQuery(), limit=2, offset=1).total == 4
+    (_, second, *_) = table()[1]
+    assert table(session_id=second.model.session_id)[0] == ["arithmetic"]
+    assert scene.journal.run_table.names_of_columns([row.model.id for row in table()[1]]) == ["reward"]
