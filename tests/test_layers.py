@@ -52,6 +52,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "training",
         "sampler",
         "planning",
+        "adapter_programs",
         "executor",
     ),
 }

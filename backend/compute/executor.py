@@ -10,7 +10,6 @@ itself: waiting would only keep two micro-batches in memory.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,31 +18,26 @@ from typing import TypeVar, assert_never
 import jax
 import numpy as np
 
+from tinkerflow.backend.compute.adapter_programs import AdapterPrograms
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, row_parts, to_host
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.layers.delta_rule import chunk_tokens
-from tinkerflow.backend.compute.models.lora import Lora
-from tinkerflow.backend.compute.models.lora_weights import check_spec
 from tinkerflow.backend.compute.models.params import count, load_params
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_tower import open_vision_tower
-from tinkerflow.backend.compute.planning.memory_plan import GB, plan_group
-from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
+from tinkerflow.backend.compute.planning.adapter_quota import AdapterQuota
+from tinkerflow.backend.compute.planning.memory_plan import plan_group
 from tinkerflow.backend.compute.platforms import compiled_for, environment, on_cpu, platform, settle_dtype
 from tinkerflow.backend.compute.sampler import FullModelSampler, GroupSampler, Sampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
-from tinkerflow.backend.compute.training import full_parameters
-from tinkerflow.backend.compute.training.adapter_shards import GRADIENTS, are_shards, needed_shards
-from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore, forget
+from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore
+from tinkerflow.backend.compute.training.fetched_states import FetchedStates
 from tinkerflow.backend.compute.training.forward_backward import ForwardRun, Training
-from tinkerflow.backend.compute.training.packing import MicroBatch
-from tinkerflow.backend.compute.training.train import make_steps, needs_tree_program
-from tinkerflow.backend.compute.training.train_programs import StepsByShape, adapter_like, training_programs
+from tinkerflow.backend.compute.training.train import needs_tree_program
 from tinkerflow.backend.compute.warming import WarmUp
 from tinkerflow.backend.core.errors import OUT_OF_MEMORY, AllocationError, DevicesError, ServerError, UserError
 from tinkerflow.backend.spec.commands import (
-    AdapterState,
     Command,
     CompileStatus,
     CreateAdapter,
@@ -73,7 +67,7 @@ from tinkerflow.backend.spec.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_of
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, optimizer_of
 from tinkerflow.backend.supervise.processes import memory_maps_used
 
 R = TypeVar("R", bound=Reply)
@@ -108,11 +102,8 @@ class Executor:
         self._params = load_params(
             self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
         )
-        make = partial(make_steps, self._cfg, self._mesh, self.plan.budget)
-        self._steps = StepsByShape(make, memory_maps_used, self._forgotten)
         self._adapters = AdapterStore(self._cfg, self._mesh, config.model_path)
-        # By adapter: the bytes that it takes of each device, and whether it trains all parameters.
-        self._adapter_bytes: dict[str, tuple[int, bool]] = {}
+        self._quota = AdapterQuota(self._cfg, self._config, self.plan)
         self._tower = open_vision_tower(self._cfg, config.model_path, self._mesh, self._params)
         memory, new_full_sampler = self.plan.full_model, None
         if memory is not None:
@@ -122,27 +113,38 @@ class Executor:
             FullModelSampler(self._cfg, self._mesh, self._params, new_full_sampler),
         )
         self._in_progress: dict[str, ForwardRun] = {}  # Forwards that are executed in parts, by adapter
-        self._fetched: dict[tuple[str, str], Mapping[str, Float32]] = {}  # tensors, by owner and folder of the store
-        self._announced: set[tuple[str, LoraSpec, tuple[int, ...]]] = set()
+        self._fetched = FetchedStates(self._cfg, self._mesh)
+        self._warm_up = WarmUp(on=config.warm_up, maps_used=memory_maps_used)
+        trees = needs_tree_program(self._cfg)
+        self._programs = AdapterPrograms(
+            self._cfg,
+            self._mesh,
+            self._params,
+            self.plan.budget,
+            self._sampler,
+            self._tower,
+            self._warm_up,
+            progress,
+            max_context=self._config.max_context,
+            trees=bool(self.branch_tokens) and trees,
+        )
         self._training = Training(
             params=self._params,
-            steps=self._steps.steps_of,
+            steps=self._programs.steps_of,
             mesh=self._mesh,
             adapters=self._adapters,
             microbatch_tokens=self.microbatch_tokens,
             branch_tokens=self.branch_tokens,
-            tree_programs=needs_tree_program(self._cfg),
-            announce=self._announce,
+            tree_programs=trees,
+            announce=self._programs.announce,
             read=self._read,
             tower=self._tower,
         )
         self.ahead = not on_cpu()  # whether a command starts before the devices have finished the last one
-        self._warm_up = WarmUp(on=config.warm_up, maps_used=memory_maps_used)
         self._warm_up.want(self._sampler.adapters.programs())
         if self._tower is not None:
             self._warm_up.want(self._tower.programs(self._config.max_context))
-        self._shapes_wanted: set[tuple[LoraSpec, Optimizer]] = set()
-        self._warm_up_for(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
+        self._programs.warm_up_for(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
 
     def _new_sampler(self, params: Params, *, pages: int, weights: str) -> Sampler:
         return Sampler(
@@ -241,7 +243,7 @@ class Executor:
         finally:
             made = self._compiles.here - before
             if made or isinstance(command, DropAdapter):
-                self._steps.trim(self._adapters.shapes)
+                self._programs.trim(self._adapters.shapes)
             if made:
                 self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
 
@@ -251,17 +253,17 @@ class Executor:
 
     def needed_tensors(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
         """The names of the stored tensors that this process needs. Thread-safe."""
-        return needed_shards(self._cfg, self._mesh, state.spec, shapes) if are_shards(shapes) else list(shapes)
+        return self._fetched.needed_tensors(state, shapes)
 
     def keep_fetched(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
         """Keep the tensors read from a state until it is imported, or loaded as a snapshot. Thread-safe."""
-        self._fetched[fetch.owner, fetch.state.folder] = tensors
+        self._fetched.keep(fetch, tensors)
 
     def clear(self) -> None:
         """Forget all adapters, snapshots and requests. The base model and compiled programs stay."""
         self._fetched.clear()
         self._adapters.clear()
-        self._adapter_bytes.clear()
+        self._quota.clear()
         self._in_progress.clear()
         self._sampler.clear()
 
@@ -296,26 +298,24 @@ class Executor:
             case ExportAdapter(adapter_id, optimizer):
                 return self._adapters.export(adapter_id, optimizer=optimizer)
             case CreateAdapter(adapter_id, spec, seed, optimizer):
-                needed = self._check_memory(adapter_id, spec, optimizer)
+                self._quota.check(adapter_id, spec, optimizer)
                 self._adapters.create(adapter_id, spec, seed, optimizer)
-                self._adapter_bytes[adapter_id] = needed
-                self._warm_up_for(spec, optimizer)
+                self._made(adapter_id, spec, optimizer)
             case ImportAdapter(adapter_id, state):
-                needed = self._check_memory(adapter_id, state.spec, state.optimizer)
-                self._adapters.restore(adapter_id, self._with_tensors(adapter_id, state))
-                self._adapter_bytes[adapter_id] = needed
-                self._warm_up_for(state.spec, state.optimizer)
+                self._quota.check(adapter_id, state.spec, state.optimizer)
+                self._adapters.restore(adapter_id, self._fetched.take(adapter_id, state))
+                self._made(adapter_id, state.spec, state.optimizer)
             case DropAdapter(adapter_id):
-                forget(self._fetched, adapter_id)
+                self._fetched.forget(adapter_id)
                 self._adapters.drop(adapter_id)
-                self._adapter_bytes.pop(adapter_id, None)
+                self._quota.release(adapter_id)
                 self._in_progress.pop(adapter_id, None)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
                 self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
                 return self._sampler.snapshot_memory(snapshot_id)
             case LoadSnapshot(snapshot_id, state):
-                brought = self._with_tensors(snapshot_id, state)
+                brought = self._fetched.take(snapshot_id, state)
                 if not self._sampler.has_snapshot(snapshot_id):
                     self._sampler.publish(snapshot_id, self._adapters.weights_of(brought), state.spec)
                 return self._sampler.snapshot_memory(snapshot_id)
@@ -337,20 +337,6 @@ class Executor:
         free = sum(pages.free(shard) for shard in range(pages.shards))
         return self._warm_up.warmth.copy_with(kv_pages=total, kv_pages_used=total - free)
 
-    def _with_tensors(self, owner: str, state: AdapterState | StoredState) -> AdapterState:
-        """The state with its tensors, from the command itself or as this process has read them."""
-        tensors = self._fetched.pop((owner, state.folder), None) if isinstance(state, StoredState) else None
-        forget(self._fetched, owner)  # tensors that came too late for an earlier command
-        if isinstance(state, AdapterState):
-            return state
-        if tensors is None:
-            raise ServerError(f"the state of {owner!r} in {state.folder} was not fetched")
-        sharded = are_shards(tensors)
-        parts = tuple(f".{part}" for part in (*OPTIMIZERS[state.optimizer].state, GRADIENTS))
-        weights = {name: array for name, array in tensors.items() if sharded or not name.endswith(parts)}
-        moments = {name: array for name, array in tensors.items() if name not in weights}
-        return AdapterState(state.spec, state.step, weights, moments, state.optimizer)
-
     @staticmethod
     def _no_memory(command: Command, error: Exception) -> AllocationError:
         log.error("no memory was left on the devices for %s", type(command).__name__, exc_info=error)
@@ -359,62 +345,9 @@ class Executor:
             "command may succeed when there are fewer models or samplers"
         )
 
-    def _check_memory(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> tuple[int, bool]:
-        """The bytes that an adapter takes of each device, and whether it trains all parameters.
-
-        AllocationError when it does not fit together with the other adapters. Only sums are bounded, so adapters that
-        existed at the same time fit again in any order, as a restored group creates them.
-        """
-        if check_spec(spec).full:
-            full_parameters.check_optimizer(optimizer)
-        needed = adapter_bytes(self._cfg, self._config, spec, optimizer)
-        others = [taken for name, taken in self._adapter_bytes.items() if name != adapter_id]
-        quota = math.inf if self.plan.uses is None else self.plan.uses.adapters
-        free = quota - sum(size for size, _ in others)
-        of_full = sum(size for size, is_full in others if is_full)
-        what, of, less = "the adapter", "adapters", "a smaller rank"
-        if spec.full:
-            quota, free = self.plan.full, min(free, self.plan.full - of_full)
-            what, of, less = "training all parameters", "that", "1 or more"
-        takes = f"lora rank {spec.rank}: {what} takes {needed / GB:.3g} GB of each device"
-        if spec.full and needed > quota:  # waiting cannot help
-            raise UserError(f"{takes}, and this group has {quota / GB:.3g} GB for that: must be {less}")
-        if needed > free:
-            raise AllocationError(
-                f"{takes} with its gradients and optimizer state, and {max(0, free) / GB:.3g} GB are free of the "
-                f"{quota / GB:.3g} GB for {of}{_used_by_full(of_full)}: must be {less}, or fewer models at the same "
-                "time"
-            )
-        return needed, spec.full
-
-    def _warm_up_for(self, spec: LoraSpec, optimizer: Optimizer) -> None:
-        """Queue the programs of adapters of that shape for the warm-up, once."""
-        if not self._config.warm_up or (spec, optimizer) in self._shapes_wanted:
-            return
-        self._shapes_wanted.add((spec, optimizer))
-        adapter = adapter_like(self._cfg, self._mesh, spec)
-        if isinstance(adapter, Lora):
-            self._warm_up.want(self._sampler.adapters.publishing_programs(spec, adapter))
-        self._warm_up.want(
-            training_programs(
-                self._mesh,
-                self._params,
-                self._steps.steps_of(spec),
-                adapter,
-                optimizer=optimizer,
-                microbatch_tokens=self.microbatch_tokens,
-                max_context=self._config.max_context,
-                tower=self._tower,
-                trees=bool(self.branch_tokens) and needs_tree_program(self._cfg),
-            ),
-            owner=spec,
-        )
-
-    def _forgotten(self, spec: LoraSpec) -> None:
-        """Stop the warm-up for adapters of that shape, and announce it when their programs are compiled again."""
-        self._warm_up.forget(spec)
-        self._shapes_wanted = {wanted for wanted in self._shapes_wanted if wanted[0] != spec}
-        self._announced = {key for key in self._announced if key[1] != spec}
+    def _made(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> None:
+        self._quota.count(adapter_id, spec, optimizer)
+        self._programs.warm_up_for(spec, optimizer)
 
     def _advance(self, adapter_id: str, run: ForwardRun, *, to_the_end: bool = False) -> DeferredReply:
         """Compute the run's next part, or all remaining parts."""
@@ -434,23 +367,11 @@ class Executor:
                 f"optim_step: the parameters are {spec.name}'s, but the model was made with {adapter.optimizer}"
             )
         on_devices = put(spec.vector(command.params), replicated(self._mesh))
-        stepped = self._steps.steps_of(adapter.spec).optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
+        stepped = self._programs.steps_of(adapter.spec).optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
         before, norm = adapter.step, stepped.norm
         after = Adapter(adapter.spec, stepped.lora, stepped.grads, stepped.state, before, norm)
         self._adapters.set(command.adapter_id, after)
         return partial(_stepped, norm, before + 1)
-
-    def _announce(self, what: str, adapter: Adapter, batch: MicroBatch) -> None:
-        key = (what, adapter.spec, batch.targets_BTK.shape)
-        if key not in self._announced:
-            self._announced.add(key)
-            rows, tokens, _ = batch.targets_BTK.shape
-            shape = "all parameters" if adapter.spec.full else f"rank {adapter.spec.rank}"
-            self._progress(f"compiling {what} for {rows}x{tokens} tokens, {shape}")
-
-
-def _used_by_full(used: int) -> str:
-    return f" (models that train all parameters take {used / GB:.3g} GB of it)" if used else ""
 
 
 def _stepped(on_devices: jax.Array, step: int) -> OptimResult:

@@ -50,7 +50,8 @@ class WarmUp:
         calm_seconds: the time after the last command before the thread compiles a program. maps_used: the share of its
         memory maps that this process uses. Nothing is compiled ahead beyond half of them.
         """
-        self._on, self._calm, self._maps_used = on, calm_seconds, maps_used
+        self.on = on
+        self._calm, self._maps_used = calm_seconds, maps_used
         self._changed = threading.Condition()
         self._number = count()
         self._todo: list[tuple[int, int, Program, Hashable]] = []
@@ -68,7 +69,7 @@ class WarmUp:
 
     def want(self, programs: Iterable[Program], owner: Hashable = None) -> None:
         """Add programs to the queue. owner: the argument of `forget` that removes them."""
-        if not self._on:
+        if not self.on:
             return
         with self._changed:
             for program in programs:

@@ -89,7 +89,7 @@ def test_without_memory_a_backward_costs_its_request_and_nothing_else(
     if accumulated:
         forward(executor, "a", examples((9,)), backward=True)
     before = {name: executor.execute(ExportAdapter(name, optimizer=True)) for name in "ab"}
-    steps_of_a = executor._steps.steps_of(LoraSpec(4))
+    steps_of_a = executor._programs.steps_of(LoraSpec(4))
     backward = steps_of_a.backward
 
     def no_room(params: Any, lora: Any, grads: Any, batch: Any) -> Any:

@@ -1,6 +1,7 @@
 """The memory plan of a worker group, and the highest speed that the peaks of its devices allow."""
 
 __all__ = [
+    "adapter_quota",
     "array_sizes",
     "memory_plan",
     "roofline",

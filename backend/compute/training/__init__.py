@@ -5,6 +5,7 @@ __all__ = [
     "adapters",
     "attention",
     "budget",
+    "fetched_states",
     "forward_backward",
     "full_parameters",
     "images",

@@ -153,7 +153,7 @@ def test_memory_is_counted_and_leaves_room_for_adapters(qwen3):
     with pytest.raises(AllocationError, match=rule):
         executor.execute(CreateAdapter("one more", ALL, 0))
     executor.execute(CreateAdapter("an adapter", LoraSpec(8), 0))
-    executor.plan = replace(executor.plan, full=1000)
+    executor._quota._plan = replace(executor.plan, full=1000)
     with pytest.raises(UserError, match=r"takes \S+ GB of each device, and this group has 1e-06 GB for that: must be"):
         executor.execute(CreateAdapter("never", ALL, 0))
 
@@ -183,7 +183,7 @@ def test_models_find_room_again_in_any_order(qwen3):
     made, again = qwen3.executor(device_memory=0.05), qwen3.executor(device_memory=0.05)
     each = training_memory.adapter_bytes(made._cfg, made._config, ALL, "adamw")
     plan = replace(made.plan, full=each)  # memory for one, and for adapters
-    made.plan = again.plan = plan
+    made._quota._plan = again._quota._plan = plan
     made.execute(CreateAdapter("all", ALL, 0))
     adapter = training_memory.adapter_bytes(made._cfg, made._config, LoraSpec(32), "adamw")
     beside = (plan.uses.adapters - each) // adapter

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from tinkerflow.backend.compute import executor as executor_module
+from tinkerflow.backend.compute import adapter_programs
 from tinkerflow.backend.compute.training import train_programs
 from tinkerflow.backend.compute.training.train import Steps
 from tinkerflow.backend.compute.training.train_programs import StepsByShape
@@ -71,11 +71,11 @@ def test_models_of_several_ranks_that_come_and_go_in_turn_find_their_programs() 
 
 
 def test_the_executor_forgets_the_shapes_of_dropped_adapters(qwen3, shapes, examples, forward, monkeypatch) -> None:
-    monkeypatch.setattr(executor_module, "memory_maps_used", lambda: 0.0)  # other tests leave programs here
+    monkeypatch.setattr(adapter_programs, "memory_maps_used", lambda: 0.0)  # other tests leave programs here
     executor = qwen3.executor()
     for spec in shapes[:4]:
         executor.execute(CreateAdapter("a", spec, 0))
         forward(executor, "a", examples((9,)), backward=False)
         executor.execute(DropAdapter("a"))
-    assert [*executor._steps._steps] == shapes[2:4]
-    assert {spec for _, spec, _ in executor._announced} == set(shapes[2:4])
+    assert [*executor._programs._steps._steps] == shapes[2:4]
+    assert {spec for _, spec, _ in executor._programs._announced} == set(shapes[2:4])

@@ -1,0 +1,100 @@
+"""The compiled programs of the shapes of adapters: warmed up, announced when a request waits for one, and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+from jax.sharding import Mesh
+
+from tinkerflow.backend.compute.models.config import ModelConfig
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.models.vision_tower import VisionTower
+from tinkerflow.backend.compute.sampler import GroupSampler
+from tinkerflow.backend.compute.training.adapters import Adapter
+from tinkerflow.backend.compute.training.budget import Budget
+from tinkerflow.backend.compute.training.packing import MicroBatch
+from tinkerflow.backend.compute.training.train import Steps, make_steps
+from tinkerflow.backend.compute.training.train_programs import StepsByShape, adapter_like, training_programs
+from tinkerflow.backend.compute.warming import WarmUp
+from tinkerflow.backend.spec.commands import LoraSpec, Optimizer
+from tinkerflow.backend.supervise.processes import memory_maps_used
+
+
+class AdapterPrograms:
+    """Programs by shape of adapters, for training and for publishing weights."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        mesh: Mesh,
+        params: Params,
+        budget: Budget,
+        sampler: GroupSampler,
+        tower: VisionTower | None,
+        warm_up: WarmUp,
+        progress: Callable[[str], None],
+        *,
+        max_context: int,
+        trees: bool,
+    ) -> None:
+        """Nothing is compiled yet.
+
+        cfg, params: of the base model, on the mesh. budget: of training. sampler: publishes weights. tower: of images.
+        warm_up: compiles programs before they are needed. progress: called with a line of text when a command may wait
+        for a compilation. max_context: the longest sequence in tokens. trees: shared beginnings of examples have a
+        program of their own.
+        """
+        self._cfg, self._mesh, self._params = cfg, mesh, params
+        self._sampler, self._tower, self._warm_up, self._progress = sampler, tower, warm_up, progress
+        self._max_context, self._microbatch_tokens, self._trees = max_context, budget.microbatch_tokens, trees
+        self._steps = StepsByShape(partial(make_steps, cfg, mesh, budget), memory_maps_used, self._forget)
+        self._wanted: set[tuple[LoraSpec, Optimizer]] = set()
+        self._announced: set[tuple[str, LoraSpec, tuple[int, ...]]] = set()
+
+    def steps_of(self, spec: LoraSpec) -> Steps:
+        """The jitted steps of adapters of that shape."""
+        return self._steps.steps_of(spec)
+
+    def trim(self, used: Collection[LoraSpec]) -> None:
+        """Drop programs that are unlikely to be needed again. used: the shapes of all adapters."""
+        self._steps.trim(used)
+
+    def warm_up_for(self, spec: LoraSpec, optimizer: Optimizer) -> None:
+        """Queue the programs of adapters of that shape for the warm-up, once."""
+        if not self._warm_up.on or (spec, optimizer) in self._wanted:
+            return
+        self._wanted.add((spec, optimizer))
+        adapter = adapter_like(self._cfg, self._mesh, spec)
+        if isinstance(adapter, Lora):
+            self._warm_up.want(self._sampler.adapters.publishing_programs(spec, adapter))
+        self._warm_up.want(
+            training_programs(
+                self._mesh,
+                self._params,
+                self.steps_of(spec),
+                adapter,
+                optimizer=optimizer,
+                microbatch_tokens=self._microbatch_tokens,
+                max_context=self._max_context,
+                tower=self._tower,
+                trees=self._trees,
+            ),
+            owner=spec,
+        )
+
+    def announce(self, what: str, adapter: Adapter, batch: MicroBatch) -> None:
+        """Report that `what` is compiled for a batch of this shape, at its first use."""
+        key = (what, adapter.spec, batch.targets_BTK.shape)
+        if key not in self._announced:
+            self._announced.add(key)
+            rows, tokens, _ = batch.targets_BTK.shape
+            shape = "all parameters" if adapter.spec.full else f"rank {adapter.spec.rank}"
+            self._progress(f"compiling {what} for {rows}x{tokens} tokens, {shape}")
+
+    def _forget(self, spec: LoraSpec) -> None:
+        """Stop the warm-up for adapters of that shape, and announce it when their programs are compiled again."""
+        self._warm_up.forget(spec)
+        self._wanted = {wanted for wanted in self._wanted if wanted[0] != spec}
+        self._announced = {key for key in self._announced if key[1] != spec}
