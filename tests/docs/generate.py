@@ -1,4 +1,4 @@
-"""The parts of `docs/` that are made from code: `python -m tests.docs.generate` writes them.
+"""The parts of pages that are made from code, and `docs/llms.txt`: `python -m tests.docs.generate` writes them.
 
 A page has prose, and blocks between `<!-- generated: NAME -->` and `<!-- end -->`. `BLOCKS` names the function that
 makes each block. `test_generated.py` compares the committed pages with the code.
@@ -18,9 +18,10 @@ from msgspec.structs import fields
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from tests.compat import table as compatibility
-from tests.docs import accelerators, sizing
+from tests.docs import accelerators, python_api, sizing, verified
 from tests.docs.metrics import families
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, ROOT, written
+from tests.docs.website import page_map, summary
 
 from tinkerflow.api.chat import parsers as chat_parsers
 from tinkerflow.api.chat.parsers import PARSERS
@@ -32,6 +33,7 @@ from tinkerflow.deployments.commands import every_command
 from tinkerflow.flows.pipelines import pipelines
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
 
+LLMS = DOCS / "llms.txt"
 _BLOCK = re.compile(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", re.S)
 
 
@@ -261,7 +263,34 @@ def optimizers() -> str:
     return table(("optimizer", "parameter", "default", "must be"), rows)
 
 
+# ---------------------------------------------------------------------- the map of the pages
+def first_loop() -> str:
+    """The program of the first tutorial, which CI executes."""
+    page = (DOCS / "tutorials" / "first-fine-tune.md").read_text()
+    found = re.search(r"^```python\n# first\.py\n.*?^```", page, re.M | re.S)
+    assert found
+    return found[0]
+
+
+def listed(above: str = "") -> str:
+    """All pages by section, in Markdown. above: the path from the file to `docs/`."""
+    sections = page_map()
+    return "\n\n".join(
+        f"## {kind}\n\n" + "\n".join(f"- [{one.title}]({above}{one.file}): {one.text}" for one in sections[kind])
+        for kind in sections
+    )
+
+
+def llms() -> str:
+    """The text of `docs/llms.txt`, in the form of llmstxt.org."""
+    return f"# Tinkerflow\n\n> {summary()}\n\n{listed()}\n"
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "what-ran-where": lambda: table(verified.HEAD, verified.ROWS),
+    "first-loop": first_loop,
+    "page-map": lambda: listed("../../").replace("## ", "### "),
+    "python-api": python_api.reference,
     "settings": settings,
     "commands": commands,
     "metrics": metrics,
@@ -284,11 +313,10 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 
 def main() -> None:
     """Write the pages."""
-    for file in sorted(DOCS.glob("*.md")):
-        page = file.read_text()
-        if (new := rewritten(page)) != page:
+    for file, new in [*((file, rewritten(file.read_text())) for file in written()), (LLMS, llms())]:
+        if not file.exists() or file.read_text() != new:
             file.write_text(new)
-            print(f"written: {file.relative_to(DOCS.parent)}")
+            print(f"written: {file.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import pytest
-from tests.docs.generate import BLOCKS, blocks_of, command_line, parameters, rewritten
+from tests.docs.generate import BLOCKS, LLMS, blocks_of, command_line, llms, parameters, rewritten
 from tests.docs.metrics import families
-from tests.docs.pages import DOCS
+from tests.docs.pages import ROOT, written
 from tests.docs.sizing import MODELS
 
 from tinkerflow.backend.settings import Settings
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in DOCS.glob("*.md")))
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(ROOT)) for path in written()))
 def test_a_page_is_as_the_code_makes_it(name: str) -> None:
-    page = (DOCS / name).read_text()
+    page = (ROOT / name).read_text()
     assert page == rewritten(page), "run `python -m tests.docs.generate`"
 
 
-def test_every_block_is_in_one_page() -> None:
-    found = [name for path in DOCS.glob("*.md") for name in blocks_of(path.read_text())]
-    assert sorted(found) == sorted(BLOCKS)
+def test_the_list_for_language_models_is_as_the_map_of_the_pages() -> None:
+    assert LLMS.read_text() == llms(), "run `python -m tests.docs.generate`"
+
+
+def test_every_block_is_in_one_page_and_on_both_front_pages() -> None:
+    found = [name for path in written() for name in blocks_of(path.read_text())]
+    assert sorted(found) == sorted([*BLOCKS, "what-ran-where"])
 
 
 def test_an_unknown_block_is_named() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.docs.generate import command_line, parameters
 from tests.docs.metrics import families
 from tests.docs.pages import DOCS, ROOT, anchors, links, paths, tracked, written
+from tests.docs.website import page_map
 
 import tinkerflow.api.routes as routes
 from tinkerflow.api.schemas import API, OPEN_API
@@ -142,9 +143,12 @@ def test_every_launcher_is_on_its_page_and_in_the_text_of_its_setting() -> None:
         assert re.search(rf"\b{name}\b", str(Settings.model_fields["launcher"].description)), name
 
 
-def test_every_page_is_in_the_map() -> None:
-    mapped = {target.partition("#")[0] for target in links(PAGES["docs/index.md"])}
-    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - {"index.md"} <= mapped
+def test_every_page_is_in_the_map_once() -> None:
+    mapped = [entry.file for entries in page_map().values() for entry in entries]
+    top_level = {f"../{name}" for name in PAGES if "/" not in name}
+    assert sorted(mapped) == sorted(
+        {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - {"index.md"} | top_level - {"../README.md"}
+    )
 
 
 @of_each_page
