@@ -36,8 +36,8 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
 
     Raises UserError when another process owns it, or it cannot be written to.
     """
+    make_data_dir(data_dir)
     try:
-        make_folder(data_dir)
         lock = open_private(data_dir / LOCK, "a+")
     except OSError as error:
         raise _unusable(data_dir, error) from error
@@ -59,6 +59,14 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
             )
         make_private(*open_to_others(data_dir))
         yield
+
+
+def make_data_dir(data_dir: Path) -> None:
+    """Make the data dir if it is missing; UserError when that fails."""
+    try:
+        make_folder(data_dir)
+    except OSError as error:
+        raise _unusable(data_dir, error) from error
 
 
 def refuse_served(data_dir: Path) -> None:

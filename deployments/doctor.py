@@ -169,7 +169,8 @@ def check_store(settings: Settings) -> str:
 
 def check_base_models(settings: Settings) -> str:
     """Name, architecture, size and context of each base model."""
-    from tinkerflow.backend.catalog.model_card import EMBEDDED, ModelCard
+    from tinkerflow.backend.catalog.model_card import ModelCard
+    from tinkerflow.backend.core.ids import EMBEDDED
 
     cards = [ModelCard.load(name) for name in settings.base_models if name != EMBEDDED]
     lines = [

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.table import Table
 
-from tinkerflow.backend.catalog.model_card import EMBEDDED
+from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.core.prefect_access import PrefectAccess
 from tinkerflow.deployments.local import API_KEY, running_stack
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson

@@ -16,19 +16,16 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Self
 
-from tinkerflow.backend.catalog.model_card import EMBEDDED
 from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.core.errors import ServerError, UserError
-from tinkerflow.backend.core.ids import hub_name
+from tinkerflow.backend.core.ids import EMBEDDED, hub_name
 from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.backend.supervise.processes import free_port
-from tinkerflow.deployments.data_dir import owned, refuse_served
-from tinkerflow.deployments.idle import LOOK_SECONDS, demand, keep_while_needed
+from tinkerflow.deployments.data_dir import make_data_dir, owned, refuse_served
 from tinkerflow.deployments.keeper import Part
-from tinkerflow.deployments.launchers import launcher_of
 from tinkerflow.deployments.launching import Launcher, Plan
 
 log = logging.getLogger(__name__)
@@ -48,11 +45,12 @@ class Stack:
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
         """Nothing starts yet. `report` gets what the parts say, about compilation for example, from other threads.
 
-        UserError when there is no launcher, store, base model or tracker of that name, or the file of the group's
-        secret does not hold a secret.
+        UserError when there is no launcher, store, base model or tracker of that name, when another process serves the
+        data dir or has the port, or when the file of the group's secret does not hold a secret.
         """
-        refuse_served(settings.data_dir)
         _check_places(settings)
+        from tinkerflow.deployments.launchers import launcher_of  # takes a second, which no refusal above waits for
+
         self._launcher = launcher_of(settings)
         self.settings = _with_ports(settings, self._launcher)
         self._report = report
@@ -199,6 +197,8 @@ class Stack:
 
     async def _keep_while_needed(self, launcher: Launcher, plan: Plan) -> None:
         """Release the group's processes while no request needs them."""
+        from tinkerflow.deployments.idle import LOOK_SECONDS, demand, keep_while_needed
+
         needed: Callable[[], Awaitable[bool]] | None = None
 
         async def is_needed() -> bool:
@@ -222,7 +222,14 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 def _check_places(settings: Settings) -> None:
-    """UserError for a store, a base model's folder or a tracker that cannot be. The engine asks buckets and the hub."""
+    """UserError for a data dir, a port, a store, a base model's folder or a tracker that cannot be used.
+
+    The engine asks buckets and the hub.
+    """
+    refuse_served(settings.data_dir)
+    make_data_dir(settings.data_dir)
+    if settings.port:
+        _refuse_used(settings.host, settings.port)
     for url in (settings.store_url, settings.pipelines_url):
         if not url.startswith("gs://") or url == "gs://":
             open_blobs(url)
@@ -240,8 +247,6 @@ def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:
     changes: dict[str, object] = {}
     if settings.port == 0:
         changes["port"] = free_port()
-    else:
-        _refuse_used(settings.host, settings.port)
     if launcher is not None and not settings.group:
         address = launcher.address(settings)
         changes["group"] = f"{address}:{free_port(address)}"
@@ -252,8 +257,19 @@ def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:
     return Settings(**(settings.model_dump() | changes))
 
 
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 def _refuse_used(host: str, port: int) -> None:
-    """Raise UserError when nothing can listen at the port; a service that has just ended may keep it for a moment."""
+    """Raise UserError when nothing can listen at the port.
+
+    A service that has just ended may keep the port for a moment. One that accepts connections has not.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline = time.monotonic() + PORT_SECONDS
     while True:
@@ -261,7 +277,7 @@ def _refuse_used(host: str, port: int) -> None:
             socket.create_server((host, port), family=family).close()
             return
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline or _accepts(host, port):
                 fix = "choose another with --host and --port (0 = any free port)"
                 raise UserError(f"port {port} of {host}: {os.strerror(error.errno or 0).lower()}; {fix}") from error
         time.sleep(0.1)

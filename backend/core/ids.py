@@ -64,6 +64,9 @@ def base_model_name(given: str) -> str:
     return given.rstrip("/") or given
 
 
+EMBEDDED = "tinkerflow/tiny"  # another name of the embedded model, whose name is its folder
+
+
 def hub_name(name: str) -> tuple[str, str] | None:
     """The hub id and the revision, "" if there is none, that a base model's name means; None for a folder or a URL."""
     repository, _, revision = name.partition("@")

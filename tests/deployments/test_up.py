@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,3 +45,23 @@ def test_without_a_ray_cluster_up_ends_with_the_command_that_starts_one(tmp_path
     settings = Settings(data_dir=tmp_path, port=0, prefect="off", launcher="ray")
     with pytest.raises(UserError, match=r"^launcher 'ray': .*(`ray start --head`|install the extra `ray`).*$"):
         Stack(settings, report=print).__enter__()
+
+
+def test_a_data_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/data': cannot be written \(.+\); choose another --data-dir"):
+        Stack(Settings(data_dir=tmp_path / "file" / "data", port=0), report=print)
+
+
+def test_a_port_with_a_server_is_refused_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for the port"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        settings = Settings(data_dir=tmp_path, port=server.getsockname()[1])
+        with pytest.raises(UserError, match=r"^port \d+ of 127\.0\.0\.1: address already in use; choose another"):
+            Stack(settings, report=print)
+
+
+def test_refusals_of_up_wait_for_no_large_library() -> None:
+    code = "import sys; import tinkerflow.deployments.up; print({'sqlalchemy', 'jax', 'prefect'} & {*sys.modules})"
+    loaded = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "set()", loaded

@@ -170,7 +170,11 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
     (["up", "--store", "s3://x", "--port", "0"], {}, "store 's3://x': scheme 's3' is not supported"),
     (["up", "--store", "gs://", "--port", "0"], {}, "store 'gs://': the bucket is missing"),
     (["up", "--base-model", "./no", "--port", "0"], {}, "base model './no': there is no folder"),
-    (["up", "--launcher", "rya"], {}, "launcher 'rya': must be one of kubernetes, local, ray, slurm (did you mean"),
+    (
+        ["up", "--launcher", "rya", "--port", "0"],
+        {},
+        "launcher 'rya': must be one of kubernetes, local, ray, slurm (did you mean",
+    ),
     (
         ["up", "--port", "0"],
         {"TINKERFLOW_TRACKERS": '["mlfow"]'},
