@@ -52,6 +52,8 @@ UNAVAILABLE = (TimeoutError, EnvironmentUnavailableError, ConnectionError, httpx
 class Environment(Protocol):
     """One conversation with the model; a new object, made from a row's facts, for each conversation.
 
+    If it has a method `async def stopped(self) -> Reply`, this gives the last reward of a conversation that the
+    environment did not end: it has max_turns answers, or no space for another one.
     If it has a method `async def close(self)`, this is awaited when the conversation is over, however it ended.
     """
 
@@ -99,16 +101,11 @@ def facts_of(row: Row) -> Facts:
 def load(field: str, path: str) -> Callable[..., Any]:
     """Import `package.module:name`; UserError, which names `field`, when that fails or the object is not callable.
 
-    Where the environment has MAY_IMPORT (`tinkerflow serve` sets it), only our own rewards and the paths in it may be
-    imported.
+    Raises UserError as `refuse_code`, except for our own rewards.
     """
     module, _, name = path.partition(":")
-    allowed = os.environ.get(MAY_IMPORT)
-    if allowed is not None and module != REWARDS and path not in allowed.split():
-        raise UserError(
-            f"{field} {path!r}: `tinkerflow serve` imports only the rewards and environments that its file names; add "
-            "the path to `allowed_code` in that file"
-        )
+    if module != REWARDS:
+        refuse_code(field, path)
     try:
         loaded: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -116,6 +113,19 @@ def load(field: str, path: str) -> Callable[..., Any]:
     if not callable(loaded):
         raise UserError(f"{field} {path!r}: must be a function or a class")
     return loaded
+
+
+def refuse_code(field: str, path: str) -> None:
+    """Raise UserError, which names `field`, where MAY_IMPORT is set (by `tinkerflow serve`) and does not have `path`.
+
+    path: an import path, or PREFIX:NAME for an environment of a library that executes code or calls a server.
+    """
+    allowed = os.environ.get(MAY_IMPORT)
+    if allowed is not None and path not in allowed.split():
+        raise UserError(
+            f"{field} {path!r}: `tinkerflow serve` imports only the rewards and environments that its file names; add "
+            "the path to `allowed_code` in that file"
+        )
 
 
 def checked_reward(value: object) -> float:

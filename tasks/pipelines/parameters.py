@@ -27,7 +27,7 @@ Metric = Literal["loss", "exact_match"]
 PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 MOST_POINTS = 256  # of a sweep
 IMPORT = r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$"
-ENVIRONMENT = r"^([A-Za-z_][A-Za-z0-9_.-]*:[A-Za-z_][A-Za-z0-9_]*)?$"
+ENVIRONMENT = r"^([A-Za-z_][A-Za-z0-9_.-]*:\S+)?$"
 
 
 def _tracker_names(value: object) -> object:
@@ -209,7 +209,7 @@ class RlParameters(SamplingParameters):
         "",
         pattern=ENVIRONMENT,
         description="package.module:Class, an Environment (tinkerflow.tasks.pipelines.environments) for "
-        "conversations of several turns, or reasoning-gym:TASK; instead of reward.",
+        "conversations of several turns, or one of a library: reasoning-gym:TASK or verifiers:NAME; instead of reward.",
     )
     max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
     environment_seconds: float = Field(

@@ -18,6 +18,7 @@ from tinkerflow.tasks.pipelines.environments import (
     Environment,
     EnvironmentMaker,
     EnvironmentUnavailableError,
+    Reply,
     checked_reward,
     facts_of,
 )
@@ -125,6 +126,12 @@ class Episode:
     ended: bool = False
     attempt: int = 0
     interrupted: str = ""
+
+    def add_reward(self, reply: Reply) -> None:
+        """Add a reply's reward and its parts; UserError when one of them is not a finite number."""
+        self.reward += checked_reward(reply.reward)
+        for name, part in reply.parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + checked_reward(part)
 
     def trajectories(self) -> list[Trajectory]:
         """The turns in order, as few sequences as possible.
@@ -248,6 +255,7 @@ class Rollouts:
                     break
                 answers = await self._answers(sampler, going, [*seed, turn])
                 await asyncio.gather(*map(self._take, going, answers))
+            await asyncio.gather(*map(self._stop, episodes))
         finally:
             await asyncio.gather(*(self._close(episode.environment) for episode in episodes))
         return episodes
@@ -300,13 +308,18 @@ class Rollouts:
         text = self.renderer.text(turn.answer)
         async with self._asking(episode, "reward"):
             reply = await episode.environment.answered(text)
-            episode.reward += checked_reward(reply.reward)
-            for name, part in reply.parts.items():
-                episode.parts[name] = episode.parts.get(name, 0.0) + checked_reward(part)
+            episode.add_reward(reply)
             episode.turns.append(turn)
             episode.answered.append(len(episode.messages))
             episode.messages += [Message(role="assistant", content=text), *reply.messages]
             episode.ended = not reply.messages
+
+    async def _stop(self, episode: Episode) -> None:
+        """Ask an environment that did not end the conversation for its last reward."""
+        stopped = getattr(episode.environment, "stopped", None)
+        if stopped is not None and not (episode.ended or episode.interrupted):
+            async with self._asking(episode, "reward"):
+                episode.add_reward(await stopped())
 
     @asynccontextmanager
     async def _asking(self, episode: Episode, part: str) -> AsyncIterator[None]:

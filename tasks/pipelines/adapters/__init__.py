@@ -1,22 +1,47 @@
 """Libraries of environments, one module for each: `reasoning_gym` serves `reasoning-gym:NAME` and `reasoning-gym://`.
 
 A module has `environment_maker(name)`, which makes the conversations of `environment: PREFIX:NAME`, and
-`read_rows(url)`, the rows of a data source `PREFIX://…`. It imports its library when one of them is called.
+`read_rows(url, split)`, the rows of a data source `PREFIX://…`.
 """
 
 from __future__ import annotations
 
+import json
 import pkgutil
+import warnings
 from importlib import import_module
 from types import ModuleType
+from typing import Any
+from urllib.parse import parse_qsl
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, load
 
 
 def adapter_named(prefix: str) -> ModuleType | None:
-    """The module for this prefix of an environment or of a data source's URL; None when there is none."""
+    """The module for this prefix of an environment or of a data source's URL; None when there is none.
+
+    Raises UserError when the module's library is not installed.
+    """
     modules = {module.name.replace("_", "-"): module.name for module in pkgutil.iter_modules(__path__)}
-    return import_module(f"{__name__}.{modules[prefix]}") if prefix in modules else None
+    if prefix not in modules:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # some libraries warn while they are compiled
+            return import_module(f"{__name__}.{modules[prefix]}")
+    except ImportError as error:
+        raise UserError(f"{prefix}: install {prefix}: pip install '.[environments]' ({error})") from error
+
+
+def url_settings(query: str) -> dict[str, Any]:
+    """The settings in a URL's query; values are JSON, or else texts."""
+    settings: dict[str, Any] = {}
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    return settings
 
 
 def environment_maker(reward: str, environment: str) -> EnvironmentMaker:

@@ -11,28 +11,29 @@ questions. A reward is 1 for a right answer, and less for wrong ones, down to 0,
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import warnings
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.dataset import ProceduralDataset
+from reasoning_gym.factory import DATASETS
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.tasks.pipelines.adapters import url_settings
 from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, Facts
-
-if TYPE_CHECKING:
-    from reasoning_gym.dataset import ProceduralDataset
 
 _SCHEME = "reasoning-gym://"
 _ENTRY = "reasoning_gym"  # the field of a row that identifies its question
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def read_rows(url: str) -> Iterator[dict[str, Any]]:
+def read_rows(url: str, split: str) -> Iterator[dict[str, Any]]:
     """The task's questions, and their answers as completions. UserError: the library refuses the URL's settings."""
+    if split:
+        raise UserError(f"data.split {split!r}: {url} has no splits; another seed gives other questions")
     dataset = _dataset(url)
     for index in range(len(dataset)):
         entry = dataset[index]
@@ -69,22 +70,10 @@ def _entry(url: str, index: int) -> dict[str, Any]:
 
 @lru_cache(8)
 def _dataset(url: str) -> ProceduralDataset:
-    try:
-        with warnings.catch_warnings(action="ignore"):  # its dependencies warn while they are compiled
-            import reasoning_gym
-            from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise UserError(f"data.url {url!r}: install reasoning-gym: pip install '.[environments]' ({error})") from error
     name, _, query = url.removeprefix(_SCHEME).partition("?")
     if name not in DATASETS:
         raise UserError(f"data.url {url!r}: reasoning-gym has no task {name!r}{did_you_mean(name, DATASETS)}")
-    settings: dict[str, Any] = {"seed": 0, "size": 500}
-    for key, value in parse_qsl(query, keep_blank_values=True):
-        try:
-            settings[key] = json.loads(value)
-        except ValueError:
-            settings[key] = value
     try:
-        return reasoning_gym.create_dataset(name, **settings)
+        return reasoning_gym.create_dataset(name, **{"seed": 0, "size": 500} | url_settings(query))
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"data.url {url!r}: {error}") from error

@@ -100,6 +100,20 @@ async def test_an_environment_leads_several_turns(tokenizer: Any, renderer: Rend
     assert sampler.asked[2][0] == said + "<|im_start|>assistant\n"
 
 
+class Stopping(Counting):
+    """Gives 100 at a conversation's end that it did not decide."""
+
+    async def stopped(self) -> Reply:
+        return Reply(100.0, (), {"turns": 0.5})
+
+
+async def test_an_environment_rewards_a_conversation_that_it_did_not_end(tokenizer: Any, renderer: Renderer) -> None:
+    rollouts = Rollouts(renderer, Stopping, group_size=3, max_tokens=4, max_turns=2)
+    (group,) = await rollouts.groups(Echo(tokenizer), [ROW], [1])
+    assert [one.reward for one in group] == [103.0, 1.0, 103.0]  # "1" ends the second one
+    assert [one.parts["turns"] for one in group] == [2.5, 1.0, 2.5]
+
+
 FIRST = SampledTurn([5, 6, 7], [8, 9], np.array([-0.5, -1.5]))
 SECOND = SampledTurn([5, 6, 7, 8, 9, 4], [3], np.array([-2.5]))
 
