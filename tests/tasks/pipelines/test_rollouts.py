@@ -47,6 +47,22 @@ class Echo:
         return answer()
 
 
+class Saying:
+    """A sampler whose answers are given; the next one is the answer of all samples of a request."""
+
+    def __init__(self, tokenizer: Any, *texts: str) -> None:
+        self.tokenizer, self.texts, self.asked = tokenizer, [*texts], list[str]()
+
+    def sample(self, prompt: Any, num_samples: int, params: Any) -> Any:
+        self.asked.append(self.tokenizer.decode(prompt.to_ints()))
+        tokens = self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False)
+
+        async def answer() -> Any:
+            return SimpleNamespace(sequences=[SimpleNamespace(tokens=tokens, logprobs=[-1.0] * len(tokens))])
+
+        return answer()
+
+
 class Counting:
     """Repeats its question until the model answers 1; each answer earns the number of questions so far."""
 

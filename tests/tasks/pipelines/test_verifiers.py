@@ -6,10 +6,10 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.tasks.pipelines.test_rollouts import Saying
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines import DataSource, Renderer, Row
@@ -108,22 +108,6 @@ def rows_of(query: str = "", **changes: Any) -> list[Row]:
     source = {"url": f"verifiers://guessing-games?{query}", **changes}
     parameters = RlParameters.model_validate({"data": source, "environment": "verifiers:guessing-games"})
     return [row for _, row in read_source(parameters.data, parameters.use()).good]
-
-
-class Saying:
-    """A sampler whose answers are given; the next one is the answer of all samples of a request."""
-
-    def __init__(self, tokenizer: Any, *texts: str) -> None:
-        self.tokenizer, self.texts, self.asked = tokenizer, [*texts], list[str]()
-
-    def sample(self, prompt: Any, num_samples: int, params: Any) -> Any:
-        self.asked.append(self.tokenizer.decode(prompt.to_ints()))
-        tokens = self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False)
-
-        async def answer() -> Any:
-            return SimpleNamespace(sequences=[SimpleNamespace(tokens=tokens, logprobs=[-1.0] * len(tokens))])
-
-        return answer()
 
 
 async def talk(

@@ -1,0 +1,116 @@
+"""Environments that an OpenEnv server has (https://github.com/meta-pytorch/OpenEnv), each conversation in its session.
+
+    data: {url: prompts.jsonl}      # rows as {"prompt": "Play Wordle.", "reset": {"seed": 1}}
+    environment: openenv:http://127.0.0.1:8000
+
+A conversation resets the environment with the row's `reset`, shows the observation behind the row's prompt, and takes a
+step with each answer, until the environment is done. If an action has one text field, the answer is this text.
+Otherwise the answer must be the action as a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.tasks.pipelines.environments import (
+    EnvironmentMaker,
+    EnvironmentUnavailableError,
+    Facts,
+    Reply,
+    refuse_code,
+)
+from tinkerflow.tasks.pipelines.rows import Json, Message
+
+_REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")  # codes of actions that do not have the environment's form
+_FULL = ("CAPACITY_REACHED", "SESSION_ERROR", "FACTORY_ERROR")  # codes of sessions that the server cannot begin
+
+
+def read_rows(url: str, split: str) -> Iterator[Json]:
+    """Raise UserError: a server has no prompts."""
+    raise UserError(f"data.url {url!r}: an OpenEnv server has no rows; write a file of prompts, with `reset` for each")
+
+
+def environment_maker(name: str) -> EnvironmentMaker:
+    """Conversations with the server at the URL `name`; UserError when it is no URL."""
+    refuse_code("environment", f"openenv:{name}")
+    if urlsplit(name).scheme not in ("http", "https"):
+        raise UserError(f"environment 'openenv:{name}': must be openenv:http://HOST:PORT or openenv:https://…")
+    return lambda facts: _Session(name.rstrip("/"), facts)
+
+
+class _Session:
+    """A conversation in a session of the server: a WebSocket."""
+
+    def __init__(self, url: str, facts: Facts) -> None:
+        self._url, self._facts = url, facts
+        self._open = AsyncExitStack()
+        self._text_field = ""  # the only field of an action; "" if actions are JSON objects
+
+    async def begin(self) -> Sequence[Message]:
+        try:
+            client = await self._open.enter_async_context(aiohttp.ClientSession(raise_for_status=True))
+            async with client.get(f"{self._url}/schema") as response:
+                self._text_field = _text_field((await response.json())["action"])
+            self._socket = await self._open.enter_async_context(client.ws_connect(f"{self._url}/ws"))
+        except aiohttp.ClientError as error:
+            raise EnvironmentUnavailableError(f"{self._url}: {error}") from error
+        first = _text((await self._request("reset", self._facts.get("reset", {})))["observation"])
+        *before, last = self._facts["prompt"]
+        if last["role"] == "user":  # many chat templates refuse two messages of a user
+            return [*before, {**last, "content": f"{last['content']}\n\n{first}"}]
+        return [*before, last, Message(role="user", content=first)]
+
+    async def answered(self, text: str) -> Reply:
+        try:
+            action = {self._text_field: text} if self._text_field else json.loads(text)
+            if not isinstance(action, dict):
+                raise ValueError("it is no object")
+            seen = await self._request("step", action)
+        except ValueError as error:
+            return Reply(0.0, [Message(role="user", content=f"The action must be a JSON object: {error}")])
+        reward = float(seen["reward"] or 0.0)
+        return Reply(reward, () if seen["done"] else [Message(role="user", content=_text(seen["observation"]))])
+
+    async def close(self) -> None:
+        """Close the session."""
+        await self._open.aclose()
+
+    async def _request(self, kind: str, data: Json) -> Json:
+        """The server's observation. ValueError: the action does not have the environment's form."""
+        try:
+            await self._socket.send_json({"type": kind, "data": data})
+            answer = await self._socket.receive_json()
+        except (aiohttp.ClientError, TypeError) as error:  # TypeError: the message says that the connection is closed
+            raise EnvironmentUnavailableError(f"{self._url}: the session was lost: {error}") from error
+        found: Json = answer["data"]
+        if answer["type"] != "error":
+            return found
+        why = f"{found.get('message')} {found.get('errors', '')}".strip()
+        if found.get("code") in _REFUSED:
+            raise ValueError(why)
+        if found.get("code") in _FULL:
+            raise EnvironmentUnavailableError(f"{self._url}: {why}")
+        raise RuntimeError(f"{self._url}: {why}")
+
+
+def _text_field(action: Json) -> str:
+    """The name of the only field of an action, if it is a text; otherwise "" ."""
+    fields = {name: field for name, field in action.get("properties", {}).items() if name != "metadata"}
+    needed = [name for name in fields if name in action.get("required", ())] or list(fields)
+    return needed[0] if len(needed) == 1 and fields[needed[0]].get("type") == "string" else ""
+
+
+def _text(observation: Json) -> str:
+    """An observation for the model: its only field, if this is a text, or else all as JSON."""
+    shown: dict[str, Any] = {
+        name: value for name, value in observation.items() if value is not None and name != "metadata"
+    }
+    only = [*shown.values()]
+    return only[0] if len(only) == 1 and isinstance(only[0], str) else json.dumps(shown, ensure_ascii=False)
