@@ -1,8 +1,8 @@
 """Execute a program that a model wrote: with limits, without the network, with temporary files of its own.
 
-    async def passes(facts, answer):
-        ran = await run_python(answer + facts["tests"], seconds=5, megabytes=512)
-        return float(ran.status == 0)
+    async def solves(facts, answer):
+        ran = await run_python(answer, stdin=facts["input"], seconds=5, megabytes=512)
+        return float(ran.output.strip() == facts["output"])
 
 On Linux the program has namespaces of its own (`unshare`, from util-linux): it sees no network and no other process,
 all files are read-only, and /tmp is an empty folder in memory. Its environment has no variables of ours. Another kind

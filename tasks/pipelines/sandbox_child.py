@@ -7,8 +7,10 @@ library alone. Its standard input is a JSON object, and its standard output anot
 import ctypes
 import json
 import os
+import platform
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,8 @@ _FILE = 2**24  # bytes of each file
 _PROCESSES = 256
 _DROP_CAPABILITY, _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 24, 4, 38  # of prctl(2)
 _MOUNT_SETATTR, _HERE, _RECURSIVE, _READ_ONLY = 442, -100, 0x8000, 1  # of mount_setattr(2), in Linux 5.12 and newer
+_SECCOMP = 22  # of prctl(2)
+_SOCKETS = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # architectures, and socket(2) on them
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,12 +36,37 @@ def own_files(megabytes: int) -> None:
             _check(_libc.mount(b"tmpfs", folder, b"tmpfs", 0, f"size={megabytes}m,mode=1777".encode()))
 
 
+def no_other_sockets() -> None:
+    """Refuse sockets that are not of the network namespace, such as those of files. io_uring could make them, too."""
+    architecture, socket = _SOCKETS[platform.machine()]
+    program = [
+        (0x20, 0, 0, 4),  # load the architecture
+        (0x15, 0, 9, architecture),  # another one: end the process
+        (0x20, 0, 0, 0),  # load the number of the system call
+        (0x35, 7, 0, 0x40000000),  # a number of x32: end the process
+        (0x15, 4, 0, 425),  # io_uring_setup: refuse
+        (0x15, 0, 4, socket),  # not socket: allow
+        (0x20, 0, 0, 16),  # load the family of the socket
+        (0x15, 2, 0, 2),  # AF_INET: allow
+        (0x15, 1, 0, 10),  # AF_INET6: allow
+        (0x06, 0, 0, 0x00050001),  # refuse: EPERM
+        (0x06, 0, 0, 0x7FFF0000),  # allow
+        (0x06, 0, 0, 0x80000000),  # end the process
+    ]
+    text = b"".join(struct.pack("=HBBI", *step) for step in program)
+    _check(_libc.prctl(_SECCOMP, 2, struct.pack("@HP", len(program), _address(text)), 0, 0))
+
+
+def _address(text: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value or 0
+
+
 def _check(result: int) -> None:
     if result:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def limit(seconds: float, megabytes: int) -> None:
+def limit(seconds: float, megabytes: int, *, isolated: bool) -> None:
     """Limit the process that executes the program. Its capabilities are dropped: so it cannot look into this one."""
     cpu = max(1, round(seconds))
     for name, most in (
@@ -51,6 +80,8 @@ def limit(seconds: float, megabytes: int) -> None:
     for capability in range(64):
         _libc.prctl(_DROP_CAPABILITY, capability, 0, 0, 0)
     _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    if isolated:
+        no_other_sockets()
 
 
 def main() -> None:
@@ -76,7 +107,7 @@ def main() -> None:
                 stdout=out,
                 stderr=err,
                 env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
-                preexec_fn=lambda: limit(seconds, megabytes),  # noqa: PLW1509  this process has one thread
+                preexec_fn=lambda: limit(seconds, megabytes, isolated=spec["isolated"]),  # noqa: PLW1509  this process has one thread
                 start_new_session=True,
             )
             try:

@@ -78,6 +78,10 @@ async def test_a_program_reaches_no_network_no_process_and_no_file() -> None:
         port = server.getsockname()[1]
         ran = await run_python(f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)")
     assert "ConnectionRefusedError" in ran.errors or "unreachable" in ran.errors
+    for family in ("AF_UNIX", "AF_VSOCK", "AF_NETLINK"):
+        ran = await run_python(f"import socket; socket.socket(socket.{family}, socket.SOCK_STREAM)")
+        assert ran.status == 1 and "PermissionError" in ran.errors
+    assert (await run_python("import asyncio; asyncio.run(asyncio.sleep(0))")).status == 0
     ran = await run_python("import os; print(sorted(filter(str.isdigit, os.listdir('/proc'))))")
     assert ran.output == "['1', '2']\n"
     ran = await run_python(f"open({str(Path(__file__).with_name('no.txt'))!r}, 'w')")

@@ -82,6 +82,8 @@ class Lost(Guess):
         raise vf.SandboxError("killed")
 
 def load_environment(kind="single", reward="right", size=2):
+    if kind == "gym":
+        return vf.ReasoningGymEnv("gcd", num_train_examples=size, num_eval_examples=1)
     questions = {"Say 1": "1", "Say 2": "2"}
     data = {"dataset": rows(dict(list(questions.items())[:size])), "eval_dataset": rows({"Say 3": "3"})}
     rubric = vf.Rubric(funcs=[globals()[reward], short], weights=[1.0, 0.1])
@@ -139,6 +141,15 @@ async def test_a_rubric_rewards_an_answer(renderer: Renderer, tokenizer: Any) ->
     assert len(episode.turns) == 1 and asked == [tokenizer.decode(renderer.prompt(rows_of()[0].prompt))]
     episode, _ = await talk(renderer, tokenizer, "", "234")
     assert episode.reward == pytest.approx(-0.3)
+
+
+async def test_an_environment_that_verifiers_has_checks_answers(renderer: Renderer, tokenizer: Any) -> None:
+    gym = pytest.importorskip("reasoning_gym", reason="no reasoning-gym", exc_type=ImportError)
+    right = gym.create_dataset("gcd", size=3, seed=0)[0]["answer"]
+    episode, _ = await talk(renderer, tokenizer, "kind=gym", f"<answer>{right}</answer>")
+    assert (episode.reward, episode.parts["check_answer_reward_func"]) == (1.0, 1.0)
+    episode, _ = await talk(renderer, tokenizer, "kind=gym", "<answer>none</answer>")
+    assert episode.reward < 0.1
 
 
 async def test_an_environment_leads_several_turns(renderer: Renderer, tokenizer: Any) -> None:
