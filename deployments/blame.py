@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections import deque
+from dataclasses import asdict, replace
 
 import numpy as np
 import orjson
@@ -12,27 +13,11 @@ from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.spec.history import digest
 from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+from tinkerflow.backend.spec.outliers import MOST_REPEATED, MOST_ROWS, BlamedRow, least_likely, ranked
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.deployments.recorded_run import RecordedRun
+from tinkerflow.deployments.recorded_run import RecordedRun, quoted
 
-_WORST = 5  # tokens of a row
-
-
-@dataclass(frozen=True)
-class BlamedRow:
-    """A row of a step, computed alone.
-
-    number: its place among the rows of the step. tokens: their number. loss: the sum over the tokens. grad_norm: of the
-    row's gradients. worst: position, target and logprob of its least likely weighted tokens. repeats: the number of an
-    earlier equal row of the step.
-    """
-
-    number: int
-    tokens: int
-    loss: float
-    grad_norm: float
-    worst: tuple[tuple[int, int, float], ...]
-    repeats: int | None
+_IN_FLIGHT = 8  # rows whose results are not awaited yet
 
 
 def rows_of_step(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]:
@@ -52,37 +37,60 @@ def rows_of_step(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]
     return rows
 
 
-def blame(run: RecordedRun, step: int) -> Iterator[BlamedRow]:
-    """Compute each row of `step` alone, from the state before the step, and yield its figures.
+def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
+    """Compute each row of `step` alone, from the state before the step. Returns their figures, the worst row first.
 
     The optimizer takes a step of learning rate 0 after each row, which reports the norm of the row's gradients and
-    leaves the weights as they are.
+    leaves the weights as they are. Equal rows are computed once. The pages of the run show the result.
     """
     api, optimizer = run.api, OPTIMIZERS[run.about["optimizer"]]
     metadata = {"rerun_of": run.run_id, "name": f"blame of step {step}"}
     body = {"path": run.checkpoint(step - 1), "optimizer": True, "user_metadata": metadata}
+    equal: dict[str, list[int]] = {}
     rows = rows_of_step(run, step)
+    for number, message in enumerate(rows):
+        equal.setdefault(digest(message.SerializeToString(deterministic=True)), []).append(number)
     model_id = api.new_model("load_weights", body)
     params = {name: 0.0 for name in ("learning_rate", "weight_decay") if name in optimizer.bounds}
     kind = {} if optimizer.request_field == "adam_params" else {"type": optimizer.name}
-    seen: dict[str, int] = {}
-    for number, message in enumerate(rows):
-        message.model_id, message.seq_id = model_id, 2 * number + 1
+    waiting: deque[tuple[list[int], str, str]] = deque()
+    found: list[BlamedRow] = []
+
+    def answered(most: int) -> None:
+        """Wait until at most `most` rows have no figures."""
+        while len(waiting) > most:
+            (number, *repeated), forward, made = waiting.popleft()
+            output = pb.ForwardBackwardOutput.FromString(api.result(forward))
+            norm = orjson.loads(api.result(made))["metrics"].get("grad_norm")
+            found.append(_row(number, rows[number], output, norm, tuple(repeated)))
+
+    for place, numbers in enumerate(equal.values()):
+        message = rows[numbers[0]]
+        message.model_id, message.seq_id = model_id, 2 * place + 1
         forward = api.submit("forward_backward", message.SerializeToString())
-        address = {"model_id": model_id, "seq_id": 2 * number + 2}
+        address = {"model_id": model_id, "seq_id": 2 * place + 2}
         made = api.submit("optim_step", {**address, optimizer.request_field: {**kind, **params}})
-        output = pb.ForwardBackwardOutput.FromString(api.result(forward))
-        metrics = orjson.loads(api.result(made))["metrics"]
-        (datum,) = message.data
-        repeats = seen.setdefault(digest(datum.SerializeToString(deterministic=True)), number)
-        yield BlamedRow(
-            number,
-            sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input),
-            output.metrics.get("loss:sum", float("nan")),
-            metrics.get("grad_norm", float("nan")),
-            _worst(datum, output) if not loss_named(message.loss_fn).traced else (),
-            None if repeats == number else repeats,
-        )
+        waiting.append((numbers, forward, made))
+        answered(_IN_FLIGHT)
+    answered(0)
+    worst = ranked(found)
+    rows_sent = [asdict(replace(row, repeated=row.repeated[:MOST_REPEATED])) for row in worst[:MOST_ROWS]]
+    api.ask(f"training_runs/{quoted(run.run_id)}/blames", {"step": step, "rows": rows_sent})
+    return worst
+
+
+def _row(
+    number: int,
+    message: pb.ForwardBackwardRequest,
+    output: pb.ForwardBackwardOutput,
+    norm: float | None,
+    repeated: tuple[int, ...],
+) -> BlamedRow:
+    (datum,) = message.data
+    size = sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
+    loss = output.metrics.get("loss:sum", math.nan)
+    worst = _worst(datum, output) if not loss_named(message.loss_fn).traced else ()
+    return BlamedRow(number, size, loss if math.isfinite(loss) else None, norm, worst, repeated)
 
 
 def _worst(datum: pb.Datum, output: pb.ForwardBackwardOutput) -> tuple[tuple[int, int, float], ...]:
@@ -97,5 +105,7 @@ def _worst(datum: pb.Datum, output: pb.ForwardBackwardOutput) -> tuple[tuple[int
     targets_T = np.frombuffer(inputs["target_tokens"].dense, kind)
     if targets_T.shape != logprobs_T.shape:
         return ()
-    order = np.argsort(logprobs_T, kind="stable")[:_WORST]
-    return tuple((int(place), int(targets_T[place]), float(logprobs_T[place])) for place in order)
+    weights_T = None
+    if "weights" in inputs and inputs["weights"].dtype == pb.DTYPE_FLOAT32 and inputs["weights"].dense:
+        weights_T = np.frombuffer(inputs["weights"].dense, "<f4").tolist()
+    return least_likely(targets_T.tolist(), logprobs_T.tolist(), weights_T)

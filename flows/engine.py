@@ -102,7 +102,7 @@ async def _run(
         connection = await stack.enter_async_context(open_prefect(settings, on_progress))
         if (pools := await _started(starting, stop)) is None:
             return
-        mirror = await _open_mirror(settings, journal, connection, cards)
+        mirror = await _open_mirror(settings, journal, store, connection, cards)
         cards = [card.served_by(pool.info) if pool.ready else card for card, pool in zip(cards, pools, strict=True)]
         await asyncio.to_thread(journal.base_models.register, [(card.name, card.to_json()) for card in cards])
         answers = AnswerWriter(journal.results.finish)
@@ -135,7 +135,7 @@ async def _open_journal(
 
 
 async def _open_mirror(
-    settings: Settings, journal: Journal, connection: PrefectConnection, cards: Sequence[ModelCard]
+    settings: Settings, journal: Journal, store: Store, connection: PrefectConnection, cards: Sequence[ModelCard]
 ) -> Mirror:
     """The mirror that shows runs in Prefect. It emits an event that the engine has started."""
     pacing = Pacing(settings.tracked_runs_per_second, SystemClock())
@@ -147,6 +147,7 @@ async def _open_mirror(
         api_url=api_url,
         budget_tokens=settings.budget_tokens,
         most_drift=settings.most_drift,
+        store=store,
     )
     await mirror.reconcile()
     epoch = journal.leases.epoch or 0  # how many engines have held the lease of this journal

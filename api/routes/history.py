@@ -1,4 +1,7 @@
-"""Reading the history of a training run, to execute it again or to look for the step that changed it."""
+"""Reading the history of a training run, to execute it again or to look for the step that changed it.
+
+Clients that examine the rows of a step (`tinkerflow blame`) send the worst ones, for the pages of the run.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ import asyncio
 import base64
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Call, Router
-from tinkerflow.api.schemas import Wire
+from tinkerflow.api.openapi import takes
+from tinkerflow.api.schemas import Strict, Wire
 from tinkerflow.backend.catalog.history import past_requests
 from tinkerflow.backend.catalog.receipt import make_receipt
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import ModelView
 from tinkerflow.backend.spec.history import PastRequest, digest
+from tinkerflow.backend.spec.outliers import MOST_REPEATED, MOST_ROWS, MOST_TOKENS, BlamedRow
 
 router = Router(busy=1)
 
@@ -60,6 +67,40 @@ class History(Wire):
     next: int | None
 
 
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Figure = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class ExaminedRow(Strict):
+    """A row of a step, computed alone (`spec.outliers.BlamedRow`). loss, grad_norm: null if they are not finite."""
+
+    number: Count
+    tokens: Count
+    loss: Figure | None
+    grad_norm: Figure | None
+    worst: list[tuple[Count, Count, Figure]] = Field([], max_length=MOST_TOKENS)
+    repeated: list[Count] = Field([], max_length=MOST_REPEATED)
+
+    def row(self) -> BlamedRow:
+        """The row as the store has it."""
+        return BlamedRow(self.number, self.tokens, self.loss, self.grad_norm, tuple(self.worst), tuple(self.repeated))
+
+
+class ExaminedStep(Strict):
+    """The worst rows of a step, the worst first."""
+
+    step: int = Field(ge=1, lt=2**31)
+    rows: list[ExaminedRow] = Field(min_length=1, max_length=MOST_ROWS)
+
+
+@router.post("/training_runs/{run_id}/blames", openapi_extra=takes(ExaminedStep))
+async def blames(run_id: str, call: Authorised) -> Wire:
+    """Keep the worst rows of a step of the project's own run, which the run's pages show. Later ones replace them."""
+    body = await call.parsed(ExaminedStep)
+    await asyncio.to_thread(_keep_blame, call, run_id, body)
+    return Wire()
+
+
 @router.get("/training_runs/{run_id}/history")
 async def history(run_id: str, call: Authorised, after: int = -1, payloads: bool = True) -> History:
     """The answered requests of a run in order, with a seq_id above `after`; without `payloads`, only their hashes.
@@ -74,6 +115,10 @@ async def history(run_id: str, call: Authorised, after: int = -1, payloads: bool
 async def receipt(run_id: str, call: Authorised) -> dict[str, Any]:
     """A signed statement of all inputs and results of a run with a history, without its data (`tinkerflow verify`)."""
     return await asyncio.to_thread(_receipt, call, run_id)
+
+
+def _keep_blame(call: Call, run_id: str, body: ExaminedStep) -> None:
+    call.services.store.histories.write_blame(_run(call, run_id).id, body.step, [row.row() for row in body.rows])
 
 
 def _receipt(call: Call, run_id: str) -> dict[str, Any]:

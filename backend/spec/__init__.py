@@ -13,6 +13,7 @@ __all__ = [
     "limits",
     "losses",
     "optimizers",
+    "outliers",
     "packing",
     "pool_message",
     "prefix_trees",

@@ -4,6 +4,8 @@ A segment is an object `history/{run}/{name}` that is written once. Each of its 
 compressed data, so damage is confined to one request. A payload is cut into pieces, and a piece that the run has stored
 before is a reference to the earlier request. The writer remembers the newest pieces in memory only: after a restart of
 the engine, equal data are stored one more time.
+
+The rows of examined steps (`spec.outliers`) are in the same folder, under the number of the step.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from typing import NamedTuple
 import msgspec
 import zstandard
 
-from tinkerflow.backend.core.errors import StoreError
+from tinkerflow.backend.core.errors import StoreError, UserError
 from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.spec.checkpoint import check_run_id
 from tinkerflow.backend.spec.history import PastRequest, Segment, digest
+from tinkerflow.backend.spec.outliers import BlamedRow
 from tinkerflow.backend.store.blobs import Blobs
 from tinkerflow.backend.store.failures import store_errors
 
@@ -30,6 +33,8 @@ _MAGIC = b"tinkerflow history 1\n"
 _SHORTEST_SHARED = 64  # bytes of a piece; a reference to a shorter one saves nothing
 _LEVEL = 6  # of zstd
 _REMEMBERED = 100_000  # pieces of all runs, about 20 MB
+_EXAMINED = "blame-"  # and the step: the rows of an examined step
+_MOST_EXAMINED = 50  # steps of a run
 _CACHED = 4  # segments whose records are kept for references
 
 
@@ -65,6 +70,7 @@ class _Record(msgspec.Struct, array_like=True):
 
 
 _RECORD = msgspec.msgpack.Decoder(_Record)
+_ROWS = msgspec.json.Decoder(list[BlamedRow])
 _SEGMENT = msgspec.msgpack.Decoder(list[tuple[bytes, bytes]])
 
 
@@ -116,6 +122,28 @@ class HistoryStore:
         with store_errors(self._url, f"remove the history of run {run_id}"):
             self._blobs.remove_folder(f"{_FOLDER}/{check_run_id(run_id)}")
         self._forget_pieces(run_id)
+
+    def write_blame(self, run_id: str, step: int, rows: Sequence[BlamedRow]) -> None:
+        """Keep the worst rows of an examined step, in place of earlier ones. UserError: too many steps are kept."""
+        key = _key(run_id, f"{_EXAMINED}{step:012d}")
+        with store_errors(self._url, f"write the examined rows of run {run_id}"):
+            known = self._examined(run_id)
+            if step not in known and len(known) >= _MOST_EXAMINED:
+                raise UserError(f"step {step}: run {run_id!r} has the rows of {len(known)} steps, the most of a run")
+            self._blobs.remove(key)
+            self._blobs.create(key, msgspec.json.encode(rows))
+
+    def blames(self, run_id: str, most: int = 5) -> dict[int, list[BlamedRow]]:
+        """The rows that `write_blame` has kept, by step: those of the last `most` steps, the last one first."""
+        found = {}
+        with store_errors(self._url, f"read the examined rows of run {run_id}"):
+            for step in reversed(self._examined(run_id)[-most:]):
+                found[step] = _ROWS.decode(self._blobs.read(_key(run_id, f"{_EXAMINED}{step:012d}")))
+        return found
+
+    def _examined(self, run_id: str) -> list[int]:
+        names = self._blobs.children(f"{_FOLDER}/{check_run_id(run_id)}")
+        return [int(name.removeprefix(_EXAMINED)) for name in names if name.startswith(_EXAMINED)]
 
     def _forget_pieces(self, run_id: str) -> None:
         with self._lock:

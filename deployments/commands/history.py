@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,20 +72,17 @@ def blame(
     """Compute each row of a step alone, from the state before the step, and show the rows that changed it the most."""
     from rich.table import Table
 
+    from tinkerflow.backend.spec.outliers import COLUMNS, cells, remedy
     from tinkerflow.deployments.blame import blame as compute
 
     with _recorded(run, data_dir) as recorded:
-        rows = list(compute(recorded, step))
-    rows.sort(key=lambda row: (math.isfinite(row.grad_norm), -row.grad_norm))
-    table = Table("row", "tokens", "loss per token", "gradient norm", "least likely tokens (position: id logprob)", "")
-    for row in rows[:show]:
-        worst = ", ".join(f"{place}: {token} {logprob:.2f}" for place, token, logprob in row.worst[:3])
-        mark = "" if row.repeats is None else f"repeats row {row.repeats}"
-        per_token = row.loss / max(row.tokens, 1)
-        table.add_row(str(row.number), str(row.tokens), f"{per_token:.4g}", f"{row.grad_norm:.4g}", worst, mark)
-    print_wide(table)
-    first = rows[0].number
-    print(f"without the first: tinkerflow rerun {run} --from {step} --without {step}:{first}")
+        rows = compute(recorded, step)
+        table = Table(*COLUMNS)
+        for row in rows[:show]:
+            table.add_row(*cells(row))
+        print_wide(table)
+        print(f"on the page of the run: {recorded.api.url}/training_runs/{run}")
+    print(f"without the first: {remedy(run, step, rows[0])}")
 
 
 @app.command()

@@ -24,6 +24,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pendin
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import Journal, Kind, ModelState, Outcome, Trained
+from tinkerflow.backend.store import Store
 from tinkerflow.flows.observers import Batch, RunControls
 from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.connection import PrefectConnection, event_about
@@ -54,15 +55,16 @@ class Mirror:
         api_url: str = "",
         budget_tokens: int = 0,
         most_drift: float = 0.0,
+        store: Store | None = None,
     ) -> None:
         """Nothing is shown yet.
 
         connection, pacing: to Prefect, and of task runs. journal: for the artifacts of training runs, and the states of
         runs that an earlier engine left; None: neither. api_url: of our console. budget_tokens: training tokens of a
-        run after which Prefect gets an event; 0: never. most_drift: see the setting.
+        run after which Prefect gets an event; 0: never. most_drift: see the setting. store: of histories.
         """
         self.connection = connection
-        self._journal, self._api_url = journal, api_url
+        self._journal, self._api_url, self._store = journal, api_url, store
         self.budget_tokens, self.most_drift = budget_tokens, most_drift
         self.pacing = pacing
 
@@ -141,7 +143,7 @@ class Mirror:
         key = f"{self.connection.mark} {model_id}"
         heading = Heading(training_run, name, parameters, self._tags(base_model), key, deployed=True)
         console = f"{self._api_url}/training_runs/{model_id}"
-        drawing = None if self._journal is None else Drawing(self._journal, model_id, name, console)
+        drawing = None if self._journal is None else Drawing(self._journal, model_id, name, console, self._store)
         return [RunMirror(self, heading, short_name(model_id), adopted, model_id, drawing, trained, steps)]
 
     def observe_sampling(self, base_model: str) -> list[RunMirror]:

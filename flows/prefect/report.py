@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter
 
 from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.core.errors import StoreError
 from tinkerflow.backend.journal import (
     CheckpointSaved,
     Curve,
@@ -28,6 +27,8 @@ from tinkerflow.backend.journal import (
 )
 from tinkerflow.backend.journal.checkpoints import CheckpointView
 from tinkerflow.backend.journal.curves import StepFigures
+from tinkerflow.backend.spec.outliers import BlamedRow, UsualNorms, markdown_table, remedy
+from tinkerflow.backend.store import Store
 from tinkerflow.tasks.pipelines.curves import data_url, picture
 
 LINE_SECONDS = 1.0  # between two lines about steps
@@ -35,10 +36,9 @@ DRAW_SECONDS = 60.0  # between two drawings
 DRAW_SHARE = 200  # the pause after a drawing is at least so many times as long as the drawing
 MOST_POINTS = 150  # of a curve in the picture, where it is about 350 pixels wide
 MOST_CHECKPOINTS = 50  # of the page, the newest
-_USUAL_STEPS = 50  # whose gradient norms are the usual ones
-_FEWEST_STEPS = 10  # before any norm is unusual
-_UNUSUAL = 4  # times the median
 _CURVES = ("loss", "grad_norm", "learning_rate", "kl", "tokens_per_second")
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str, int], None]
 Tell = Callable[..., None]
@@ -74,7 +74,7 @@ class RunReport:
         self._unsaid = ""
         self._most_drift, self._drifts = most_drift, False
         self._finite = True  # whether the last loss was finite; several other losses in a row are one event
-        self._norms: deque[float] = deque(maxlen=_USUAL_STEPS)
+        self._norms = UsualNorms()
 
     def answered(self, outcome: Outcome) -> bool:
         """Report the outcome of an operation. Returns whether the artifacts are out of date now."""
@@ -136,14 +136,13 @@ class RunReport:
 
     def _compare_norm(self, made: StepMeasured) -> None:
         """Report a gradient norm that is far above those of the steps before, or not finite."""
-        usual = median(self._norms) if len(self._norms) >= _FEWEST_STEPS else math.inf
-        if not math.isfinite(made.grad_norm) or made.grad_norm > _UNUSUAL * usual:
+        usual = self._norms.median
+        if self._norms.unusual(made.grad_norm):
             search = f"`tinkerflow blame {made.model_id} --step {made.step}` finds the rows if the run keeps a history"
             before = f", and the median of the steps before is {usual:.4g}" if math.isfinite(usual) else ""
             self._say(f"step {made.step}: the gradient norm is {made.grad_norm:.4g}{before}; {search}", logging.WARNING)
             self._tell("tinkerflow.run.outlier", once=str(made.step), step=made.step, grad_norm=str(made.grad_norm))
-        else:
-            self._norms.append(made.grad_norm)
+        self._norms.add(made.grad_norm)
 
     def _step_made(self, made: StepMeasured) -> None:
         loss = self._loss / self._weight if self._weight else self._loss
@@ -164,9 +163,10 @@ class RunReport:
 class Drawing:
     """Draws the artifacts of one run from the journal."""
 
-    def __init__(self, journal: Journal, run_id: str, about: str, console: str) -> None:
-        """about: the run in a line. console: the URL of the run's page in our console."""
+    def __init__(self, journal: Journal, run_id: str, about: str, console: str, store: Store | None = None) -> None:
+        """about: the run in a line. console: the URL of the run's page in our console. store: of histories, if any."""
         self._journal, self._run_id, self._about, self._console = journal, run_id, about, console
+        self._store = store
         self.pause = DRAW_SECONDS  # until the next drawing
 
     def key(self, shown: Shown) -> str:
@@ -181,8 +181,28 @@ class Drawing:
         shown = [Shown("run", "markdown", self._about, _page(self._about, self._console, curve, saved.rows))]
         if curve.points:
             shown.append(Shown("curves", "image", "curves over steps", data_url(_curves(curve.points))))
+        if examined := self._examined():
+            shown.append(Shown("blame", "markdown", "rows of examined steps", _blame_page(self._run_id, examined)))
         self.pause = max(DRAW_SECONDS, DRAW_SHARE * (perf_counter() - began))
         return shown
+
+    def _examined(self) -> Mapping[int, Sequence[BlamedRow]]:
+        if self._store is None or not self._journal.models.get(self._run_id, None).history:
+            return {}
+        try:
+            return self._store.histories.blames(self._run_id)
+        except StoreError as error:  # the next drawing shows them
+            log.info("the examined steps of run %s are not drawn: %s", self._run_id, error)
+            return {}
+
+
+def _blame_page(run_id: str, examined: Mapping[int, Sequence[BlamedRow]]) -> str:
+    """The rows of examined steps as Markdown."""
+    lines = []
+    for step, rows in examined.items():
+        fix = f"Train on without the first: `{remedy(run_id, step, rows[0])}`"
+        lines += [f"## Step {step}", "", *markdown_table(rows), "", fix, ""]
+    return "\n".join(lines)
 
 
 def _curves(points: Sequence[StepFigures]) -> str:

@@ -15,6 +15,7 @@ from tinkerflow.backend.catalog.receipt import check_receipt
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import history as journal_history
 from tinkerflow.backend.spec.history import digest
+from tinkerflow.backend.spec.outliers import BlamedRow
 from tinkerflow.backend.store.history import HistoryStore
 from tinkerflow.flows.sweeps import write_histories
 
@@ -101,6 +102,22 @@ def test_a_receipt_is_signed_and_damage_is_an_error_that_is_not_repeated(
     assert answer.status_code == 500 and "is damaged in the request after number" in answer.json()["detail"]
 
 
+def test_the_rows_of_a_step_are_kept_and_wrong_ones_are_refused(server: Any) -> None:
+    run, plain = make(server, history="true"), make(server)
+    row = {"number": 3, "tokens": 7, "loss": 2.5, "grad_norm": None, "worst": [[1, 65, -9.5]], "repeated": [4]}
+    assert server.post(f"training_runs/{run}/blames", {"step": 12, "rows": [row]}).json() == {}
+    assert server.store.histories.blames(run) == {12: [BlamedRow(3, 7, 2.5, None, ((1, 65, -9.5),), (4,))]}
+    for body, text in (
+        ({"step": 0, "rows": [row]}, "step"),
+        ({"step": 1, "rows": []}, "rows"),
+        ({"step": 1, "rows": [row] * 21}, "rows"),
+        ({"step": 1, "rows": [{**row, "worst": [[1, 2, 0.0]] * 6}]}, "worst"),
+    ):
+        refused = server.post(f"training_runs/{run}/blames", body)
+        assert refused.status_code in (400, 422) and text in refused.text, body
+    assert "has no history" in server.post(f"training_runs/{plain}/blames", {"step": 1, "rows": [row]}).text
+
+
 def test_foreign_runs_do_not_exist(start: Any) -> None:
     server = start()
     (_, key), (_, mine) = (server.journal.keys.create(name, name) for name in ("other", "mine"))
@@ -111,3 +128,5 @@ def test_foreign_runs_do_not_exist(start: Any) -> None:
     for part in ("history", "receipt"):
         assert server.get(f"training_runs/{run}/{part}", key).status_code == 404
     assert server.get(f"training_runs/{run}/history", mine).status_code == 200
+    rows = [{"number": 0, "tokens": 1, "loss": 1.0, "grad_norm": 1.0}]
+    assert server.post(f"training_runs/{run}/blames", {"step": 1, "rows": rows}, key).status_code == 404

@@ -101,6 +101,8 @@ def test_a_rerun_is_equal_and_blame_finds_the_row_that_is_then_left_out(
 
     said, status = command("blame", run, "--step", str(POISONED))
     assert status == 0 and said.splitlines()[3].split()[1] == "2", said
+    page = said.splitlines()[-2].split(": ", 1)[1]
+    assert page == f"{server.api_url}/training_runs/{run}" and "Rows of step 5" in httpx.get(page).text
     fix = said.splitlines()[-1].split(": ", 1)[1]
     assert fix == f"tinkerflow rerun {run} --from {POISONED} --without {POISONED}:2"
 

@@ -19,7 +19,8 @@ from tinkerflow.backend.journal import (
     StepMeasured,
     Trained,
 )
-from tinkerflow.flows.prefect.report import LINE_SECONDS, RunReport
+from tinkerflow.backend.spec.outliers import BlamedRow
+from tinkerflow.flows.prefect.report import LINE_SECONDS, Drawing, RunReport
 
 RUN = "sess-ab12:train:0"
 
@@ -160,3 +161,18 @@ def test_an_unusual_gradient_norm_is_reported_and_does_not_become_usual() -> Non
     warnings = [text for level, text in told.lines if level == logging.WARNING]
     assert warnings[0].startswith("step 13: the gradient norm is 10.1, and the median of the steps before is 2.5; ")
     assert f"`tinkerflow blame {RUN} --step 13`" in warnings[0]
+
+
+def test_the_rows_of_examined_steps_are_an_artifact_of_runs_with_a_history(client: Any, context: Any) -> None:
+    (run, _), (plain, _) = (client.submit_create(number, history=not number) for number in (0, 1))
+
+    def drawn(run_id: str, store: Any) -> list[str]:
+        return [one.data for one in Drawing(client.journal, run_id, "a run", "http://here", store).draw()[1:]]
+
+    assert drawn(run, context.store) == []
+    for step in (12, 40):
+        context.store.histories.write_blame(run, step, [BlamedRow(3, 7, None, None), BlamedRow(1, 5, 10.0, 2.5)])
+    (page,) = drawn(run, context.store)
+    assert page.startswith("## Step 40\n\n| row | tokens |") and "| 1 | 5 | 2 | 2.5 |" in page
+    assert f"`tinkerflow rerun {run} --from 12 --without 12:3`" in page
+    assert drawn(run, None) == drawn(plain, context.store) == []

@@ -7,9 +7,11 @@ from random import Random
 
 import pytest
 
-from tinkerflow.backend.core.errors import StoreError
+from tinkerflow.backend.core.errors import StoreError, UserError
 from tinkerflow.backend.spec.history import PastRequest, digest
+from tinkerflow.backend.spec.outliers import BlamedRow
 from tinkerflow.backend.store import Store
+from tinkerflow.backend.store import history as module
 from tinkerflow.backend.store.history import HistoryStore
 
 RUN = "sess-1:train:0"
@@ -52,6 +54,22 @@ def test_requests_come_back_as_they_were_and_equal_data_are_stored_once(store: S
         HistoryStore(store.url, store.blobs).read_segment(RUN, first.name)
     again = histories.write_segment(RUN, later, split)
     assert histories.read_segment(RUN, again.name) == later, "it does not refer to what was removed"
+
+
+def test_the_rows_of_examined_steps_are_kept_until_the_history_goes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_EXAMINED", 3)
+    rows = [BlamedRow(3, 20, None, None, ((1, 7, -9.5),), (4, 5)), BlamedRow(0, 5, 1.5, 2.0)]
+    for step in (2, 12, 5):
+        store.histories.write_blame(RUN, step, rows[:1])
+    store.histories.write_blame(RUN, 5, rows)
+    assert store.histories.blames(RUN) == {12: rows[:1], 5: rows, 2: rows[:1]}
+    assert list(store.histories.blames(RUN, 1)) == [12]
+    with pytest.raises(UserError, match="step 6: run 'sess-1:train:0' has the rows of 3 steps, the most of a run"):
+        store.histories.write_blame(RUN, 6, rows)
+    store.histories.remove_history(RUN)
+    assert store.histories.blames(RUN) == {}
 
 
 def test_every_flipped_bit_is_noticed_and_named(tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -13,11 +14,12 @@ from fastapi.responses import Response
 from tinkerflow.api.call import PageOffset
 from tinkerflow.api.console.curves import AXES, SMOOTHINGS, AsChartView, ChartView, RunCurves, charts, steps_by_place
 from tinkerflow.api.console.render import NONE, number
-from tinkerflow.api.console.samples import shown
+from tinkerflow.api.console.samples import shown, tokenizer_of
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
-from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.errors import StoreError, UserError
 from tinkerflow.backend.core.plot import LINES
 from tinkerflow.backend.journal import Curve, ModelState, ModelView, RunQuery
+from tinkerflow.backend.spec.outliers import COLUMNS, BlamedRow, cells, remedy
 
 PAGE = 50
 _OF_A_RUN = 100  # checkpoints of a run, shown
@@ -91,7 +93,36 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
 
     found = await asyncio.to_thread(read)
     values = await _curves(visit, [run_id], view)
-    return visit.page("run.html", samples=await shown(visit, run_id=run_id), **found, **values)
+    return visit.page(
+        "run.html",
+        samples=await shown(visit, run_id=run_id),
+        examined=await _examined(visit, run_id),
+        columns=COLUMNS,
+        **found,
+        **values,
+    )
+
+
+async def _examined(visit: Visit, run_id: str) -> list[tuple[int, str, list[tuple[str, ...]]]]:
+    """The examined steps of a run: the step, the command that leaves out its worst row, and the cells of its rows.
+
+    Only the project itself sees tokens of its data.
+    """
+    run = await asyncio.to_thread(visit.journal.models.get, run_id, visit.owner)
+    if not run.history:
+        return []
+    try:
+        steps = await asyncio.to_thread(visit.call.services.store.histories.blames, run.id)
+    except StoreError:  # the page has more than this
+        return []
+    own = steps and run.owner == visit.identity.owner
+    tokenizer = await tokenizer_of(visit, run.base_model) if own else None
+    name = None if tokenizer is None else tokenizer.token_text
+
+    def texts(row: BlamedRow) -> tuple[str, ...]:
+        return cells(row if own else replace(row, worst=()), name)
+
+    return [(step, remedy(run.id, step, rows[0]), [texts(row) for row in rows]) for step, rows in steps.items()]
 
 
 @router.get("/compare")

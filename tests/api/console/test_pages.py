@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from html import unescape
 from typing import Any
 
 import pytest
@@ -72,6 +74,22 @@ def test_a_sample_is_shown_as_text_until_its_bytes_are_dropped(browser: Any, fur
     for _ in range(2):
         browser.server.journal.results.expire(-1)
     assert "its text was dropped" in browser.get(f"/samples/{things.sample}").text
+
+
+def test_the_rows_of_examined_steps_are_on_the_page_of_their_run(
+    browser: Any, server: Any, engine: Any, lettered: Any
+) -> None:
+    run = server.model(history="true")
+    rows = [
+        {"number": 3, "tokens": 8, "loss": 96.0, "grad_norm": 812.5, "worst": [[1, 2, -9.5]], "repeated": [4, 6]},
+        {"number": 0, "tokens": 8, "loss": 16.0, "grad_norm": None},
+    ]
+    server.post(f"training_runs/{run}/blames", {"step": 12, "rows": rows})
+    page = unescape(browser.get(f"/training_runs/{run}").text)
+    assert "<h2>Rows of step 12</h2>" in page and "'b' at 1: -9.50" in page and "not finite" in page
+    assert f"tinkerflow rerun {run} --from 12 --without 12:4 --without 12:6" in page
+    cells = re.findall(r"<td class=.n.>(.*?)</td>", page.split("Rows of step 12")[-1].split("</table>")[0])
+    assert cells == ["3", "8", "12", "812.5", "0", "8", "2", "not finite"]
 
 
 def test_images_of_a_prompt_are_signs_in_lists_and_are_shown_with_their_sample(
