@@ -26,9 +26,10 @@ from pydantic import BaseModel
 
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell
 from tinkerflow.tasks.pipelines.control import StoppedError, controlled
+from tinkerflow.tasks.pipelines.outliers import OutlierWatch
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
-from tinkerflow.tasks.pipelines.progress import RunProgress, Sample, SegmentRecord, StepMetrics
+from tinkerflow.tasks.pipelines.progress import LeftOutRow, RunProgress, Sample, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
 from tinkerflow.tasks.pipelines.tracked import tracked
 from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, train_segment
@@ -45,7 +46,7 @@ class TrainingResult(BaseModel):
     weights: the checkpoint to sample from. Both stay until somebody deletes them. steps: optimizer steps made.
 
     first, last: mean metrics of the first and the last tenth of the steps. held_out: metrics after the last segment.
-    samples: the answers after the last segment.
+    samples: the answers after the last segment. left_out: rows that spoiled a step, if the run was to leave them out.
     """
 
     run: str
@@ -57,6 +58,7 @@ class TrainingResult(BaseModel):
     last: dict[str, float]
     held_out: dict[str, float]
     samples: list[Sample]
+    left_out: list[LeftOutRow] = []
 
 
 def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T | State[None]]]:
@@ -74,17 +76,19 @@ def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
     return call
 
 
-async def train(run: PreparedRun, data: str, recipe: Recipe) -> TrainingResult:
+async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch | None = None) -> TrainingResult:
     """Make all steps, in segments; steps that an earlier run of the same name has made are not made again.
 
-    data: digest of the training data. Raises StoppedError after a request to stop. All steps are then recorded and
+    data: digest of the training data. watch: leaves out rows that spoil a step.
+
+    Raises StoppedError after a request to stop. All steps are then recorded and
     saved.
     """
     parameters, name = run.parameters, run_name(run.parameters)
     training = parameters.training
     progress = RunProgress(run.work_url, name, _plan(run, data))
     lineage = Lineage(run.pipeline, name, data, f"tinkerflow {version('tinkerflow')}", parameters.model.start_from)
-    trainer = Trainer(run, recipe, progress, lineage)
+    trainer = Trainer(run, recipe, progress, lineage, watch)
     segments = progress.segments()
     if _done(segments) < training.steps:
         await recipe.prepare(trainer)
@@ -122,6 +126,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe) -> TrainingResult:
         last=_mean(steps[-tenth:]),
         held_out=segments[-1].held_out,
         samples=segments[-1].samples,
+        left_out=[one for segment in segments for one in segment.left_out],
     )
 
 
@@ -144,6 +149,9 @@ def checkpoints_page(segments: list[SegmentRecord], lineage: Lineage, weights: s
     for segment in segments:
         values = ", ".join(f"{name} {value:.4g}" for name, value in segment.held_out.items())
         lines.append(f"| {segment.last_step} | `{segment.state}` | {cell(values)} |")
+    left_out = ", ".join(f"{one.row} (step {one.step})" for segment in segments for one in segment.left_out)
+    if left_out:
+        lines += ["", f"Rows that were left out because they spoiled a step: {left_out}"]
     if weights:
         lines += ["", f"Weights to sample from: `{weights}`"]
     return "\n".join(lines)
@@ -177,6 +185,8 @@ def _plan(run: PreparedRun, data: str) -> str:
         mode="json", exclude={"name", "connection", "work", "resume", "samples", "data", "held_out", "tracking"}
     )
     decides["training"].pop("state_days")
+    if decides.get("on_outlier") == "report":
+        del decides["on_outlier"]  # as in releases without it
     if not decides.get("max_staleness"):
         decides["training"].pop("segment_steps")  # otherwise a segment begins with fresh samples
     return digest(run.pipeline, run.model.name, data, orjson.dumps(decides, option=orjson.OPT_SORT_KEYS))

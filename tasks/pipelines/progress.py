@@ -24,8 +24,18 @@ class Sample(BaseModel):
     wanted: str = ""
 
 
+class LeftOutRow(BaseModel):
+    """A row that spoiled a step (outliers.py). step: the first without it. row: its index in the data."""
+
+    step: int
+    row: int
+
+
 class SegmentRecord(BaseModel):
-    """The steps first_step..last_step, done and saved. state: the training checkpoint after last_step."""
+    """The steps first_step..last_step, done and saved. state: the training checkpoint after last_step.
+
+    left_out: the rows that the segment and all later ones leave out.
+    """
 
     first_step: int
     last_step: int
@@ -33,6 +43,7 @@ class SegmentRecord(BaseModel):
     steps: list[StepMetrics]
     held_out: dict[str, float] = {}
     samples: list[Sample] = []
+    left_out: list[LeftOutRow] = []
 
 
 class RunProgress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,8 +12,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.tasks.pipelines.control import Control
+from tinkerflow.tasks.pipelines.outliers import HISTORY, OutlierWatch
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.schedule import learning_rate
@@ -76,24 +78,32 @@ class Trainer:
     Steps of a lost process after the last record are in no later weights: their adapter is not used any more.
     """
 
-    def __init__(self, run: PreparedRun, recipe: Recipe, progress: RunProgress, lineage: Lineage) -> None:
+    def __init__(
+        self,
+        run: PreparedRun,
+        recipe: Recipe,
+        progress: RunProgress,
+        lineage: Lineage,
+        watch: OutlierWatch | None = None,
+    ) -> None:
         """Keep the parts; nothing is requested from the server yet.
 
         run: its parameters and its connection. recipe: makes the steps. progress: the record of this run. lineage: the
-        origin that checkpoints record.
+        origin that checkpoints record. watch: leaves out rows that spoil a step; None: no step is made again.
         """
         self.run = run
         self.training = run.parameters.training
         self.recipe = recipe
         self.progress = progress
         self.lineage = lineage
+        self.watch = watch
         self._live: tuple[int, tinker.TrainingClient] | None = None
 
     async def at(self, step: int) -> tinker.TrainingClient:
         """The model after `step` steps."""
         if self._live is not None and self._live[0] == step:
             return self._live[1]
-        service, model, metadata = self.run.server.service, self.run.parameters.model, self.lineage.metadata(step)
+        service, model, metadata = self.run.server.service, self.run.parameters.model, self._metadata(step)
         client: tinker.TrainingClient
         if step > 0:
             state = next(segment.state for segment in self.progress.segments() if segment.last_step == step)
@@ -105,7 +115,19 @@ class Trainer:
                 self.run.model.name, rank=model.rank, seed=model.seed, user_metadata=metadata
             )
         self._live = (step, client)
+        if self.watch is not None:
+            await self.watch.check_history(self.run_id)
         return client
+
+    async def before(self, step: int) -> tinker.TrainingClient:
+        """The live model as it was before `step`, counted from 1, which spoiled it. The watch leaves out its rows."""
+        assert self.watch is not None
+        client = await self.watch.go_back(self.run_id, step, self._metadata(step - 1))
+        self._live = (step - 1, client)
+        return client
+
+    def _metadata(self, step: int) -> dict[str, str]:
+        return self.lineage.metadata(step) | (HISTORY if self.watch is not None else {})
 
     @property
     def run_id(self) -> str:
@@ -133,8 +155,16 @@ class Trainer:
 
 
 async def grad_norm(update: Awaitable[tinker.OptimStepResponse]) -> float:
-    """Norm of an optimizer step's gradients before clipping."""
-    return float(((await update).metrics or {})["grad_norm"])
+    """Norm of an optimizer step's gradients before clipping; NaN if it is not finite."""
+    return float(((await update).metrics or {}).get("grad_norm", math.nan))
+
+
+class _SpoiledStepError(Exception):
+    """A step, counted from 1, whose gradient norm is unusual. made: the steps before it."""
+
+    def __init__(self, step: int, made: list[StepMetrics]) -> None:
+        super().__init__(step)
+        self.step, self.made = step, made
 
 
 def _may_help(_task: object, _run: object, state: State[Any]) -> bool:
@@ -160,10 +190,20 @@ async def train_segment(
     made. A failure leaves nothing behind: the same call makes the steps again, on the state before them.
     """
     try:
+        if trainer.watch is not None:
+            trainer.watch.begin(trainer.progress.segments())
         client = await trainer.at(first_step - 1)
-        made = await make_steps(trainer, client, first_step, last_step, control, on_step)
+        made: list[StepMetrics] = []
+        while True:
+            try:
+                made += await make_steps(trainer, client, first_step + len(made), last_step, control, on_step)
+                break
+            except _SpoiledStepError as spoiled:
+                made += spoiled.made
+                client = await trainer.before(spoiled.step)
         if not made:
             return None
+        left_out = [] if trainer.watch is None else trainer.watch.left_out
         cut = control.stopping and made[-1].step < trainer.training.steps  # a person who stops a run is waiting
         segment = SegmentRecord(
             first_step=first_step,
@@ -172,6 +212,7 @@ async def train_segment(
             steps=made,
             held_out={} if cut else dict(await trainer.recipe.held_out(client)),
             samples=[] if cut else await trainer.run.preview(client),
+            left_out=[one for one in left_out if first_step <= one.step <= made[-1].step],
         )
         trainer.progress.add(segment)
         trainer.moved(segment.last_step)
@@ -194,7 +235,9 @@ async def make_steps(
     trainer: learning rates and recipe. client: the model before the step `first`. control: reports requests to stop or
     pause.
     on_step: gets the metrics of each step.
+    _SpoiledStepError: the trainer's watch refuses a step. ServerError: without a watch, a gradient is not finite.
     """
+    watch = trainer.watch
     made: list[StepMetrics] = []
     pending: list[asyncio.Future[Values]] = []
 
@@ -203,6 +246,14 @@ async def make_steps(
         while len(pending) > ahead:
             step = first + len(made)
             values = {**await pending.pop(0), "learning_rate": learning_rate(step - 1, trainer.training)}
+            norm = values.get("grad_norm", 0.0)
+            if watch is not None:
+                if not watch.passes(step, norm):
+                    raise _SpoiledStepError(step, made)
+                values["rows_left_out"] = float(len(watch.left_out))
+            if not math.isfinite(norm):
+                search = f"`tinkerflow blame {trainer.run_id} --step {step}` finds the rows if the run keeps a history"
+                raise ServerError(f"step {step}: the norm of its gradients is not finite; {search}")
             made.append(StepMetrics(step=step, values=values))
             on_step(made[-1])
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
@@ -20,9 +22,10 @@ from prefect.states import Cancelling, Paused
 from tinkerflow.backend.tracking.trackers.tensorboard import _summaries
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file
-from tinkerflow.flows.pipelines.sft import SftParameters, sft
+from tinkerflow.flows.pipelines.sft import SftParameters, SftRecipe, sft
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.progress import RunProgress
+from tinkerflow.tasks.pipelines.schedule import batch_of
 from tinkerflow.tasks.pipelines.work import open_work, read_json
 
 
@@ -132,6 +135,33 @@ async def test_pause_holds_resume_goes_on_and_cancel_leaves_a_state(pipelines, m
     with pipelines.server.client() as service:
         client = service.create_training_client_from_state_with_optimizer(segment.state).result()
         assert client.get_info().model_data.model_name == pipelines.server.base_model
+
+
+async def test_a_row_that_spoils_a_step_is_left_out_as_if_it_had_never_been_there(pipelines, tmp_path, monkeypatch):
+    spoiled, size, draw = 25, 4, random.Random(5)
+    bad = batch_of(spoiled - 1, size=size, rows=400, seed=0)[2]
+    rows = [{"prompt": f"say {n % 7}", "completion": "yes yes yes yes"} for n in range(400)]
+    rows[bad] = {"prompt": "say 1", "completion": "".join(chr(draw.randrange(33, 126)) for _ in range(300))}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    values = config(pipelines, "spoiled", steps=32, segment_steps=28, batch_size=size, learning_rate=0.002)
+    values |= {"data": {"url": str(file)}, "resume": "spoiled", "on_outlier": "skip"}
+    values.pop("held_out", None)
+    trained = await run(values)
+    assert [(one.step, one.row) for one in trained.left_out] == [(spoiled, bad)]
+    found = await pipelines.artifacts("sft-spoiled-")
+    assert f"Left out from now on: rows {bad} of the data." in found["outliers"]["data"]
+    assert f"{bad} (step {spoiled})" in found["checkpoints"]["data"]
+    counts = [row["rows_left_out"] for row in json.loads(found["steps"]["data"])]
+    assert counts == [0.0] * (spoiled - 1) + [1.0] * (32 - spoiled + 1)
+    assert (await run(values)).left_out == trained.left_out  # finished: it is in the record
+
+    batch = SftRecipe.batch
+    monkeypatch.setattr(SftRecipe, "batch", lambda recipe, step: [row for row in batch(recipe, step) if row != bad])
+    never = await run(values | {"name": "never", "resume": "never", "on_outlier": "report"})
+    wanted, weights = pipelines.weights(never.state), pipelines.weights(trained.state)
+    assert weights.keys() == wanted.keys() and all(np.array_equal(weights[name], wanted[name]) for name in wanted)
+    assert never.last["loss"] == trained.last["loss"] and never.left_out == []
 
 
 def test_a_wrong_parameter_is_refused_by_its_name(pipelines, tmp_path):

@@ -1,0 +1,203 @@
+"""Leaving out the rows that spoil a step: the step is made again without them, from the state before it.
+
+After each step its gradient norm is compared with those of the steps before. If it is unusual, the rows of the step are
+computed alone, in a fork of the training run before the step (docs/history.md). The rows with the largest part are left
+out, until the norm of the others is usual. Training then goes on in a new run that begins with the fork, so its weights
+are those of a run that never had the rows. All of this depends only on the data and on recorded steps, so that a retry
+finds the same rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import quote
+
+import httpx
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.outliers import (
+    MOST_REPEATED,
+    MOST_ROWS,
+    BlamedRow,
+    UsualNorms,
+    least_likely,
+    markdown_table,
+    ranked,
+    stands_out,
+)
+from tinkerflow.tasks.pipelines.preparation import PreparedRun
+from tinkerflow.tasks.pipelines.progress import LeftOutRow, SegmentRecord
+from tinkerflow.tasks.pipelines.render import TokenizedExample
+
+if TYPE_CHECKING:
+    import tinker
+
+log = logging.getLogger(__name__)
+
+_IN_FLIGHT = 16  # rows that are sent before the result of the first is awaited
+_SECONDS = 30.0  # for a request to the server
+HISTORY = {"history": "true"}  # metadata of runs whose steps can be forked
+
+
+class RowRecipe(Protocol):
+    """A recipe whose steps learn from rows by cross entropy, and can leave some of them out. Steps count from 0."""
+
+    @property
+    def left_out(self) -> set[int]:
+        """Indices of the rows that no later step learns from."""
+        ...
+
+    def batch(self, step: int) -> list[int]:
+        """The indices of the rows of a step, without those that are left out."""
+        ...
+
+    def lessons(self, rows: Sequence[int]) -> list[TokenizedExample]:
+        """The rows with these indices, weighted as in a step that has them all."""
+        ...
+
+
+class OutlierWatch:
+    """Finds steps with an unusual gradient norm, and leaves out their worst rows."""
+
+    def __init__(self, run: PreparedRun, recipe: RowRecipe) -> None:
+        """run: its parameters, connection and artifacts. recipe: makes the steps."""
+        self._run, self._recipe = run, recipe
+        self._norms = UsualNorms()
+        self._accepted = 0  # a step that is made again, whatever its norm is
+        self.left_out: list[LeftOutRow] = []
+        self._page: list[str] = []
+
+    def begin(self, segments: Sequence[SegmentRecord]) -> None:
+        """Begin after the recorded segments."""
+        self._norms = UsualNorms()
+        for segment in segments:
+            for step in segment.steps:
+                self._norms.add(step.values["grad_norm"])
+        self.left_out = [one for segment in segments for one in segment.left_out]
+        self._recipe.left_out.clear()
+        self._recipe.left_out.update(one.row for one in self.left_out)
+
+    async def check_history(self, run_id: str) -> None:
+        """Check that the steps of a run can be forked. UserError: the server keeps no history of it."""
+        path = f"api/v1/training_runs/{quote(run_id, safe='')}/history"
+        async with self._http() as http:
+            answer = await http.get(path, params={"payloads": False, "after": 2**62})
+        if answer.status_code == 404:
+            raise UserError(
+                "on_outlier 'skip': the server keeps no histories (TINKERFLOW_HISTORY=off), so no step can be made "
+                "again; use 'report'"
+            )
+
+    def passes(self, step: int, norm: float) -> bool:
+        """Whether training goes on after a step, counted from 1, with this gradient norm."""
+        if self._norms.unusual(norm) and step != self._accepted:
+            return False
+        self._norms.add(norm)
+        return True
+
+    async def go_back(self, run_id: str, step: int, metadata: Mapping[str, str]) -> tinker.TrainingClient:
+        """The model of a run before `step`, in a new run. The step's worst rows are left out from now on.
+
+        step: counted from 1. metadata: of the new run. If no rows explain the norm, none are left out, and the step
+        passes as it is.
+        """
+        path = f"tinker://{run_id}/weights/@{step - 1}"
+        rows = self._recipe.batch(step - 1)
+        service = self._run.server.service
+        probe = await service.create_training_client_from_state_with_optimizer(path, user_metadata=dict(metadata))
+        worst = ranked(await self._each_alone(probe, rows))
+        chosen = await self._spoilers(probe, rows, worst)
+        spoilers = sorted(rows[number] for number in chosen)
+        self._recipe.left_out.update(spoilers)
+        self.left_out += [LeftOutRow(step=step, row=row) for row in spoilers]
+        self._accepted = step
+        await self._show(run_id, step, worst, spoilers)
+        client: tinker.TrainingClient = await service.create_training_client_from_state_with_optimizer(
+            path, user_metadata=dict(metadata)
+        )
+        return client
+
+    async def _each_alone(self, probe: tinker.TrainingClient, rows: Sequence[int]) -> list[BlamedRow]:
+        """The figures of each row of a step. Equal rows are computed once."""
+        lessons = self._recipe.lessons(rows)
+        equal: dict[tuple[bytes, bytes], list[int]] = {}
+        for number, lesson in enumerate(lessons):
+            equal.setdefault((lesson.tokens.tobytes(), lesson.weights.tobytes()), []).append(number)
+        found = []
+        for some in _chunks(list(equal.values()), _IN_FLIGHT):
+            asked = [(numbers, *_measured(probe, [lessons[numbers[0]]])) for numbers in some]
+            for (number, *repeated), forward, update in asked:
+                output, lesson = await forward, lessons[number]
+                logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy().tolist()
+                worst = least_likely(lesson.tokens[1:].tolist(), logprobs, lesson.weights[1:].tolist())
+                loss, norm = output.metrics.get("loss:sum"), (await update).metrics.get("grad_norm")
+                size = len(lesson.tokens) - 1
+                found.append(BlamedRow(number, size, _finite(loss), _finite(norm), worst, tuple(repeated)))
+        return found
+
+    async def _spoilers(
+        self, probe: tinker.TrainingClient, rows: Sequence[int], worst: Sequence[BlamedRow]
+    ) -> list[int]:
+        """Numbers of the fewest worst rows without which the norm of the step is usual; none if there are no such rows.
+
+        Only rows that stand out are left out: after too large a step, the gradients of all rows are large.
+        worst: the rows of the step.
+        """
+        chosen: list[int] = []
+        left = list(worst)
+        while left:
+            first, *others = left
+            if not stands_out(first, worst):
+                break
+            chosen += first.spoilers
+            kept = [row for number, row in enumerate(rows) if number not in chosen]
+            forward, update = _measured(probe, self._recipe.lessons(kept))
+            await forward
+            norm = (await update).metrics.get("grad_norm", math.nan)
+            if not self._norms.unusual(norm):
+                return chosen
+            left = ranked([*others, replace(first, repeated=())] if first.repeated else others)
+        return []
+
+    async def _show(self, run_id: str, step: int, worst: Sequence[BlamedRow], chosen: Sequence[int]) -> None:
+        """Show the rows of a step on the page of its training run and as an artifact."""
+        rows = ", ".join(map(str, chosen))
+        decision = f"Left out from now on: rows {rows} of the data." if chosen else "No row was left out."
+        log.warning("step %d of %s has an unusual gradient norm. %s", step, run_id, decision)
+        shown = worst[:MOST_ROWS]
+        self._page += [f"## Step {step}", "", decision, "", *markdown_table(shown), ""]
+        await self._run.artifacts.text("outliers", "\n".join(self._page), "rows of unusual steps")
+        sent = [asdict(replace(row, repeated=row.repeated[:MOST_REPEATED])) for row in shown]
+        path = f"api/v1/training_runs/{quote(run_id, safe='')}/blames"
+        try:
+            async with self._http() as http:
+                (await http.post(path, json={"step": step, "rows": sent})).raise_for_status()
+        except httpx.HTTPError as error:
+            log.warning("the page of %s does not show the rows of step %d: %s", run_id, step, error)
+
+    def _http(self) -> httpx.AsyncClient:
+        server = self._run.server
+        headers = {"X-API-Key": server.key}
+        return httpx.AsyncClient(base_url=server.url, headers=headers, timeout=_SECONDS, follow_redirects=True)
+
+
+def _measured(
+    probe: tinker.TrainingClient, lessons: Sequence[TokenizedExample]
+) -> tuple[tinker.APIFuture[tinker.ForwardBackwardOutput], tinker.APIFuture[tinker.OptimStepResponse]]:
+    """Loss and gradient norm of some rows. An optimizer step with learning rate 0 leaves the weights as they are."""
+    import tinker
+
+    forward = probe.forward_backward([lesson.datum() for lesson in lessons], "cross_entropy")
+    return forward, probe.optim_step(tinker.AdamParams(learning_rate=0.0, weight_decay=0.0))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _chunks(items: Sequence[list[int]], size: int) -> Iterator[Sequence[list[int]]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
