@@ -113,7 +113,8 @@ def what_fits(settings: Settings, base_model: str, topology: str, *, rank: int) 
 
 def _larger(settings: Settings, topology: str) -> Iterator[tuple[str, Settings, str]]:
     target = parse_topology(topology)
-    yield "--base-weights int8", settings.model_copy(update={"base_weights": "int8"}), topology
+    for kind in ("int8", "nf4"):
+        yield f"--base-weights {kind}", settings.model_copy(update={"base_weights": kind}), topology
     for count in (2, 4, 8):
         if target.device.platform is CUDA and len(target.shape) == 1 and count > target.count:
             place = f"{target.device.name}:{count}"

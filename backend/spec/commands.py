@@ -515,6 +515,7 @@ DeferredReply = Callable[[], Reply]  # waits for the devices, and reads the repl
 
 
 # ------------------------------------------------------------------ configuration of a group
+BaseWeights = Literal["full", "int8", "nf4"]
 CacheFormat = Literal["full", "float8"]
 
 
@@ -531,7 +532,7 @@ class GroupConfig:
     sample_slots: int  # the most sequences that are decoded together
     decode_chunk: int  # the most tokens that a SampleStep decodes
     compile_cache_dir: str  # "" = no persistent compilation cache
-    base_weights: Literal["full", "int8"] = "full"  # full = as dtype
+    base_weights: BaseWeights = "full"  # full = as dtype
     warm_up: bool = False  # compile programs before the first request needs them
     expert: int = 1  # size of the mesh axis that experts are split over
     resident_snapshots: int = 32  # on the devices, unless more are being sampled

@@ -190,6 +190,16 @@ BUDGETS = (
         )
         for measure, limit in ((LOSS_ROWS, 1024), (TEMPORARIES, 4))
     ),
+    *(  # a GPU of 24 GB: a layer's matrices are computed back, forward and backward, and never those of all layers
+        Budget(_case(f"8B {target} forward_backward 1x8192", base_weights="nf4", **memory), measure, limit)
+        for target, memory in (("l4:1", {}), ("h100:1", {"memory": 24}))
+        for measure, limit in ((MEMORY, 50), (TEMPORARIES, 3))
+    ),
+    *(
+        Budget(_case(f"{model} l4:1 decode 16x2048", unknown_trips=CHUNK, base_weights="nf4"), *rest)
+        for model in ("8B", "GLM-4.7-Flash")
+        for rest in ((STEP, 1.25), (TEMPORARIES, 2), (SHORT_OFFSETS, 0), (MEMORY, 100))
+    ),
     Budget(_case("Qwen3.5-9B h100:1 forward_backward 4x1024"), MEMORY, 100),
     Budget(_case("Qwen3.5-9B h100:1 forward_backward 4x1024"), MFU, 45, met=False),
     Budget(_case("Qwen3.5-9B v6e:2x2 forward_backward 8x1024"), MEMORY, 100),

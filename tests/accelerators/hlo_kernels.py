@@ -57,6 +57,12 @@ def _one_layer(operands: list[Shape], _: str) -> int:
     return operands[0].nbytes + operands[1].nbytes // operands[1].dims[0]
 
 
+def _packed_layer(operands: list[Shape], _: str) -> int:
+    """Bytes of both halves of rows, and of one layer of a stack [L, ...] and of its scales."""
+    even, odd, packed, scales, *_ = operands
+    return even.nbytes + odd.nbytes + (packed.nbytes + scales.nbytes) // packed.dims[0]
+
+
 def _one_matrix_each(operands: list[Shape], _: str) -> int:
     """Bytes of rows, and of the experts' matrices of one layer, out of [L E, ...]. Each expert has an end of rows."""
     ends, rows, matrices = operands[1], *operands[-2:]
@@ -85,6 +91,7 @@ READ: dict[str, Callable[[list[Shape], str], int]] = {
     "(gmm)": _one_matrix_each,  # `tgmm` is given no stack
     "ragged_paged_attention": _ragged_pages,
     "paged_attention": _pages,
+    "packed_product": _packed_layer,
     **dict.fromkeys(_OF_A_LAYER, _one_layer),
 }
 
@@ -100,6 +107,7 @@ KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
     "attention_backward": _attention(7, 1),
     "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],
     "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[4].dims[4],
+    "packed_product": lambda operands, result: 4 * operands[0].size * result.dims[-1],
     **dict.fromkeys(_OF_A_LAYER, lambda operands, result: 2 * operands[0].size * result.dims[-1]),
     "splash_mha_fwd": _attention(2, -2),
     "splash_mha_dkv": _attention(4, -2),

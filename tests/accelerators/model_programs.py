@@ -34,7 +34,7 @@ from tinkerflow.backend.compute.training.optimizer import fresh_state
 from tinkerflow.backend.compute.training.train import Steps, make_steps
 from tinkerflow.backend.compute.training.train_programs import adapter_like, batch_like, tokens_like
 from tinkerflow.backend.compute.warming import like, result_of
-from tinkerflow.backend.spec.commands import CacheFormat, GroupConfig, LoraSpec
+from tinkerflow.backend.spec.commands import BaseWeights, CacheFormat, GroupConfig, LoraSpec
 from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from tinkerflow.backend.spec.ranks import expert_rank
@@ -47,8 +47,9 @@ class Programs:
     """The programs of one model on one target; each method compiles one, `more` is as in `compile_for`.
 
     cfg: the model. target: the name of a topology. rank: of adapters. tensor, expert: axes of the mesh. kv_cache: the
-    number format of keys and values in pages. memory: GB of each device that the memory budget is for, 0 = all.
-    filters, traced: of decode, 0 or 1: whether a row has a top-k where the host decides, and whether it never decides.
+    number format of keys and values in pages. base_weights: as in the settings. memory: GB of each device that the
+    memory budget is for, 0 = all. filters, traced: of decode, 0 or 1: whether a row has a top-k where the host
+    decides, and whether it never decides.
     """
 
     cfg: ModelConfig
@@ -57,6 +58,7 @@ class Programs:
     tensor: int = 1
     expert: int = 1
     kv_cache: CacheFormat = "full"
+    base_weights: BaseWeights = "full"
     memory: int = 0
     filters: int = 0
     traced: int = 0
@@ -68,8 +70,8 @@ class Programs:
 
     @cached_property
     def params(self) -> Params:
-        """The base model's weights, bfloat16."""
-        return params_like(self.cfg, self.mesh, "bfloat16")
+        """The base model's weights; in bfloat16, where they are not quantized."""
+        return params_like(self.cfg, self.mesh, "bfloat16", base_weights=self.base_weights)
 
     @property
     def spec(self) -> LoraSpec:
@@ -93,7 +95,7 @@ class Programs:
         """The jitted functions, which keep as much for the backward pass as the memory budget allows."""
         fsdp, longest = self.mesh.shape[FSDP], min(DEFAULT_MAX_CONTEXT, self.cfg.max_positions)
         name, sizes = self.cfg.architecture, (fsdp, self.tensor, longest, 0, _SLOTS, _CHUNK)
-        config = GroupConfig(name, "bfloat16", *sizes, compile_cache_dir="", expert=self.expert)
+        config = GroupConfig(name, "bfloat16", *sizes, "", self.base_weights, expert=self.expert)
         with self.compiling():
             plan = plan_memory(self.cfg, config, self.limit)
             return make_steps(self.cfg, self.mesh, plan.budget)

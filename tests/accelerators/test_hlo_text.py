@@ -295,6 +295,13 @@ def test_an_update_in_place_within_a_fusion_writes_the_update() -> None:
             "bf16[64,9728]{1,0}",
             2 * (64 * 2560 + 9728 * 2560 + 64 * 9728),
         ),
+        (
+            "packed_product",
+            "bf16[16,2048]{1,0} bf16[16,2048]{1,0} u8[36,1,12288,2048]{3,2,1,0} bf16[36,1,12288,64]{3,2,1,0} "
+            "s32[1]{0} s32[1]{0} s32[1]{0}",
+            "bf16[16,12288]{1,0}",
+            2 * (16 * 4096 + 16 * 12288) + 12288 * (2048 + 2 * 64),
+        ),
     ],
 )
 def test_a_kernel_that_is_given_all_layers_reads_what_it_needs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -53,10 +54,10 @@ def main() -> None:
         return experts.forward(step, y_BTD, y_BTD)
 
     found: dict[str, Any] = {}
-    for sizes in ((1, 1, 1), (2, 2, 2)):
+    for kind, sizes in itertools.product(("int8", "nf4"), ((1, 1, 1), (2, 2, 2))):
         devices = jax.devices()[: int(np.prod(sizes))]
         mesh = jax.make_mesh(sizes, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=devices)
-        params: Any = load_params(cfg, folder, mesh, "float32", base_weights="int8")
+        params: Any = load_params(cfg, folder, mesh, "float32", base_weights=kind)
 
         def both(layers: Any, y: Any, pairs: Any, mesh: Any = mesh) -> Any:
             layer = jax.tree.map(lambda stacked: stacked[1], layers)
@@ -68,9 +69,9 @@ def main() -> None:
             return sampled, *jax.value_and_grad(slope, argnums=(0, 1))(y, pairs)
 
         leaves = jax.tree.leaves(jax.jit(both)(params.layers, y_BTD, pairs))
-        name = "x".join(map(str, sizes))
+        name = f"{kind} {'x'.join(map(str, sizes))}"
         found[name] = [np.asarray(leaf).tolist() for leaf in leaves]
-        found[f"{name} holds"] = list(params.layers["gate"].values.addressable_shards[0].data.shape)
+        found[f"{name} holds"] = list(jax.tree.leaves(params.layers["gate"])[0].addressable_shards[0].data.shape)
     params = load_params(cfg, folder, mesh, "float32")  # over all devices; as TPUs decode, and as it is elsewhere
     stacks = {name: LoraPair(A=np.stack([pair.A] * 2), B=np.stack([-pair.B, pair.B])) for name, pair in pairs.items()}
     rest = {name: stacked[1] for name, stacked in params.layers.items() if name not in EXPERT_MATRICES}

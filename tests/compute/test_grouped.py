@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.compute.closeness import close
+from tests.compute.test_matmul import four_bit
 
 from tinkerflow.backend.compute.kernels import grouped_gpu, grouped_tpu
 from tinkerflow.backend.compute.kernels.grouped import Groups, by_blocks, differentiable
@@ -100,6 +101,28 @@ def test_experts_of_a_layer_are_read_in_the_stack_of_all_layers(kind, kernels, t
         with compiling_for(target):
             found = groups.dot_transposed(y, OfLayer(stack, layer))
         close(found, groups.dot_transposed(y, stack[2]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packed_experts_of_a_layer_are_read_in_the_stack_of_all_layers(dtype, monkeypatch):
+    """70 outputs are several tiles with a rest, and one expert has no rows."""
+    monkeypatch.setattr(grouped_gpu, "product", functools.partial(grouped_gpu.product, interpret=True))
+    monkeypatch.setattr(grouped_gpu, "_MOST_OUT", 32)
+    rng = np.random.default_rng(4)
+    x, weight = jnp.asarray(rng.normal(size=(40, 128)), dtype), four_bit(rng.normal(size=(4, 3, 70, 128)), dtype)
+    weight = jax.tree.map(lambda part: part.swapaxes(2, 3), weight)
+    expert_M = jnp.asarray([0] * 10 + [2] * 25 + [2] * 5)
+    groups, layer = Groups(jnp.asarray([10, 0, 25], jnp.int32), expert_M, expert_M), jnp.int32(2)
+    wanted = groups.dot(x, jax.tree.map(lambda part: part[2], weight))[:35]
+    with compiling_for(CUDA):
+        found = groups.dot(x, OfLayer(weight, layer))[:35]
+    assert found.dtype == wanted.dtype == dtype
+    close(
+        np.asarray(found, np.float32),
+        np.asarray(wanted, np.float32),
+        ulps=4 if dtype == jnp.bfloat16 else 128,
+        dtype=dtype,
+    )
 
 
 def test_int8_matrices_have_their_own_scales_and_no_gradient():

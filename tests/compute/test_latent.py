@@ -20,7 +20,7 @@ from tinkerflow.backend.compute.planning import memory_plan
 from tinkerflow.backend.compute.planning.roofline import useful_flops
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
 from tinkerflow.backend.compute.sampler.latent_attention import attend_latents
-from tinkerflow.backend.compute.weights.quantized import Int8
+from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, block_scales, packed
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import GroupConfig
 
@@ -152,8 +152,8 @@ def test_what_is_not_computed_is_named(values, named):
         parse_config(values, name="m")
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["full", "int8"])
-def test_what_is_absorbed_is_what_heads_see(int8):
+@pytest.mark.parametrize("kind", ["full", "int8", "nf4"])
+def test_what_is_absorbed_is_what_heads_see(kind):
     """Two rows with an adapter each, in columns of one stack, and one without."""
     rng, H, S, Q = np.random.default_rng(0), 3, 3, 5
     outputs = H * (SHAPE.plain + SHAPE.values)
@@ -164,9 +164,13 @@ def test_what_is_absorbed_is_what_heads_see(int8):
     plain, turned, c, k = drawn(S, Q, H, 6), drawn(S, Q, H, 4), drawn(S, Q, 12), drawn(S, Q, 4)
     kv_b, pair = drawn(outputs, 12), LoraPair(A=drawn(8, 12), B=drawn(8, outputs))
     columns = np.array([[0, 2], [2, 8], [0, 0]], np.int32)
-    if int8:
+    whole = kv_b
+    if kind == "int8":
         kv_b = Int8(jnp.asarray(rng.integers(-127, 128, (outputs, 12)), jnp.int8), jnp.abs(drawn(outputs)) / 100)
-    whole = kv_b.values * kv_b.scale[:, None] if int8 else kv_b
+        whole = kv_b.values * kv_b.scale[:, None]
+    if kind == "nf4":
+        kv_b = FourBit(packed(np.asarray(kv_b), 4, "float32"), block_scales(np.asarray(kv_b), 4, "float32"))
+        whole = kv_b.dense("float32")
 
     def seen(q: jax.Array, k: jax.Array, v: jax.Array, **_: Any) -> jax.Array:
         """Causal attention, with one head of keys for all or one for each."""

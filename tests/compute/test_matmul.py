@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,20 @@ import pytest
 from tests.compute.closeness import close
 
 from tinkerflow.backend.compute.kernels import grouped_gpu
-from tinkerflow.backend.compute.kernels.matmul import IN_PLACE, OfLayer, matmul
-from tinkerflow.backend.compute.weights.quantized import Int8
+from tinkerflow.backend.compute.kernels.matmul import IN_PLACE, PACKED_IN_PLACE, OfLayer, matmul
+from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, block_of, block_scales, packed
 
 IN, OUT = 48, 80
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def four_bit(matrices: np.ndarray, dtype: Any) -> FourBit:
+    """Matrices [..., out, in] in NF4, on the devices. dtype: of the scales."""
+    rows, block = matrices.reshape(-1, matrices.shape[-1]).astype(np.float32), block_of(matrices.shape[-1])
+    halves, scale = packed(rows, block, dtype), block_scales(rows, block, dtype)
+    return jax.tree.map(lambda part: jnp.asarray(part.reshape(*matrices.shape[:-1], -1)), FourBit(halves, scale))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "nf4"])
 @pytest.mark.parametrize("shape", [(1,), (2, 1), (2, 16), (4, 16), (65,)], ids=str)
 def test_every_number_of_rows_gives_the_product_and_its_gradient(shape: tuple[int, ...], kind: str) -> None:
     rng = np.random.default_rng(0)
@@ -26,6 +34,9 @@ def test_every_number_of_rows_gives_the_product_and_its_gradient(shape: tuple[in
     if kind == "int8":
         values, scale = rng.integers(-127, 128, (OUT, IN)).astype(np.int8), rng.random(OUT).astype(np.float32)
         weight, meant = Int8(jnp.asarray(values), jnp.asarray(scale)), values * scale[:, None]
+    elif kind == "nf4":
+        weight = four_bit(rng.normal(size=(OUT, IN)), "float32")
+        meant = weight.dense("float32")
     else:
         weight = jnp.asarray(rng.normal(size=(OUT, IN)), dtype)
         meant = np.asarray(weight, np.float32)
@@ -46,6 +57,21 @@ def test_64_rows_have_the_bits_of_the_plain_product(inputs: int, outputs: int) -
     y, pull = jax.vjp(jax.jit(matmul), x, weight)
     assert np.array_equal(y, jax.jit(lambda x, weight: jnp.einsum("mi,oi->mo", x, weight))(x, weight))
     close(np.asarray(pull(slope)[1]), np.asarray(slope).T @ np.asarray(x), ulps=128)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 50, PACKED_IN_PLACE + 1])
+def test_a_packed_matrix_in_a_stack_gives_what_it_gives_alone(dtype: Any, rows: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(grouped_gpu, "layer_product", partial(grouped_gpu.layer_product, interpret=True))
+    monkeypatch.setattr(grouped_gpu, "_FEW_OUT", 32)
+    rng = np.random.default_rng(0)
+    x, stack = jnp.asarray(rng.normal(size=(rows, 1, 320)), dtype), four_bit(rng.normal(size=(3, OUT, 320)), dtype)
+    y = matmul(x, OfLayer(stack, jnp.int32(1)))
+    alone = matmul(x, jax.tree.map(lambda part: part[1], stack))
+    assert (y.shape, y.dtype) == (alone.shape, alone.dtype)
+    close(
+        np.asarray(y, np.float32), np.asarray(alone, np.float32), ulps=4 if dtype == jnp.bfloat16 else 512, dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])

@@ -43,7 +43,7 @@ def test_every_parameter_is_loaded_and_counted(reference):
         assert np.array_equal(params.layers["down"][1], mlp.down_proj.weight.detach().numpy())
 
 
-@pytest.mark.parametrize("base_weights", ["full", "int8"])
+@pytest.mark.parametrize("base_weights", ["full", "int8", "nf4"])
 def test_weights_without_values_are_like_those_that_are_loaded(reference, base_weights):
     config, mesh = load_config(reference.folder), make_mesh(1, 1)
     loaded = load_params(config, reference.folder, mesh, "bfloat16", base_weights=base_weights)

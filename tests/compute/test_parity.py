@@ -81,7 +81,7 @@ def changed_families():
     return changed if len(changed) <= MOST_CHANGED else set()
 
 
-def _skip_unless(usual, request):
+def skip_unless(usual, request):
     family = request.node.callspec.params["family"]
     if not request.config.getoption("--families") and family not in usual | changed_families():
         pytest.skip("runs with --families, or when the family's file changes")
@@ -90,13 +90,13 @@ def _skip_unless(usual, request):
 @pytest.fixture
 def chosen(request):
     """Skips the test for a family that is not a representative, unless its file has changed."""
-    _skip_unless(REPRESENTATIVES, request)
+    skip_unless(REPRESENTATIVES, request)
 
 
 @pytest.fixture
 def sampled(request):
     """The same with fewer representatives."""
-    _skip_unless(SAMPLED, request)
+    skip_unless(SAMPLED, request)
 
 
 @pytest.fixture(scope="module", params=registered())

@@ -51,7 +51,9 @@ def model(request: pytest.FixtureRequest) -> Reference:
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("base_weights", ["full", pytest.param("int8", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "base_weights", ["full", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("int8", "nf4"))]
+)
 def test_every_step_can_be_made_for_a_gpu_and_a_tpu(model: Reference, platform: str, base_weights: str) -> None:
     programs = dict(steps(model, base_weights))
     made = {

@@ -24,6 +24,7 @@ from tinkerflow.backend.compute.kernels import (
 from tinkerflow.backend.compute.kernels.softmax import Product, Totals
 from tinkerflow.backend.compute.kernels.tree import How, TreeRows
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
+from tinkerflow.backend.compute.weights.quantized import FourBit
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -35,6 +36,24 @@ def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 def of_layers(dtype: Any) -> Case:
     """A matrix of Qwen3-14B in all layers: 3.6e9 numbers."""
     return grouped_gpu.layer_product, (array("bfloat16", 64, 5120), array(dtype, 40, 17408, 5120), array("int32"))
+
+
+def of_packed_layers() -> Case:
+    """A matrix [10240, 8192] of 80 layers: 3.4e9 bytes."""
+    packed, scale = array("uint8", 80, 10240, 4096), array("bfloat16", 80, 10240, 128)
+
+    def product(x: Any, packed: Any, scale: Any, layer: Any) -> Any:
+        return grouped_gpu.layer_product(x, FourBit(packed, scale), layer)
+
+    return product, (array("bfloat16", 64, 8192), packed, scale, array("int32"))
+
+
+def of_packed_experts() -> Case:
+    def product(x: Any, packed: Any, scale: Any, sizes: Any, layer: Any) -> Any:
+        return grouped_gpu.product(x, FourBit(packed, scale, "mxfp4"), sizes, layer, transposed=False)
+
+    packed, scale = array("uint8", 36, 128, 1440, 2880), array("uint8", 36, 128, 90, 2880)  # gpt-oss-120b
+    return product, (array("bfloat16", 64, 2880), packed, scale, array("int32", 128), array("int32"))
 
 
 def of_experts(dtype: Any) -> Case:
@@ -111,6 +130,8 @@ def vocabulary() -> Case:
 CASES = {
     "int8 weights": (of_layers("int8"), {"layer_product"}),
     "bfloat16 weights": (of_layers("bfloat16"), {"layer_product"}),
+    "packed weights": (of_packed_layers(), {"packed_product"}),
+    "packed experts": (of_packed_experts(), {"packed_product"}),
     "int8 experts": (of_experts("int8"), {"grouped_product"}),
     "float8 pages": (pages("float8_e4m3fn"), {"paged_attention"}),
     "bfloat16 pages": (pages("bfloat16"), {"paged_attention"}),

@@ -138,6 +138,19 @@ def test_the_answer_is_no_with_an_option_that_is_enough(model: str, fix: str) ->
     assert text.startswith(f"no: {model} does not fit h100:1: ") and text.endswith(f"; it fits with {fix}")
 
 
+@pytest.mark.parametrize("topology", ["rtx3090", "rtx4090", "a10", "l4"])
+def test_an_8b_model_trains_on_24_gb_with_weights_of_4_bits(topology: str) -> None:
+    status, text = said("Qwen/Qwen3-8B", "--for", topology)
+    assert status == 1 and text.endswith("; it fits with --base-weights int8")
+    status, text = said("Qwen/Qwen3-8B", "--for", topology, "--base-weights", "nf4")
+    assert status == 0, text
+    assert text.startswith("yes: Qwen/Qwen3-8B fits, with sequences of up to 4096 tokens\n")
+    assert number(text, r"adapters of rank 32 in training at the same time: (\d+)") >= 4
+    assert number(text, r"weights +([\d.]+) GB") == pytest.approx(6.2, abs=0.1)
+    assert "TINKERFLOW_BASE_WEIGHTS=nf4" in text
+    assert said("Qwen/Qwen3-14B", "--for", topology)[1].endswith("; it fits with --base-weights nf4")
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

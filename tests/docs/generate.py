@@ -306,8 +306,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "accelerator-programs": lambda: table(*accelerators.programs()),
     "accelerator-parts": lambda: table(*accelerators.parts()),
     "sizing-needs": sizing.needs,
-    "sizing-fits": lambda: sizing.fits(int8=False),
-    "sizing-fits-int8": lambda: sizing.fits(int8=True),
+    "sizing-fits": lambda: sizing.fits("full"),
+    "sizing-fits-int8": lambda: sizing.fits("int8"),
+    "sizing-fits-nf4": lambda: sizing.fits("nf4"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import parse_config
@@ -14,11 +14,10 @@ from tinkerflow.backend.compute.planning.topologies import DEVICES, Device
 from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.spec.commands import GroupConfig
+from tinkerflow.backend.spec.commands import BaseWeights, GroupConfig
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 
 Dtype = Literal["float32", "bfloat16"]
-BaseWeights = Literal["full", "int8"]
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,16 @@ MODELS = (
 SHOWN = [DEVICES[name] for name in ("v5e", "l4", "v6e", "l40s", "h100", "h200")]
 
 
-KINDS: tuple[tuple[Dtype, BaseWeights], ...] = (("float32", "full"), ("bfloat16", "full"), ("bfloat16", "int8"))
+KINDS: tuple[tuple[Dtype, BaseWeights], ...] = (
+    ("float32", "full"),
+    *(("bfloat16", kind) for kind in get_args(BaseWeights)),
+)
 
 
 def needs() -> str:
     """What each model takes, as a table."""
-    head = "model | parameters | weights, float32 | bfloat16 | bfloat16 + int8 | one in training | KV, 1,000 tokens"
-    rows = [f"| {head} |", "|---" * 7 + "|"]
+    weights = "weights, float32 | bfloat16 | bfloat16 + int8 | bfloat16 + nf4"
+    rows = [f"| model | parameters | {weights} | one in training | KV, 1,000 tokens |", "|---" * 8 + "|"]
     for shape in MODELS:
         weights = [_gb(shape.weights(*kind)) for kind in KINDS]
         sizes = (*weights, _gb(shape.adapter), _gb(1000 * shape.kv(2)))
@@ -119,14 +121,14 @@ def needs() -> str:
     return "\n".join(rows)
 
 
-def fits(*, int8: bool) -> str:
+def fits(base_weights: BaseWeights) -> str:
     """How many models of rank 32 one device trains at the same time, and its longest context, as a table."""
     rows = [
         "| model | " + " | ".join(f"{one.name}, {one.memory / GB:.1f} GB" for one in SHOWN) + " |",
         "|---" * (1 + len(SHOWN)) + "|",
     ]
     for shape in MODELS:
-        plans = [planned(device, shape, "int8" if int8 else "full") for device in SHOWN]
+        plans = [planned(device, shape, base_weights) for device in SHOWN]
         cells = (
             f"{plan.resident_adapters}, {plan.context:,}" if plan and plan.resident_adapters else "no" for plan in plans
         )

@@ -15,7 +15,7 @@ from tinkerflow.backend.compute.kernels import grouped_gpu, grouped_tpu
 from tinkerflow.backend.compute.kernels.matmul import OfLayer
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.platforms import TPU, on_cpu, platform
-from tinkerflow.backend.compute.weights.quantized import Int8
+from tinkerflow.backend.compute.weights.quantized import FourBit, Int8
 
 _MOST_ROWS = 64  # of a block
 _LEAST_ROWS = 8
@@ -34,22 +34,26 @@ class Groups:
     expert_M: jax.Array
     batch_M: jax.Array
 
-    def dot(self, x_Mi: jax.Array, weight_Eio: Array | Int8 | OfLayer) -> jax.Array:
-        """[M, o] in the dtype of x. Differentiable by x, and by weights that are not int8; not with OfLayer."""
+    def dot(self, x_Mi: jax.Array, weight_Eio: Array | Int8 | FourBit | OfLayer) -> jax.Array:
+        """[M, o] in the dtype of x. Differentiable by x, and by weights of floats; not with OfLayer."""
         if isinstance(weight_Eio, OfLayer):
             return self._in_place(x_Mi, weight_Eio, transposed=False)
         if isinstance(weight_Eio, Int8):
             return _dot(x_Mi, weight_Eio.values, self.sizes_E) * weight_Eio.scale[self.expert_M]
+        if isinstance(weight_Eio, FourBit):
+            return _dot(x_Mi, weight_Eio.dense(x_Mi.dtype, of_experts=True), self.sizes_E)
         return _dot(x_Mi, weight_Eio, self.sizes_E)
 
     def dot_transposed(self, x_Mi: jax.Array, weight_Eoi: Array | OfLayer) -> jax.Array:
-        """`dot` with the transposes of these matrices, which are not int8."""
+        """`dot` with the transposes of these matrices, which are of floats."""
         if isinstance(weight_Eoi, OfLayer):
             return self._in_place(x_Mi, weight_Eoi, transposed=True)
         return self.dot(x_Mi, weight_Eoi.swapaxes(-1, -2))
 
     def _in_place(self, x_Mi: jax.Array, weight: OfLayer, *, transposed: bool) -> jax.Array:
         stack, kernels = weight.stack, grouped_tpu if platform() is TPU else grouped_gpu
+        if isinstance(stack, FourBit) and not (kernels is grouped_gpu and grouped_gpu.takes(stack, of_experts=True)):
+            return self.dot(x_Mi, weight.own)
         values = stack.values if isinstance(stack, Int8) else stack
         y_Mo = kernels.product(x_Mi, values, self.sizes_E, weight.layer, transposed=transposed)
         return y_Mo * weight.own.scale[self.expert_M] if isinstance(stack, Int8) else y_Mo

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
+from tinkerflow.backend.compute.weights.quantized import FourBit, numbers_of, scale_of
 
 _LEAST = 16  # of a tile's side; tensor cores multiply 16 x 16
 _MOST_ROWS, _MOST_OUT, _BYTES_IN = 128, 128, 128  # of a tile; _BYTES_IN: of one row of it
@@ -30,7 +31,7 @@ _PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
 
 def product(
     x_Mi: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | FourBit,
     sizes_E: jax.Array,
     layer: jax.Array | None = None,
     *,
@@ -40,30 +41,42 @@ def product(
     """Each row times its expert's matrix, or times the matrix's transpose: [M, o] in the dtype of x.
 
     x_Mi: rows sorted by expert. weight: [E, i, o], transposed [E, o, i], of any dtype; int8 is converted tile by tile.
-    sizes_E: int32, rows of each expert. layer: int32 scalar; then `weight` has the matrices of all layers, [L, E, ...],
-    and those of this layer are read in place. interpret: run the kernel on a CPU, for tests.
+    Or packed, if `takes` it; then not transposed, and with a layer. sizes_E: int32, rows of each expert. layer: int32
+    scalar; then `weight` has the matrices of all layers, [L, E, ...], and those of this layer are read in place.
+    interpret: run the kernel on a CPU, for tests.
     """
     (M, i), E = x_Mi.shape, sizes_E.shape[0]
+    r = _rows(M, E)
+    blocks = _blocks(sizes_E, r, pl.cdiv(M, r) + min(E, M))  # no fewer than there can be
+    if isinstance(weight, FourBit):
+        assert layer is not None
+        n = side(weight.packed.shape[3], _MOST_OUT)
+        return _packed_product(x_Mi, weight, layer, blocks, (r, n), transposed=transposed, interpret=interpret)
     stack, layer = (weight[None], jnp.int32(0)) if layer is None else (weight, layer)
     o = stack.shape[2 if transposed else 3]
-    r, n, k = _rows(M, E), side(o, _MOST_OUT), side(i, _BYTES_IN // x_Mi.dtype.itemsize)
-    blocks = _blocks(sizes_E, r, pl.cdiv(M, r) + min(E, M))  # no fewer than there can be
+    n, k = side(o, _MOST_OUT), side(i, _BYTES_IN // x_Mi.dtype.itemsize)
     return _product(x_Mi, stack, layer, blocks, (r, n, k), transposed=transposed, interpret=interpret)
 
 
-def layer_product(x_Mi: jax.Array, stack_Loi: jax.Array, layer: jax.Array, *, interpret: bool = False) -> jax.Array:
+def layer_product(
+    x_Mi: jax.Array, stack_Loi: jax.Array | FourBit, layer: jax.Array, *, interpret: bool = False
+) -> jax.Array:
     """Few rows times the transpose of one layer's matrix, which is read in place: [M, o] in the dtype of x.
 
     XLA:GPU copies a matrix out of a stack before it multiplies by it, which for few rows costs twice what the product
-    does. stack_Loi: the matrices of all L layers, of any dtype. layer: int32 scalar. interpret: as above.
+    does. stack_Loi: the matrices of all L layers, of any dtype, or packed, if `takes` it. layer: int32 scalar.
+    interpret: as above.
     """
-    (M, i), o = x_Mi.shape, stack_Loi.shape[1]
+    (M, i), o = x_Mi.shape, jax.tree.leaves(stack_Loi)[0].shape[1]
     r = side(M, _FEW_ROWS)
     rows = pl.cdiv(M, r)
     n = side(pl.next_power_of_2(pl.cdiv(o * rows, _PROGRAMS)), _FEW_OUT)
     k = side(i, 2 * _BYTES_IN // x_Mi.dtype.itemsize)
     start_b = jnp.arange(rows, dtype=jnp.int32) * r
     blocks = jnp.zeros(rows, jnp.int32), start_b, jnp.full(rows, M, jnp.int32)
+    if isinstance(stack_Loi, FourBit):
+        packed = jax.tree.map(lambda part: part[:, None], stack_Loi)
+        return _packed_product(x_Mi, packed, layer, blocks, (r, n), transposed=True, interpret=interpret)
     stack = stack_Loi[:, None]
     return _product(x_Mi, stack, layer, blocks, (r, n, k), transposed=True, interpret=interpret, name="layer_product")
 
@@ -112,6 +125,79 @@ def _product(
         interpret=interpret,
         name=name,
     )(x_Mi, stack, jnp.reshape(layer, 1), *blocks)
+    return result
+
+
+def takes(weight: FourBit, *, of_experts: bool = False) -> bool:
+    """Whether `product` and `layer_product` take it packed: a tile has the bytes of one block, and at least 16."""
+    axis = -2 if of_experts else -1
+    half = weight.packed.shape[axis] // weight.scale.shape[axis]
+    return half >= _LEAST and half == pl.next_power_of_2(half)
+
+
+def _packed_product(
+    x_Mi: jax.Array,
+    weight: FourBit,
+    layer: jax.Array,
+    blocks: tuple[jax.Array, jax.Array, jax.Array],
+    tile: tuple[int, int],
+    *,
+    transposed: bool,
+    interpret: bool,
+) -> jax.Array:
+    """`_product` with matrices of two numbers in a byte, which are computed back tile by tile, bit by bit as `dense`.
+
+    The first numbers of all bytes meet the even columns of x, and the second ones the odd columns, so a tile is never
+    interleaved. A step has one block, whose outputs have a scale each.
+    """
+    (M, i), (r, n), o = x_Mi.shape, tile, weight.packed.shape[2 if transposed else 3]
+    steps = weight.scale.shape[3 if transposed else 2]
+    half = i // 2 // steps
+
+    def kernel(
+        even_ref: Any,
+        odd_ref: Any,
+        packed_ref: Any,
+        scale_ref: Any,
+        layer_ref: Any,
+        expert_ref: Any,
+        start_ref: Any,
+        end_ref: Any,
+        out_ref: Any,
+    ) -> None:
+        block, column = pl.program_id(1), pl.program_id(0) * n
+        layer, expert, start, end = layer_ref[0], expert_ref[block], start_ref[block], end_ref[block]
+
+        @pl.when(start < end)
+        def _() -> None:
+            rows, outs = start + jnp.arange(r) < end, column + jnp.arange(n) < o
+
+            def add(step: jax.Array, sums: jax.Array) -> jax.Array:
+                at = step * half
+                here = (pl.ds(column, n), pl.ds(at, half)) if transposed else (pl.ds(at, half), pl.ds(column, n))
+                where = (pl.ds(column, n), step) if transposed else (step, pl.ds(column, n))
+                mask = outs[:, None] if transposed else outs[None]
+                bits = triton.load(packed_ref.at[layer, expert, *here], mask=mask, other=0).astype(jnp.int32)
+                scale_n = scale_of(triton.load(scale_ref.at[layer, expert, *where], mask=outs, other=0))
+                scale = scale_n[:, None] if transposed else scale_n[None]
+                for x_ref, codes in ((even_ref, bits & 15), (odd_ref, bits >> 4)):
+                    x = triton.load(x_ref.at[pl.ds(start, r), pl.ds(at, half)], mask=rows[:, None], other=0)
+                    numbers = (numbers_of(codes, weight.table) * scale).astype(x.dtype)
+                    sums = sums + dot(x, numbers, trans_b=transposed)
+                return sums
+
+            sums_rn = jax.lax.fori_loop(0, steps, add, jnp.zeros((r, n), jnp.float32))
+            there = out_ref.at[pl.ds(start, r), pl.ds(column, n)]
+            triton.store(there, sums_rn.astype(out_ref.dtype), mask=rows[:, None] & outs[None])
+
+    result: jax.Array = triton_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((M, o), x_Mi.dtype),
+        grid=(pl.cdiv(o, n), blocks[0].shape[0]),
+        compiler_params=triton.CompilerParams(num_warps=8 if r * n >= 128 * 64 else 4, num_stages=3),
+        interpret=interpret,
+        name="packed_product",
+    )(x_Mi[:, ::2], x_Mi[:, 1::2], weight.packed, weight.scale, jnp.reshape(layer, 1), *blocks)
     return result
 
 

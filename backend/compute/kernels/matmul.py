@@ -15,11 +15,12 @@ import jax.numpy as jnp
 
 from tinkerflow.backend.compute.kernels import grouped_gpu
 from tinkerflow.backend.compute.platforms import on_cpu
-from tinkerflow.backend.compute.weights.quantized import Int8, Weight
+from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, Weight
 
 _FEW = 64  # rows; with 128 there is no gain
 _FEW_BACKWARD = 32  # rows; with 64 a backward pass that turns products around takes longer
 IN_PLACE = 256  # rows; with more, a GPU multiplies for longer than it copies a matrix
+PACKED_IN_PLACE = 64  # rows; with more, several programs would compute the same weights back
 
 
 @flax.struct.dataclass
@@ -44,16 +45,25 @@ def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
     Differentiable by x, except with OfLayer.
     """
     if isinstance(weight, OfLayer):
-        own = weight.own
-        if math.prod(x.shape[:-1]) > IN_PLACE:
+        own, stack = weight.own, weight.stack
+        if math.prod(x.shape[:-1]) > _most_in_place(stack):
             return matmul(x, own)
-        stack = weight.stack.values if isinstance(weight.stack, Int8) else weight.stack
+        stack = stack.values if isinstance(stack, Int8) else stack
         y = grouped_gpu.layer_product(x.reshape(-1, x.shape[-1]), stack, weight.layer)
         y = y.reshape(*x.shape[:-1], -1)
         return y * own.scale if isinstance(own, Int8) else y
     if isinstance(weight, Int8):
         return product(x, weight.values.astype(x.dtype)) * weight.scale
+    if isinstance(weight, FourBit):
+        return product(x, weight.dense(x.dtype))
     return product(x, weight)
+
+
+def _most_in_place(stack: Weight) -> int:
+    """The most rows that are multiplied by a matrix in its stack."""
+    if isinstance(stack, FourBit):
+        return PACKED_IN_PLACE if grouped_gpu.takes(stack) else 0
+    return IN_PLACE
 
 
 def product(x: jax.Array, weight_oi: jax.Array, dtype: Any = None) -> jax.Array:

@@ -88,12 +88,12 @@ def gather_matrices(mesh: Mesh, weights: Mapping[str, Any], sums_inputs: Mapping
         return jax.lax.with_sharding_constraint(array, sharding(mesh, array.shape, *axes))
 
     def gather(matrix: Any, axes: tuple[str | None, ...]) -> Any:
-        values, scaled = matrix.values if isinstance(matrix, Int8) else matrix, axes[:1]
+        values, scaled = jax.tree.leaves(matrix)[0], axes[:1]
         if values.ndim == len("Eio"):
             axes, scaled = (EXPERT, *axes[::-1]), (EXPERT, *scaled)
         if isinstance(matrix, Int8):
             return Int8(pinned(values, axes), pinned(matrix.scale, scaled))
-        return pinned(values, axes)
+        return jax.tree.map(lambda part: pinned(part, axes), matrix)
 
     if mesh.shape[FSDP] == 1:
         return {}

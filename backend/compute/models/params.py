@@ -12,9 +12,10 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count as counter
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,18 @@ from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_config import tower_tensors
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.weights.files import DTYPES, StoredTensor, Tensor
-from tinkerflow.backend.compute.weights.quantized import Int8, Weight, rounded, scales
+from tinkerflow.backend.compute.weights.quantized import (
+    FourBit,
+    Int8,
+    Weight,
+    block_of,
+    block_scales,
+    packed,
+    rounded,
+    scales,
+)
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import BaseWeights
 
 Loaded = TypeVar("Loaded", bound=Weight)
 Array = npt.NDArray[Any]
@@ -59,26 +70,26 @@ def load_params(
     dtype: str,
     progress: Callable[[str], None] = lambda _: None,
     *,
-    base_weights: Literal["full", "int8"] = "full",
+    base_weights: BaseWeights = "full",
 ) -> Params:
     """The model in `folder` on `mesh`; UserError names a tensor that is missing or has another shape or dtype.
 
     cfg: parsed from the folder's `config.json`. folder: has the safetensors files. mesh: how arrays are split over
     devices. dtype: of the weights on the devices, "float32" or "bfloat16". progress: called with a line of text after
-    each tensor of all layers, e.g. "loading weights 3/12". base_weights: with "int8" the layers' matrices are rounded
-    (`quantized`); the embedding and the unembedding are not, because their errors show in logprobs.
+    each tensor of all layers, e.g. "loading weights 3/12". base_weights: with "int8" and "nf4" the layers' matrices are
+    rounded (`quantized`); the embedding and the unembedding are not, because their errors show in logprobs.
     """
     _check_expert_axis(cfg, folder, mesh)
     stored = open_unpacked(family_of(cfg), cfg, Path(folder), str(folder))
     check_tensors(cfg, stored, str(folder))
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="weights") as threads:
-        return _params(_Loader(cfg, mesh, jnp.dtype(dtype), stored, base_weights == "int8", threads), progress)
+        return _params(_Loader(cfg, mesh, jnp.dtype(dtype), stored, base_weights, threads), progress)
 
 
-def params_like(cfg: ModelConfig, mesh: Mesh, dtype: str, *, base_weights: Literal["full", "int8"] = "full") -> Params:
+def params_like(cfg: ModelConfig, mesh: Mesh, dtype: str, *, base_weights: BaseWeights = "full") -> Params:
     """The shapes, dtypes and shardings of the weights that `load_params` returns for such a model."""
     _check_expert_axis(cfg, cfg.architecture, mesh)
-    return _params(_Loader(cfg, mesh, jnp.dtype(dtype), None, base_weights == "int8"))
+    return _params(_Loader(cfg, mesh, jnp.dtype(dtype), None, base_weights))
 
 
 def _params(load: _Loader, progress: Callable[[str], None] = lambda _: None) -> Params:
@@ -114,7 +125,7 @@ def _params(load: _Loader, progress: Callable[[str], None] = lambda _: None) -> 
 
 @dataclass(frozen=True)
 class _Loader:
-    """Reads tensors of one folder and puts them on the mesh. dtype: of the arrays there. int8: matrices are rounded.
+    """Reads tensors of one folder and puts them on the mesh. dtype: of the arrays there.
 
     stored: the folder's tensors; None = make only shapes and shardings. threads: read and convert tensors; None = there
     is nothing to read.
@@ -124,7 +135,7 @@ class _Loader:
     mesh: Mesh
     dtype: np.dtype[Any]
     stored: Mapping[str, Tensor] | None
-    int8: bool
+    base_weights: BaseWeights
     threads: ThreadPoolExecutor | None = None
 
     def whole(self, name: str, shape: tuple[int, ...], *axes: Axis) -> jax.Array:
@@ -171,7 +182,15 @@ class _Loader:
 
             return self._stack((*matrix.stack, *shape[::-1]), (EXPERT, *axes[::-1]), dtype, fill)
 
-        if self.int8:
+        if self.base_weights == "nf4":
+            outputs, inputs, block = *shape, block_of(matrix.inputs)
+            if inputs % 2:
+                raise UserError(f"base_weights is 'nf4': {matrix.module} has {inputs} inputs; must be an even number")
+            halves = stacked(partial(self._packed, block), (outputs, inputs // 2), axes, np.uint8)
+            return FourBit(
+                halves, stacked(partial(self._block_scales, block), (outputs, inputs // block), axes, self.dtype)
+            )
+        if self.base_weights == "int8":
             values = stacked(self._values, shape, axes, jnp.int8)
             return Int8(values, stacked(self._scales, shape[:1], axes[:1], self.dtype))
         return stacked(_copy, shape, axes, self.dtype)
@@ -227,9 +246,19 @@ class _Loader:
     def _scales(self, out: Array, tensor: Tensor, o: slice) -> None:
         out[...] = scales(_floats(tensor, o), self.dtype)
 
+    def _packed(self, block: int, out: Array, tensor: Tensor, o: slice, pairs: slice) -> None:
+        start, stop, _ = pairs.indices(tensor.shape[1] // 2)
+        first = 2 * start // block * block  # a device's part may end inside a block
+        rows = _floats(tensor, o, slice(first, -(-2 * stop // block) * block))
+        out[...] = packed(rows, block, self.dtype)[:, start - first // 2 : stop - first // 2]
 
-def _floats(tensor: Tensor, rows: slice) -> Array:
-    return np.asarray(tensor.view(DTYPES[tensor.dtype])[rows], dtype=np.float32)
+    def _block_scales(self, block: int, out: Array, tensor: Tensor, o: slice, blocks: slice) -> None:
+        start, stop, _ = blocks.indices(tensor.shape[1] // block)
+        out[...] = block_scales(_floats(tensor, o, slice(start * block, stop * block)), block, self.dtype)
+
+
+def _floats(tensor: Tensor, *where: slice) -> Array:
+    return np.asarray(tensor.view(DTYPES[tensor.dtype])[where], dtype=np.float32)
 
 
 def _empty(shape: list[int], dtype: np.dtype[Any]) -> Array:
@@ -265,11 +294,11 @@ def by_layer(cfg: ModelConfig, params: Params) -> Params:
 
     XLA:CPU copies a layer out of the stack before it multiplies by it, which takes most of a decode step's time
     (81.8M parameters, one row: 98 ms against 35). Other platforms read the stack in place and prefer the shorter
-    program of a loop. Int8 matrices stay stacked. In a program without a loop, XLA:CPU converts the matrices of all
-    layers to floats before it decodes, and keeps these through the chunk: 3.3 MB for 3.15 MB of matrices, against
-    0.9 MB in a loop.
+    program of a loop. Quantized matrices stay stacked. In a program without a loop, XLA:CPU converts the matrices of
+    all layers to floats before it decodes, and keeps these through the chunk: 3.3 MB for 3.15 MB of int8 matrices,
+    against 0.9 MB in a loop.
     """
-    if not on_cpu() or isinstance(params.layers, tuple) or _has_int8(params.layers):
+    if not on_cpu() or isinstance(params.layers, tuple) or _is_quantized(params.layers):
         return params
     stacked = params.layers
 
@@ -293,11 +322,11 @@ def by_layer(cfg: ModelConfig, params: Params) -> Params:
 
 def count(params: Params) -> int:
     """The number of base parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8)))
+    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8 | FourBit)))
 
 
-def _has_int8(layers: LayerParams) -> bool:
-    return any(isinstance(weight, Int8) for weight in layers.values())
+def _is_quantized(layers: LayerParams) -> bool:
+    return any(isinstance(weight, Int8 | FourBit) for weight in layers.values())
 
 
 def _check_expert_axis(cfg: ModelConfig, folder: str | Path, mesh: Mesh) -> None:

@@ -70,7 +70,8 @@ class Params:
 
     embed_VD: the embedding.
     layers: by our names, each stacked over the layers that have it (`families.projections`, `layer_tensors`). Matrices
-    of experts lie transposed, and matrices may be `quantized.Int8`. Or a tuple of layers (`params.by_layer`).
+    of experts lie transposed, and matrices may be `quantized.Int8` or `FourBit`. Or a tuple of layers
+    (`params.by_layer`).
     final_norm_D: of the last layer's result.
     unembed_VD: None when the embedding is tied.
     tower: the tensors of `vision_config.tower_tensors`, complete on each device; None in models that take text only.

@@ -212,7 +212,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
             f"base model {config.model_path!r}: its weights take {weights / GB:.1f} GB of the {limit / GB:.1f} GB of "
             f"each device. Too little is left to train and sample: a training step of {tokens} tokens takes "
             f"{sum(step) / GB:.1f} GB and may take {most * max(0, free) / GB:.1f}. Use {less}more devices, "
-            "TINKERFLOW_TENSOR_PARALLEL, TINKERFLOW_BASE_WEIGHTS=int8, or devices with more memory"
+            "TINKERFLOW_TENSOR_PARALLEL, TINKERFLOW_BASE_WEIGHTS=int8 or nf4, or devices with more memory"
         )
     pages = (cache - states) // page
     uses = MemoryUses(

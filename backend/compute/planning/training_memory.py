@@ -164,6 +164,10 @@ def _step(
     if config.fsdp > 1:  # the unembedding, the weights of a layer in use, and those of the next layer
         unsplit = replace(config, fsdp=1)
         gathered = vocab * cfg.hidden * item + 2 * weight_bytes(cfg, unsplit) // cfg.layers
+    widened = 0
+    if config.base_weights == "nf4":  # a layer's matrices, while it is differentiated
+        wide, packed = (weight_bytes(cfg, replace(config, fsdp=1, base_weights=kind)) for kind in ("full", "nf4"))
+        widened = (wide - packed) // cfg.layers
     # The adapter in the dtype of the activations, its gradient and the sum of gradients, all of them gathered. In
     # addition the earlier gradients of commands in flight.
     usual = lora_weights.shapes(cfg, usual_spec(cfg, config.expert_rank))
@@ -174,7 +178,7 @@ def _step(
     # or linear attention, the compilers need more than is counted here, so logits are counted, too.
     counted = cfg.experts or cfg.delta is not None or keep is not Keep.GROUPS
     most = layer + max(chunks, logits) if counted else max(layer, logits)
-    return kept, max(before, most + ends + gathered + gradients)
+    return kept, max(before, most + ends + gathered + widened + gradients)
 
 
 def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:

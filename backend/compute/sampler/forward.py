@@ -38,7 +38,7 @@ from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, 
 from tinkerflow.backend.compute.sampler.latent_attention import attend_latents
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
 from tinkerflow.backend.compute.sampler.states import States, state_of, with_layer
-from tinkerflow.backend.compute.weights.quantized import Int8
+from tinkerflow.backend.compute.weights.quantized import FourBit, Int8
 
 Carry = tuple[KVCache, States, jax.Array, jax.Array]  # from layer to layer, with hidden states and the layer's number
 
@@ -123,8 +123,8 @@ def run_layers(
 def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
     """The matrices that are used in place, without a copy of each layer's.
 
-    On one GPU these are all. On TPUs they are those of experts, which XLA would copy for the kernel; int8 is widened
-    there, a layer at a time.
+    On one GPU these are all. On TPUs they are those of experts, which XLA would copy for the kernel; quantized ones are
+    widened there, a layer at a time.
     """
     if on_cpu():
         return frozenset()
@@ -134,7 +134,7 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
         names = stacks.keys() & projections(cfg).keys() if mesh.size == 1 else set()
         return frozenset(names - {"kv_b"})  # `latent_attention` multiplies by head
     experts = EXPERT_MATRICES if cfg.experts else ()
-    return frozenset(name for name in experts if not isinstance(stacks[name], Int8))
+    return frozenset(name for name in experts if not isinstance(stacks[name], Int8 | FourBit))
 
 
 def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:

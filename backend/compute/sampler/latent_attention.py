@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.models.layers import LatentAttention
 from tinkerflow.backend.compute.models.layers.step import AttentionFn
 from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.sampler.snapshot_cache import own_columns
-from tinkerflow.backend.compute.weights.quantized import Int8, Weight
+from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, Weight
 
 
 def attend_latents(
@@ -75,7 +75,8 @@ def _by_heads(mesh: Mesh, x_SQHd: jax.Array) -> jax.Array:
 
 def _halves(kv_b: Weight, H: int, p: int, dtype: Any) -> tuple[jax.Array, jax.Array, Any, Any]:
     """The matrices of keys [H, p, c] and values [H, v, c]; and the scales of both, [H, p] and [H, v], or 1."""
-    matrix = kv_b.values.astype(dtype) if isinstance(kv_b, Int8) else kv_b
+    matrix = kv_b.dense(dtype) if isinstance(kv_b, FourBit) else kv_b
+    matrix = matrix.values.astype(dtype) if isinstance(matrix, Int8) else matrix
     by_head = matrix.reshape(H, -1, matrix.shape[-1])
     if not isinstance(kv_b, Int8):
         return by_head[:, :p], by_head[:, p:], 1, 1

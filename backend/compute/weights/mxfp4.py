@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
+VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
 _BIAS = 127
 BLOCK = 32  # numbers that share a scale
 
 
 def dequantised(blocks: npt.NDArray[Any], scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """The matrix [rows, 32 * blocks] of blocks uint8 [rows, blocks, 16] and scales uint8 [rows, blocks]; exact."""
-    pairs = np.stack([_VALUES[blocks & 15], _VALUES[blocks >> 4]], axis=-1)
+    pairs = np.stack([VALUES[blocks & 15], VALUES[blocks >> 4]], axis=-1)
     wide = np.ldexp(pairs.reshape(*scales.shape, -1), scales.astype(np.int32)[..., None] - _BIAS)
     whole: npt.NDArray[np.float32] = wide.reshape(len(blocks), -1)
     return whole

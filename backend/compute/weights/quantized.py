@@ -1,19 +1,47 @@
-"""Base weights kept as int8 with one scale for each output: a quarter of float32's memory, half of bfloat16's.
+"""Base weights that are kept in 8 or 4 bits.
 
-For a matrix as Hugging Face stores it, W [out, in], scale[o] = max|W[o]| / 127, rounded to the dtype of the
-activations. values[o, i] = W[o, i] / scale[o] in float32, rounded to the nearest integer (halves to even) and clipped
-to +-127. A row of zeros has scale 0 and values 0. A product is computed as x @ values.T * scale; the matrix
-values * scale is never made.
+Int8 has one scale for each output: a quarter of float32's memory, half of bfloat16's. For a matrix as Hugging Face
+stores it, W [out, in], scale[o] = max|W[o]| / 127, rounded to the dtype of the activations. values[o, i] =
+W[o, i] / scale[o] in float32, rounded to the nearest integer (halves to even) and clipped to +-127. A row of zeros has
+scale 0 and values 0. A product is computed as x @ values.T * scale; the matrix values * scale is never made.
+
+FourBit has two numbers in a byte, and a scale for each block of inputs. A number is an index of a table:
+
+- NF4 (QLoRA, arXiv 2305.14314, section 3): quantiles of the normal distribution, between -1 and 1. A block has 64
+  inputs, and its scale is its largest absolute value, rounded to the dtype of the activations. A weight is divided by
+  the scale in float32, and gets the nearest number of the table. Scales are not quantized again.
+- MXFP4 (`mxfp4`), as files have it.
+
+A matrix is computed back, number * scale in float32 and then in the dtype of the activations, wherever it is
+multiplied by. So training and sampling multiply by the same bits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+
+from tinkerflow.backend.compute.weights import mxfp4
+
+BLOCK = 64  # inputs that share a scale in NF4
+_AT_ONCE = 2**18  # numbers that are rounded in one go, which the processor's cache holds
+# Appendix E of the paper, as bitsandbytes has them.
+NF4 = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+TABLES = {"nf4": NF4, "mxfp4": mxfp4.VALUES}
 
 
 @flax.struct.dataclass
@@ -32,7 +60,59 @@ class Int8:
         return int(self.values.size)
 
 
-Weight = jax.Array | Int8
+@flax.struct.dataclass
+class FourBit:
+    """A frozen matrix: packed uint8 [..., out, in / 2], the number of the first of two inputs in the lower four bits.
+
+    scale: [..., out, blocks], in the dtype of the activations; of MXFP4 uint8, an exponent of two with a bias of 127.
+    The matrices of experts lie the other way, packed [..., in / 2, out] and scale [..., blocks, out].
+    """
+
+    packed: jax.Array
+    scale: jax.Array
+    table: Literal["nf4", "mxfp4"] = flax.struct.field(pytree_node=False, default="nf4")  # type: ignore[no-untyped-call]
+
+    @property
+    def size(self) -> int:
+        """How many parameters it has."""
+        return 2 * int(self.packed.size)
+
+    def dense(self, dtype: Any, *, of_experts: bool = False) -> jax.Array:
+        """The matrix, [..., out, in], of experts [..., in, out], in `dtype`.
+
+        It is elementwise operations of its operands. No program has it for more than one layer at a time: loops over
+        layers take a layer's part out of the stack first, and backward passes compute it again (`jax.checkpoint`).
+        """
+        axis = self.packed.ndim - (2 if of_experts else 1)
+        before, after, blocks = self.packed.shape[:axis], self.packed.shape[axis + 1 :], self.scale.shape[axis]
+        pairs = self.packed.reshape(*before, blocks, -1, 1, *after)
+        shifts = jnp.arange(0, 8, 4, dtype=jnp.uint8).reshape(2, *(1 for _ in after))
+        numbers = numbers_of((pairs >> shifts) & 15, self.table)
+        scale = scale_of(self.scale).reshape(*before, blocks, 1, 1, *after)
+        return (numbers * scale).astype(dtype).reshape(*before, -1, *after)
+
+
+Weight = jax.Array | Int8 | FourBit
+
+
+def numbers_of(codes: jax.Array, table: str) -> jax.Array:
+    """The numbers that `codes` (integers from 0 to 15) stand for, float32.
+
+    By selections instead of a gather: they fuse and vectorize on every platform, and TPUs gather one by one.
+    """
+    codes, found = codes.astype(jnp.int32), list(TABLES[table])
+    for bit in range(4):
+        odd = codes & (1 << bit) != 0
+        found = [jnp.where(odd, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
+    numbers: jax.Array = found[0]
+    return numbers
+
+
+def scale_of(scale: jax.Array) -> jax.Array:
+    """The scales in float32."""
+    if scale.dtype != jnp.uint8:
+        return scale.astype(jnp.float32)
+    return jax.lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)  # the exponent of a float32
 
 
 def scales(rows: npt.NDArray[Any], dtype: Any) -> npt.NDArray[Any]:
@@ -45,3 +125,32 @@ def rounded(rows: npt.NDArray[Any], scale: npt.NDArray[Any]) -> npt.NDArray[np.i
     wide = np.asarray(scale, np.float32)[:, None]
     steps = np.asarray(rows, np.float32) / np.where(wide > 0, wide, 1)
     return np.clip(np.rint(steps), -127, 127).astype(np.int8)
+
+
+def block_of(inputs: int) -> int:
+    """The inputs that share a scale in NF4: 64, or the largest power of two below that divides the matrix's inputs."""
+    return math.gcd(inputs, BLOCK)
+
+
+def block_scales(rows: npt.NDArray[Any], block: int, dtype: Any) -> npt.NDArray[Any]:
+    """The NF4 scale of each block of `rows` [out, any blocks of in], [out, blocks] in `dtype`."""
+    return np.asarray(np.abs(rows.reshape(len(rows), -1, block)).max(axis=-1), dtype)
+
+
+def packed(rows: npt.NDArray[Any], block: int, dtype: Any) -> npt.NDArray[np.uint8]:
+    """The NF4 numbers of `rows` [out, any blocks of in], [out, in / 2]: two in a byte, the lower four bits first.
+
+    dtype: of the scales.
+    """
+    between = (NF4[1:] + NF4[:-1]) / 2
+    found = np.empty((len(rows), rows.shape[1] // 2), np.uint8)
+    step = max(1, _AT_ONCE // rows.shape[1])
+    for first in range(0, len(rows), step):
+        blocks = np.asarray(rows[first : first + step], np.float32).reshape(-1, block)
+        scale = np.asarray(block_scales(blocks, block, dtype), np.float32)
+        steps = blocks / np.where(scale > 0, scale, 1)
+        codes = np.zeros(steps.shape, np.uint8)
+        for border in between:
+            codes += (steps > border).view(np.uint8)
+        found[first : first + step] = (codes[:, ::2] | codes[:, 1::2] << 4).reshape(-1, found.shape[1])
+    return found

@@ -73,7 +73,7 @@ def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
 
 @pytest.mark.parametrize("memory_gb", [24, 33.5, 64, 78.7, 140])
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 8}, {"tensor": 8}])
-@pytest.mark.parametrize("weights", ["full", "int8"])
+@pytest.mark.parametrize("weights", ["full", "int8", "nf4"])
 def test_all_uses_together_stay_within_the_memory(memory_gb: float, mesh: dict[str, int], weights: str) -> None:
     limit, config = int(memory_gb * GB), config_of(base_weights=weights, **mesh)
     plan = memory_plan.plan_memory(CFG, config, limit)
@@ -164,7 +164,7 @@ def test_devices_that_do_not_say_what_they_have_must_be_named_a_number(
         assert memory_plan.device_limit(config_of(device_memory=40)) == 40 * GB
 
 
-@pytest.mark.parametrize("weights", ["full", "int8"])
+@pytest.mark.parametrize("weights", ["full", "int8", "nf4"])
 def test_weights_and_adapters_take_what_the_plan_says(reference: Reference, weights: Any) -> None:
     folder = reference.folder
     cfg, mesh = load_config(folder), make_mesh(1, 1)

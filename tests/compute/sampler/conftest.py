@@ -27,7 +27,7 @@ from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
 from tinkerflow.backend.compute.training.budget import Budget
-from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
+from tinkerflow.backend.spec.commands import BaseWeights, GroupConfig, LoraSpec
 
 VOCAB = 320
 CONTEXT = 600
@@ -123,11 +123,11 @@ def _save(folder: Path, architecture: str) -> None:
     model.save_pretrained(folder)
 
 
-def make_tiny(folder: Path, architecture: str) -> Tiny:
+def make_tiny(folder: Path, architecture: str, base_weights: BaseWeights = "full") -> Tiny:
     _save(folder, architecture)
     cfg = load_config(folder)
     mesh = make_mesh(1, 1)
-    return Tiny(folder, cfg, load_params(cfg, folder, mesh, "float32"), mesh)
+    return Tiny(folder, cfg, load_params(cfg, folder, mesh, "float32", base_weights=base_weights), mesh)
 
 
 @pytest.fixture(scope="session")

@@ -21,15 +21,17 @@ from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
 
 
+@pytest.mark.parametrize("base_weights", ["full", pytest.param("nf4", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "family",
     ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.thorough)],
     ids=["layers alike", "two kinds of layers, with experts"],
 )
 def test_weights_that_are_read_in_place_give_the_same(
-    family: str, qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, base_weights: Any, qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = qwen if family == "qwen3" else make_tiny(tmp_path, family)
+    alike = family == "qwen3" and base_weights == "full"
+    tiny = qwen if alike else make_tiny(tmp_path, family, base_weights)
     cache = empty_cache(tiny.cfg, tiny.mesh, 3, PAGE, "float32", False)
     random, empty = np.random.default_rng(0), empty_stack(tiny.cfg, tiny.mesh, (32, 32), "float32", False)
     stack = jax.tree.map(lambda part: jnp.asarray(random.normal(size=part.shape) / 4, jnp.float32), empty)

@@ -14,6 +14,7 @@ M = B * T * k rows to compute, F the width of an expert.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from tinkerflow.backend.compute.kernels.matmul import OfLayer
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts
 from tinkerflow.backend.compute.models.layers.step import Linear
 from tinkerflow.backend.compute.models.lora import LoraApply, LoraPair
-from tinkerflow.backend.compute.weights.quantized import Int8, Weight
+from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, Weight
 
 Gated = Callable[[jax.Array, jax.Array], jax.Array]  # gated(gate_MF, up_MF) -> [M, F]
 
@@ -52,7 +53,7 @@ def mixture(
     biases = {linear.name: linear.bias for linear in linears if linear.bias is not None}
     pairs = {linear.name: linear.pair for linear in linears if linear.pair is not None}
     width = jax.tree.leaves(weights["gate"])[0].shape[-1]
-    inner = TENSOR if width % mesh.shape[TENSOR] == 0 else None
+    inner = TENSOR if math.gcd(width, _blocks(weights["down"])) % mesh.shape[TENSOR] == 0 else None
     moved = mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
     rows = PartitionSpec(ROWS) if moved else PartitionSpec(FSDP if y_BTD.shape[0] % mesh.shape[FSDP] == 0 else None)
     local = jax.shard_map(
@@ -73,6 +74,12 @@ def mixture(
     return mixed_BTD
 
 
+def _blocks(weight: Weight | OfLayer) -> int:
+    """The blocks of inputs that share a scale, which no device has a part of; 0 = there are none."""
+    stack = weight.stack if isinstance(weight, OfLayer) else weight
+    return stack.scale.shape[-2] if isinstance(stack, FourBit) else 0
+
+
 def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any:
     """The experts split, and F over the tensor axis where that divides it; gathered over fsdp."""
     if isinstance(weight, OfLayer):
@@ -81,7 +88,7 @@ def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any
     if isinstance(weight, Int8):
         scale: Any = PartitionSpec(EXPERT, whole[2])
         return Int8(values=whole, scale=scale)
-    return whole
+    return FourBit(whole, whole, weight.table) if isinstance(weight, FourBit) else whole
 
 
 def _of_layer(specs: Any) -> Any:

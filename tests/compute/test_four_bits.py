@@ -1,0 +1,149 @@
+"""Base weights in 4 bits: the tables, the layout, and training and sampling as with the weights computed back.
+
+The reference rounds the tensors of a folder in NumPy, and writes them as a folder of plain weights. CI compares a
+family of each kind of layer; `pytest --families` compares all of them.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from scipy.stats import norm
+from tests.compiled import forget_programs
+from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import Reference, build
+from tests.compute.test_parity import chosen, in_peft, same_gradients, scores, skip_unless  # noqa: F401 (chosen is a fixture)
+
+from tinkerflow.backend.compute.models.families import family_of, load_config, projections, registered
+from tinkerflow.backend.compute.models.family import open_unpacked
+from tinkerflow.backend.compute.weights.files import DTYPES
+from tinkerflow.backend.compute.weights.quantized import NF4, FourBit, block_of, block_scales, packed
+
+LENGTHS = (1, 7, 33)
+
+
+def computed_back(matrix: np.ndarray) -> np.ndarray:
+    """The rule of QLoRA, in float64: blocks along the inputs, their largest value, the nearest number."""
+    blocks = matrix.astype(np.float64).reshape(-1, np.gcd(matrix.shape[1], 64))
+    scale = np.abs(blocks).max(axis=1, keepdims=True)
+    nearest = np.abs(blocks[..., None] / np.where(scale > 0, scale, 1)[..., None] - NF4).argmin(axis=-1)
+    return (NF4[nearest] * scale).reshape(matrix.shape).astype(np.float32)
+
+
+def rounded_folder(model: Reference, folder) -> None:
+    """The model's folder with matrices that are rounded, each expert's alone, in plain float32."""
+    cfg = load_config(model.folder)
+    tensors = open_unpacked(family_of(cfg), cfg, model.folder, "m")
+    plain = {name: np.array(tensor.view(DTYPES[tensor.dtype])) for name, tensor in tensors.items()}
+    for ours, matrix in projections(cfg).items():
+        if ours != "unembed":
+            for place in np.ndindex(matrix.stack):
+                name = f"{matrix.name(place)}.weight"
+                plain[name] = computed_back(plain[name])
+    save_file(plain, folder / "model.safetensors")
+    for name in ("config.json", "preprocessor_config.json"):
+        if (model.folder / name).exists():
+            (folder / name).write_text((model.folder / name).read_text())
+
+
+@pytest.fixture(scope="module", params=registered())
+def family(request, tmp_path_factory):
+    """A model of every family; its executor in 4 bits; and one with the rounded weights in float32."""
+    model, folder = (
+        build(tmp_path_factory.mktemp(request.param), request.param, tied=False),
+        tmp_path_factory.mktemp("rounded"),
+    )
+    rounded_folder(model, folder)
+    yield Reference(folder, model.model), model.executor(base_weights="nf4"), Reference(folder, None).executor()
+    forget_programs()
+
+
+@pytest.fixture
+def compared(request):
+    """Skips the slower tests for all but a dense family and one of experts."""
+    skip_unless({"qwen3", "gpt_oss"}, request)
+
+
+def test_numbers_are_quantiles_of_the_normal_distribution():
+    """`create_normal_map` of bitsandbytes, whose last quantile is in the middle between those of 1 / 30 and 1 / 32."""
+    offset = 0.9677083
+    ends = [norm.ppf(np.linspace(offset, 0.5, count)[:-1]) for count in (9, 8)]
+    found = np.sort([*ends[0], 0.0, *-ends[1]])
+    np.testing.assert_allclose(NF4, found / found.max(), atol=1e-6)
+
+
+@pytest.mark.parametrize("inputs", [64, 192, 96, 6])
+def test_a_matrix_is_computed_back_as_the_rule_says(inputs):
+    rows = np.random.default_rng(0).normal(size=(10, inputs)).astype(np.float32)
+    rows[3] = 0
+    block = block_of(inputs)
+    weight = FourBit(packed(rows, block, "float32"), block_scales(rows, block, "float32"))
+    assert (weight.packed.shape, weight.packed.dtype) == ((10, inputs // 2), np.uint8)
+    assert weight.size == rows.size
+    np.testing.assert_allclose(weight.dense(jnp.float32), computed_back(rows), rtol=1e-6)
+    turned = FourBit(weight.packed.T[None], weight.scale.T[None])
+    np.testing.assert_array_equal(turned.dense(jnp.float32, of_experts=True)[0].T, weight.dense(jnp.float32))
+
+
+def test_a_scale_in_bfloat16_is_the_one_that_weights_are_divided_by():
+    rows = np.random.default_rng(0).normal(size=(8, 128)).astype(np.float32)
+    scale = block_scales(rows, 64, jnp.bfloat16)
+    assert scale.dtype == jnp.bfloat16
+    found = np.asarray(FourBit(packed(rows, 64, jnp.bfloat16), scale).dense(jnp.float32))
+    wide = np.repeat(scale.astype(np.float32), 64, axis=1)
+    nearest = NF4[np.abs(rows[..., None] / wide[..., None] - NF4).argmin(axis=-1)] * wide
+    np.testing.assert_allclose(found, nearest, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("chosen")
+def test_logprobs_are_those_of_the_rounded_weights(family, examples, adapter, forward):
+    data, (_, packed_one, plain) = examples(LENGTHS), family
+    for one in (packed_one, plain):
+        adapter(one, "scored")
+    found, wanted = (forward(one, "scored", data).logprobs for one in (packed_one, plain))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("compared")
+def test_gradients_are_those_of_the_rounded_weights(family, examples, adapter, forward, gradients):
+    """Of every adapter, those of experts too, which PEFT has in another way."""
+    data, (_, packed_one, plain) = examples(LENGTHS), family
+    for one in (packed_one, plain):
+        adapter(one, "trained")
+        forward(one, "trained", data, backward=True)
+    slopes = gradients(plain, "trained")
+    for name, gradient in gradients(packed_one, "trained").items():
+        assert np.abs(gradient - slopes[name]).max() < 1e-4 * max(1.0, np.abs(slopes[name]).max()), name
+
+
+def test_logprobs_and_gradients_are_those_of_peft(family, tmp_path, request, examples, adapter, forward, gradients):
+    """QLoRA: the rounded model in torch, with PEFT's adapter."""
+    (model, packed_one, _), cfg = family, load_config(family[0].folder)
+    rounded = model.folder
+    if not request.config.getoption("--families") and cfg.architecture != "qwen3":
+        pytest.skip("runs with --families")
+    by_torch, info = type(model.model).from_pretrained(rounded, output_loading_info=True)
+    if info["missing_keys"]:
+        pytest.skip("transformers reads the experts of this family only as one tensor")
+    adapter(packed_one, "a", train_mlp=not cfg.experts)
+    data = examples(LENGTHS, targets=2)
+    with in_peft(Reference(rounded, by_torch), packed_one, "a", tmp_path) as adapted:
+        result, loss = forward(packed_one, "a", data, backward=True), torch.zeros(())
+        for example, found in zip(data, result.logprobs, strict=True):
+            scored = scores(adapted, example)
+            close_logprobs(found, scored.detach().numpy())
+            loss = loss - (scored * torch.tensor(example.weights_TK)).sum()
+        loss.backward()
+        same_gradients(gradients(packed_one, "a"), adapted)
+
+
+@pytest.mark.usefixtures("compared")
+def test_samples_and_their_scores_are_those_of_the_rounded_weights(family, examples, ask, run_all):
+    prompt = examples((20,))[0].tokens_T
+    found, wanted = (run_all(one, ask("a", prompt, 6, prompt_logprobs=True))["a"] for one in family[1:])
+    assert found.sequences[0].tokens_T.tolist() == wanted.sequences[0].tokens_T.tolist()
+    np.testing.assert_allclose(found.prompt_logprobs_T[1:], wanted.prompt_logprobs_T[1:], atol=1e-5, rtol=0)
