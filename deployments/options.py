@@ -5,6 +5,7 @@ The help of every command imports this module, so it imports pydantic and rich o
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -44,6 +45,12 @@ def settings_with(**given: Any) -> Settings:
     return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
+def export_data_dir(data_dir: Path | None) -> None:
+    """Let settings that are read later, and processes that are started, use the data dir that was given."""
+    if data_dir is not None:
+        os.environ["TINKERFLOW_DATA_DIR"] = str(data_dir.absolute())
+
+
 def minute(moment: datetime | None) -> str:
     """A moment for people; "" for none."""
     return f"{moment:%Y-%m-%d %H:%M} UTC" if moment else ""
@@ -78,7 +85,11 @@ def _explain(wrong: Any, model: type[BaseModel] | None) -> str:
     *outer, last = wrong["loc"] or ("settings",)
     place = ".".join(map(str, (*outer, last)))
     if wrong["type"] == "extra_forbidden":
-        return f"{place}: is not a parameter{did_you_mean(str(last), _fields(model, outer))}"
+        known = [
+            *_fields(model, outer),
+            *(f"{name}.{last}" for name in _fields(model, []) if last in _fields(model, [name])),
+        ]
+        return f"{place}: is not a parameter{did_you_mean(str(last), known)}"
     message = wrong["msg"].removeprefix("Value error, ")
     value = wrong["input"]
     # A URL may contain a password. Some messages begin with the value.

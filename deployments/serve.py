@@ -139,6 +139,7 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
     prefect = wait_for_prefect(lambda: server_for_clients(settings.data_dir, os.environ), settings.start_deadline)
     os.environ |= prefect.environment | {MAY_IMPORT: allowed}
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
+    os.umask(0o077)  # results and records of runs are for the owner only
     asyncio.run(_serve(file, f"{settings.pipelines_url}/results", limit))
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tinkerflow.deployments.options import DataDir, plain_console, setting, settings_with
+from tinkerflow.deployments.options import DataDir, export_data_dir, plain_console, setting, settings_with
 from tinkerflow.deployments.overview import PIPELINES
 
 app = typer.Typer()
@@ -63,6 +63,8 @@ def run(
     """
     from tinkerflow.deployments.run import run as run_pipeline
 
+    if not example:
+        export_data_dir(data_dir)
     _exit(run_pipeline(plain_console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir))
 
 
@@ -87,4 +89,5 @@ def serve(
     """
     from tinkerflow.deployments.serve import serve as serve_deployments
 
+    export_data_dir(data_dir)
     serve_deployments(file, settings_with(data_dir=data_dir), limit=limit)

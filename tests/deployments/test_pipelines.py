@@ -15,7 +15,7 @@ from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import read_deployments
 from tinkerflow.flows.pipelines import Pipeline, pipelines
-from tinkerflow.tasks.pipelines.parameters import PARAMETERS
+from tinkerflow.tasks.pipelines.parameters import PARAMETERS, SftParameters
 
 ROOT = Path(__file__).parents[2]
 EVERY = pytest.mark.parametrize("pipeline", pipelines().values(), ids=pipelines())
@@ -25,6 +25,24 @@ def test_pipelines_parameters_and_examples_have_the_same_names() -> None:
     examples = sorted(file.stem for file in example_file("").glob("*.yaml"))
     assert examples == list(pipelines()) == list(PARAMETERS)
     assert all(pipeline.parameters is PARAMETERS[name] for name, pipeline in pipelines().items())
+
+
+@pytest.mark.parametrize("command", [("serve", "--file", "p.yaml"), ("run", "sft", "--config", "s.yaml")])
+def test_flows_work_in_the_data_dir_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("TINKERFLOW_DATA_DIR", "/elsewhere")
+    found = []
+
+    def look(*_: object, **__: object) -> bool:
+        found.append(SftParameters.model_construct().work_url)
+        return True
+
+    monkeypatch.setattr("tinkerflow.deployments.serve.serve", look)
+    monkeypatch.setattr("tinkerflow.deployments.run.run", look)
+    monkeypatch.setattr("tinkerflow.deployments.commands.pipelines._exit", lambda good: None)
+    done = CliRunner().invoke(command_line("pipelines"), [*command, "--data-dir", str(tmp_path)])
+    assert (done.exit_code, found) == (0, [f"file://{tmp_path}/pipelines"])
 
 
 @EVERY

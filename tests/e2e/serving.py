@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tinkerflow.deployments.data_dir import open_to_others
+
 HERE = Path(__file__).parent
 
 
@@ -42,5 +44,7 @@ def serving(file: Path, log: Path) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+    if (work := log.parent / "pipelines").is_dir():
+        assert open_to_others(work) == [], "results of flows are for the owner only"
     said = log.read_text()
     assert process.returncode == 0 and "SystemExit" not in said and said.endswith("stopped\n"), said
