@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tinkerflow import __version__
+from tinkerflow.backend.catalog.model_card import EMBEDDED_FOLDER
 from tinkerflow.backend.core.disk import folder_of_url, make_folder, open_private
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
@@ -79,9 +80,27 @@ def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
         reason = str(error).partition("\n")[0].rstrip(":")  # tarfile lists the reason of each format
         raise UserError(f"backup {file}: cannot be restored ({reason})") from error
     (data_dir / MANIFEST).unlink()
+    _name_embedded_model(data_dir)
     folder = shlex.quote(str(data_dir))
     yield f"restored the backup of {manifest['made_at'][:16]} UTC (tinkerflow {manifest['version']}) into {data_dir}"
     yield f"next: tinkerflow checkpoint verify --data-dir {folder} && tinkerflow up --data-dir {folder}"
+
+
+def _name_embedded_model(data_dir: Path) -> None:
+    """Let rows of the journal name the embedded model of this data dir. Its name is its folder (`EMBEDDED_FOLDER`)."""
+    if not (journal := data_dir / JOURNAL).exists():
+        return
+    folder = "/".join(EMBEDDED_FOLDER)
+    with closing(sqlite3.connect(journal)) as database, database:
+        tables = database.execute(
+            "SELECT m.name FROM sqlite_master m JOIN pragma_table_info(m.name) c"
+            " WHERE m.type = 'table' AND c.name = 'base_model'"
+        ).fetchall()
+        for (table,) in tables:
+            database.execute(
+                f'UPDATE "{table}" SET base_model = ? WHERE base_model LIKE ?',
+                (str(data_dir.absolute() / folder), f"%/{folder}"),
+            )
 
 
 def _private(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:

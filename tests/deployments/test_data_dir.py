@@ -15,6 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.core.ids import model_id
+from tinkerflow.backend.journal import Kind, NewModel, NewRequest, NewSession
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.backup import restore_backup, write_backup
 from tinkerflow.deployments.commands import command_line
@@ -128,6 +130,22 @@ def test_a_backup_is_made_beside_a_writer_and_restored_into_a_new_folder(tmp_pat
     assert (tmp_path / "new/store/run/tensors").read_bytes() == b"\1" * 100
     assert (tmp_path / "new/group.secret").read_text() == "s3cret"
     assert open_to_others(tmp_path / "new") == []
+
+
+def test_a_restored_service_has_the_embedded_model_of_its_own_data_dir(tmp_path: Path) -> None:
+    settings = filled(tmp_path / "old")
+    embedded, other = f"{tmp_path}/old/models/tinkerflow/tiny-qwen3", "Qwen/Qwen3-0.6B"
+    with open_journal(settings) as journal:
+        session = journal.sessions.create(NewSession("search", "0.38.0"))
+        for n, base in enumerate((embedded, other)):
+            run = model_id(session, n)
+            creation = NewRequest(Kind.CREATE_MODEL, "search", b"{}", "", model_id=run, seq_id=0)
+            journal.models.create(NewModel(run, session, "search", base, 8), creation)
+    list(write_backup(settings, tmp_path / "b.tar"))
+    list(restore_backup(tmp_path / "b.tar", tmp_path / "new"))
+    with open_journal(Settings(data_dir=tmp_path / "new")) as journal:
+        found = [journal.models.get(model_id(session, n), None).base_model for n in (0, 1)]
+    assert found == [f"{tmp_path}/new/models/tinkerflow/tiny-qwen3", other]
 
 
 def test_a_file_that_is_no_backup_or_leads_elsewhere_is_refused(tmp_path: Path) -> None:
