@@ -51,7 +51,8 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
         near = [path.name for path in file.parent.iterdir()] if file.parent.is_dir() else []
         raise UserError(f"config {file}: does not exist{did_you_mean(file.name, near)}") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"config {file}: {' '.join(str(error).split())}") from error
+        quotes = "; names with ? : , # [ ] { } need quotes" if isinstance(error, yaml.YAMLError) else ""
+        raise UserError(f"config {file}: {' '.join(str(error).split())}{quotes}") from error
     if not isinstance(values, dict):
         raise UserError(f"config {file}: must hold names and values")
     for change in changes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -29,6 +30,8 @@ from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
+
+LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -66,7 +69,10 @@ def run(
     check_first_rows(parameters)
     check_server(parameters, settings)
     with prefect_api(console, settings) as (prefect, starts):
-        again = f"tinkerflow run {pipeline} --config {shlex.quote(str(config))} --set resume="
+        words = ["tinkerflow", "run", pipeline, "--config", str(config)]
+        for change in changes:
+            words += [] if change.startswith("resume=") else ["--set", change]
+        again = shlex.join([*words, *(("--data-dir", str(data_dir)) if data_dir else ())]) + " --set resume="
         page, completed = run_and_show(console, find(pipeline), values, prefect, again)
     if starts:
         print_line(console, see_again(page, settings.data_dir))
@@ -218,12 +224,15 @@ def run_and_show(
     return page, state.is_completed()
 
 
+_PREFECTS_WORDS = re.compile(r"^(Flow|Task) run encountered an exception:? (UserError: )?")
+
+
 def _show_failure(console: Console, name: str, state: State[BaseModel]) -> None:
     """Print the error of a run in a line, with the traceback unless a person can fix it."""
     error = state.data if isinstance(state.data, Exception) else None
     if error is not None and not isinstance(error, TinkerflowError):
         console.print("".join(traceback.format_exception(error)), highlight=False)
-    reason = error.message if isinstance(error, TinkerflowError) else state.message
+    reason = error.message if isinstance(error, TinkerflowError) else _PREFECTS_WORDS.sub("", state.message or "")
     console.print(f"{name}: {state.name}: {reason}", highlight=False, soft_wrap=True)
 
 
@@ -238,11 +247,16 @@ def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefec
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console)
     server = {PREFECT_API_URL: prefect.api_url, PREFECT_API_AUTH_STRING: prefect.credential or None}
+    bar.disable = not console.is_terminal
     with temporary_settings(server), bar:
-        shown = bar.add_task(pipeline.name, total=None, metrics="")
+        shown, next_line = bar.add_task(pipeline.name, total=None, metrics=""), time.monotonic()
 
         def follow(step: int, steps: int, metrics: Mapping[str, float]) -> None:
+            nonlocal next_line
             bar.update(shown, completed=step, total=steps, metrics=as_text(metrics))
+            if bar.disable and (step == steps or time.monotonic() >= next_line):
+                print_line(console, f"{pipeline.name}: step {step} of {steps}  {as_text(metrics)}")
+                next_line = time.monotonic() + LINE_SECONDS
 
         async def state() -> State[BaseModel]:
             call: Callable[..., Awaitable[State[BaseModel]]] = pipeline.flow

@@ -150,7 +150,8 @@ def model_failure(connection: sa.Connection, owner: str, limits: Limits) -> Fail
         return None
     return refused(
         f"this project has {live} models: must be at most {limits.live_models} (max_live_models); "
-        "close the sessions of those that are done"
+        "close the sessions of those that are done (`ServiceClient.close`); a program that ended without this counts "
+        "until its session times out"
     )
 
 

@@ -62,10 +62,11 @@ class RunQuery:
     """Which runs a table has, and in which order.
 
     search: words that must all be found, in capitals or not, in a run's id, name, base model or metadata; `KEY=VALUE`
-    finds runs with that value under a key of their metadata, or as their model, state, project or name. Quotes group
-    words. archived: list the archived runs, and not the others. session_id: only runs of this session. columns: names
-    of stored metrics or keys of metadata, whose last values are shown. sort: in SORTS, or one of the columns.
-    descending: largest first. group: a field as in `search`; runs with equal values stand together.
+    finds runs with that value under a key of their metadata, or as their model (the last part of its name is enough),
+    state, project or name. Quotes group words. archived: list the archived runs, and not the others. session_id: only
+    runs of this session. columns: names of stored metrics or keys of metadata, whose last values are shown. sort: in
+    SORTS, or one of the columns. descending: largest first. group: a field as in `search`; runs with equal values stand
+    together.
     """
 
     search: str = ""
@@ -163,6 +164,8 @@ def _has(word: str) -> sa.ColumnElement[bool]:
     key, equals, value = word.partition("=")
     if equals and key:
         anywhere.append(sa.func.lower(_field(key)) == value.lower())
+        if key == "model":  # its last part, as the table shows it
+            anywhere.append(col(Model.base_model).iendswith(f"/{value}", autoescape=True))
     return sa.or_(*anywhere)
 
 

@@ -54,11 +54,11 @@ def list_keys(
 
     from tinkerflow.deployments.parts import open_journal
 
-    table = Table("id", "name", "project", "admin", "starts with", "last used", "revoked")
+    table = Table("id", "name", "project", "admin", "starts with", "made", "last used", "revoked")
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         keys = journal.keys.all()
     for key in (key for key in keys if project in (None, key.project)):
-        times = (key.last_used_at, key.revoked_at)
+        times = (key.created_at, key.last_used_at, key.revoked_at)
         table.add_row(key.id, key.name, key.project, "yes" if key.admin else "", key.prefix, *map(minute, times))
     print_wide(table)
 

@@ -42,14 +42,16 @@ T = TypeVar("T")
 class TrainingResult(BaseModel):
     """What a training pipeline made.
 
-    run: the name that retries share. data: digest of the training data. state: the checkpoint to train on from.
-    weights: the checkpoint to sample from. Both stay until somebody deletes them. steps: optimizer steps made.
+    run: the name that retries share. training_run: the id of the newest training run. data: digest of the training
+    data. state: the checkpoint to train on from. weights: the checkpoint to sample from. Both stay until somebody
+    deletes them. steps: optimizer steps made.
 
     first, last: mean metrics of the first and the last tenth of the steps. held_out: metrics after the last segment.
     samples: the answers after the last segment. left_out: rows that spoiled a step, if the run was to leave them out.
     """
 
     run: str
+    training_run: str = ""
     data: str
     state: str
     weights: str
@@ -118,6 +120,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     tenth = max(1, len(steps) // 10)
     return TrainingResult(
         run=name,
+        training_run=trainer.run_id,
         data=data,
         state=segments[-1].state,
         weights=weights,
@@ -182,7 +185,8 @@ async def _export(trainer: Trainer, step: int) -> str:
 def _plan(run: PreparedRun, data: str) -> str:
     """A digest of everything that affects the outcome: not of names, places and mere observations."""
     decides = run.parameters.model_dump(
-        mode="json", exclude={"name", "connection", "work", "resume", "samples", "data", "held_out", "tracking"}
+        mode="json",
+        exclude={"name", "connection", "work", "resume", "samples", "data", "held_out", "tracking", "history"},
     )
     decides["training"].pop("state_days")
     if decides.get("on_outlier") == "report":

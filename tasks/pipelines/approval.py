@@ -23,7 +23,7 @@ LOOK_SECONDS = 2  # between two looks whether somebody has answered
 class Approval(RunInput):
     """The form that Resume opens."""
 
-    approve: bool = Field(True, description="Whether to do what is asked.")
+    approve: bool = Field(False, description="Whether to do what is asked.")
     reason: str = Field("", max_length=1000, description="Why; it goes into the report.")
 
 

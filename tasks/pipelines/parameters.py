@@ -128,6 +128,10 @@ class PipelineParameters(RunParameters):
     tracking: Annotated[list[str], BeforeValidator(_tracker_names)] = Field(
         [], description="Trackers that show the run, such as mlflow or wandb: one or a list."
     )
+    history: bool = Field(
+        False,
+        description="Whether the server keeps the requests of the run, so that steps can be forked and run again.",
+    )
     model: ModelParameters = Field(default_factory=ModelParameters, description="The model that is trained.")
     training: TrainingParameters = Field(default_factory=TrainingParameters, description="How long and how fast.")
     samples: SampleParameters = Field(default_factory=SampleParameters, description="Samples on the way.")

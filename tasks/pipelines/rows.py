@@ -173,7 +173,9 @@ class RowReader:
         values = dict(raw)
         for name, column in self.columns.items():
             if column not in raw:
-                raise RowError(column, None, f"is missing; data.columns.{name} names it{did_you_mean(column, raw)}")
+                raise RowError(
+                    column, None, f"is missing or empty; data.columns.{name} names it{did_you_mean(column, raw)}"
+                )
             if name in raw and name not in self.columns.values():
                 raise RowError(name, raw[name], f"is in the row, but data.columns.{name} is {column!r}; {_fix(name)}")
             values.pop(column, None)

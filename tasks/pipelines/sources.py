@@ -276,7 +276,8 @@ def _csv(file: IO[bytes], name: str, delimiter: str) -> Iterator[Item]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield _wrong(where, "", f"must be CSV ({error})")
+            cause = "a quote opens here and is not closed" if "unexpected end" in str(error) else error
+            yield _wrong(where, "", f"must be CSV ({cause})")
             continue
         if not header:
             header = cells

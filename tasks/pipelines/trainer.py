@@ -127,7 +127,9 @@ class Trainer:
         return client
 
     def _metadata(self, step: int) -> dict[str, str]:
-        return self.lineage.metadata(step) | (HISTORY if self.watch is not None else {})
+        parameters = self.run.parameters
+        kept = parameters.history or self.watch is not None
+        return self.lineage.metadata(step) | {"name": parameters.name} | (HISTORY if kept else {})
 
     @property
     def run_id(self) -> str:

@@ -150,7 +150,7 @@ def test_a_server_that_ends_with_the_run_is_not_promised(
     access = PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555")
 
     def fake(console: Console, pipeline: Any, values: Any, prefect: PrefectAccess, again: str) -> tuple[str, bool]:
-        asked.append((pipeline.name, values, prefect))
+        asked.append((pipeline.name, values, prefect, again))
         return "/runs/flow-run/1", True
 
     monkeypatch.setattr(module, "prefect_api", api)
@@ -160,7 +160,8 @@ def test_a_server_that_ends_with_the_run_is_not_promised(
     (tmp_path / "sft.yaml").write_text(f"name: mine\ndata: {{url: {rows}}}")
     console = quiet()
     assert run(console, "sft", tmp_path / "sft.yaml", example=False, changes=["name=other"], data_dir=tmp_path)
-    assert asked == [("sft", {"name": "other", "data": {"url": str(rows)}}, access)]
+    again = f"tinkerflow run sft --config {tmp_path}/sft.yaml --set name=other --data-dir {tmp_path} --set resume="
+    assert asked == [("sft", {"name": "other", "data": {"url": str(rows)}}, access, again)]
     assert ("tinkerflow up --data-dir" in console.file.getvalue()) == ends  # type: ignore[attr-defined]
 
 
@@ -170,3 +171,23 @@ def test_results_read_well() -> None:
     assert as_text({"new": {"loss": 1.0}, "old": {"loss": 2.0}}) == "new: loss 1  \nold: loss 2"
     assert as_text(["a", {"b": 1}]) == "a\nb: 1"
     assert as_text("plain") == "plain"
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.states import Completed
+
+    from tinkerflow.tasks.pipelines.artifacts import follower
+
+    class Fake:
+        name = "sft"
+
+        async def flow(self, parameters: Any, return_state: bool) -> Any:
+            for step in (1, 2, 3):
+                follower.get()(step, 3, {"loss": 1.0 / step})
+            return Completed()
+
+    monkeypatch.setattr(module, "parameters_of", lambda *_: None)
+    console = quiet()
+    module._run(console, Fake(), {}, PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555"))  # type: ignore[arg-type]
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines == ["sft: step 1 of 3  loss 1", "sft: step 3 of 3  loss 0.3333"]

@@ -53,6 +53,7 @@ NEWEST_FIRST = ["evening session", "arithmetic", "Überläufer", "Pig Latin"]
         ("pipeline=rl", ["arithmetic", "Überläufer"]),
         ("pipeline=r", []),
         ("model=QWEN/big", ["arithmetic"]),
+        ("model=big", ["arithmetic"]),
         ("state=live", NEWEST_FIRST),
         ("50 %", ["Pig Latin"]),
         ("5_", []),
