@@ -103,6 +103,8 @@ class Settings(BaseSettings):
     )
     decode_chunk: int = Field(8, ge=1)
     """most tokens that are decoded before the sampler looks for new requests"""
+    prefill_answers: bool = True
+    """prefill answers for the prefix cache while a worker group is idle, for projects that continue their answers"""
     chunks_per_microbatch: float = Field(1.0, ge=0.01, le=100)
     """decoded chunks for each training micro-batch while both sampling and training wait"""
     most_drift: float = Field(

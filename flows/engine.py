@@ -181,6 +181,7 @@ def _serve_base_model(
         most_drift=settings.most_drift,
         recheck_share=settings.recheck_share,
         max_stored_bytes=settings.max_stored_bytes,
+        prefill_answers=settings.prefill_answers,
         full_models=FullModelQueue(settings.host_snapshot_bytes),
     )
     stack.callback(context.close)

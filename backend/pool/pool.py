@@ -111,6 +111,11 @@ class Pool:
         return self.draining or not self._generations.is_wanted
 
     @property
+    def idle(self) -> bool:
+        """Whether the group serves, and has neither training nor a step of the sampler to do."""
+        return self.ready and not self.ending and self._scheduler.idle
+
+    @property
     def resting(self) -> bool:
         """Whether no group runs or starts, and none will before `begin`."""
         state = self._generations.state

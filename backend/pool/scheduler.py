@@ -193,6 +193,11 @@ class CommandScheduler:
     _expected: asyncio.TimerHandle | None = None  # runs while another step of the sampler is expected
     _owed: float = 0.0  # steps that the sampler may make before training goes on
 
+    @property
+    def idle(self) -> bool:
+        """Whether no training command and no step of the sampler waits or is being executed."""
+        return not (self._waiting or self._steps or self._training or self._stepping)
+
     def serve(self, info: GroupInfo) -> None:
         """Schedule commands for the group that `info` describes."""
         self.microbatch = info.microbatch_tokens

@@ -357,12 +357,14 @@ class SampleStep(PoolMessage, frozen=True):
     """Admit requests into the decode batch, cancel others, prefill or decode a chunk. Reply: SampleProgress.
 
     An empty SampleStep continues the requests in the batch and in the queue. wait: reply when the devices are idle;
-    otherwise they may still decode a chunk, which the next step reads.
+    otherwise they may still decode a chunk, which the next step reads. idle: the group has nothing else to do; without
+    requests, the step prefills a piece of an answer for the prefix cache.
     """
 
     admit: tuple[SampleRequest, ...] = ()
     cancel: tuple[str, ...] = ()
     wait: bool = False
+    idle: bool = False
 
 
 class Ping(PoolMessage, frozen=True):
@@ -484,13 +486,15 @@ class SampleProgress(PoolMessage, frozen=True):
     """The outcome of a SampleStep.
 
     finished: results of requests that ended in this chunk. active, waiting: requests in the batch and in the queue.
-    streamed: the tokens of streamed requests that were decoded in this chunk.
+    streamed: the tokens of streamed requests that were decoded in this chunk. answers: whether answers are to be
+    prefilled for the prefix cache (`idle`).
     """
 
     finished: tuple[SampleResult, ...]
     active: int
     waiting: int
     streamed: tuple[NewTokens, ...] = ()
+    answers: bool = False
 
 
 class CompileStatus(PoolMessage, frozen=True):

@@ -61,6 +61,7 @@ from tinkerflow.tasks.operations.load_weights import check_readable, gone
 log = logging.getLogger(__name__)
 
 _CANCELLED = "sampling was stopped: the request was answered already"
+_IDLE_SECONDS = 0.05  # without requests and training, before a piece of an answer is prefilled
 _POLL_SECONDS = 0.1  # between checks whether published weights are in the store
 
 
@@ -316,16 +317,27 @@ class SampleBatch:
         self._decoding: set[str] = set()  # in the batch
         self._suspects: set[str] = set()  # their group crashed, so each is decoded alone until it is answered
         self._has_work = asyncio.Event()
+        self._answers = False  # whether the group has answers to prefill
         self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
         self._streaming: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Make a step of the sampler while there is anything to decode, until cancelled."""
         while True:
-            while not (self._admit or self._cancel or self._decoding):
-                self._has_work.clear()
-                await self._has_work.wait()
-            await self._step()
+            await self._step(idle=await self._wait_for_work())
+
+    async def _wait_for_work(self) -> bool:
+        """Wait for requests. True when there are none, but the idle group has an answer to prefill."""
+        while not (self._admit or self._cancel or self._decoding):
+            self._has_work.clear()
+            may_prefill = self._answers and self.context.prefill_answers
+            try:
+                async with asyncio.timeout(_IDLE_SECONDS if may_prefill else None):
+                    await self._has_work.wait()
+            except TimeoutError:
+                if self.context.pool.idle:
+                    return True
+        return False
 
     async def decode(self, sample: _Sample, command: SampleRequest) -> Outcome:
         """Let a request join the batch; its outcome. GroupFailedError when the worker group ends meanwhile."""
@@ -356,10 +368,10 @@ class SampleBatch:
         """Note that the request was answered, so it did not end its worker group."""
         self._suspects.discard(request_id)
 
-    async def _step(self) -> None:
+    async def _step(self, *, idle: bool) -> None:
         """Make one step of the sampler. When the group ends, all waiting requests are given back."""
-        command = SampleStep(self._joining(), tuple(self._cancel))
-        self._cancel = []
+        command = SampleStep(self._joining(), tuple(self._cancel), idle=idle)
+        self._cancel, self._answers = [], False
         joining = {request.request_id for request in command.admit}
         for sample in self._samples_of(joining):
             sample.joined = self.context.clock.now()
@@ -376,6 +388,7 @@ class SampleBatch:
             return
         if self._compiles:
             self._pause_compiling(asyncio.get_running_loop().time() - began)
+        self._answers = progress.answers
         self._stream(progress.streamed)
         for result in progress.finished:
             self._decoding.discard(result.request_id)

@@ -105,6 +105,10 @@ class NumpyPool:
     def ready(self) -> bool:
         return self.down is None
 
+    @property
+    def idle(self) -> bool:
+        return self.ready and not self.executing
+
     async def serving(self) -> int:
         if self.down is not None:
             await self.down.wait()

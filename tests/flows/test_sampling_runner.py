@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from tinkerflow.flows.prefect.mirror import Mirror, RunMirror
 from tinkerflow.flows.runner import Why
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.operation import ExecutionContext, Operation
+from tinkerflow.tasks.operations import sample as sample_module
 
 
 @pytest.fixture
@@ -188,6 +190,49 @@ async def test_a_large_request_that_is_read_while_its_group_ends_is_taken_again(
         assert (await client.result(small)).error is None  # on the next group
         release.set()
         assert (await client.result(large)).error is None
+
+
+async def test_an_idle_group_prefills_answers(
+    sampling: Any, client: Any, pool: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, idle_steps, looked, idle = pool.executor.sample, 0, 0, False
+
+    def prefilling(command: SampleStep) -> Any:
+        nonlocal idle_steps
+        idle_steps += command.idle
+        assert not (command.idle and command.admit)
+        return sample(command).copy_with(answers=idle_steps < 3)
+
+    def look(_: Any) -> bool:
+        nonlocal looked
+        looked += 1
+        return idle
+
+    monkeypatch.setattr(type(pool), "idle", property(look))
+    monkeypatch.setattr(pool.executor, "sample", prefilling)
+    sampler = client.sampler(0)
+    assert (await client.result(client.sample(sampler))).error is None
+    await until(lambda: looked > 2)
+    assert not idle_steps, "training goes before answers"
+    idle = True
+    await until(lambda: idle_steps == 3)
+    assert (await client.result(client.sample(sampler))).error is None
+
+
+async def test_a_setting_leaves_answers_out(
+    context: Any, mirror: Mirror, client: Any, pool: Any, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = pool.executor.sample
+    monkeypatch.setattr(pool.executor, "sample", lambda command: sample(command).copy_with(answers=True))
+    monkeypatch.setattr(sample_module, "_IDLE_SECONDS", 0.0)
+    for prefills in (False, True):
+        log, own = len(pool.log), replace(context, prefill_answers=prefills)
+        runner = SamplingRunner(own, mirror.observe_sampling(context.card.name), most_waiting=8)
+        async with running(runner.serve()):
+            sampler = client.sampler(int(prefills))
+            for _ in range(2):
+                assert (await client.result(client.sample(sampler))).error is None
+        assert any(command.idle for command in pool.log[log:] if isinstance(command, SampleStep)) == prefills
 
 
 async def test_requests_join_between_chunks(sampling: Any, client: Any, pool: Any, until: Any) -> None:

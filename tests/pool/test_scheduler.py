@@ -242,6 +242,16 @@ async def test_a_sample_waits_for_one_micro_batch_between_two_of_its_steps() -> 
     assert await devices.run() == ["T", "S", "T"]
 
 
+async def test_it_is_idle_without_training_and_without_steps() -> None:
+    devices, found = Devices(), []
+    for name, command in (("T", forward()), ("S", SampleStep())):
+        found.append(devices.scheduler.idle)
+        devices.submit(name, command, SampleProgress((), active=0, waiting=0))
+        found.append(devices.scheduler.idle)
+        await devices.run()
+    assert [*found, devices.scheduler.idle] == [True, False, True, False, True]
+
+
 async def test_nobody_waits_for_who_is_not_there() -> None:
     devices = Devices(chunks=0.25)
     sampling = asyncio.create_task(devices.sample(3))

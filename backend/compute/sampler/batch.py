@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from tinkerflow.backend.compute.sampler.answers import Answers
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
@@ -60,6 +61,7 @@ class DecodeBatch:
         self._pool, self._shapes = pool, shapes
         self._prefill_budget, self._runs_ahead, self._weights = prefill_budget, runs_ahead, weights
         self._host_decides = host_decides
+        self.answers = Answers(pool, shapes)
         self._in_flight: Chunk | None = None  # dispatched, and not read yet
         self._last_prefill: PieceScores | jax.Array | None = None  # of the last step that only prefilled
         self._prefill_steps = 0  # in a row that only prefilled
@@ -71,6 +73,7 @@ class DecodeBatch:
     def clear(self) -> None:
         """Forget everything about steps so far."""
         self.failed, self.streamed, self._served_short = [], [], False
+        self.answers.clear()
         self.forget_dispatches()
 
     def forget_dispatches(self) -> None:
@@ -86,6 +89,15 @@ class DecodeBatch:
         if wait:
             self.read_in_flight()
             jax.block_until_ready(self.model.last_piece)
+
+    def prefill_answer(self) -> None:
+        """Compute the next piece of an answer for the prefix cache. There must be no requests."""
+        if (group := self.answers.next_piece(self.scope_is_alive)) is not None:
+            (job,) = group.jobs
+            self.model.snapshots.use([job.parent.snapshot] if job.parent.snapshot else [])
+            self.model.prefill_piece(group)
+            self.answers.keep(group)
+            jax.block_until_ready(self.model.last_piece)  # a command that comes meanwhile waits for one piece alone
 
     # ------------------------------------------------------------------ prefill, or a chunk of the batch
     def _prefill_or_decode(self) -> None:
@@ -257,6 +269,8 @@ class DecodeBatch:
             if sequence.append(tokens_SC[slot], logprobs_SC[slot], top):
                 # Tokens after the end may be NaN, although all tokens of the sequence are finite.
                 self.scheduler.slots.remove(sequence, tainted=finite_S[slot] < steps)
+                if self.scope_is_alive(sequence.parent.scope):
+                    self.answers.add(sequence)
             if sequence.parent.request.stream:
                 self.streamed.append(sequence.new_tokens(start, top))
 

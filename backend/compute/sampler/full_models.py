@@ -267,4 +267,5 @@ class GroupSampler:
             first.active + second.active,
             first.waiting + second.waiting,
             first.streamed + second.streamed,
+            first.answers,
         )

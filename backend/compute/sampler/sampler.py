@@ -28,7 +28,7 @@ from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE, PagePool
 from tinkerflow.backend.compute.sampler.programs import SamplerPrograms
 from tinkerflow.backend.compute.sampler.prompt_scores import prompt_scores
-from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import make_shapes
@@ -201,7 +201,12 @@ class Sampler:
         self._drop_dead_prefixes()
 
     def _drop_dead_prefixes(self) -> None:
-        self._pool.drop_keys(lambda scope: not self._batch.scope_is_alive(scope))
+
+        def dead(scope: PrefixScope) -> bool:
+            return not self._batch.scope_is_alive(scope)
+
+        self._pool.drop_keys(dead)
+        self._batch.answers.drop(dead)
 
     def clear(self) -> None:
         """Forget all snapshots, all requests and cached prompts; programs stay compiled."""
@@ -223,7 +228,10 @@ class Sampler:
 
     # ------------------------------------------------------------------ a step
     def step(self, command: SampleStep) -> SampleProgress:
-        """Admit, cancel, prefill or decode. A request that cannot be served is answered by its own `error`."""
+        """Admit, cancel, prefill or decode. A request that cannot be served is answered by its own `error`.
+
+        If the command finds the sampler idle, prefill a piece of an answer for the prefix cache.
+        """
         batch, scheduler = self._batch, self._scheduler
         for request_id in command.cancel:
             scheduler.remove_request(request_id)
@@ -231,7 +239,10 @@ class Sampler:
             self._admit(request)
         batch.dispatched, failure, finished = [], "", list[SampleResult]()
         try:
-            batch.run_step(wait=command.wait)
+            if command.idle and not (scheduler.active or scheduler.waiting):
+                batch.prefill_answer()
+            else:
+                batch.run_step(wait=command.wait)
         except Exception as error:
             log.exception("a sample step failed")
             failure = f"{type(error).__name__}: {error}"
@@ -242,7 +253,7 @@ class Sampler:
         streamed, batch.failed, batch.streamed = tuple(batch.streamed), [], []
         if not (scheduler.active or scheduler.waiting):
             self._become_idle()
-        return SampleProgress(tuple(finished), scheduler.active, scheduler.waiting, streamed)
+        return SampleProgress(tuple(finished), scheduler.active, scheduler.waiting, streamed, batch.answers.waiting)
 
     def _fail_step(self, failure: str) -> None:
         """Answer the requests whose step failed. Without memory, only the newest of them; the others wait again.
@@ -260,6 +271,7 @@ class Sampler:
         else:
             log.error("every request of the sampler is answered with an error")
             text, failed = "the sampler's batch failed", self._scheduler.clear()
+        self._batch.answers.clear()
         text += f" ({failure}); the same request may work later"
         self._batch.failed += [SampleResult(request_id, error=text, category="server") for request_id in failed]
         self._forget_dispatches()
@@ -295,6 +307,7 @@ class Sampler:
             for index in range(request.num_samples)
         ]
         self._scheduler.admit(parent, sequences)
+        self._batch.answers.turn(parent)
 
     @cached_property
     def _decode_text(self) -> Decode:

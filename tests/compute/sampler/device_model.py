@@ -268,11 +268,13 @@ def modeled_sampler(
     budget: int = 1024,
     ahead: bool = False,
     host_decides: bool = False,
+    pieces: tuple[int, ...] | None = None,
 ) -> Sampler:
     """A sampler on a model of the devices. ahead: a chunk is dispatched before the last one is read.
 
-    host_decides: as in `Platform`.
+    host_decides: as in `Platform`. pieces: its `prefill_tokens`; None: those of a CPU or a GPU.
     """
+    like = CUDA if ahead else CPU
     for name, stand_in in {
         "SamplerModel": Devices,
         "SnapshotCache": Snapshots,
@@ -282,7 +284,7 @@ def modeled_sampler(
         "SamplerPrograms": lambda *_, **__: None,
         "new_matcher": Matcher,
         "on_cpu": lambda: not ahead,
-        "platform": lambda: replace(CUDA if ahead else CPU, host_decides=host_decides),
+        "platform": lambda: replace(like, host_decides=host_decides, prefill_tokens=pieces or like.prefill_tokens),
     }.items():
         monkeypatch.setattr(sampler_module, name, stand_in)
     monkeypatch.setattr(requests_module.ActiveRequest, "wild", False, raising=False)

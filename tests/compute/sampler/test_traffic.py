@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -80,6 +81,7 @@ class Traffic:
             budget=chance.choice([32, 200, 1024]),
             ahead=chance.random() < 0.5,
             host_decides=chance.random() < 0.5,
+            pieces=chance.choice([(32, 64), None]),
         )
         self.devices: Any = self.sampler._model
         self.snapshots: Any = self.sampler.snapshots
@@ -103,7 +105,7 @@ class Traffic:
 
     def step(self, *admit: SampleRequest, cancel: tuple[str, ...] = ()) -> bool:
         """One step; False when nothing is left to do."""
-        progress = self.sampler.step(SampleStep(admit, cancel=cancel))
+        progress = self.sampler.step(SampleStep(admit, cancel=cancel, idle=self.chance.random() < 0.5))
         for new in progress.streamed:
             self.streamed.setdefault((new.request_id, new.index), []).append(new)
         for result in progress.finished:
@@ -112,10 +114,20 @@ class Traffic:
         self.log.append((sorted(self.answered), progress.active, progress.waiting))
         return bool(progress.active or progress.waiting)
 
+    def continued(self, request: SampleRequest) -> SampleRequest:
+        """The same request, or the next turn of a conversation instead of its prompt."""
+        name = self.chance.choice([*self.answered, None])
+        if name is None or self.answered[name].error or self.chance.random() < 0.4:
+            return request
+        before, sequence = self.asked[name], self.answered[name].sequences[0]
+        prompt_T = np.concatenate([before.prompt_T, sequence.tokens_T, request.prompt_T[:7]])
+        same = {"owner": before.owner, "snapshot_id": before.snapshot_id, "prompt": None}
+        return replace(request, prompt_T=prompt_T[: self.sampler._max_context], **same)
+
     def play(self) -> None:
         chance = self.chance
         for _ in range(40):
-            admitted = [next(self.coming) for _ in range(chance.choice([0, 0, 1, 3]))]
+            admitted = [self.continued(next(self.coming)) for _ in range(chance.choice([0, 0, 1, 3]))]
             self.asked |= {request.request_id: request for request in admitted}
             open_ids = sorted(set(self.asked) - set(self.answered) - self.cancelled)
             gone = (chance.choice(open_ids),) if open_ids and chance.random() < 0.2 else ()
@@ -124,6 +136,8 @@ class Traffic:
             if chance.random() < 0.1:  # admitted requests finish with the old snapshot
                 self.sampler.drop_snapshot("tame")
                 self.snapshots.publish("tame")
+            for _ in range(chance.choice([0, 0, 0, 60])):
+                self.step()
         for _ in range(3000):
             if not self.step():
                 return
