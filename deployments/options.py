@@ -63,8 +63,14 @@ def plain_console(**options: Any) -> Console:
     return Console(emoji=False, markup=False, **options)
 
 
-def print_wide(table: Table) -> None:
-    """Print a table whose cells people copy: a narrow table would fold or cut paths and ids."""
+def print_wide(table: Table, *, empty: str = "") -> None:
+    """Print a table whose cells people copy: a narrow table would fold or cut paths and ids.
+
+    empty: the line for a table without rows, which is not printed then.
+    """
+    if empty and not table.row_count:
+        print(empty)
+        return
     plain_console(width=max(plain_console().width, 240)).print(table)
 
 

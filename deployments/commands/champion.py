@@ -83,4 +83,4 @@ def _print(entries: list[tuple[str, dict[str, Any]]]) -> None:
         scores = entry["scores"]
         figures = (f"{scores['loss']:.4g}", f"{scores['exact_match']:.4g}", str(entry["promoted_at"])[:16])
         table.add_row(name, str(entry["number"]), entry["weights"], entry["run"], *figures)
-    print_wide(table)
+    print_wide(table, empty="no champions: the pipeline `nightly` promotes them")

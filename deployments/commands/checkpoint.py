@@ -45,10 +45,7 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
             minute(meta.expires_at),
             "yes" if meta.public else "",
         )
-    if not table.row_count:
-        print(f"no checkpoints{f' of {run}' if run else ''} in the store {url}")
-        return
-    print_wide(table)
+    print_wide(table, empty=f"no checkpoints{f' of {run}' if run else ''} in the store {url}")
 
 
 @app.command()
@@ -169,9 +166,10 @@ def import_folder(
     from tinkerflow.backend.journal import CheckpointSaved
     from tinkerflow.backend.store import Store
     from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
-    from tinkerflow.deployments.parts import open_journal
+    from tinkerflow.deployments.parts import open_journal, resolve_base_model
 
     settings = settings_with(data_dir=data_dir, store=store)
+    base_model = resolve_base_model(settings, base_model)
     cfg = load_config(find_model(base_model), name=base_model)
     state = import_adapter(cfg, _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER))
     session_id = new_id("import")
@@ -260,7 +258,7 @@ def shares(
     for shared in found:
         times = (shared.created_at, shared.expires_at, shared.revoked_at)
         table.add_row(shared.id, shared.path, *map(minute, times))
-    print_wide(table)
+    print_wide(table, empty="no tokens: `tinkerflow checkpoint share PATH` makes one")
 
 
 @app.command()

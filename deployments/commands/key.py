@@ -60,7 +60,7 @@ def list_keys(
     for key in (key for key in keys if project in (None, key.project)):
         times = (key.created_at, key.last_used_at, key.revoked_at)
         table.add_row(key.id, key.name, key.project, "yes" if key.admin else "", key.prefix, *map(minute, times))
-    print_wide(table)
+    print_wide(table, empty="no keys: `tinkerflow key create NAME` makes one")
 
 
 @app.command("revoke")

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tinkerflow.backend.compute.models.families import parse_config
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
+from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
@@ -211,9 +212,11 @@ def test_a_peft_folder_becomes_a_checkpoint(tmp_path: Path) -> None:
         assert journal.audit.entries("team")[-1].event == "checkpoint_imported"
 
 
-def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base_model", [".", EMBEDDED])
+def test_a_folder_without_an_adapter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base_model: str) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    arguments = ["checkpoint", "import", str(tmp_path), "--base-model", str(tmp_path), "--data-dir", str(tmp_path)]
+    arguments = ["checkpoint", "import", str(tmp_path), "--base-model", base_model, "--data-dir", str(tmp_path)]
     with pytest.raises(UserError, match=r"adapter_config\.json cannot be read"):
         CliRunner().invoke(every_command(), arguments, catch_exceptions=False)
 

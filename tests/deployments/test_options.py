@@ -62,3 +62,16 @@ def test_the_console_prints_texts_as_they_are() -> None:
     said = io.StringIO()
     plain_console(file=said).print("sess-1:train:0 needs tinkerflow[gpu]")
     assert said.getvalue() == "sess-1:train:0 needs tinkerflow[gpu]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("key", "list"), "no keys: `tinkerflow key create NAME` makes one\n"),
+        (("champion", "list"), "no champions: the pipeline `nightly` promotes them\n"),
+        (("checkpoint", "shares"), "no tokens: `tinkerflow checkpoint share PATH` makes one\n"),
+    ],
+)
+def test_an_empty_list_is_one_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
+    done = CliRunner().invoke(every_command(), [*words, "--data-dir", str(tmp_path)], catch_exceptions=False)
+    assert done.stdout == line
