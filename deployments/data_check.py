@@ -17,6 +17,7 @@ from rich.text import Text
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.options import explain
 from tinkerflow.tasks.pipelines.data import DataCheckError, DataReport, Use, inspect, read_source, refuse_bad
@@ -116,19 +117,24 @@ def _pipeline_of(values: Mapping[str, Any]) -> str:
     return next((name for mark, name in marks.items() if mark in values), "rl" if "environment" in values else "sft")
 
 
-def check_files(console: Console, settings: Settings, sources: Sequence[Checked], base_model: str, show: int) -> bool:
+def check_files(
+    console: Console, settings: Settings, sources: Sequence[Checked], base_model: str, show: int, against: str = ""
+) -> bool:
     """Check data sets and print what was understood; whether a run with them would begin.
 
     base_model: whose tokenizer is used; "" = the first one that is served. show: rows to print as the model reads them.
+    against: a run or checkpoint; then also whether it was trained on none of the rows. "" = none.
     """
     began, good = time.monotonic(), True
     for checked in sources:
         if not _is_remote(checked.source):
             read_source(checked.source, checked.use, 1)  # a wrong path is refused before a model is made
+    if against and not base_model:
+        base_model = _model_behind(settings, against)
     tokenizer = _tokenizer(settings, base_model)
     for checked in sources:
         renderer = Renderer(tokenizer, checked.format, checked.source.special_tokens)
-        report, _, tokenized = inspect(checked.source, renderer, checked.use)
+        report, read, tokenized = inspect(checked.source, renderer, checked.use)
         _print_report(console, checked, report)
         for bad in report.first_errors:
             console.print(Text(f"wrong  {bad.where}: {bad.error}", "red"), soft_wrap=True)
@@ -136,6 +142,9 @@ def check_files(console: Console, settings: Settings, sources: Sequence[Checked]
             console.print(Text(f"note   {note}", "yellow"), soft_wrap=True)
         for example in tokenized.examples[:show]:
             _print_example(console, renderer, example)
+        if against and tokenized.examples:
+            places = [raw.where for (raw, _), n in zip(read.good, tokenized.counts, strict=True) for _ in range(n)]
+            good &= _compare(console, settings, [one.tokens for one in tokenized.examples], places, against)
         try:
             refuse_bad(checked.source, report)
         except DataCheckError as error:
@@ -146,6 +155,47 @@ def check_files(console: Console, settings: Settings, sources: Sequence[Checked]
             good = False
     console.print(f"checked in {time.monotonic() - began:.1f} s", style="dim", highlight=False)
     return good
+
+
+def _model_behind(settings: Settings, against: str) -> str:
+    """The base model of a run or of a checkpoint's run, whose history must exist."""
+    from tinkerflow.deployments.recorded_run import Api, RecordedRun
+
+    run_id = CheckpointPath.parse(against).run_id if against.startswith("tinker://") else against
+    with Api(*server_from_environment(settings)) as api:
+        return str(RecordedRun.find(api, run_id).about["base_model"])
+
+
+def _compare(
+    console: Console, settings: Settings, rows: Sequence[Any], places: Sequence[str], against: str, most: int = 10
+) -> bool:
+    """Print which rows a run or a checkpoint was trained on; whether it was trained on none of them.
+
+    rows: their tokens. places: of the rows in the data. most: rows to print.
+    """
+    from tinkerflow.deployments.contamination import CONTAMINATED, NGRAM, Comparison, trained_rows
+    from tinkerflow.deployments.recorded_run import Api
+
+    comparison, trained = Comparison(rows), 0
+    with Api(*server_from_environment(settings)) as api:
+        for where, tokens in trained_rows(api, against):
+            comparison.add(where, tokens)
+            trained += 1
+    found = sorted(zip(comparison.overlaps, places, strict=True), key=lambda one: (not one[0].exact, -one[0].share))
+    exact = sum(overlap.exact is not None for overlap, _ in found)
+    bad = sum(overlap.contaminated for overlap, _ in found)
+    console.print(f"{against} was trained on {trained} different rows", highlight=False, soft_wrap=True)
+    text = (
+        f"{exact} of {len(rows)} rows are among them word for word; of {bad - exact} others, {CONTAMINATED:.0%} or more"
+    )
+    console.print(Text(f"{text} of the tokens are in {NGRAM}-grams of them", "red" if bad else ""), soft_wrap=True)
+    if any(overlap.nearest for overlap, _ in found):
+        table = Table("row", "tokens trained on", "in step:row")
+        for overlap, place in found[:most]:
+            if overlap.nearest is not None:
+                table.add_row(place, "all" if overlap.exact else f"{overlap.share:.0%}", str(overlap.nearest))
+        console.print(table)
+    return not bad
 
 
 def _print_report(console: Console, checked: Checked, report: DataReport) -> None:

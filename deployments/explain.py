@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from tinkerflow.backend.catalog.card import TrainedData, loaded_by
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.spec.checkpoint import SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath
-from tinkerflow.backend.spec.history import chain, digest
-from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.recorded_run import Api, RecordedRequest, RecordedRun
 
 _SAVES = {"save_weights": WEIGHTS, "save_for_sampler": SAMPLER_WEIGHTS, "save_weights_external": "external_weights"}
@@ -19,39 +18,39 @@ _MOST_PARENTS = 100
 
 @dataclass
 class Ancestry:
-    """The part of a run that a checkpoint has in it.
-
-    seq_id: of the request that made the checkpoint. steps: optimizer steps. rows: digests of the trained rows by the
-    number of times that each was trained. tokens: of all of these times. loaded: the checkpoint with which the run
-    began, or that it loaded last; None if it began with a fresh adapter.
-    """
+    """The part of a run that a checkpoint has in it. seq_id: of the request that made it. data: it was trained on."""
 
     path: str
     run: RecordedRun
     seq_id: int = -1
-    steps: int = 0
-    rows: dict[str, int] = field(default_factory=dict)
-    tokens: int = 0
-    loaded: str | None = None
-
-    @property
-    def data_digest(self) -> str:
-        """One digest for the different rows, whatever their order."""
-        return chain(sorted(self.rows))
+    data: TrainedData = field(default_factory=TrainedData)
 
     def add(self, recorded: RecordedRequest) -> None:
         """Take up a successful request of the run."""
         self.seq_id = recorded.seq_id
-        if recorded.kind == "forward_backward":
-            for datum in pb.ForwardBackwardRequest.FromString(recorded.payload).data:
-                key = digest(datum.SerializeToString(deterministic=True))
-                self.rows[key] = self.rows.get(key, 0) + 1
-                self.tokens += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
-        elif recorded.kind == "optim_step":
-            self.steps += 1
-        elif recorded.kind in ("load_model", "load_weights"):
-            self.rows, self.tokens, self.steps = {}, 0, 0  # its weights replace what was trained
-            self.loaded = str(orjson.loads(recorded.payload)["path"])
+        self.data.add(recorded.kind, recorded.payload)
+
+
+def requests_behind(api: Api, against: str) -> Iterator[tuple[RecordedRun, RecordedRequest]]:
+    """The requests that have made a checkpoint, or all of a run, and then those of the checkpoints that were loaded.
+
+    A request before one that replaces the weights is returned, too. NotFoundError: see `explain`.
+    """
+    wanted: str | None = against
+    for generation in range(_MOST_PARENTS):
+        if wanted is None:
+            return
+        path = CheckpointPath.parse(wanted) if wanted.startswith("tinker://") else None
+        try:
+            run = RecordedRun.find(api, wanted if path is None else path.run_id)
+        except NotFoundError:
+            if generation == 0:
+                raise
+            return
+        wanted = None
+        for recorded in _up_to(run, path):
+            yield run, recorded
+            wanted = loaded_by(recorded.kind, recorded.payload) or wanted
 
 
 def explain(api: Api, path: str) -> Iterator[Ancestry]:
@@ -70,21 +69,30 @@ def explain(api: Api, path: str) -> Iterator[Ancestry]:
                 raise
             return
         yield ancestry
-        wanted = ancestry.loaded
+        wanted = ancestry.data.loaded
 
 
 def _of_checkpoint(api: Api, path: CheckpointPath) -> Ancestry:
     run = RecordedRun.find(api, path.run_id)
     ancestry = Ancestry(str(path), run)
+    for recorded in _up_to(run, path):
+        ancestry.add(recorded)
+    return ancestry
+
+
+def _up_to(run: RecordedRun, path: CheckpointPath | None) -> Iterator[RecordedRequest]:
+    """The successful requests of a run up to the one that made the checkpoint; all if there is no checkpoint."""
     for recorded in run.requests():
         if recorded.error is not None:
             continue
-        if _saves(recorded, path):
-            ancestry.seq_id = recorded.seq_id
-            return ancestry
-        ancestry.add(recorded)
-        if path.step == 0 or (recorded.kind == "optim_step" and recorded.step == path.step):
-            return ancestry
+        yield recorded
+        if path is None:
+            continue
+        made = recorded.kind == "optim_step" and recorded.step == path.step
+        if made or path.step == 0 or _saves(recorded, path):
+            return
+    if path is None:
+        return
     raise NotFoundError(f"checkpoint {str(path)!r}: the history of its run has no request that made it")
 
 

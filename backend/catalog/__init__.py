@@ -1,6 +1,7 @@
 """Models as files: sources and cards of base models, imports from PEFT, merges, champions, and rollouts."""
 
 __all__ = [
+    "card",
     "champions",
     "checkpoint_index",
     "control_tokens",

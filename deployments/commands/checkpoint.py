@@ -16,6 +16,8 @@ from tinkerflow.deployments.options import DataDir, database_of, minute, print_w
 
 if TYPE_CHECKING:
     from tinkerflow.backend.settings import Settings
+    from tinkerflow.backend.spec.checkpoint import Saved
+    from tinkerflow.backend.store import Store
     from tinkerflow.backend.store.upkeep import Snapshot
 
 app = typer.Typer(help="Manage stored checkpoints, and let others load or copy one.", no_args_is_help=True)
@@ -198,7 +200,8 @@ def merge(
 
     Where all parameters were trained, they take the place of the base model's own.
 
-    One tensor is in memory at a time. Quantised matrices that the adapter changes are written in bfloat16.
+    One tensor is in memory at a time. Quantised matrices that the adapter changes are written in bfloat16. README.md
+    is the model card, as `tinkerflow checkpoint card` prints it.
     """
     from tinkerflow.backend.catalog.merging import merge as merge_model
     from tinkerflow.backend.catalog.model_source import find_model
@@ -212,6 +215,43 @@ def merge(
     state, saved = opened.load(path, optimizer=False)
     folder = resolve_base_model(settings, base_model) if base_model else saved.meta.base_model
     merge_model(find_model(folder), state, to, print)
+    (to / "README.md").write_text(_card(opened, saved, find_model(folder), settings))
+
+
+@app.command()
+def card(
+    path: Annotated[str, typer.Argument(help="tinker://run/kind/name")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="file to write (default: print it)")] = None,
+    store: StoreUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write the model card of a checkpoint: its training, data, curve and evaluation, and the base model's license.
+
+    Rows, tokens and their digest need the history of the run.
+    """
+    from tinkerflow.backend.catalog.model_source import find_model
+    from tinkerflow.backend.store import Store
+
+    settings = settings_with(data_dir=data_dir, store=store)
+    opened = Store.open(settings.store_url)
+    saved = opened.find(path)
+    if saved is None:
+        raise _missing(path, settings)
+    text = _card(opened, saved, find_model(saved.meta.base_model), settings)
+    if output is None:
+        print(text, end="")
+    else:
+        output.write_text(text)
+
+
+def _card(opened: Store, saved: Saved, base: Path, settings: Settings) -> str:
+    from tinkerflow.backend.catalog.card import card as card_of
+    from tinkerflow.deployments.parts import open_journal
+
+    if not settings.has_journal:
+        return card_of(None, opened, saved, base)
+    with open_journal(settings) as journal:
+        return card_of(journal, opened, saved, base)
 
 
 @app.command()

@@ -29,17 +29,21 @@ def check(
     ] = None,
     format_: Annotated[Literal["chat", "text"], typer.Option("--format", help="as model.format")] = "chat",
     max_tokens: Annotated[int, typer.Option(help="longest sequence, as training.max_tokens")] = 2048,
+    against: Annotated[
+        str, typer.Option(help="run or checkpoint with a history: which rows was it trained on already?")
+    ] = "",
     show: Annotated[int, typer.Option(min=0, help="rows to show as the model reads them")] = 2,
     data_dir: DataDir = None,
 ) -> None:
     """Show what is understood of data: its form, tokens, lengths, what is trained on, duplicates and problems.
 
-    The exit status is 0 only if a run with this data would begin.
+    The exit status is 0 only if a run with this data would begin. With --against, it is also 1 if a row was trained
+    on: word for word, or 80 % of its tokens in n-grams of 13 tokens.
     """
     from tinkerflow.deployments.data_check import check_files, sources_of
 
     settings = settings_with(data_dir=data_dir)
     row = {"kind": kind, "column": column or [], "ignore": ignore or []}
     sources = sources_of(url, config, pipeline, {**row, "max_tokens": max_tokens, "format": format_})
-    if not check_files(plain_console(), settings, sources, base_model, show):
+    if not check_files(plain_console(), settings, sources, base_model, show, against):
         raise typer.Exit(1)

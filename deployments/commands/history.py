@@ -114,14 +114,13 @@ def explain(
 
     with Api(*server_from_environment(settings_with(data_dir=data_dir))) as api:
         for ancestry in ancestries(api, path):
-            about, trained = ancestry.run.about, sum(ancestry.rows.values())
+            about = ancestry.run.about
             print(ancestry.path)
-            print(f"  request {ancestry.seq_id} of {ancestry.run.run_id} made it, after {ancestry.steps} steps")
+            print(f"  request {ancestry.seq_id} of {ancestry.run.run_id} made it, after {ancestry.data.steps} steps")
             seed = "" if about["seed"] is None else f", seed {about['seed']}"
             print(f"  base model {about['base_model']}, rank {about['lora_rank']}, {about['optimizer']}{seed}")
-            print(f"  trained on {trained} rows, {len(ancestry.rows)} of them different, {ancestry.tokens:,} tokens")
-            print(f"  digest of the rows: {ancestry.data_digest}")
-            print(f"  began with {ancestry.loaded or 'a fresh adapter'}")
+            for line in ancestry.data.lines():
+                print(f"  {line}")
 
 
 @app.command()

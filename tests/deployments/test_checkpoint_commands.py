@@ -233,3 +233,9 @@ def test_a_checkpoint_is_merged_into_its_base_model(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     merged = load_file(tmp_path / "out" / "model.safetensors")[name]
     np.testing.assert_array_equal(merged, base[name] + merging.update(weights, name))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "An adapter of rank 4 of `model`, after 1 steps with adamw." in card and f"checkpoint `{path}`" in card
+    shown = CliRunner().invoke(every_command(), ["checkpoint", "card", path, "--data-dir", str(tmp_path)])
+    assert shown.stdout == card
+    missing = CliRunner().invoke(every_command(), ["checkpoint", "card", f"{path}b", "--data-dir", str(tmp_path)])
+    assert isinstance(missing.exception, NotFoundError)

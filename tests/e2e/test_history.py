@@ -158,6 +158,39 @@ def test_a_checkpoint_is_explained_with_those_before_it(run: str, command: Any, 
         command("explain", f"tinker://{run}/weights/none")
 
 
+def test_rows_that_were_trained_on_are_found_in_other_data(
+    command: Any, service: Any, server: Any, tmp_path: Any
+) -> None:
+    texts = [f"The {thing} of the garden is older than all of its trees." for thing in ("gate", "wall", "well", "path")]
+    first = service.create_lora_training_client(server.base_model, rank=8, user_metadata={"history": "true"}).result()
+    tokenizer = first.get_tokenizer()
+    for text in texts[:2]:
+        tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        datum = tinker.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+        )
+        first.forward_backward([datum], "cross_entropy").result()
+        first.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    path = first.save_state("trained").result().path
+    later = service.create_training_client_from_state(path, user_metadata={"history": "true"}).result()
+    later.forward_backward([datum], "cross_entropy").result()
+    later.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+    file = tmp_path / "held-out.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in (texts[1], "Something else.", texts[0])))
+    words = ("data", "check", str(file), "--format", "text", "--show", "0", "--against")
+    said, status = command(*words, later.model_id)
+    assert status == 1 and "was trained on 2 different rows" in said
+    assert "2 of 3 rows are among them word for word; of 0 others" in said
+    assert f"1:0 of {later.model_id}" in said and f"1:0 of {first.model_id}" in said
+    said, status = command(*words, f"tinker://{first.model_id}/weights/@1")
+    assert "was trained on 1 different rows" in said and "1 of 3 rows are among them word for word; of 1 others" in said
+    file.write_text(json.dumps({"text": "Something else."}))
+    said, status = command(*words, path)
+    assert status == 0 and "0 of 1 rows are among them" in said
+
+
 def test_a_receipt_is_verified_and_damage_is_named(run: str, command: Any, server: Any, tmp_path: Any) -> None:
     file = tmp_path / "receipt.json"
     said, _ = command("receipt", run, "-o", str(file))

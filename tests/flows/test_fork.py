@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
+from tinkerflow.backend.catalog.card import card, trained_data
 from tinkerflow.backend.catalog.history import past_requests
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import HistoryRules, Kind
@@ -243,3 +244,26 @@ async def test_runs_without_a_history_and_a_share_of_none_cost_nothing(context: 
             for _ in range(3):
                 await client.results(client.forward_backward(model, [2, 3]), client.optim_step(model))
     assert context.pool.names.count("OptimStep") == 6
+
+
+async def test_a_model_card_has_data_curve_and_evaluation_of_the_checkpoint(
+    run: str, client: Any, context: Any, tmp_path: Any
+) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    client.journal.run_metrics.record(
+        run, "local", {2: {"held_out_loss": 1.5}, 3: {"held_out_loss": 1.25}, 8: {"x": 1}}
+    )
+    saved = context.store.find(f"tinker://{run}/weights/saved-3")
+    text = card(client.journal, context.store, saved, tmp_path)
+    assert text.startswith("---\nbase_model: folder/unigram\nlicense: mit\ntags:\n- tinkerflow\n---\n\n# saved-3\n")
+    assert "- trained on 7 rows, 6 of them different, 14 tokens\n- digest of the rows: " in text
+    assert "- began with a fresh adapter" in text
+    points = [line for line in text.splitlines() if line.startswith(("| 1 |", "| 2 |", "| 3 |", "| 4 |"))]
+    assert len(points) == 3 and "| held_out_loss | 3 | 1.25 |" in text and "| x |" not in text
+    assert text.endswith("## License\n\nBase model: mit (its README.md).\n")
+    last = trained_data(client.journal, context.store, context.store.find(f"tinker://{run}/weights/saved-8"))
+    assert last is not None and (last.steps, sum(last.rows.values())) == (8, 16)
+    client.journal.histories.end(run)
+    client.journal.histories.forget(run)
+    assert "The run has no history of its data." in card(client.journal, context.store, saved, tmp_path)
+    assert "## Curve" not in card(None, context.store, saved, tmp_path)

@@ -1,0 +1,163 @@
+"""Cards of trained models: Markdown for people, with the header that the Hugging Face hub reads.
+
+https://huggingface.co/docs/hub/model-cards describes the header. `model_card.ModelCard` has facts about a base model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+
+from tinkerflow.backend.catalog.history import past_requests
+from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.core.ids import hub_name
+from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.journal.curves import StepFigures
+from tinkerflow.backend.spec.checkpoint import CheckpointPath, Saved
+from tinkerflow.backend.spec.history import chain, digest
+from tinkerflow.backend.store import Store
+from tinkerflow.backend.wire import tinker_pb2 as pb
+
+_POINTS = 10  # rows of the curve
+_HEADER = re.compile(r"\A---\n(.*?\n)---\n", re.DOTALL)  # of a README on the hub
+
+
+@dataclass
+class TrainedData:
+    """The data in a state of a run. `add` takes up one successful request after another.
+
+    steps: optimizer steps. rows: digests of the trained rows by the number of times that each was trained. tokens: of
+    all of these times. loaded: the checkpoint with which the run began, or that it loaded last; None if it began with a
+    fresh adapter.
+    """
+
+    steps: int = 0
+    rows: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0
+    loaded: str | None = None
+
+    @property
+    def data_digest(self) -> str:
+        """One digest for the different rows, whatever their order."""
+        return chain(sorted(self.rows))
+
+    def add(self, kind: str, payload: bytes) -> None:
+        """Take up a successful request."""
+        if kind == "forward_backward":
+            for datum in pb.ForwardBackwardRequest.FromString(payload).data:
+                key = digest(datum.SerializeToString(deterministic=True))
+                self.rows[key] = self.rows.get(key, 0) + 1
+                self.tokens += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
+        elif kind == "optim_step":
+            self.steps += 1
+        elif (loaded := loaded_by(kind, payload)) is not None:
+            self.rows, self.tokens, self.steps = {}, 0, 0  # its weights replace what was trained
+            self.loaded = loaded
+
+    def lines(self) -> list[str]:
+        """Sentences about the data."""
+        trained = sum(self.rows.values())
+        return [
+            f"trained on {trained} rows, {len(self.rows)} of them different, {self.tokens:,} tokens",
+            f"digest of the rows: {self.data_digest}",
+            f"began with {self.loaded or 'a fresh adapter'}",
+        ]
+
+
+def loaded_by(kind: str, payload: bytes) -> str | None:
+    """The checkpoint that a request loads; None for requests that load none."""
+    return str(orjson.loads(payload)["path"]) if kind in ("load_model", "load_weights") else None
+
+
+def trained_data(journal: Journal, store: Store, saved: Saved) -> TrainedData | None:
+    """The data in a checkpoint, None if its run has no history. StoreError: the history is damaged."""
+    try:
+        if not journal.histories.exists(saved.run_id):
+            return None
+    except NotFoundError:  # an imported checkpoint, or a new database
+        return None
+    step, steps = CheckpointPath.parse(saved.path).step, journal.histories.steps(saved.run_id)
+    found = TrainedData()
+    for past in past_requests(journal, store, saved.run_id):
+        if past.error is None:
+            found.add(past.kind, past.payload)
+        if past.request_id == saved.meta.request_id or (step is not None and steps.get(past.seq_id) == step):
+            return found
+    return None
+
+
+def card(journal: Journal | None, store: Store, saved: Saved, base: Path) -> str:
+    """The card of a checkpoint: training, data, curve, evaluation and license.
+
+    journal: None if there is none; the card then has only facts of the checkpoint itself. saved: the checkpoint. base:
+    the folder of its base model. StoreError: the run's history is damaged.
+    """
+    license_, source = license_of(base)
+    hub = hub_name(saved.meta.base_model)
+    named = hub[0] if hub is not None else Path(saved.meta.base_model).name
+    header = {"base_model": named} if hub is not None else {}
+    header |= {"license": license_} if license_ else {}
+    kind = f"An adapter of rank {saved.spec.rank}" if saved.spec.rank else "All parameters"
+    lines = [
+        *("---", yaml.safe_dump({**header, "tags": ["tinkerflow"]}, sort_keys=True).strip(), "---", ""),
+        *(f"# {saved.name}", "", f"{kind} of `{named}`, after {saved.step} steps with {saved.optimizer}.", ""),
+        *(f"- checkpoint `{saved.path}`, saved at {saved.created_at:%Y-%m-%d %H:%M} UTC",),
+        *(f"- {name}: {value}" for name, value in sorted(saved.meta.user_metadata.items())),
+    ]
+    data = None if journal is None else trained_data(journal, store, saved)
+    facts = [f"- {line}" for line in data.lines()] if data is not None else ["The run has no history of its data."]
+    lines += ["", "## Data", "", *facts]
+    if journal is not None:
+        lines += _training(journal, saved)
+    lines += ["", "## License", "", f"Base model: {license_ or 'not known'} ({source})."]
+    return "\n".join(lines) + "\n"
+
+
+def _training(journal: Journal, saved: Saved) -> Iterator[str]:
+    try:
+        points = [p for p in journal.curves.of_run(saved.run_id, None).points if p.step <= saved.step]
+        metrics = journal.run_metrics.of_run(saved.run_id, None)
+    except NotFoundError:
+        return
+    if points:
+        yield from ("", "## Curve", "", "| step | loss | gradient norm | learning rate |", "|---|---|---|---|")
+        yield from (_row(point) for point in _spread(points))
+    measured = [(one.name, [(step, v) for step, v in one.points if step <= saved.step]) for one in metrics]
+    if any(values for _, values in measured):
+        yield from ("", "## Evaluation", "", "| metric | step | value |", "|---|---|---|")
+        yield from (f"| {name} | {values[-1][0]} | {values[-1][1]:.4g} |" for name, values in measured if values)
+
+
+def _spread(points: Sequence[StepFigures]) -> list[StepFigures]:
+    """At most _POINTS of the points, with the first and the last."""
+    if len(points) <= _POINTS:
+        return list(points)
+    return [points[round(n * (len(points) - 1) / (_POINTS - 1))] for n in range(_POINTS)]
+
+
+def _row(point: StepFigures) -> str:
+    figures = (point.loss, point.grad_norm, point.learning_rate)
+    return f"| {point.step} | " + " | ".join("" if one is None else f"{one:.4g}" for one in figures) + " |"
+
+
+def license_of(folder: Path) -> tuple[str, str]:
+    """The license that a model's folder states, and where; "" if it states none."""
+    readme = folder / "README.md"
+    found = _HEADER.match(readme.read_text(errors="replace")) if readme.is_file() else None
+    if found is not None:
+        try:
+            header: Any = yaml.safe_load(found[1])
+        except yaml.YAMLError:
+            header = None
+        if isinstance(header, dict) and (stated := header.get("license_name") or header.get("license")):
+            return str(stated), "its README.md"
+    for file in sorted(folder.glob("LICENSE*")):
+        first = next((line.strip() for line in file.read_text(errors="replace").splitlines() if line.strip()), "")
+        return first, f"its file {file.name}"
+    return "", "its folder has no README.md or LICENSE that states it"

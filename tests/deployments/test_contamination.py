@@ -1,0 +1,68 @@
+"""Rows of a file that training data contain, whole or in n-grams."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.deployments import contamination
+from tinkerflow.deployments.contamination import Comparison, TrainedRow, hashes
+
+DRAW = Random(4)
+
+
+def tokens(count: int) -> list[int]:
+    return [DRAW.randrange(1000) for _ in range(count)]
+
+
+def compared(rows: list[list[int]], trained: list[list[int]]) -> Comparison:
+    comparison = Comparison([np.array(row, np.int32) for row in rows])
+    for number, row in enumerate(trained):
+        comparison.add(TrainedRow("run", 1 + number // 4, number % 4), np.array(row, np.int32))
+    return comparison
+
+
+def test_equal_rows_and_shared_parts_are_found_where_they_are() -> None:
+    whole, half, other, short = tokens(40), tokens(40), tokens(40), tokens(5)
+    found = compared(
+        [whole, half, other, short, short[:4]],
+        [tokens(60), [*tokens(7), *half[10:30], *tokens(3)], whole, half[25:39], short, [*half[:12], 1, *half[13:25]]],
+    ).overlaps
+    assert (found[0].exact, found[0].share, found[0].contaminated) == (TrainedRow("run", 1, 2), 1.0, True)
+    assert found[1].exact is None and found[1].nearest == TrainedRow("run", 1, 1) and not found[1].contaminated
+    assert found[1].share == (39 - 10) / 40, "tokens 10 to 38; twelve in a row do not count"
+    assert (found[2].share, found[2].nearest) == (0.0, None)
+    assert found[3].exact == TrainedRow("run", 2, 0) and found[4].exact is None
+    assert str(found[3].exact) == "2:0 of run"
+
+
+def test_most_of_a_row_makes_it_useless_and_a_template_does_not() -> None:
+    template, answers = tokens(30), [tokens(10) for _ in range(8)]
+    rows = [[*template, *answer] for answer in answers]
+    found = compared(rows, [[*template, *tokens(10)], [*tokens(2), *rows[3][:39]]]).overlaps
+    assert [overlap.share >= 0.5 for overlap in found] == [False, False, False, True, False, False, False, False]
+    nearly = compared([answers[0] * 4], [answers[0] * 3]).overlaps[0]
+    assert nearly.contaminated and nearly.exact is None
+
+
+def test_hashes_tell_sequences_apart() -> None:
+    values = hashes(np.array([1, 2, 3, 1, 2, 3, 1, 3, 2], np.int32), 3).tolist()
+    assert values[0] == values[3] and len(set(values)) == 5
+    assert len(hashes(np.array([1, 2], np.int32), 3)) == 0
+    many = hashes(np.arange(100_000, dtype=np.int32), 2)
+    assert len(np.unique(many)) == len(many)
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_the_tokens_of_a_datum_have_the_last_target_and_a_mark_for_an_image(images: bool) -> None:
+    datum = pb.Datum()
+    for part in ([1, 2], [3]):
+        if images and part == [3]:
+            datum.model_input.add().image.data = b"png"
+        datum.model_input.add().encoded_text.tokens = np.array(part, np.int32).tobytes()
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dense, targets.dtype = np.array([2, 3, 4], np.int64).tobytes(), pb.DTYPE_INT64
+    assert contamination._tokens(datum).tolist() == ([1, 2, -1, 3, 4] if images else [1, 2, 3, 4])
