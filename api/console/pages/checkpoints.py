@@ -11,11 +11,13 @@ from tinkerflow.api.call import PageOffset
 from tinkerflow.api.checkpoints import archive_redirect
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
 from tinkerflow.api.endpoints.targets import champions_of
-from tinkerflow.backend.core.errors import NotFoundError, UserError
-from tinkerflow.backend.journal import CheckpointKind, CheckpointView
+from tinkerflow.backend.catalog.card import TrainedData, trained_data
+from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
+from tinkerflow.backend.journal import CheckpointKind, CheckpointView, ModelView
 from tinkerflow.backend.store import CheckpointPath
 
 PAGE = 50
+_MOST_STEPS = 1000  # of a run whose history is read for a page
 _ONE = "/checkpoints/{run_id}/{kind}/{name}"
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([hd])")
 _UNITS = {"h": 3600.0, "d": 86400.0}
@@ -37,10 +39,15 @@ async def checkpoint_page(run_id: str, kind: CheckpointKind, name: str, visit: V
         saved = _get(visit, run_id, kind, name)
         metadata = dict(saved.user_metadata)
         lineage = {part: metadata.pop(part, "") for part in ("data", "pipeline", "run", "code", "parent")}
+        run = _run(visit, saved)
+        trained = None if run is None or not run.history else _trained(visit, saved)
+        if trained is not None and trained.loaded:
+            lineage["parent"] = trained.loaded
         return {
+            "trained": trained,
             "saved": saved,
             "own": _is_own(visit, saved),
-            "run": _run(visit, saved),
+            "run": run,
             "metadata": metadata,
             "lineage": lineage,
             "champions": champions_of(visit.call, saved.path),
@@ -114,7 +121,19 @@ def _is_own(visit: Visit, saved: CheckpointView) -> bool:
     return visit.call.owner == saved.owner  # an admin's key changes nothing of other projects, as in the API
 
 
-def _run(visit: Visit, saved: CheckpointView) -> object | None:
+def _trained(visit: Visit, saved: CheckpointView) -> TrainedData | None:
+    """The data in a checkpoint by the history of its run; None if the history is long, or cannot be read now."""
+    journal, store = visit.journal, visit.call.services.store
+    try:
+        if len(journal.histories.steps(saved.run_id)) > _MOST_STEPS:
+            return None
+        committed = store.find(saved.path)
+        return None if committed is None else trained_data(journal, store, committed)
+    except StoreError:
+        return None
+
+
+def _run(visit: Visit, saved: CheckpointView) -> ModelView | None:
     """The run it was saved from; None when that is another project's, or was made elsewhere."""
     try:
         return visit.journal.models.get(saved.run_id, visit.owner)

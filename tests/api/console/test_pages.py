@@ -6,12 +6,15 @@ import re
 from html import unescape
 from typing import Any
 
+import numpy as np
 import pytest
+from tests.api.conftest import KEY
 from tests.api.console.conftest import of_checkpoint
 
 from tinkerflow.backend.catalog.champions import champion_key
 from tinkerflow.backend.journal import database
 from tinkerflow.backend.store.blobs import open_blobs
+from tinkerflow.backend.wire import tinker_pb2 as pb
 
 EMPTY = {
     "/": "What to do next",
@@ -169,6 +172,39 @@ def test_a_checkpoint_has_its_lineage_and_what_can_be_done(browser: Any, server:
     assert browser.get(where).status_code == 200, "asking deletes nothing"
     assert browser.send(f"{where}/delete", page=where).status_code == 303
     assert browser.get(where).status_code == 404
+
+
+def test_the_lineage_of_a_run_with_a_history_has_its_data_and_the_checkpoint_before_it(
+    browser: Any, server: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(run: str) -> str:
+        message = pb.ForwardBackwardRequest(model_id=run, seq_id=1, loss_fn="cross_entropy")
+        for tokens in ([1, 2], [1, 2], [3]):
+            datum = message.data.add()
+            datum.model_input.add().encoded_text.tokens = np.array(tokens, np.int32).tobytes()
+            for name, kind, values in (
+                ("target_tokens", pb.DTYPE_INT64, np.array(tokens, np.int64)),
+                ("weights", pb.DTYPE_FLOAT32, np.ones(len(tokens), np.float32)),
+            ):
+                tensor = datum.loss_fn_inputs[name]
+                tensor.dense, tensor.dtype = values.tobytes(), kind
+                tensor.shape.append(len(tokens))
+        url, headers = f"{server.url}/api/v1/forward_backward", {"X-API-Key": KEY}
+        sent = [server.http.post(url, content=message.SerializeToString(), headers=headers)]
+        sent.append(server.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.5}}))
+        sent.append(server.post("save_weights", {"model_id": run, "seq_id": 3, "path": "after"}))
+        assert [server.result(one.json()["request_id"]).status_code for one in sent] == [200] * 3
+        return f"tinker://{run}/weights/after"
+
+    first = trained(server.model(history="true"))
+    page = browser.get(of_checkpoint(first)).text
+    assert "2 different rows, 5 tokens" in page and "began from" not in page
+    body = {"session_id": server.session(), "model_seq_id": 0, "path": first, "user_metadata": {"history": "true"}}
+    second = trained(str(server.post("load_weights", body).json()["model_id"]))
+    page = browser.get(of_checkpoint(second)).text
+    assert "2 different rows, 5 tokens" in page and f'href="{of_checkpoint(first)}"' in page
+    monkeypatch.setattr("tinkerflow.api.console.pages.checkpoints._MOST_STEPS", 0)
+    assert f"<code>tinkerflow explain {second}</code>" in browser.get(of_checkpoint(second)).text
 
 
 def test_the_pool_shows_parts_groups_memory_and_who_waits(browser: Any, server: Any, furnish: Any) -> None:
