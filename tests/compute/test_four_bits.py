@@ -21,6 +21,7 @@ from tinkerflow.backend.compute.models.families import family_of, load_config, p
 from tinkerflow.backend.compute.models.family import open_unpacked
 from tinkerflow.backend.compute.weights.files import DTYPES
 from tinkerflow.backend.compute.weights.quantized import NF4, FourBit, block_of, block_scales, packed
+from tinkerflow.backend.spec.commands import CreateAdapter, LoraSpec
 
 LENGTHS = (1, 7, 33)
 
@@ -147,3 +148,12 @@ def test_samples_and_their_scores_are_those_of_the_rounded_weights(family, examp
     found, wanted = (run_all(one, ask("a", prompt, 6, prompt_logprobs=True))["a"] for one in family[1:])
     assert found.sequences[0].tokens_T.tolist() == wanted.sequences[0].tokens_T.tolist()
     np.testing.assert_allclose(found.prompt_logprobs_T[1:], wanted.prompt_logprobs_T[1:], atol=1e-5, rtol=0)
+
+
+def test_all_parameters_are_trained_from_the_files(qwen3, examples, forward):
+    found, wanted = (qwen3.executor(base_weights=kind) for kind in ("nf4", "full"))
+    for one in (found, wanted):
+        one.execute(CreateAdapter("all", LoraSpec(0), 0))
+    data = examples((33,))
+    for a, b in zip(*(forward(one, "all", data).logprobs for one in (found, wanted)), strict=True):
+        np.testing.assert_array_equal(a, b)

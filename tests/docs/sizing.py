@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import parse_config
@@ -106,7 +106,9 @@ SHOWN = [DEVICES[name] for name in ("v5e", "l4", "v6e", "l40s", "h100", "h200")]
 
 KINDS: tuple[tuple[Dtype, BaseWeights], ...] = (
     ("float32", "full"),
-    *(("bfloat16", kind) for kind in get_args(BaseWeights)),
+    ("bfloat16", "full"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "nf4"),
 )
 
 
