@@ -50,8 +50,9 @@ class Settings(BaseSettings):
     """kind of devices to compute on; auto = the kind that JAX finds; naming a kind that is absent is an error"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """number format of base weights and activations; auto = float32 on CPUs, bfloat16 on other devices"""
-    base_weights: Literal["full", "int8", "nf4"] = "full"
-    """full = base weights in dtype; int8, nf4 = layer matrices rounded to 8 or 4 bits, which saves device memory"""
+    base_weights: Literal["full", "int8", "nf4", "mxfp4"] = "full"
+    """full = base weights in dtype; int8, nf4 = layer matrices rounded to 8 or 4 bits, which saves device memory;
+    mxfp4 = experts stay in the 4 bits of gpt-oss's files"""
     kv_cache: Literal["full", "float8"] = "full"
     """full = keys and values of samples in dtype; float8 = in 8 bits, for twice as many positions in the same memory"""
 

@@ -113,7 +113,7 @@ def what_fits(settings: Settings, base_model: str, topology: str, *, rank: int) 
 
 def _larger(settings: Settings, topology: str) -> Iterator[tuple[str, Settings, str]]:
     target = parse_topology(topology)
-    for kind in ("int8", "nf4"):
+    for kind in ("mxfp4", "int8", "nf4"):  # the first for gpt-oss alone
         yield f"--base-weights {kind}", settings.model_copy(update={"base_weights": kind}), topology
     for count in (2, 4, 8):
         if target.device.platform is CUDA and len(target.shape) == 1 and count > target.count:

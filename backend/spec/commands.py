@@ -519,7 +519,7 @@ DeferredReply = Callable[[], Reply]  # waits for the devices, and reads the repl
 
 
 # ------------------------------------------------------------------ configuration of a group
-BaseWeights = Literal["full", "int8", "nf4"]
+BaseWeights = Literal["full", "int8", "nf4", "mxfp4"]
 CacheFormat = Literal["full", "float8"]
 
 

@@ -116,7 +116,7 @@ def plan(
     ] = 0.0,
     rank: Annotated[int, typer.Option(help="rank of the adapters")] = 32,
     max_context: Annotated[int | None, setting("max_context")] = None,
-    base_weights: Annotated[Literal["full", "int8", "nf4"] | None, setting("base_weights")] = None,
+    base_weights: Annotated[Literal["full", "int8", "nf4", "mxfp4"] | None, setting("base_weights")] = None,
     tensor_parallel: Annotated[int | None, setting("tensor_parallel")] = None,
     expert_parallel: Annotated[int | None, setting("expert_parallel")] = None,
 ) -> None:

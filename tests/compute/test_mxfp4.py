@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tests.compute.conftest import build
+from tests.compute.conftest import Reference, build
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
-from tinkerflow.backend.compute.models.params import load_params
+from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES
+from tinkerflow.backend.compute.models.params import count, load_params, params_like
 from tinkerflow.backend.compute.weights.mxfp4 import dequantised
 from tinkerflow.backend.core.errors import UserError
 
@@ -29,12 +30,13 @@ def test_numbers_are_those_of_transformers():
     np.testing.assert_array_equal(dequantised(blocks, scales), wanted[0].T.numpy())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_published_folder_is_loaded(tmp_path, dtype):
-    """hidden 32 and mlp 64 are 1 and 2 blocks in a row."""
-    plain, packed = tmp_path / "plain", tmp_path / "packed"
+def published(plain, packed):
+    """A random model in plain numbers, and the same with experts in MXFP4: the tensors of the second.
+
+    hidden 32 and mlp 64 are 1 and 2 blocks in a row.
+    """
     build(plain, "gpt_oss", tied=False)
-    cfg, mesh, rng = load_config(plain), make_mesh(1, 1), np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     tensors = load_file(plain / "model.safetensors")
     quantised = {name: array for name, array in tensors.items() if not name.endswith(("gate_up_proj", "down_proj"))}
     for name in sorted(set(tensors) - set(quantised)):
@@ -47,6 +49,14 @@ def test_a_published_folder_is_loaded(tmp_path, dtype):
     (packed / "config.json").write_text((plain / "config.json").read_text())
     save_file(quantised, packed / "model.safetensors")
     save_file(tensors, plain / "model.safetensors")
+    return quantised
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_published_folder_is_loaded(tmp_path, dtype):
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    quantised = published(plain, packed)
+    cfg, mesh = load_config(plain), make_mesh(1, 1)
     found, wanted = (load_params(cfg, folder, mesh, dtype) for folder in (packed, plain))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -54,3 +64,48 @@ def test_a_published_folder_is_loaded(tmp_path, dtype):
     save_file(quantised, packed / "model.safetensors")
     with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight' is missing"):
         load_params(cfg, packed, mesh, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_stay_packed_and_are_computed_back_without_a_difference(tmp_path, dtype):
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    published(plain, packed)
+    cfg, mesh = load_config(plain), make_mesh(1, 1)
+    found, wanted = load_params(cfg, packed, mesh, dtype, base_weights="mxfp4"), load_params(cfg, plain, mesh, dtype)
+    assert count(found) == count(wanted)
+    for name, array in wanted.layers.items():
+        one = found.layers[name]
+        if name in EXPERT_MATRICES:
+            assert one.packed.nbytes * 2 == array.size
+            one = one.dense(array.dtype, of_experts=True)
+        np.testing.assert_array_equal(one, array)
+    like = params_like(cfg, mesh, dtype, base_weights="mxfp4")
+    shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree) for tree in (found, like)]
+    assert shapes[0] == shapes[1]
+    with pytest.raises(UserError, match=r"mlp\.experts.+ is not in MXFP4 in the files"):
+        load_params(cfg, plain, mesh, dtype, base_weights="mxfp4")
+
+
+def test_other_models_are_refused_by_name(qwen3):
+    with pytest.raises(UserError, match="base_weights is 'mxfp4'; must be 'full', 'int8' or 'nf4'"):
+        load_params(load_config(qwen3.folder), qwen3.folder, make_mesh(1, 1), "float32", base_weights="mxfp4")
+
+
+def test_training_and_samples_are_those_of_plain_numbers(tmp_path, examples, adapter, forward, gradients, ask, run_all):
+    folders = tmp_path / "plain", tmp_path / "packed"
+    published(*folders)
+    executors = [
+        Reference(folder, None).executor(base_weights=kind)
+        for folder, kind in zip(folders, ("full", "mxfp4"), strict=True)
+    ]
+    for one in executors:
+        adapter(one, "a")
+    wanted, found = (forward(one, "a", examples((7, 33)), backward=True) for one in executors)
+    for a, b in zip(found.logprobs, wanted.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+    slopes, others = (gradients(one, "a") for one in executors)
+    for name, gradient in slopes.items():
+        assert np.abs(others[name] - gradient).max() <= 1e-4 * max(1.0, np.abs(gradient).max()), name
+    prompt = examples((20,))[0].tokens_T
+    texts = [run_all(one, ask("a", prompt, 6))["a"].sequences[0].tokens_T.tolist() for one in executors]
+    assert texts[0] == texts[1]

@@ -33,13 +33,14 @@ from tinkerflow.backend.compute.models.families import (
     layers_with,
     projections,
 )
-from tinkerflow.backend.compute.models.family import open_unpacked
+from tinkerflow.backend.compute.models.family import MXFP4, open_unpacked
 from tinkerflow.backend.compute.models.layer_loop import LayerParams
 from tinkerflow.backend.compute.models.layers.matrices import LayerTensor, Projection
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_config import tower_tensors
 from tinkerflow.backend.compute.platforms import on_cpu
-from tinkerflow.backend.compute.weights.files import DTYPES, StoredTensor, Tensor
+from tinkerflow.backend.compute.weights import mxfp4
+from tinkerflow.backend.compute.weights.files import DTYPES, MadeTensor, StoredTensor, Tensor
 from tinkerflow.backend.compute.weights.quantized import (
     FourBit,
     Int8,
@@ -77,9 +78,11 @@ def load_params(
     cfg: parsed from the folder's `config.json`. folder: has the safetensors files. mesh: how arrays are split over
     devices. dtype: of the weights on the devices, "float32" or "bfloat16". progress: called with a line of text after
     each tensor of all layers, e.g. "loading weights 3/12". base_weights: with "int8" and "nf4" the layers' matrices are
-    rounded (`quantized`); the embedding and the unembedding are not, because their errors show in logprobs.
+    rounded (`quantized`); the embedding and the unembedding are not, because their errors show in logprobs. With
+    "mxfp4" the experts' matrices stay as the files have them; UserError if the files do not have MXFP4.
     """
     _check_expert_axis(cfg, folder, mesh)
+    _check_mxfp4(cfg, folder, base_weights)
     stored = open_unpacked(family_of(cfg), cfg, Path(folder), str(folder))
     check_tensors(cfg, stored, str(folder))
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="weights") as threads:
@@ -89,6 +92,7 @@ def load_params(
 def params_like(cfg: ModelConfig, mesh: Mesh, dtype: str, *, base_weights: BaseWeights = "full") -> Params:
     """The shapes, dtypes and shardings of the weights that `load_params` returns for such a model."""
     _check_expert_axis(cfg, cfg.architecture, mesh)
+    _check_mxfp4(cfg, cfg.architecture, base_weights)
     return _params(_Loader(cfg, mesh, jnp.dtype(dtype), None, base_weights))
 
 
@@ -182,6 +186,15 @@ class _Loader:
 
             return self._stack((*matrix.stack, *shape[::-1]), (EXPERT, *axes[::-1]), dtype, fill)
 
+        if self.base_weights == "mxfp4" and matrix.of_experts:
+            outputs, inputs = shape
+            for tensor in each.flat if self.stored is not None else ():
+                if not isinstance(tensor, MadeTensor) or tensor.packed is None:
+                    rule = "'mxfp4' is for files that have experts in MXFP4"
+                    raise UserError(f"base_weights is 'mxfp4': {matrix.module} is not in MXFP4 in the files; {rule}")
+            numbers, exponents = partial(_stored_part, 0), partial(_stored_part, 1)
+            halves = stacked(numbers, (outputs, inputs // 2), axes, np.uint8)
+            return FourBit(halves, stacked(exponents, (outputs, inputs // mxfp4.BLOCK), axes, np.uint8), "mxfp4")
         if self.base_weights == "nf4":
             outputs, inputs, block = *shape, block_of(matrix.inputs)
             if inputs % 2:
@@ -257,6 +270,12 @@ class _Loader:
         out[...] = block_scales(_floats(tensor, o, slice(start * block, stop * block)), block, self.dtype)
 
 
+def _stored_part(number: int, out: Array, tensor: MadeTensor, *where: slice) -> None:
+    """Copy a part of the packed numbers (0) or the scales (1) of a matrix in MXFP4."""
+    assert tensor.packed is not None
+    out[...] = tensor.packed()[number][where]
+
+
 def _floats(tensor: Tensor, *where: slice) -> Array:
     return np.asarray(tensor.view(DTYPES[tensor.dtype])[where], dtype=np.float32)
 
@@ -327,6 +346,12 @@ def count(params: Params) -> int:
 
 def _is_quantized(layers: LayerParams) -> bool:
     return any(isinstance(weight, Int8 | FourBit) for weight in layers.values())
+
+
+def _check_mxfp4(cfg: ModelConfig, folder: str | Path, base_weights: BaseWeights) -> None:
+    if base_weights == "mxfp4" and MXFP4 not in family_of(cfg).quantizations:
+        rule = "must be 'full', 'int8' or 'nf4' for models whose files have no MXFP4"
+        raise UserError(f"base model {str(folder)!r}: base_weights is 'mxfp4'; {rule}")
 
 
 def _check_expert_axis(cfg: ModelConfig, folder: str | Path, mesh: Mesh) -> None:

@@ -165,9 +165,9 @@ def _step(
         unsplit = replace(config, fsdp=1)
         gathered = vocab * cfg.hidden * item + 2 * weight_bytes(cfg, unsplit) // cfg.layers
     widened = 0
-    if config.base_weights == "nf4":  # a layer's matrices, while it is differentiated
-        wide, packed = (weight_bytes(cfg, replace(config, fsdp=1, base_weights=kind)) for kind in ("full", "nf4"))
-        widened = (wide - packed) // cfg.layers
+    if config.base_weights in ("nf4", "mxfp4"):  # a layer's matrices, while it is differentiated
+        packed = replace(config, fsdp=1)
+        widened = (weight_bytes(cfg, replace(packed, base_weights="full")) - weight_bytes(cfg, packed)) // cfg.layers
     # The adapter in the dtype of the activations, its gradient and the sum of gradients, all of them gathered. In
     # addition the earlier gradients of commands in flight.
     usual = lora_weights.shapes(cfg, usual_spec(cfg, config.expert_rank))

@@ -45,12 +45,14 @@ class StoredTensor:
 class MadeTensor:
     """A tensor that is computed from others when it is read: a part of a fused tensor, or dequantized blocks.
 
-    make: takes the matching NumPy dtype, and returns the elements.
+    make: takes the matching NumPy dtype, and returns the elements. packed: returns a matrix as the file has it in
+    MXFP4, both uint8: [rows, columns / 2] with two numbers in a byte, and the scales [rows, blocks]; None = it is not.
     """
 
     shape: tuple[int, ...]
     dtype: str
     make: Callable[[Any], npt.NDArray[Any]]
+    packed: Callable[[], tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] | None = None
 
     def view(self, dtype: Any) -> npt.NDArray[Any]:
         """The elements. dtype: the NumPy dtype that matches."""

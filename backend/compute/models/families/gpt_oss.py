@@ -6,6 +6,7 @@ has its own matrices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,8 +78,8 @@ def _unpack(cfg: ModelConfig, tensors: Tensors) -> Tensors:
             for expert in range(count):
                 into = f"{experts}{expert}.{name}_proj.weight"
                 if packed:
-                    made = partial(_of_blocks, here["_blocks"], here["_scales"], expert, rows)
-                    parts[into] = MadeTensor((own, inputs), "F32", made)
+                    stored = partial(_stored, here["_blocks"], here["_scales"], expert, rows)
+                    parts[into] = MadeTensor((own, inputs), "F32", partial(_of_blocks, stored), stored)
                 elif "" in here:
                     parts[into] = MadeTensor((own, inputs), here[""].dtype, partial(_of_expert, here[""], expert, rows))
     return with_parts(tensors, fused, parts)
@@ -92,8 +93,14 @@ def _of_expert(fused: Tensor, expert: int, rows: slice, dtype: Any) -> npt.NDArr
     return fused.view(dtype)[expert, :, rows].T
 
 
-def _of_blocks(blocks: Tensor, scales: Tensor, expert: int, rows: slice, _: Any) -> npt.NDArray[Any]:
-    return dequantised(blocks.view(np.uint8)[expert, rows], scales.view(np.uint8)[expert, rows])
+def _stored(blocks: Tensor, scales: Tensor, expert: int, rows: slice) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    own = blocks.view(np.uint8)[expert, rows]
+    return own.reshape(len(own), -1), scales.view(np.uint8)[expert, rows]
+
+
+def _of_blocks(stored: Callable[[], tuple[npt.NDArray[Any], npt.NDArray[Any]]], _: Any) -> npt.NDArray[Any]:
+    packed, scales = stored()
+    return dequantised(packed.reshape(*scales.shape, -1), scales)
 
 
 def _plain(_: ModelConfig, tensors: Tensors) -> Tensors:
