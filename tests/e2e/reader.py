@@ -21,9 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.docs.pages import without_code_blocks
+from tests.docs.pages import DOCS, ROOT, without_code_blocks
 
-TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
+TUTORIALS = DOCS / "tutorials"
 ADDRESS = "http://127.0.0.1:8000"  # of the reader's service
 NUMBER = r"-?\d[\d.e-]*"
 END = "--- the end of a block, with status"
@@ -61,7 +61,7 @@ class Reader:
 
     def __enter__(self) -> Self:
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-        mine = {"PATH": path, "TINKERFLOW_DATA_DIR": str(self._data_dir), "COLUMNS": "200"}
+        mine = {"PATH": path, "TINKERFLOW_DATA_DIR": str(self._data_dir), "COLUMNS": "200", "CLONE": str(ROOT)}
         self._bash = subprocess.Popen(
             ["bash"], cwd=self._folder, env=os.environ | mine, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,11 @@ PAGES = (
     "nightly-with-approval.md",
     "which-batch-broke-my-run.md",
     "test-without-a-model.md",
+    "publish-and-call.md",
+    "move-to-your-own-service.md",
+    "debug-a-run.md",
+    "from-a-laptop-to-a-gpu-box.md",
+    "production-on-kubernetes.md",
 )
 
 
@@ -65,4 +71,16 @@ def test_a_nightly_run_waits_for_a_person_and_promotes(reader, pipelines) -> Non
 
 def test_a_loop_is_tested_without_a_model(reader) -> None:
     for _ in reader.follow(PAGES[5]):
+        pass
+
+
+@pytest.mark.parametrize("page", PAGES[6:-1])
+def test_a_model_is_called_moved_and_mended(reader, page) -> None:
+    for _ in reader.follow(page):
+        pass
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_manifests_are_rendered(reader) -> None:
+    for _ in reader.follow(PAGES[-1]):
         pass
