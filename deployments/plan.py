@@ -192,9 +192,11 @@ def _on_devices(config: GroupConfig, target: Topology) -> GroupConfig:
 def _full(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> str:
     """Whether all parameters can be trained, and how much memory that takes."""
     needed = adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER)
-    does = "fits" if needed <= plan.full else "does not fit"
+    facts = f"it needs {needed / GB:.1f} GB of each device, and {plan.full / GB:.1f} GB are there for it"
+    if needed > plan.full:
+        return f"does not fit: {facts}"
     sampled = "cannot be sampled" if plan.full_model is None else f"sampled in {plan.full_model.size / GB:.1f} GB more"
-    return f"{does}: {needed / GB:.1f} GB of each device, of {plan.full / GB:.1f} GB for that; {sampled}"
+    return f"fits: {facts}; {sampled}"
 
 
 def _rate(bound: Estimate, price: float) -> str:

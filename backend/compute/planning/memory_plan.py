@@ -157,7 +157,7 @@ class MemoryPlan:
             return lines[0]
         rows = {each.name.replace("_", " "): getattr(self.uses, each.name) for each in fields(self.uses)}
         lines[0] += f", {self.cells} positions to sample in, {self.resident_adapters} adapters of rank {RANK_COLUMNS}"
-        lines += [f"{name:<14}{size / GB:8.2f} GB" for name, size in rows.items()]
+        lines += [f"{name:<14}{size / GB:8.2f} GB" for name, size in rows.items() if size]
         lines.append(f"{'of':<14}{self.limit / GB:8.2f} GB a device")
         return "\n".join(lines)
 
@@ -208,10 +208,16 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         less = "a smaller TINKERFLOW_MICROBATCH_TOKENS, " if config.microbatch_tokens else ""
         if states:
             less += f"fewer TINKERFLOW_SAMPLE_SLOTS ({config.sample_slots} have states of {states / GB:.1f} GB), "
+        if sum(step) > (room := most * max(0, free)):
+            lack = f"a training step of {tokens} tokens takes {sum(step) / GB:.2f} GB and may take {room / GB:.2f}"
+        else:
+            pages, left = (2 * context // PAGE + 1) * page + states, max(0, cache)
+            lack = (
+                f"two samples of {context} tokens take {pages / GB:.2f} GB, and a training step leaves {left / GB:.2f}"
+            )
         raise UserError(
             f"base model {config.model_path!r}: its weights take {weights / GB:.1f} GB of the {limit / GB:.1f} GB of "
-            f"each device. Too little is left to train and sample: a training step of {tokens} tokens takes "
-            f"{sum(step) / GB:.1f} GB and may take {most * max(0, free) / GB:.1f}. Use {less}more devices, "
+            f"each device. Too little is left to train and sample: {lack}. Use {less}more devices, "
             "TINKERFLOW_TENSOR_PARALLEL, TINKERFLOW_BASE_WEIGHTS=int8 or nf4, or devices with more memory"
         )
     pages = (cache - states) // page

@@ -132,10 +132,10 @@ def test_a_model_that_leaves_too_little_is_refused() -> None:
     with pytest.raises(UserError, match=r"base model 'big': its weights take \d\.\d GB of the 8\.0 GB"):
         memory_plan.plan_memory(CFG, config_of("big"), 8 * GB)
     large = config_of(microbatch_tokens=10**6)
-    with pytest.raises(UserError, match=r"step of 1000000 tokens takes \d+\.\d GB .*a smaller TINKERFLOW_MICRO"):
+    with pytest.raises(UserError, match=r"step of 1000000 tokens takes \d+\.\d\d GB .*a smaller TINKERFLOW_MICRO"):
         memory_plan.plan_memory(CFG, large, 80 * GB)
     split = config_of(fsdp=16)
-    with pytest.raises(UserError, match=r"step of 1024 tokens takes \d\.\d GB and may take \d\.\d\. Use more dev"):
+    with pytest.raises(UserError, match=r"step of 1024 tokens takes \d\.\d\d GB and may take \d\.\d\d\. Use more dev"):
         memory_plan.plan_memory(CFG, split, 6 * GB)
     assert memory_plan.plan_memory(CFG, config_of(fsdp=4, tensor=4), 6 * GB).context, "as the error says"
 
