@@ -42,10 +42,10 @@ def environment_maker(name: str) -> EnvironmentMaker:
     refuse_code("environment", f"openenv:{name}")
     if urlsplit(name).scheme not in ("http", "https"):
         raise UserError(f"environment 'openenv:{name}': must be openenv:http://HOST:PORT or openenv:https://…")
-    return lambda facts: _Session(name.rstrip("/"), facts)
+    return lambda facts: _Played(name.rstrip("/"), facts)
 
 
-class _Session:
+class _Played:
     """A conversation in a session of the server: a WebSocket."""
 
     def __init__(self, url: str, facts: Facts) -> None:
