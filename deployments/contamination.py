@@ -8,7 +8,7 @@ of the file have, such as those of a chat template, do not count. N-grams are co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,14 +56,15 @@ class Overlap:
         return self.exact is not None or self.share >= CONTAMINATED
 
 
-def trained_rows(api: Api, against: str) -> Iterator[tuple[TrainedRow, Tokens]]:
+def trained_rows(api: Api, against: str, unknown: Callable[[str], object]) -> Iterator[tuple[TrainedRow, Tokens]]:
     """The different rows that a run, or a checkpoint and the checkpoints before it, were trained on, with their tokens.
 
-    NotFoundError: the run has no history, or did not make the checkpoint.
+    unknown: called with a checkpoint before it whose rows are not known. NotFoundError: the run has no history, or did
+    not make the checkpoint.
     """
     seen: set[str] = set()
     number = 0
-    for run, recorded in requests_behind(api, against):
+    for run, recorded in requests_behind(api, against, unknown):
         if recorded.seq_id == 0 or recorded.kind == "optim_step":
             number = 0
         if recorded.kind != "forward_backward" or recorded.error is not None:

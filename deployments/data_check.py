@@ -177,8 +177,13 @@ def _compare(
     from tinkerflow.deployments.recorded_run import Api
 
     comparison, trained = Comparison(rows), 0
+
+    def unknown(path: str) -> None:
+        text = f"note   {against} began with {path}, and no history has the rows of that checkpoint"
+        console.print(Text(text, "yellow"), soft_wrap=True)
+
     with Api(*server_from_environment(settings)) as api:
-        for where, tokens in trained_rows(api, against):
+        for where, tokens in trained_rows(api, against, unknown):
             comparison.add(where, tokens)
             trained += 1
     found = sorted(zip(comparison.overlaps, places, strict=True), key=lambda one: (not one[0].exact, -one[0].share))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import orjson
@@ -31,26 +31,29 @@ class Ancestry:
         self.data.add(recorded.kind, recorded.payload)
 
 
-def requests_behind(api: Api, against: str) -> Iterator[tuple[RecordedRun, RecordedRequest]]:
+def requests_behind(
+    api: Api, against: str, unknown: Callable[[str], object]
+) -> Iterator[tuple[RecordedRun, RecordedRequest]]:
     """The requests that have made a checkpoint, or all of a run, and then those of the checkpoints that were loaded.
 
-    A request before one that replaces the weights is returned, too. NotFoundError: see `explain`.
+    A request before one that replaces the weights is returned, too. unknown: called with a loaded checkpoint whose
+    requests are in no history. NotFoundError: see `explain`.
     """
     wanted: str | None = against
     for generation in range(_MOST_PARENTS):
         if wanted is None:
             return
-        path = CheckpointPath.parse(wanted) if wanted.startswith("tinker://") else None
+        before, wanted = wanted, None
+        path = CheckpointPath.parse(before) if before.startswith("tinker://") else None
         try:
-            run = RecordedRun.find(api, wanted if path is None else path.run_id)
+            run = RecordedRun.find(api, before if path is None else path.run_id)
+            for recorded in _up_to(run, path):
+                yield run, recorded
+                wanted = loaded_by(recorded.kind, recorded.payload) or wanted
         except NotFoundError:
             if generation == 0:
                 raise
-            return
-        wanted = None
-        for recorded in _up_to(run, path):
-            yield run, recorded
-            wanted = loaded_by(recorded.kind, recorded.payload) or wanted
+            unknown(before)
 
 
 def explain(api: Api, path: str) -> Iterator[Ancestry]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments import contamination
-from tinkerflow.deployments.contamination import Comparison, TrainedRow, hashes
+from tinkerflow.deployments.contamination import Comparison, TrainedRow, hashes, trained_rows
 
 DRAW = Random(4)
 
@@ -66,3 +69,21 @@ def test_the_tokens_of_a_datum_have_the_last_target_and_a_mark_for_an_image(imag
     targets = datum.loss_fn_inputs["target_tokens"]
     targets.dense, targets.dtype = np.array([2, 3, 4], np.int64).tobytes(), pb.DTYPE_INT64
     assert contamination._tokens(datum).tolist() == ([1, 2, -1, 3, 4] if images else [1, 2, 3, 4])
+
+
+def test_a_checkpoint_before_the_run_whose_rows_are_not_known_is_named() -> None:
+    class Server:
+        """It knows the history of run `a`, which began with a checkpoint of run `b`."""
+
+        def ask(self, path: str, **params: Any) -> Any:
+            if "/a/" not in path:
+                raise NotFoundError("run 'b' has no history")
+            load = base64.b64encode(b'{"path": "tinker://b/weights/x"}').decode()
+            row = {"seq_id": 0, "kind": "load_weights", "step": None, "payload": load, "result_hash": "", "error": None}
+            return {"run": {}, "requests": [row], "next": None}
+
+    unknown: list[str] = []
+    assert list(trained_rows(Server(), "a", unknown.append)) == []  # type: ignore[arg-type]
+    assert unknown == ["tinker://b/weights/x"]
+    with pytest.raises(NotFoundError, match="has no history"):
+        list(trained_rows(Server(), "tinker://b/weights/x", unknown.append))  # type: ignore[arg-type]
