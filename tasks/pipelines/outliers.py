@@ -134,7 +134,7 @@ class OutlierWatch:
                 output, lesson = await forward, lessons[number]
                 logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy().tolist()
                 worst = least_likely(lesson.tokens[1:].tolist(), logprobs, lesson.weights[1:].tolist())
-                loss, norm = output.metrics.get("loss:sum"), (await update).metrics.get("grad_norm")
+                loss, norm = output.metrics.get("loss:sum"), ((await update).metrics or {}).get("grad_norm")
                 size = len(lesson.tokens) - 1
                 found.append(BlamedRow(number, size, _finite(loss), _finite(norm), worst, tuple(repeated)))
         return found
@@ -157,7 +157,7 @@ class OutlierWatch:
             kept = [row for number, row in enumerate(rows) if number not in chosen]
             forward, update = _measured(probe, self._recipe.lessons(kept))
             await forward
-            norm = (await update).metrics.get("grad_norm", math.nan)
+            norm = ((await update).metrics or {}).get("grad_norm", math.nan)
             if not self._norms.unusual(norm):
                 return chosen
             left = ranked([*others, replace(first, repeated=())] if first.repeated else others)
