@@ -129,13 +129,17 @@ def test_a_popular_model_is_planned_without_a_network(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("model", "fix"),
-    [("Qwen/Qwen3-32B", "--base-weights int8"), ("meta-llama/Llama-3.3-70B-Instruct", "--for h100:4")],
+    ("model", "topology", "fix"),
+    [
+        ("Qwen/Qwen3-32B", "h100:1", "--base-weights int8"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "h100:1", "--base-weights nf4"),
+        ("Qwen/Qwen3-32B", "rtx5090:1", "--for rtx5090:8"),
+    ],
 )
-def test_the_answer_is_no_with_an_option_that_is_enough(model: str, fix: str) -> None:
-    status, text = said("--base-model", model, "--topology", "h100:1")
+def test_the_answer_is_no_with_an_option_that_is_enough(model: str, topology: str, fix: str) -> None:
+    status, text = said("--base-model", model, "--topology", topology)
     assert status == 1
-    assert text.startswith(f"no: {model} does not fit h100:1: ") and text.endswith(f"; it fits with {fix}")
+    assert text.startswith(f"no: {model} does not fit {topology}: ") and text.endswith(f"; it fits with {fix}")
 
 
 @pytest.mark.parametrize("topology", ["rtx3090", "rtx4090", "a10", "l4"])
