@@ -39,7 +39,7 @@ def test_8b_trains_at_8k_on_one_h100_with_16_adapters(tmp_path: Path) -> None:
     said = plan(tmp_path, "8B", "h100:1", max_context=8192)
     assert number(said, r"sequences of up to (\d+) tokens") == 8192
     assert number(said, r"adapters of rank 32 in training at the same time: (\d+)") >= 16
-    assert number(said, r"all parameters in training \(rank 0\): [a-z ]+: ([\d.]+) GB of each device, of") > 0
+    assert number(said, r"all parameters in training \(rank 0\): [a-z ]+: it needs ([\d.]+) GB of each device") > 0
     assert number(said, r"weights +([\d.]+) GB") == pytest.approx(16.4, abs=0.1)
 
 
@@ -47,7 +47,7 @@ def test_the_parts_of_the_memory_are_all_of_it(tmp_path: Path) -> None:
     said = plan(tmp_path, "4B", "v6e:1x1")
     parts = re.findall(r"^(?!of )[a-z ]+? {2,}([\d.]+) GB$", said, re.M)
     assert sum(map(float, parts)) == pytest.approx(number(said, r"of +([\d.]+) GB a device"), abs=0.1)
-    assert len(parts) == len(fields(MemoryUses))
+    assert len(parts) == len(fields(MemoryUses)) - 1, "no memory is reserved for sampling full models, which do not fit"
 
 
 def test_the_memory_that_the_settings_name_is_planned_with(tmp_path: Path) -> None:
