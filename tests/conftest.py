@@ -47,12 +47,13 @@ AS_USERS_RUN_IT = (
 )
 # Files whose tests share a service. One process runs all files of a line, and starts their service once.
 _CLIENTS = ("chat", "console", "constraints", "cookbook", "images", "losses", "optimizers", "sampling", "sdk_loop")
-_PIPELINES = ("learning", "nightly", "prefect_page", "served", "sft", "tutorials")
+_PIPELINES = ("learning", "nightly", "prefect_page", "served", "sft")
 SHARE_A_SERVICE = (
     ("tests/compat/",),
     tuple(f"tests/e2e/test_{name}.py" for name in (*_CLIENTS, "streams", "tenants", "weights")),
     tuple(f"tests/e2e/test_{name}.py" for name in _PIPELINES),
 )
+LONGEST = ("tests/e2e/test_tutorials.py", *SHARE_A_SERVICE[2])  # they begin first of those that use the SDK
 _QUICK_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 CROWDED = 0.3  # of a process's memory maps: behind a file, all compiled programs are forgotten
 
@@ -73,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         (kept if _is_chosen(item, config) else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
-    items[:] = sorted(kept, key=_uses_the_sdk)
+    items[:] = sorted(kept, key=lambda item: (_uses_the_sdk(item), not item.nodeid.startswith(LONGEST)))
     for item in filter(_uses_the_sdk, items):
         item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
         item.add_marker(

@@ -270,7 +270,7 @@ async def test_steps_sample_from_weights_of_a_fixed_age(tokenizer: Any, lag: int
     client, recipe = Client(tokenizer), recipe_of(tokenizer, Dawdling, versions=WeightVersions(lag))
     training = TrainingParameters(steps=7, segment_steps=4)
     trainer: Any = SimpleNamespace(
-        recipe=recipe, training=training, params=lambda step: tinker.AdamParams(learning_rate=step)
+        recipe=recipe, watch=None, training=training, params=lambda step: tinker.AdamParams(learning_rate=step)
     )
     made: list[StepMetrics] = []
     Dawdling.most = 0
@@ -290,7 +290,7 @@ async def test_a_step_whose_sampling_fails_ends_the_segment(tokenizer: Any) -> N
 
     client, recipe = Client(tokenizer), recipe_of(tokenizer, Broken, versions=WeightVersions(2))
     trainer: Any = SimpleNamespace(
-        recipe=recipe, training=TrainingParameters(), params=lambda step: tinker.AdamParams()
+        recipe=recipe, watch=None, training=TrainingParameters(), params=lambda step: tinker.AdamParams()
     )
     with pytest.raises(UserError, match="broken"):
         await make_steps(trainer, client, 1, 4, Control(), lambda _: None)  # type: ignore[arg-type]

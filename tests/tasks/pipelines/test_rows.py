@@ -112,7 +112,7 @@ def test_columns_are_mapped_to_fields() -> None:
     with pytest.raises(RowError, match=fix):
         read({"question": "hi", "reply": "hello"}, "chat")
     assert read({"question": "hi", "reply": "hello"}, "prompt_completion", columns=columns) == Row((U,), (A,))
-    with pytest.raises(RowError, match=r"question: None: is missing; data\.columns\.prompt names it"):
+    with pytest.raises(RowError, match=r"question: None: is missing or empty; data\.columns\.prompt names it"):
         read({"reply": "hello"}, "prompt_completion", columns=columns)
     with pytest.raises(RowError, match=r"prompt: 'x': is in the row, but data\.columns\.prompt is 'question'"):
         read({"question": "hi", "reply": "hello", "prompt": "x"}, "prompt_completion", columns=columns)
