@@ -31,12 +31,13 @@ def main() -> None:
         running_stack(Path(folder) / "data", dim_lines(console), warm_up=False) as stack,
     ):
         for steps in (20, 40):
-            teach(console, stack.api_url, "", steps)
+            teach(console, stack.api_url, None, steps)
         rest = tinker.RestClient(base_url=stack.api_url, api_key=API_KEY)
         runs = [run.training_run_id for run in rest.list_training_runs(limit=2).result().training_runs]
         checkpoint = f"tinker://{runs[0]}/sampler_weights/pig-latin"
         with open_page(Path(folder) / "browser") as page:
             shoot(page, "run", f"{stack.api_url}/training_runs/{runs[0]}")
+            shoot(page, "runs", f"{stack.api_url}/training_runs")
             shoot(page, "compare", f"{stack.api_url}/compare?run={runs[0]}&run={runs[1]}", dark=True)
             path = f"/checkpoints/{quote(runs[0], safe='')}/{quote('sampler_weights/pig-latin', safe='')}"
             shoot(page, "checkpoint", stack.api_url + path)
