@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import wraps
 from importlib.metadata import version
@@ -88,7 +88,9 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     """
     parameters, name = run.parameters, run_name(run.parameters)
     training = parameters.training
-    progress = RunProgress(run.work_url, name, _plan(run, data))
+    decisive = _decisive(run)
+    plan = digest(run.pipeline, run.model.name, data, orjson.dumps(decisive, option=orjson.OPT_SORT_KEYS))
+    progress = RunProgress(run.work_url, name, plan, {"base model": run.model.name, "data": data} | _flat(decisive))
     lineage = Lineage(run.pipeline, name, data, f"tinkerflow {version('tinkerflow')}", parameters.model.start_from)
     trainer = Trainer(run, recipe, progress, lineage, watch)
     segments = progress.segments()
@@ -182,9 +184,9 @@ async def _export(trainer: Trainer, step: int) -> str:
     return str(saved.path)
 
 
-def _plan(run: PreparedRun, data: str) -> str:
-    """A digest of everything that affects the outcome: not of names, places and mere observations."""
-    decides = run.parameters.model_dump(
+def _decisive(run: PreparedRun) -> dict[str, Any]:
+    """The parameters that affect the outcome: not names, places and mere observations."""
+    decides: dict[str, Any] = run.parameters.model_dump(
         mode="json",
         exclude={"name", "connection", "work", "resume", "samples", "data", "held_out", "tracking", "history"},
     )
@@ -193,7 +195,15 @@ def _plan(run: PreparedRun, data: str) -> str:
         del decides["on_outlier"]  # as in releases without it
     if not decides.get("max_staleness"):
         decides["training"].pop("segment_steps")  # otherwise a segment begins with fresh samples
-    return digest(run.pipeline, run.model.name, data, orjson.dumps(decides, option=orjson.OPT_SORT_KEYS))
+    return decides
+
+
+def _flat(values: Mapping[str, Any], outer: str = "") -> dict[str, object]:
+    """Nested values by their names, as in `training.steps`."""
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{outer}{name}.") if isinstance(value, dict) else {outer + name: value}
+    return found
 
 
 async def _show(artifacts: RunArtifacts, segments: list[SegmentRecord], lineage: Lineage, weights: str = "") -> None:

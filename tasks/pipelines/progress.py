@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import orjson
 from pydantic import BaseModel
 
 from tinkerflow.backend.catalog.champions import checked_name
@@ -53,18 +56,29 @@ class RunProgress:
     the same run, one of them gets a UserError and stops.
     """
 
-    def __init__(self, work_url: str, run: str, plan: str) -> None:
+    def __init__(self, work_url: str, run: str, plan: str, parameters: Mapping[str, object] | None = None) -> None:
         """Open the record of `run`, the name that retries share. plan: digest of all that decides the outcome.
 
-        Raises UserError when the run was begun with another plan: its steps would not fit.
+        parameters: those of the plan by name, for the error when they differ. Raises UserError when the run was begun
+        with another plan: its steps would not fit.
         """
         self._work = open_work(work_url)
         self._folder = f"progress/{checked_name('run', run)}"
+        own = orjson.dumps(parameters or {})
+        create_once(self._work, f"{self._folder}/parameters.json", own)
         try:
             create_json(self._work, f"{self._folder}/plan.json", {"plan": plan})
         except FileExistsError:
+            before: dict[str, object] = read_json(self._work, f"{self._folder}/parameters.json") or {}
+            now: dict[str, object] = orjson.loads(own)
+            changed = [
+                f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+                for name in sorted({*before, *now})
+                if before.get(name) != now.get(name)
+            ]
+            facts = f" ({', '.join(changed)})" if changed else ""
             raise UserError(
-                f"resume {run!r}: this run was begun with other parameters or data; give it another name"
+                f"resume {run!r}: this run was begun with other parameters or data{facts}; give it another name"
             ) from None
 
     def segments(self) -> list[SegmentRecord]:

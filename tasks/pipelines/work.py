@@ -3,6 +3,7 @@
     data/<digest>.jsonl           rows that passed their check
     quarantine/<digest>.jsonl     rows that failed it, each with its error
     tokens/<key>.npz              rows as tokens
+    progress/<run>/plan           digest of all that decides the outcome of a training run; `parameters` has the values
     progress/<run>/segments/<n>   the segments that a training run has done
     progress/<run>/kept/<name>    measurements before its first step
     rollouts/<training run>/<n>   the rollouts of a step, for people (backend/catalog/rollouts.py)

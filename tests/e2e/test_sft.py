@@ -77,7 +77,7 @@ async def test_it_learns_and_shows_what_it_did(pipelines, tmp_path, monkeypatch)
     measured = ("grad_norm", "learning_rate", "loss", "tokens")
     wanted = [(name, step) for name in measured for step in range(1, 13)]
     assert tracked == sorted([*wanted, *(("held_out_loss", step) for step in (4, 8, 12))])
-    with pytest.raises(Exception, match="begun with other parameters or data"):
+    with pytest.raises(Exception, match=r"other parameters or data \(training.learning_rate was \S+ and is 0.001\)"):
         await run(values | {"training": values["training"] | {"learning_rate": 0.001}})
 
 
