@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, replace
 
 import numpy as np
 import orjson
@@ -13,7 +12,7 @@ from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.spec.history import digest
 from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
-from tinkerflow.backend.spec.outliers import MOST_REPEATED, MOST_ROWS, BlamedRow, least_likely, ranked
+from tinkerflow.backend.spec.outliers import BlamedRow, for_pages, least_likely, ranked
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.recorded_run import RecordedRun, quoted
 
@@ -74,8 +73,7 @@ def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
         answered(_IN_FLIGHT)
     answered(0)
     worst = ranked(found)
-    rows_sent = [asdict(replace(row, repeated=row.repeated[:MOST_REPEATED])) for row in worst[:MOST_ROWS]]
-    api.ask(f"training_runs/{quoted(run.run_id)}/blames", {"step": step, "rows": rows_sent})
+    api.ask(f"training_runs/{quoted(run.run_id)}/blames", {"step": step, "rows": for_pages(worst)})
     return worst
 
 

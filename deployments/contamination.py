@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.spec.history import digest
+from tinkerflow.backend.catalog.card import row_digest
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.explain import requests_behind
 from tinkerflow.deployments.recorded_run import Api
@@ -70,7 +70,7 @@ def trained_rows(api: Api, against: str, unknown: Callable[[str], object]) -> It
         if recorded.kind != "forward_backward" or recorded.error is not None:
             continue
         for datum in pb.ForwardBackwardRequest.FromString(recorded.payload).data:
-            key = digest(datum.SerializeToString(deterministic=True))
+            key = row_digest(datum)
             if key not in seen:
                 seen.add(key)
                 yield TrainedRow(run.run_id, recorded.step, number), _tokens(datum)

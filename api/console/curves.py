@@ -114,11 +114,10 @@ def charts(runs: Sequence[RunCurves], view: ChartView) -> list[Markup]:
             found.append(_chart(title, lines, view))
     metrics = [{metric.name: metric.points for metric in run.metrics} for run in runs]
     names = sorted({name for of_run in metrics for name in of_run}, key=lambda name: ("reward" not in name, name))
-    stored = (
-        [Line(run.name, run.placed(of_run.get(name, ()), view.x)) for run, of_run in zip(runs, metrics, strict=True)]
-        for name in names
-    )
-    found[1:1] = [_chart(name, lines, view) for name, lines in zip(names, stored, strict=True)]
+    for place, name in enumerate(names, start=1):
+        of_runs = zip(runs, metrics, strict=True)
+        lines = [Line(run.name, run.placed(of_run.get(name, ()), view.x)) for run, of_run in of_runs]
+        found.insert(place, _chart(name, lines, view))
     return found
 
 

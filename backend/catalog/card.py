@@ -51,7 +51,7 @@ class TrainedData:
         """Take up a successful request."""
         if kind == "forward_backward":
             for datum in pb.ForwardBackwardRequest.FromString(payload).data:
-                key = digest(datum.SerializeToString(deterministic=True))
+                key = row_digest(datum)
                 self.rows[key] = self.rows.get(key, 0) + 1
                 self.tokens += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
         elif kind == "optim_step":
@@ -68,6 +68,11 @@ class TrainedData:
             f"digest of the rows: {self.data_digest}",
             f"began with {self.loaded or 'a fresh adapter'}",
         ]
+
+
+def row_digest(datum: pb.Datum) -> str:
+    """The identity of a row: tokens, targets and all other inputs of its loss."""
+    return digest(datum.SerializeToString(deterministic=True))
 
 
 def loaded_by(kind: str, payload: bytes) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median, median_low
 
 _USUAL_STEPS = 50  # whose gradient norms are the usual ones
@@ -74,6 +74,11 @@ class BlamedRow:
 def ranked(rows: Iterable[BlamedRow]) -> list[BlamedRow]:
     """The rows of a step by their part in its gradients, the largest first."""
     return sorted(rows, key=lambda row: (-row.part, row.number))
+
+
+def for_pages(worst: Sequence[BlamedRow]) -> list[dict[str, object]]:
+    """The rows that the pages of a run keep, as JSON for `POST …/blames`. worst: as `ranked`."""
+    return [asdict(replace(row, repeated=row.repeated[:MOST_REPEATED])) for row in worst[:MOST_ROWS]]
 
 
 def stands_out(row: BlamedRow, rows: Iterable[BlamedRow]) -> bool:

@@ -81,10 +81,8 @@ def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
 async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch | None = None) -> TrainingResult:
     """Make all steps, in segments; steps that an earlier run of the same name has made are not made again.
 
-    data: digest of the training data. watch: leaves out rows that spoil a step.
-
-    Raises StoppedError after a request to stop. All steps are then recorded and
-    saved.
+    data: digest of the training data. watch: leaves out rows that spoil a step. Raises StoppedError after a request to
+    stop. All steps are then recorded and saved.
     """
     parameters, name = run.parameters, run_name(run.parameters)
     training = parameters.training

@@ -52,13 +52,17 @@ class SftRecipe:
 
     def lessons(self, rows: Sequence[int]) -> list[TokenizedExample]:
         """The examples with these indices, weighted so that their loss is the mean over their answers' tokens."""
-        learnt = sum(float(self.examples[row].weights.sum()) for row in rows)
+        learnt = self._learnt(rows)
         return [self.examples[row].scaled(1 / learnt) for row in rows]
+
+    def _learnt(self, rows: Sequence[int]) -> float:
+        """The answers' tokens in these examples."""
+        return sum(float(self.examples[row].weights.sum()) for row in rows)
 
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
         """Learn from the batch of step `step`, without waiting for the step before it."""
         rows = self.batch(step)
-        learnt = sum(float(self.examples[row].weights.sum()) for row in rows)
+        learnt = self._learnt(rows)
         forward = client.forward_backward([lesson.datum() for lesson in self.lessons(rows)], "cross_entropy")
         update = client.optim_step(params)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote
 
@@ -20,10 +20,10 @@ import httpx
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.outliers import (
-    MOST_REPEATED,
     MOST_ROWS,
     BlamedRow,
     UsualNorms,
+    for_pages,
     least_likely,
     markdown_table,
     ranked,
@@ -168,14 +168,12 @@ class OutlierWatch:
         rows = ", ".join(map(str, chosen))
         decision = f"Left out from now on: rows {rows} of the data." if chosen else "No row was left out."
         log.warning("step %d of %s has an unusual gradient norm. %s", step, run_id, decision)
-        shown = worst[:MOST_ROWS]
-        self._page += [f"## Step {step}", "", decision, "", *markdown_table(shown), ""]
+        self._page += [f"## Step {step}", "", decision, "", *markdown_table(worst[:MOST_ROWS]), ""]
         await self._run.artifacts.text("outliers", "\n".join(self._page), "rows of unusual steps")
-        sent = [asdict(replace(row, repeated=row.repeated[:MOST_REPEATED])) for row in shown]
         path = f"api/v1/training_runs/{quote(run_id, safe='')}/blames"
         try:
             async with self._http() as http:
-                (await http.post(path, json={"step": step, "rows": sent})).raise_for_status()
+                (await http.post(path, json={"step": step, "rows": for_pages(worst)})).raise_for_status()
         except httpx.HTTPError as error:
             log.warning("the page of %s does not show the rows of step %d: %s", run_id, step, error)
 

@@ -26,6 +26,7 @@ _OF_A_RUN = 100  # checkpoints of a run, shown
 _LONG = 1024  # of a text in a URL
 Runs = Annotated[list[str], Query(max_length=LINES)]
 Text = Annotated[str, Query(max_length=_LONG)]
+ComparedRun = tuple[ModelView, str, Curve]  # a run, its name or else its id, and its curve
 router = page_router()
 
 
@@ -82,33 +83,25 @@ async def archive_runs(visit: Visiting, archived: bool = True) -> Response:
 @router.get("/training_runs/{run_id}")
 async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
     """One training run."""
-
-    def read() -> dict[str, object]:
-        journal = visit.journal
-        return {
-            "run": journal.models.get(run_id, visit.owner),
-            "name": journal.models.label(run_id),
-            "checkpoints": journal.checkpoints.page(visit.owner, run_id=run_id, limit=_OF_A_RUN),
-        }
-
-    found = await asyncio.to_thread(read)
-    values = await _curves(visit, [run_id], view)
+    ((run, name, _),), values = await _curves(visit, [run_id], view)
+    checkpoints = await asyncio.to_thread(visit.journal.checkpoints.page, visit.owner, run_id=run_id, limit=_OF_A_RUN)
     return visit.page(
         "run.html",
+        run=run,
+        name=name,
+        checkpoints=checkpoints,
         samples=await shown(visit, run_id=run_id),
-        examined=await _examined(visit, run_id),
+        examined=await _examined(visit, run),
         columns=COLUMNS,
-        **found,
         **values,
     )
 
 
-async def _examined(visit: Visit, run_id: str) -> list[tuple[int, str, list[tuple[str, ...]]]]:
+async def _examined(visit: Visit, run: ModelView) -> list[tuple[int, str, list[tuple[str, ...]]]]:
     """The examined steps of a run: the step, the command that leaves out its worst row, and the cells of its rows.
 
     Only the project itself sees tokens of its data.
     """
-    run = await asyncio.to_thread(visit.journal.models.get, run_id, visit.owner)
     if not run.history:
         return []
     try:
@@ -129,9 +122,10 @@ async def _examined(visit: Visit, run_id: str) -> list[tuple[int, str, list[tupl
 async def compare_page(visit: Visiting, view: AsChartView, run: Runs = []) -> Response:  # noqa: B006  a query's default
     """Runs side by side: their curves in the same charts, the first steps that differ, and their settings."""
     runs = list(dict.fromkeys(run))
-    values = await _curves(visit, runs, view)  # which checks that they are the visitor's
+    compared, values = await _curves(visit, runs, view)  # which checks that they are the visitor's
     partings = [await asyncio.to_thread(visit.journal.curves.parting, other, runs[0]) for other in runs[1:]]
-    return visit.page("compare.html", most=LINES, partings=[None, *partings], **values)
+    settings = _settings(compared)
+    return visit.page("compare.html", most=LINES, settings=settings, partings=[None, *partings], **values)
 
 
 @router.get("/curves")
@@ -139,13 +133,14 @@ async def curves_part(visit: Visiting, view: AsChartView, run: Runs, seen: str =
     """The curves of runs, as a part of a page that shows them already; 204 when nothing changed since `seen`."""
     if seen and seen == await asyncio.to_thread(_state, visit, run):
         return Response(status_code=204)
-    return visit.page("curves.html", **await _curves(visit, run, view))
+    _, values = await _curves(visit, run, view)
+    return visit.page("curves.html", **values)
 
 
-async def _curves(visit: Visit, runs: Sequence[str], view: ChartView) -> dict[str, object]:
-    """The values of curves.html, and of the pages around it."""
+async def _curves(visit: Visit, runs: Sequence[str], view: ChartView) -> tuple[list[ComparedRun], dict[str, object]]:
+    """The runs, and the values of curves.html and of the pages around it."""
 
-    def read() -> dict[str, object]:
+    def read() -> tuple[list[ComparedRun], dict[str, object]]:
         journal = visit.journal
         state = _state(visit, runs)  # read first, so that later changes count as new
         models = [journal.models.get(run, visit.owner) for run in runs]
@@ -159,26 +154,29 @@ async def _curves(visit: Visit, runs: Sequence[str], view: ChartView) -> dict[st
             )
             for model, name in zip(models, names, strict=True)
         ]
-        curves = [run.curve for run in found]
-        return {
+        compared = [(model, name, run.curve) for model, name, run in zip(models, names, found, strict=True)]
+        return compared, {
+            "view": view,
+            "axes": AXES,
+            "smoothings": SMOOTHINGS,
             "models": models,
             "names": names,
+            "compared": compared,
             "state": state,
             "going": any(model.state in (ModelState.CREATING, ModelState.LIVE) for model in models),
             "measured": any(run.curve.points or run.metrics for run in found),
-            "compared": list(zip(models, names, curves, strict=True)),
-            "settings": _settings(models, curves),
             "charts": charts(found, view),
             "places": steps_by_place(found, view),
         }
 
     if len(runs) > LINES:
         raise UserError(f"run is given {len(runs)} times: must be at most {LINES}")
-    return {"view": view, "axes": AXES, "smoothings": SMOOTHINGS, **await asyncio.to_thread(read)}
+    return await asyncio.to_thread(read)
 
 
-def _settings(models: Sequence[ModelView], curves: Sequence[Curve]) -> Mapping[str, Sequence[str]]:
-    """What runs were made with, by name: a text for each run."""
+def _settings(compared: Sequence[ComparedRun]) -> Mapping[str, Sequence[str]]:
+    """The settings of runs by name: a text for each run."""
+    models, curves = [model for model, _, _ in compared], [curve for _, _, curve in compared]
     trained = ("attention", "MLP", "unembedding")
     rows: dict[str, list[str]] = {
         "Base model": [model.base_model for model in models],

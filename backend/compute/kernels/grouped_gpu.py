@@ -13,7 +13,9 @@ Letters: M rows, E experts, i in, o out, b row blocks; r, n, k: sizes of a progr
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,37 +96,70 @@ def _product(
 ) -> jax.Array:
     (M, i), o, (r, n, k) = x_Mi.shape, stack.shape[2 if transposed else 3], tile
 
-    def kernel(
-        x_ref: Any, stack_ref: Any, layer_ref: Any, expert_ref: Any, start_ref: Any, end_ref: Any, out_ref: Any
-    ) -> None:
+    def add(refs: Sequence[Any], at: _Tile, step: jax.Array, sums: jax.Array) -> jax.Array:
+        (x_ref, stack_ref), first = refs, step * k
+        ins = first + jnp.arange(k) < i
+        x_rk = triton.load(x_ref.at[pl.ds(at.start, r), pl.ds(first, k)], mask=at.rows[:, None] & ins[None], other=0)
+        here = (pl.ds(at.column, n), pl.ds(first, k)) if transposed else (pl.ds(first, k), pl.ds(at.column, n))
+        mask = at.outs[:, None] & ins[None] if transposed else ins[:, None] & at.outs[None]
+        matrix = triton.load(stack_ref.at[at.layer, at.expert, *here], mask=mask, other=0).astype(x_rk.dtype)
+        return sums + dot(x_rk, matrix, trans_b=transposed)
+
+    shape = jax.ShapeDtypeStruct((M, o), x_Mi.dtype)
+    return _sum_tiles(add, (x_Mi, stack), layer, blocks, shape, (r, n), pl.cdiv(i, k), interpret=interpret, name=name)
+
+
+class _Tile(NamedTuple):
+    """The tile of one program. start, column: its first row and output. rows, outs: which of them there are."""
+
+    layer: jax.Array
+    expert: jax.Array
+    start: jax.Array
+    column: jax.Array
+    rows: jax.Array
+    outs: jax.Array
+
+
+def _sum_tiles(
+    add: Callable[[Sequence[Any], _Tile, jax.Array, jax.Array], jax.Array],
+    operands: tuple[jax.Array, ...],
+    layer: jax.Array,
+    blocks: tuple[jax.Array, jax.Array, jax.Array],
+    shape: jax.ShapeDtypeStruct,
+    tile: tuple[int, int],
+    steps: int,
+    *,
+    interpret: bool,
+    name: str,
+) -> jax.Array:
+    """One program for each block of rows and for each tile of outputs. It sums over steps of inputs.
+
+    add(refs, tile, step, sums): the sums, float32, with those of a step. refs: of `operands`. blocks: see `_blocks`.
+    shape: of the result. tile: rows and outputs of one program. steps: their number.
+    """
+    o, (r, n) = shape.shape[1], tile
+
+    def kernel(*refs: Any) -> None:
+        *operand_refs, layer_ref, expert_ref, start_ref, end_ref, out_ref = refs
         block, column = pl.program_id(1), pl.program_id(0) * n
         layer, expert, start, end = layer_ref[0], expert_ref[block], start_ref[block], end_ref[block]
 
         @pl.when(start < end)
         def _() -> None:
             rows, outs = start + jnp.arange(r) < end, column + jnp.arange(n) < o
-
-            def add(step: jax.Array, sums: jax.Array) -> jax.Array:
-                at = step * k
-                ins = at + jnp.arange(k) < i
-                x_rk = triton.load(x_ref.at[pl.ds(start, r), pl.ds(at, k)], mask=rows[:, None] & ins[None], other=0)
-                here = (pl.ds(column, n), pl.ds(at, k)) if transposed else (pl.ds(at, k), pl.ds(column, n))
-                mask = outs[:, None] & ins[None] if transposed else ins[:, None] & outs[None]
-                tile = triton.load(stack_ref.at[layer, expert, *here], mask=mask, other=0).astype(x_rk.dtype)
-                return sums + dot(x_rk, tile, trans_b=transposed)
-
-            sums_rn = jax.lax.fori_loop(0, pl.cdiv(i, k), add, jnp.zeros((r, n), jnp.float32))
+            at = _Tile(layer, expert, start, column, rows, outs)
+            sums_rn = jax.lax.fori_loop(0, steps, partial(add, operand_refs, at), jnp.zeros((r, n), jnp.float32))
             there = out_ref.at[pl.ds(start, r), pl.ds(column, n)]
             triton.store(there, sums_rn.astype(out_ref.dtype), mask=rows[:, None] & outs[None])
 
     result: jax.Array = triton_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((M, o), x_Mi.dtype),
+        out_shape=shape,
         grid=(pl.cdiv(o, n), blocks[0].shape[0]),
         compiler_params=triton.CompilerParams(num_warps=8 if r * n >= 128 * 64 else 4, num_stages=3),
         interpret=interpret,
         name=name,
-    )(x_Mi, stack, jnp.reshape(layer, 1), *blocks)
+    )(*operands, jnp.reshape(layer, 1), *blocks)
     return result
 
 
@@ -154,51 +189,23 @@ def _packed_product(
     steps = weight.scale.shape[3 if transposed else 2]
     half = i // 2 // steps
 
-    def kernel(
-        even_ref: Any,
-        odd_ref: Any,
-        packed_ref: Any,
-        scale_ref: Any,
-        layer_ref: Any,
-        expert_ref: Any,
-        start_ref: Any,
-        end_ref: Any,
-        out_ref: Any,
-    ) -> None:
-        block, column = pl.program_id(1), pl.program_id(0) * n
-        layer, expert, start, end = layer_ref[0], expert_ref[block], start_ref[block], end_ref[block]
+    def add(refs: Sequence[Any], at: _Tile, step: jax.Array, sums: jax.Array) -> jax.Array:
+        (even_ref, odd_ref, packed_ref, scale_ref), first = refs, step * half
+        here = (pl.ds(at.column, n), pl.ds(first, half)) if transposed else (pl.ds(first, half), pl.ds(at.column, n))
+        where = (pl.ds(at.column, n), step) if transposed else (step, pl.ds(at.column, n))
+        mask = at.outs[:, None] if transposed else at.outs[None]
+        bits = triton.load(packed_ref.at[at.layer, at.expert, *here], mask=mask, other=0).astype(jnp.int32)
+        scale_n = scale_of(triton.load(scale_ref.at[at.layer, at.expert, *where], mask=at.outs, other=0))
+        scale = scale_n[:, None] if transposed else scale_n[None]
+        for x_ref, codes in ((even_ref, bits & 15), (odd_ref, bits >> 4)):
+            x = triton.load(x_ref.at[pl.ds(at.start, r), pl.ds(first, half)], mask=at.rows[:, None], other=0)
+            numbers = (numbers_of(codes, weight.table) * scale).astype(x.dtype)
+            sums = sums + dot(x, numbers, trans_b=transposed)
+        return sums
 
-        @pl.when(start < end)
-        def _() -> None:
-            rows, outs = start + jnp.arange(r) < end, column + jnp.arange(n) < o
-
-            def add(step: jax.Array, sums: jax.Array) -> jax.Array:
-                at = step * half
-                here = (pl.ds(column, n), pl.ds(at, half)) if transposed else (pl.ds(at, half), pl.ds(column, n))
-                where = (pl.ds(column, n), step) if transposed else (step, pl.ds(column, n))
-                mask = outs[:, None] if transposed else outs[None]
-                bits = triton.load(packed_ref.at[layer, expert, *here], mask=mask, other=0).astype(jnp.int32)
-                scale_n = scale_of(triton.load(scale_ref.at[layer, expert, *where], mask=outs, other=0))
-                scale = scale_n[:, None] if transposed else scale_n[None]
-                for x_ref, codes in ((even_ref, bits & 15), (odd_ref, bits >> 4)):
-                    x = triton.load(x_ref.at[pl.ds(start, r), pl.ds(at, half)], mask=rows[:, None], other=0)
-                    numbers = (numbers_of(codes, weight.table) * scale).astype(x.dtype)
-                    sums = sums + dot(x, numbers, trans_b=transposed)
-                return sums
-
-            sums_rn = jax.lax.fori_loop(0, steps, add, jnp.zeros((r, n), jnp.float32))
-            there = out_ref.at[pl.ds(start, r), pl.ds(column, n)]
-            triton.store(there, sums_rn.astype(out_ref.dtype), mask=rows[:, None] & outs[None])
-
-    result: jax.Array = triton_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((M, o), x_Mi.dtype),
-        grid=(pl.cdiv(o, n), blocks[0].shape[0]),
-        compiler_params=triton.CompilerParams(num_warps=8 if r * n >= 128 * 64 else 4, num_stages=3),
-        interpret=interpret,
-        name="packed_product",
-    )(x_Mi[:, ::2], x_Mi[:, 1::2], weight.packed, weight.scale, jnp.reshape(layer, 1), *blocks)
-    return result
+    operands = (x_Mi[:, ::2], x_Mi[:, 1::2], weight.packed, weight.scale)
+    shape = jax.ShapeDtypeStruct((M, o), x_Mi.dtype)
+    return _sum_tiles(add, operands, layer, blocks, shape, tile, steps, interpret=interpret, name="packed_product")
 
 
 def outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array, *, interpret: bool = False) -> jax.Array:

@@ -14,7 +14,7 @@ here depends on commands and on tokens that were read, so all processes of a gro
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -59,7 +59,7 @@ class Answers:
         """None. pool: the pages. shapes: the sizes of pieces and rows."""
         self._pool, self._shapes = pool, shapes
         self._answers: deque[FinishedAnswer] = deque()
-        self._credit: dict[str, int] = {}
+        self._credit: dict[str, int] = defaultdict(lambda: _FREE)  # by project
 
     @property
     def waiting(self) -> bool:
@@ -91,7 +91,7 @@ class Answers:
         for answer in reversed(self._answers):
             length = len(answer.tokens_T)
             if answer.parent.scope == scope and np.array_equal(prompt_T[:length], answer.tokens_T):
-                self._credit[owner] = self._credit.get(owner, _FREE) + _EARNED
+                self._credit[owner] += _EARNED
                 self._answers.remove(answer)
                 return
 
@@ -115,7 +115,7 @@ class Answers:
         self._pool.release(job.table)
 
     def _may_prefill(self, answer: FinishedAnswer) -> bool:
-        return answer.waiting and self._credit.get(answer.parent.request.owner, _FREE) > 0
+        return answer.waiting and self._credit[answer.parent.request.owner] > 0
 
     def _begin(self, answer: FinishedAnswer) -> PrefillGroup | None:
         """None when all is in the cache already, when the prompt is not, or when there are no pages."""
@@ -135,7 +135,7 @@ class Answers:
         pool.release(table)
         answer.waiting = False
         if start == job.length:
-            self._credit[parent.request.owner] = self._credit.get(parent.request.owner, _FREE) - 1
+            self._credit[parent.request.owner] -= 1
         return None
 
     def _find_state(self, job: PrefillJob, scope: PrefixScope, end: int) -> bool:
