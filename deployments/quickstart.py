@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shlex
 import time
@@ -23,7 +22,7 @@ from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.core.prefect_access import PrefectAccess
 from tinkerflow.deployments.local import API_KEY, running_stack
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson
-from tinkerflow.deployments.run import page_command, print_line
+from tinkerflow.deployments.run import page_command, print_line, quiet_client
 from tinkerflow.tasks.pipelines.rows import shorten
 
 if TYPE_CHECKING:
@@ -89,10 +88,10 @@ def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: 
     import tinker
     from tinker import types
 
-    logging.getLogger("tinker").setLevel(logging.ERROR)  # it warns whenever an answer takes long
     print_line(console, f"teaching {EMBEDDED} three phrases; the first batch of each kind waits for JAX to compile")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
+        quiet_client(),
         tinker.ServiceClient(base_url=api_url, api_key=API_KEY) as service,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):

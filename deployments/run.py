@@ -101,6 +101,18 @@ def dim_lines(console: Console) -> Callable[[str], None]:
     return lambda line: console.print(f"  {line}", style="dim", highlight=False)
 
 
+@contextmanager
+def quiet_client() -> Iterator[None]:
+    """Hide the SDK's warnings inside: it logs one whenever an answer takes long."""
+    client = logging.getLogger("tinker")
+    level = client.level
+    client.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        client.setLevel(level)
+
+
 def print_line(console: Console, line: str) -> None:
     """Print a line for copying, without folds and colors."""
     console.print(line, highlight=False, soft_wrap=True)
@@ -243,12 +255,11 @@ def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefec
     from tinkerflow.tasks.pipelines.artifacts import follower
 
     parameters = parameters_of(pipeline.name, values)
-    logging.getLogger("tinker").setLevel(logging.ERROR)  # it warns whenever an answer takes long
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console)
     server = {PREFECT_API_URL: prefect.api_url, PREFECT_API_AUTH_STRING: prefect.credential or None}
     bar.disable = not console.is_terminal
-    with temporary_settings(server), bar:
+    with temporary_settings(server), quiet_client(), bar:
         shown, next_line = bar.add_task(pipeline.name, total=None, metrics=""), time.monotonic()
 
         def follow(step: int, steps: int, metrics: Mapping[str, float]) -> None:

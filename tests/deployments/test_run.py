@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,12 @@ from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import run as module
 from tinkerflow.deployments.config import read_config, read_yaml
 from tinkerflow.deployments.run import as_text, example_file, find, prefect_api, run, see_again, wait_for_prefect
+
+
+@pytest.fixture(autouse=True)
+def prefect_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later tests of this process keep Prefect's own level: `run` sets the variable where it is not set."""
+    monkeypatch.setenv("PREFECT_LOGGING_LEVEL", "CRITICAL")
 
 
 def quiet() -> Console:
@@ -184,10 +191,13 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch:
         async def flow(self, parameters: Any, return_state: bool) -> Any:
             for step in (1, 2, 3):
                 follower.get()(step, 3, {"loss": 1.0 / step})
+            assert not logging.getLogger("tinker").isEnabledFor(logging.WARNING)
             return Completed()
 
+    level = logging.getLogger("tinker").level
     monkeypatch.setattr(module, "parameters_of", lambda *_: None)
     console = quiet()
     module._run(console, Fake(), {}, PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555"))  # type: ignore[arg-type]
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines == ["sft: step 1 of 3  loss 1", "sft: step 3 of 3  loss 0.3333"]
+    assert logging.getLogger("tinker").level == level, "the SDK's warnings stay hidden after the run"
