@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import httpx
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines.rows import Message, Row
+from tinkerflow.tasks.pipelines.rows import Json, Message, Row
 
 MAY_IMPORT = "PIPELINES_MAY_IMPORT"  # import paths, divided by spaces
 REWARDS = "tinkerflow.tasks.pipelines.rewards"
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 # A row's fields: `prompt` as messages; if the row has an answer, its text as `completion` and all its messages as
 # `continuation`; `tools`, if any; and all others as they are.
 Facts = Mapping[str, Any]
@@ -126,6 +130,20 @@ def refuse_code(field: str, path: str) -> None:
             f"{field} {path!r}: `tinkerflow serve` imports only the rewards and environments that its file names; add "
             "the path to `allowed_code` in that file"
         )
+
+
+def called_tools(text: str) -> tuple[str, list[Json]]:
+    """An answer without its calls of tools, and the calls, with `name` and `arguments`.
+
+    Their form is that of Hermes and Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. Others stay in the text.
+    """
+    calls = []
+    for found in [*_CALL.finditer(text)]:
+        with suppress(ValueError, KeyError, TypeError):
+            call = json.loads(found[1])
+            calls.append({"name": call["name"], "arguments": call["arguments"]})
+            text = text.replace(found[0], "")
+    return text, calls
 
 
 def checked_reward(value: object) -> float:

@@ -217,8 +217,8 @@ class RlParameters(SamplingParameters):
         "",
         pattern=ENVIRONMENT,
         description="package.module:Class, an Environment (tinkerflow.tasks.pipelines.environments) for "
-        "conversations of several turns, or one of a library: reasoning-gym:TASK, verifiers:NAME or openenv:URL; "
-        "instead of reward.",
+        "conversations of several turns, or one of a library: reasoning-gym:TASK, verifiers:NAME, openenv:URL or "
+        "harbor:FOLDER; instead of reward.",
     )
     max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
     environment_seconds: float = Field(

@@ -20,21 +20,25 @@ import shlex
 import signal
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.environments import EnvironmentUnavailableError
 
 COMMAND = "PIPELINES_SANDBOX"
+IMAGE = "{image}"  # in COMMAND
 _NAMESPACES = "unshare --user --map-root-user --mount --net --pid --fork --kill-child --mount-proc"
 _CLOCK = 3  # times the CPU time of a program that it may last: a busy machine is not the program's fault
 _START = 60.0  # seconds for the start and the end of a sandbox
+_LINE = 2**25  # bytes of a command's outputs as JSON: at most six for each byte of two outputs of 1 MiB
+Files = Mapping[str, str | bytes]
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
@@ -57,71 +61,150 @@ async def run_python(code: str, seconds: float = 10.0, megabytes: int = 1024, st
 
 async def run_program(
     command: Sequence[str],
-    files: Mapping[str, str],
+    files: Files = MappingProxyType({}),
     seconds: float = 10.0,
     megabytes: int = 1024,
     stdin: str = "",
 ) -> Ran:
-    """Execute a command in a sandbox. There are at most as many sandboxes at once as CPUs; others wait.
+    """Execute a command in a sandbox of its own. There are at most as many at once as CPUs; others wait.
 
-    command: the program and its arguments; `python` is the sandbox's own Python. files: texts, by their paths below the
-    folder in which the program begins. seconds: CPU time of each process; the program ends after three times as long by
-    the clock. megabytes: memory of each process, and the size of its /tmp. stdin: the program's standard input.
-    Raises EnvironmentUnavailableError when the sandbox itself fails, for example because it is killed. Raises UserError
-    when this machine cannot isolate a program.
+    megabytes: memory of each process, and the size of the sandbox's /tmp. See `Sandbox` for all others.
     """
-    spec = {
-        "command": list(command),
-        "files": dict(files),
-        "stdin": stdin,
-        "seconds": seconds,
-        "wall_seconds": _CLOCK * seconds,
-        "megabytes": megabytes,
-    }
-    own = shlex.split(os.environ.get(COMMAND, ""))
-    if not own and (reason := await asyncio.to_thread(_refusal)):
-        raise UserError(
-            f"{COMMAND} is empty, and this machine cannot keep a program from the network by itself ({reason}): set it "
-            "to a command that starts a container"
-        )
-    async with _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1)):
-        return await _run(own or [*_NAMESPACES.split(), sys.executable], spec | {"isolated": not own})
+    async with _slot(), Sandbox(megabytes) as sandbox:
+        return await sandbox.execute_now(command, files, seconds, stdin)
 
 
-async def _run(sandbox: Sequence[str], spec: Mapping[str, Any]) -> Ran:
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *(*sandbox, "-I", "-c", _child()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise EnvironmentUnavailableError(f"the sandbox cannot be started: {error}") from error
-    try:
-        async with asyncio.timeout(spec["wall_seconds"] + _START):
-            output, errors = await process.communicate(json.dumps(spec).encode())
-    finally:
-        if process.returncode is None:
+class Sandbox:
+    """A sandbox whose commands run one after another and share their files; a context manager.
+
+    A command's processes end with it. Raises EnvironmentUnavailableError when the sandbox itself fails, for example
+    because it is killed. Raises UserError when this machine cannot isolate a program.
+    """
+
+    def __init__(self, megabytes: int = 1024, folders: Sequence[str] = (), image: str = "") -> None:
+        """megabytes: memory of each process, and the size of /tmp with `folders`. folders: absolute paths of more empty
+        folders. image: replaces {image} in PIPELINES_SANDBOX.
+        """
+        self._megabytes, self._folders, self._image = megabytes, [*folders], image
+        self._process: asyncio.subprocess.Process | None = None
+        self._idle = True  # no command is being executed
+
+    async def __aenter__(self) -> Sandbox:
+        own = shlex.split(os.environ.get(COMMAND, ""))
+        if not own and (reason := await asyncio.to_thread(_refusal)):
+            raise UserError(
+                f"{COMMAND} is empty, and this machine cannot keep a program from the network by itself ({reason}): "
+                "set it to a command that starts a container"
+            )
+        if IMAGE in " ".join(own) and not self._image:
+            raise UserError(f"{COMMAND} {' '.join(own)!r}: {IMAGE} is only for tasks that name an image")
+        own = [part.replace(IMAGE, self._image) for part in own]
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(*(own or (*_NAMESPACES.split(), sys.executable)), "-I", "-c", _child()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                limit=_LINE,
+            )
+        except OSError as error:
+            raise EnvironmentUnavailableError(f"the sandbox cannot be started: {error}") from error
+        self._first = _settings(self._megabytes, self._folders, isolated=not own)
+        return self
+
+    async def execute(
+        self,
+        command: Sequence[str],
+        files: Files = MappingProxyType({}),
+        seconds: float = 10.0,
+        stdin: str = "",
+        folder: str = "",
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> Ran:
+        """Execute a command. There are at most as many at once as CPUs; others wait.
+
+        command: the program and its arguments; `python` is the sandbox's own Python. files: texts and bytes to write
+        before, by paths, which are absolute or below the sandbox's own folder. seconds: CPU time of each process; the
+        program ends after three times as long by the clock. stdin: the program's standard input. folder: in which it
+        begins; "": the sandbox's own. variables: more environment variables.
+        """
+        async with _slot():
+            return await self.execute_now(command, files, seconds, stdin, folder, variables)
+
+    async def execute_now(
+        self,
+        command: Sequence[str],
+        files: Files,
+        seconds: float,
+        stdin: str = "",
+        folder: str = "",
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> Ran:
+        """Execute a command without waiting for a CPU; see `execute`."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None, "it was entered"
+        spec = {
+            "command": list(command),
+            "files": {name: _encoded(content) for name, content in files.items()},
+            "stdin": stdin,
+            "seconds": seconds,
+            "wall_seconds": (wall_seconds := _CLOCK * seconds),
+            "megabytes": self._megabytes,
+            "folder": folder,
+            "variables": dict(variables),
+        }
+        line, self._first = f"{self._first}{json.dumps(spec)}\n", ""
+        self._idle = False
+        try:
+            async with asyncio.timeout(wall_seconds + _START):
+                process.stdin.write(line.encode())
+                await process.stdin.drain()
+                ran = Ran(**json.loads(await process.stdout.readline()))
+        except (ConnectionError, ValueError, TypeError) as error:
+            errors = await self._end()
+            why = f"status {process.returncode}: {errors.decode(errors='replace')[-300:]}"
+            raise EnvironmentUnavailableError(f"the sandbox ended before its program, with {why}") from error
+        self._idle = True
+        return ran
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._end()
+
+    async def _end(self) -> bytes:
+        """End the sandbox; its last errors. It removes its files itself, unless a command is being executed."""
+        process = self._process
+        assert process is not None and process.stdin is not None, "it was entered"
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(_START if self._idle else 0):
+                return (await process.communicate())[1]
+        except TimeoutError:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-    try:
-        return Ran(**json.loads(output))
-    except (ValueError, TypeError) as error:
-        why = f"status {process.returncode}: {errors.decode(errors='replace')[-300:]}"
-        raise EnvironmentUnavailableError(f"the sandbox ended before its program, with {why}") from error
+            return (await process.communicate())[1]
+
+
+def _slot() -> asyncio.Semaphore:
+    """Held while a command is executed."""
+    return _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
+
+
+def _encoded(content: str | bytes) -> str:
+    return b64encode(content.encode() if isinstance(content, str) else content).decode()
+
+
+def _settings(megabytes: int, folders: Sequence[str], *, isolated: bool) -> str:
+    return json.dumps({"megabytes": megabytes, "folders": list(folders), "isolated": isolated}) + "\n"
 
 
 @cache
 def _refusal() -> str:
     """The reason why this machine cannot isolate a program; "" if it can."""
-    spec = {"files": {}, "stdin": "", "seconds": 10, "wall_seconds": 30, "megabytes": 1024, "isolated": True}
     try:
         command = [*_NAMESPACES.split(), sys.executable, "-I", "-c", _child()]
-        nothing = json.dumps({**spec, "command": ["python", "-c", ""]})
-        ended = subprocess.run(command, input=nothing, capture_output=True, text=True, timeout=_START, check=False)
+        begun = _settings(1024, ["/app"], isolated=True)
+        ended = subprocess.run(command, input=begun, capture_output=True, text=True, timeout=_START, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return ended.stderr[-300:] if ended.returncode else ""

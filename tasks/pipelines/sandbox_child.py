@@ -1,9 +1,10 @@
-"""The program inside of a sandbox: reads what to execute, executes it with limits, and writes its end.
+"""The program inside of a sandbox: reads commands, executes each with limits, and writes how it ended.
 
 `sandbox` passes the text of this file to a Python interpreter, perhaps in a container. So it imports the standard
-library alone. Its standard input is a JSON object, and its standard output another.
+library alone. Each line of its standard input and output is a JSON object.
 """
 
+import base64
 import ctypes
 import json
 import os
@@ -16,24 +17,43 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _MOST = 2**20  # bytes of each output
 _FILE = 2**24  # bytes of each file
 _PROCESSES = 256
 _DROP_CAPABILITY, _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 24, 4, 38  # of prctl(2)
+_BIND = 0x5000  # of mount(2): MS_BIND and MS_REC
 _MOUNT_SETATTR, _HERE, _RECURSIVE, _READ_ONLY = 442, -100, 0x8000, 1  # of mount_setattr(2), in Linux 5.12 and newer
 _SECCOMP = 22  # of prctl(2)
 _SOCKETS = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # architectures, and socket(2) on them
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def own_files(megabytes: int) -> None:
-    """Make all files read-only for this mount namespace, and its /tmp and /dev/shm empty folders in memory."""
+def own_files(megabytes: int, folders: list[str]) -> None:
+    """Make all files read-only for this mount namespace, and its /tmp and /dev/shm empty folders in memory.
+
+    folders: more empty folders. The root folder is then a new one, in memory, which has them and all others.
+    """
     attributes = (ctypes.c_uint64 * 4)(_READ_ONLY)
     _check(_libc.syscall(_MOUNT_SETATTR, _HERE, b"/", _RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)))
     for folder in (b"/tmp", b"/dev/shm"):
         if Path(folder.decode()).is_dir():
             _check(_libc.mount(b"tmpfs", folder, b"tmpfs", 0, f"size={megabytes}m,mode=1777".encode()))
+    if folders:
+        root, own = Path("/tmp/root"), {Path(name).parts[1] for name in folders} | {"tmp"}
+        for name in [*folders, "/tmp"]:
+            (root / name[1:]).mkdir(parents=True)
+        for old in Path("/").iterdir():
+            new = root / old.name
+            if old.name in own:
+                continue
+            if old.is_symlink():
+                new.symlink_to(old.readlink())
+            elif old.is_dir():
+                new.mkdir()
+                _check(_libc.mount(bytes(old), bytes(new), None, _BIND, None))
+        os.chroot(root)
 
 
 def no_other_sockets() -> None:
@@ -84,44 +104,52 @@ def limit(seconds: float, megabytes: int, *, isolated: bool) -> None:
         no_other_sockets()
 
 
-def main() -> None:
-    """Execute the program of the standard input."""
-    spec = json.load(sys.stdin)
+def execute(spec: dict[str, Any], folder: str, *, isolated: bool) -> dict[str, Any]:
+    """Execute a command; how it ended. folder: of its files. isolated: this process has namespaces of its own."""
     seconds, megabytes, first = spec["seconds"], spec["megabytes"], os.getpid() == 1
-    if spec["isolated"]:
-        own_files(megabytes)
+    for name, content in spec["files"].items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(base64.b64decode(content))
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(spec["stdin"].encode())
+        given.seek(0)
+        program, *arguments = spec["command"]
+        process = subprocess.Popen(
+            [sys.executable if program == "python" else program, *arguments],
+            cwd=spec["folder"] or folder,
+            stdin=given,
+            stdout=out,
+            stderr=err,
+            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **spec["variables"]},
+            preexec_fn=lambda: limit(seconds, megabytes, isolated=isolated),  # noqa: PLW1509  this process has one thread
+            start_new_session=True,
+        )
+        try:
+            timed_out = process.wait(spec["wall_seconds"]) == -signal.SIGXCPU
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        with suppress(ProcessLookupError):  # the program and all that it started have ended
+            os.kill(-1 if first else -process.pid, signal.SIGKILL)
+        process.wait()
+        texts = {}
+        for name, file in (("output", out), ("errors", err)):
+            file.seek(0)
+            texts[name] = file.read(_MOST).decode(errors="replace")
+    return {"status": process.returncode, "timed_out": timed_out, **texts}
+
+
+def main() -> None:
+    """Execute the commands of the standard input, one after another. The first line describes the sandbox."""
+    sandbox = json.loads(sys.stdin.readline())
+    if sandbox["isolated"]:
+        own_files(sandbox["megabytes"], sandbox["folders"])
+    for name in sandbox["folders"]:
+        Path(name).mkdir(parents=True, exist_ok=True)
     _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for name, text in spec["files"].items():
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            given.write(spec["stdin"].encode())
-            given.seek(0)
-            program, *arguments = spec["command"]
-            process = subprocess.Popen(
-                [sys.executable if program == "python" else program, *arguments],
-                cwd=folder,
-                stdin=given,
-                stdout=out,
-                stderr=err,
-                env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
-                preexec_fn=lambda: limit(seconds, megabytes, isolated=spec["isolated"]),  # noqa: PLW1509  this process has one thread
-                start_new_session=True,
-            )
-            try:
-                timed_out = process.wait(spec["wall_seconds"]) == -signal.SIGXCPU
-            except subprocess.TimeoutExpired:
-                timed_out = True
-            with suppress(ProcessLookupError):  # the program and all that it started have ended
-                os.kill(-1 if first else -process.pid, signal.SIGKILL)
-            process.wait()
-            texts = {}
-            for name, file in (("output", out), ("errors", err)):
-                file.seek(0)
-                texts[name] = file.read(_MOST).decode(errors="replace")
-    print(json.dumps({"status": process.returncode, "timed_out": timed_out, **texts}))
+        for line in sys.stdin:
+            print(json.dumps(execute(json.loads(line), folder, isolated=sandbox["isolated"])), flush=True)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ class DataSource(BaseModel):
         min_length=1,
         description="A file (.jsonl, .json, .csv, .tsv, .txt, .parquet, .arrow), a folder of them, or a folder by "
         "datasets' save_to_disk; a path or any fsspec URL (gs://, s3://, hf://, https://). Or "
-        "journal://?rated=true&since=7d: answers that people rated. Or reasoning-gym://TASK?size=500 or "
-        "verifiers://NAME: questions of an environment.",
+        "journal://?rated=true&since=7d: answers that people rated. Or reasoning-gym://TASK?size=500, "
+        "verifiers://NAME or harbor:///FOLDER: questions of an environment.",
     )
     split: str = Field("", description="In a folder: read only what is named for this split, such as 'train'.")
     kind: Literal["auto", "chat", "sharegpt", "alpaca", "preference", "prompt_completion", "prompt", "text"] = Field(

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tasks.pipelines.test_harbor import write_task
+from tests.tasks.pipelines.test_sandbox import needs_namespaces
 
 from tinkerflow.flows.pipelines.rl import rl
 from tinkerflow.flows.pipelines.sft import SftParameters, sft
 from tinkerflow.tasks.pipelines.parameters import RlParameters
-
-pytestmark = pytest.mark.thorough
 
 pytest_plugins = ["tinkerflow.deployments.testing"]
 
@@ -44,6 +44,7 @@ def given(folder: Path, steps: int, learning_rate: float, **changes: Any) -> dic
     return fixed | {"model": {"rank": 8}, "training": training | {"schedule": "constant"}} | changes
 
 
+@pytest.mark.thorough
 async def test_the_model_learns_a_task_of_reasoning_gym(tiny_service, plain_calls, tmp_path):
     """The greatest common divisor of two numbers. Supervised steps first teach the model to answer with a number."""
     pytest.importorskip("reasoning_gym", reason="no reasoning-gym", exc_type=ImportError)
@@ -58,14 +59,49 @@ async def test_the_model_learns_a_task_of_reasoning_gym(tiny_service, plain_call
     assert trained.held_out["held_out_reward"] > trained.first["reward"] + 0.1
 
 
+async def trained(folder: Path, url: str, environment: str, **changes: Any) -> Any:
+    """The result of two steps on an environment of several turns."""
+    rules = {"group_size": 4, "answer_tokens": 4, "max_turns": 3, "environment": environment} | changes
+    found = await rl(RlParameters.model_validate(given(folder, 2, 0.01, data={"url": url}, **rules)))
+    assert found.steps == 2 and "left_out_episodes" not in found.first
+    assert abs(found.first["kl_to_base"]) < 1e-4, "the first step's tokens are those of the base model"
+    return found
+
+
+async def test_a_question_of_reasoning_gym_is_trained(tiny_service, plain_calls, tmp_path):
+    pytest.importorskip("reasoning_gym", reason="no reasoning-gym", exc_type=ImportError)
+    found = await trained(tmp_path, "reasoning-gym://chain_sum?size=8", "reasoning-gym:chain_sum", max_turns=1)
+    assert 0.0 <= found.first["reward"] <= 1.0
+
+
 async def test_a_conversation_with_verifiers_is_trained(tiny_service, plain_calls, tmp_path, monkeypatch):
-    """Two steps on an environment of several turns, whose reward is 1 for one answer and less for more."""
+    """The reward is 1 for one answer and less for more."""
     pytest.importorskip("verifiers", reason="no verifiers", exc_type=ImportError)
     (tmp_path / "guess_a_number.py").write_text(GUESSING)
     monkeypatch.syspath_prepend(tmp_path)
-    data, name = {"url": "verifiers://guess-a-number"}, "verifiers:guess-a-number"
-    values = given(tmp_path, 2, 0.01, data=data, environment=name, group_size=4, answer_tokens=4, max_turns=3)
-    trained = await rl(RlParameters.model_validate(values))
-    assert trained.steps == 2 and 1 / 3 < trained.first["reward"] <= 1.0
-    assert "left_out_episodes" not in trained.first
-    assert abs(trained.first["kl_to_base"]) < 1e-4, "the first step's tokens are those of the base model"
+    found = await trained(tmp_path, "verifiers://guess-a-number", "verifiers:guess-a-number")
+    assert 1 / 3 < found.first["reward"] <= 1.0
+
+
+async def test_a_conversation_with_an_echo_server_is_trained(tiny_service, plain_calls, tmp_path):
+    """Its reward is the length of each answer."""
+    pytest.importorskip("openenv", reason="no openenv", exc_type=ImportError)
+    from tests.tasks.pipelines.test_openenv import Served, Text
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "Say {n}.", "reset": {{"seed": {n}}}}}\n' for n in range(4)))
+    server = Served(Text, 64)
+    try:
+        found = await trained(tmp_path, str(rows), f"openenv:{server.url}")
+    finally:
+        server.stop()
+    assert found.first["reward"] > 0
+
+
+@needs_namespaces
+async def test_a_task_of_harbor_is_trained(tiny_service, plain_calls, tmp_path):
+    """The reward is written by the task's tests, which run after the model's first answer without a command."""
+    tests = "if [ -e lines.txt ]; then echo 1; else echo 0.5; fi > /logs/verifier/reward.txt"
+    write_task(tmp_path / "tasks", tests__test_sh=tests)
+    found = await trained(tmp_path, f"harbor://{tmp_path / 'tasks'}", f"harbor:{tmp_path / 'tasks'}")
+    assert found.first["reward"] == 0.5

@@ -7,17 +7,15 @@ NAME is a module with a function `load_environment`; the URL has its arguments. 
 and with `split: eval` its evaluation dataset. A conversation is a rollout of verifiers: whenever the rollout asks its
 model, it gets an answer of ours. The reward comes at the end, and the rubric's metrics are its parts.
 
-Calls of tools are found in the form of Hermes and Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>.
+Calls of tools are found as `called_tools` defines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache, wraps
 from threading import Lock
@@ -37,13 +35,13 @@ from tinkerflow.tasks.pipelines.environments import (
     EnvironmentUnavailableError,
     Facts,
     Reply,
+    called_tools,
     refuse_code,
 )
 from tinkerflow.tasks.pipelines.rows import Json, Message
 
 _SCHEME = "verifiers://"
 _ENTRY = "verifiers"  # the field of a row that has its example
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _loading = Lock()
 _unavailable: ContextVar[list[Exception]] = ContextVar("_unavailable")  # errors of one conversation's reward functions
 
@@ -93,13 +91,11 @@ class _Model(Client):  # type: ignore[misc]
         self.requests.put_nowait((prompt, answer))
         text, calls = await answer, []
         if tools:
-            for found in [*_CALL.finditer(text)]:
-                with suppress(ValueError, KeyError, TypeError):
-                    call = json.loads(found[1])
-                    arguments = json.dumps(call["arguments"])
-                    calls.append(ToolCall(id=f"call_{self._calls}", name=call["name"], arguments=arguments))
-                    self._calls += 1
-                    text = text.replace(found[0], "")
+            text, found = called_tools(text)
+            for number, call in enumerate(found, self._calls):
+                arguments = json.dumps(call["arguments"])
+                calls.append(ToolCall(id=f"call_{number}", name=call["name"], arguments=arguments))
+            self._calls += len(calls)
         message = ResponseMessage(
             content=text.strip() if calls else text,
             tool_calls=calls or None,
