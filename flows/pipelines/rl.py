@@ -16,6 +16,7 @@ from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, 
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.adapters import environment_maker
 from tinkerflow.tasks.pipelines.advantages import ESTIMATORS, Floats, kl_advantages, overlong_penalty
+from tinkerflow.tasks.pipelines.curriculum import Curriculum
 from tinkerflow.tasks.pipelines.environments import EnvironmentMaker
 from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters, SamplingParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
@@ -63,9 +64,9 @@ class RlRecipe:
     the name of the metric that compares the two models, the mean of the model's own minus the other's log probability.
     coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have rewards.
     advantage: a name in `ESTIMATORS`. overlong_tokens: see `overlong_penalty`. resample: how many times groups with
-    equal rewards are replaced by groups of other rows. loss, loss_config: the policy's loss. held_out_rows: prompts
-    that are measured after each segment. versions: the weights that steps sample from. recorded: whether the rollouts
-    of steps are written to the work folder, for people.
+    equal rewards are replaced by groups of other rows. curriculum: the rows that a step may pick; None: all. loss,
+    loss_config: the policy's loss. held_out_rows: prompts that are measured after each segment. versions: the weights
+    that steps sample from. recorded: whether the rollouts of steps are written to the work folder, for people.
     """
 
     run: PreparedRun
@@ -78,6 +79,7 @@ class RlRecipe:
     advantage: str = "group_mean"
     overlong_tokens: int = 0
     resample: int = 0
+    curriculum: Curriculum | None = None
     loss: PolicyLoss = "importance_sampling"
     loss_config: Mapping[str, float] = field(default_factory=dict)
     held_out_rows: Sequence[Row] = ()
@@ -98,8 +100,10 @@ class RlRecipe:
 
     async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
         """Sample answers to the prompts of step `step`, and learn from them."""
-        picked = [self.rows[i] for i in self.run.batch(step, len(self.rows))]
-        sampled = await self._sample(await self.versions.sampler_for(client, step), picked, step, self.resample)
+        pool = self.rows if self.curriculum is None else self.curriculum.pool(step)
+        picked = [pool[i] for i in self.run.batch(step, len(pool))]
+        others = pool if self.resample else ()
+        sampled = await self._sample(await self.versions.sampler_for(client, step), picked, step, others)
         staleness = step - self.versions.version_for(step)
         penalties = [np.array([self._penalty(episode) for episode in group]) for group in sampled.groups]
         rewards = [
@@ -132,6 +136,7 @@ class RlRecipe:
             **({"overlong_penalty": float(np.concatenate(penalties).mean())} if self.overlong_tokens else {}),
             **({"broken_turns": len(data) - len(sampled.episodes)} if turns > len(sampled.episodes) else {}),
             **({"staleness": staleness} if self.ahead else {}),
+            **({"curriculum_rows": len(pool)} if self.curriculum else {}),
             **self._count_lost(sampled, len(picked)),
             "answer_tokens": tokens / turns,
             "loss": loss,
@@ -178,9 +183,9 @@ class RlRecipe:
         return sum(overlong_penalty(len(turn.answer), most, self.overlong_tokens) for turn in episode.turns)
 
     async def _sample(
-        self, sampler: tinker.SamplingClient, rows: Sequence[Row], step: int, resample: int = 0
+        self, sampler: tinker.SamplingClient, rows: Sequence[Row], step: int, others: Sequence[Row] = ()
     ) -> Sampled:
-        """Conversations from `rows`. resample: as the recipe's; if it is not 0, groups with equal rewards are dropped.
+        """Conversations from `rows`. others: rows that replace those whose groups have equal rewards; empty: none does.
 
         If all groups have equal rewards, the first ones are kept.
         """
@@ -188,14 +193,14 @@ class RlRecipe:
         lost: list[Lost] = []
         first = await self.rollouts.groups(sampler, rows, seed, lost)
         varied = [*filter(is_varied, first)]
-        for attempt in range(resample):
+        for attempt in range(self.resample if others else 0):
             if (missing := len(rows) - len(varied)) <= 0:
                 break
             again = [*seed, _RESAMPLED + attempt]
-            picked = np.random.default_rng(again).choice(len(self.rows), missing)
-            others = await self.rollouts.groups(sampler, [self.rows[i] for i in picked], again, lost)
-            varied += filter(is_varied, others)
-        groups = varied if resample and varied else first
+            picked = np.random.default_rng(again).choice(len(others), missing)
+            groups = await self.rollouts.groups(sampler, [others[i] for i in picked], again, lost)
+            varied += filter(is_varied, groups)
+        groups = varied if others and varied else first
         self.rollouts.refuse_failures(len(self.rows))
         trajectories = [episode.trajectories() for group in groups for episode in group]
         each = [trajectory for few in trajectories for trajectory in few]
@@ -232,6 +237,8 @@ async def rl(parameters: RlParameters) -> TrainingResult:
     make = environment_maker(parameters.reward, parameters.environment)
     async with prepare(parameters) as run:
         key, rows = run.prompts("data")
+        training, easy_first = parameters.training, parameters.curriculum
+        curriculum = Curriculum(rows, easy_first, training.steps, training.batch_size) if easy_first else None
         recipe = RlRecipe(
             run,
             rows,
@@ -247,6 +254,7 @@ async def rl(parameters: RlParameters) -> TrainingResult:
             advantage=parameters.advantage,
             overlong_tokens=parameters.overlong_tokens,
             resample=parameters.resample,
+            curriculum=curriculum,
             loss=parameters.loss,
             loss_config=parameters.loss_config,
             held_out_rows=run.prompts("held_out")[1],

@@ -200,6 +200,14 @@ class SamplingParameters(PipelineParameters):
         return self
 
 
+class CurriculumParameters(Parameters):
+    """Easy rows first. Steps pick from a pool of the easiest rows, which grows until it has all."""
+
+    by: str = Field(min_length=1, description="A row's field with its difficulty, a number.")
+    first: float = Field(0.2, gt=0, le=1, description="Share of the rows, the easiest, with which training begins.")
+    until: float = Field(0.5, ge=0, le=1, description="Share of the steps after which all rows are in the pool.")
+
+
 class RlParameters(SamplingParameters):
     """Reinforcement learning: answers with more reward than others to the same prompt become likelier."""
 
@@ -246,6 +254,7 @@ class RlParameters(SamplingParameters):
         description="How many times groups with equal rewards are replaced by groups of other prompts, as in DAPO; "
         "0 = they stay.",
     )
+    curriculum: CurriculumParameters | None = Field(None, description="Easy rows first; empty = all rows, always.")
     overlong_tokens: int = Field(
         0,
         ge=0,

@@ -22,10 +22,11 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.pipelines.rl import RlRecipe
-from tinkerflow.tasks.pipelines import Renderer
+from tinkerflow.tasks.pipelines import Renderer, Row
 from tinkerflow.tasks.pipelines.control import Control
+from tinkerflow.tasks.pipelines.curriculum import Curriculum
 from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, Facts, Reply
-from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters, TrainingParameters
+from tinkerflow.tasks.pipelines.parameters import CurriculumParameters, PolicyLoss, RlParameters, TrainingParameters
 from tinkerflow.tasks.pipelines.progress import StepMetrics
 from tinkerflow.tasks.pipelines.rollouts import Rollouts
 from tinkerflow.tasks.pipelines.trainer import make_steps
@@ -138,6 +139,34 @@ async def test_groups_with_equal_rewards_stay_unless_they_are_replaced(tokenizer
     assert values["varied_groups"] == 0.5
     again = await step_of(tokenizer, [0, 1], resample=16)
     assert again[3] == kept
+
+
+def difficult(*levels: object) -> list[Row]:
+    return [parse({"prompt": f"{number}", "level": level}) for number, level in enumerate(levels)]
+
+
+def test_a_curriculum_begins_with_easy_rows_and_ends_with_all() -> None:
+    rows = difficult(3, 0.5, 2, 1, 2, -1, 4, 5, 6, 7)
+    curriculum = Curriculum(rows, CurriculumParameters(by="level", first=0.2, until=0.5), steps=20, least=3)
+    pools = [[row.prompt[0]["content"] for row in curriculum.pool(step)] for step in range(20)]
+    assert pools[0] == ["5", "1", "3"], "a pool has as many rows as a batch"
+    assert pools[4] == ["5", "1", "3", "2", "4"], "equally difficult rows stay in their order"
+    assert [*map(len, pools)] == [3, 3, 4, 4, 5, 6, 7, 8, 8, 9, *[10] * 10]
+    at_once = Curriculum(rows, CurriculumParameters(by="level", until=0), steps=20, least=3)
+    assert len(at_once.pool(0)) == 10
+
+
+@pytest.mark.parametrize("level", [None, "hard", True])
+def test_a_row_without_a_difficulty_is_named(level: object) -> None:
+    with pytest.raises(UserError, match=rf"curriculum\.by 'level': is {level!r} in the row '1': must be a number"):
+        Curriculum(difficult(1, level), CurriculumParameters(by="level"), steps=2, least=1)
+
+
+async def test_a_step_picks_from_the_pool(tokenizer: Any) -> None:
+    hard, easy = (replace(row, extra={**row.extra, "level": level}) for row, level in ((EQUAL, 2), (VARIED, 1)))
+    curriculum = Curriculum([hard, easy], CurriculumParameters(by="level", first=0.5), steps=4, least=1)
+    values, _, _, kept = await step_of(tokenizer, [0], curriculum=curriculum, resample=2)
+    assert values["curriculum_rows"] == 1 and all("varied" in prompt for prompt in kept["prompts"])
 
 
 async def test_where_no_group_varies_the_step_has_no_advantages(tokenizer: Any) -> None:
