@@ -189,8 +189,9 @@ def _decisive(run: PreparedRun) -> dict[str, Any]:
         exclude={"name", "connection", "work", "resume", "samples", "data", "held_out", "tracking", "history"},
     )
     decides["training"].pop("state_days")
-    if decides.get("on_outlier") == "report":
-        del decides["on_outlier"]  # as in releases without it
+    for name, default in (("on_outlier", "report"), ("curriculum", None)):
+        if decides.get(name) == default:
+            decides.pop(name, None)  # as in releases without it
     if not decides.get("max_staleness"):
         decides["training"].pop("segment_steps")  # otherwise a segment begins with fresh samples
     return decides
