@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
@@ -131,6 +133,7 @@ def check_files(
             read_source(checked.source, checked.use, 1)  # a wrong path is refused before a model is made
     if against and not base_model:
         base_model = _model_behind(settings, against)
+    base_model = base_model or next(iter(settings.base_models), EMBEDDED)
     tokenizer = _tokenizer(settings, base_model)
     for checked in sources:
         renderer = Renderer(tokenizer, checked.format, checked.source.special_tokens)
@@ -153,7 +156,8 @@ def check_files(
         if report.rows and not tokenized.examples:
             console.print(Text(f"every sequence has more than {checked.use.max_tokens} tokens", "red"))
             good = False
-    console.print(f"checked in {time.monotonic() - began:.1f} s", style="dim", highlight=False)
+    seconds = time.monotonic() - began
+    console.print(f"checked in {seconds:.1f} s with the tokenizer of {base_model}", style="dim", highlight=False)
     return good
 
 
@@ -227,14 +231,19 @@ def _print_example(console: Console, renderer: Renderer, example: TokenizedExamp
     console.print(text, soft_wrap=True)
 
 
-def _tokenizer(settings: Settings, base_model: str) -> Any:
-    from tinkerflow.backend.catalog.model_source import TEXT_FILES, find_model
-    from tinkerflow.deployments.parts import resolve_base_model
-
-    folder = find_model(resolve_base_model(settings, base_model), TEXT_FILES)
+def _tokenizer(settings: Settings, name: str) -> Any:
+    """The tokenizer of a base model. That of the embedded model needs no folder, so a check leaves no files behind."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    from tinkerflow.backend.catalog.model_source import TEXT_FILES, find_model
+
+    if name != EMBEDDED:
+        return PreTrainedTokenizerFast.from_pretrained(find_model(name, TEXT_FILES))
+    from tinkerflow.deployments.tiny_model import write_tokenizer
+
+    with TemporaryDirectory() as scratch:
+        write_tokenizer(Path(scratch))
+        return PreTrainedTokenizerFast.from_pretrained(scratch)
 
 
 def check_server(parameters: AnyParameters, settings: Settings) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 STEPS = 30
 LEARNING_RATE = 5e-3
 RANK = 32
+RUN_NAME = "quickstart: pig latin"  # in the console and in Prefect
 SAVED = "pig-latin"  # the checkpoint of what was learnt
 SHOWN_SECONDS = 60.0  # how long the flow run may take to be seen in Prefect
 
@@ -96,7 +97,9 @@ def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: 
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("compiling", total=steps)
-        trainer = service.create_lora_training_client(base_model=EMBEDDED, rank=RANK, seed=0).result()
+        trainer = service.create_lora_training_client(
+            base_model=EMBEDDED, rank=RANK, seed=0, user_metadata={"name": RUN_NAME}
+        ).result()
         tokenizer = trainer.get_tokenizer()
         data = [_datum(tokenizer, lesson) for lesson in LESSONS]
         before = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)

@@ -250,14 +250,18 @@ def _show_failure(console: Console, name: str, state: State[BaseModel]) -> None:
 
 def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess) -> State[BaseModel]:
     """Run the pipeline with a progress bar; its final state. UserError when a parameter is wrong."""
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
     from tinkerflow.tasks.pipelines.artifacts import follower
 
     parameters = parameters_of(pipeline.name, values)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console)
-    server = {PREFECT_API_URL: prefect.api_url, PREFECT_API_AUTH_STRING: prefect.credential or None}
+    server = {
+        PREFECT_API_URL: prefect.api_url,
+        PREFECT_UI_URL: prefect.pages_url,
+        PREFECT_API_AUTH_STRING: prefect.credential or None,
+    }
     bar.disable = not console.is_terminal
     with temporary_settings(server), quiet_client(), bar:
         shown, next_line = bar.add_task(pipeline.name, total=None, metrics=""), time.monotonic()

@@ -76,17 +76,17 @@ def _is_there(target: Path) -> bool:
     raise UserError(f"tiny model: {target} exists and holds something else; give a folder that is new or empty")
 
 
-def _write(folder: Path) -> None:
-    for name, content in (
-        ("config.json", _config()),
-        (
-            "generation_config.json",
-            {"do_sample": True, "eos_token_id": SPECIALS.index(END), "pad_token_id": SPECIALS.index(PAD)},
-        ),
-        ("tokenizer_config.json", _tokenizer_config()),
-    ):
-        (folder / name).write_text(_json(content), encoding="utf-8")
+def write_tokenizer(folder: Path) -> None:
+    """Write the tokenizer's files of the tiny model, which are enough to tokenize and render chats."""
+    (folder / "tokenizer_config.json").write_text(_json(_tokenizer_config()), encoding="utf-8")
     (folder / "tokenizer.json").write_text(_train_tokenizer().to_str(pretty=True) + "\n", encoding="utf-8")
+
+
+def _write(folder: Path) -> None:
+    generation = {"do_sample": True, "eos_token_id": SPECIALS.index(END), "pad_token_id": SPECIALS.index(PAD)}
+    (folder / "config.json").write_text(_json(_config()), encoding="utf-8")
+    (folder / "generation_config.json").write_text(_json(generation), encoding="utf-8")
+    write_tokenizer(folder)
     save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
     for path in folder.iterdir():
         flush(path)  # a folder must not come back from a power cut with empty files

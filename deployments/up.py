@@ -88,15 +88,14 @@ class Stack:
 
     @property
     def prefect_url(self) -> str:
-        """Where Prefect's UI is; empty when nothing is tracked."""
-        if (prefect := self.prefect) is not None:
-            return prefect.pages_url
-        return f"http://127.0.0.1:{self.settings.prefect_port}" if self.settings.prefect == "embedded" else ""
+        """Where Prefect's UI is; empty when nothing is tracked, or the embedded server does not run yet."""
+        return "" if (prefect := self.prefect) is None else prefect.pages_url
 
     @property
     def ready_line(self) -> str:
         """The line that announces a service that is ready."""
-        return f"ready: {self.api_url}  prefect: {self.prefect_url or 'off'}"
+        none = "starting" if self.settings.prefect == "embedded" else "off"
+        return f"ready: {self.api_url}  prefect: {self.prefect_url or none}"
 
     @property
     def sign_in_line(self) -> str:

@@ -106,19 +106,20 @@ class RunCurves:
 
 
 def charts(runs: Sequence[RunCurves], view: ChartView) -> list[Markup]:
-    """Charts of the loss, of the metrics that clients stored (rewards first), and of the other figures."""
-    found = []
+    """Charts of rewards, of the loss, of the other metrics that clients stored, and of the other figures."""
+    figures = []
     for title, value in _FIGURES.items():
         lines = [_line(run, title, value, view) for run in runs]
         if title in _ALWAYS or any(line.known for line in lines):
-            found.append(_chart(title, lines, view))
+            figures.append(_chart(title, lines, view))
+    rewards, others = list[Markup](), list[Markup]()
     metrics = [{metric.name: metric.points for metric in run.metrics} for run in runs]
-    names = sorted({name for of_run in metrics for name in of_run}, key=lambda name: ("reward" not in name, name))
-    for place, name in enumerate(names, start=1):
+    for name in sorted({name for of_run in metrics for name in of_run}):
         of_runs = zip(runs, metrics, strict=True)
         lines = [Line(run.name, run.placed(of_run.get(name, ()), view.x)) for run, of_run in of_runs]
-        found.insert(place, _chart(name, lines, view))
-    return found
+        (rewards if "reward" in name else others).append(_chart(name, lines, view))
+    loss, *rest = figures
+    return [*rewards, loss, *others, *rest]
 
 
 def steps_by_place(runs: Sequence[RunCurves], view: ChartView) -> str | None:

@@ -46,9 +46,9 @@ class PrefectAccess:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables that make Prefect's clients use this server."""
+        """The environment variables that make Prefect's clients use this server, and name its pages in links."""
         credential = {"PREFECT_API_AUTH_STRING": self.credential} if self.credential else {}
-        return {"PREFECT_API_URL": self.api_url, **credential}
+        return {"PREFECT_API_URL": self.api_url, "PREFECT_UI_URL": self.pages_url, **credential}
 
     @property
     def headers(self) -> dict[str, str]:

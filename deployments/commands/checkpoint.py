@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,18 +28,22 @@ Run = Annotated[str | None, typer.Option("--run", help="only checkpoints of this
 
 @app.command("list")
 def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir = None) -> None:
-    """List all checkpoints in the store, including those that are missing in the database."""
+    """List all checkpoints in the store, including those that are missing in the database.
+
+    The owner is that in the database: the first key's project takes over checkpoints that were saved without a key.
+    """
     from rich.table import Table
 
     from tinkerflow.backend.store import Store
 
     table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
-    url = settings_with(data_dir=data_dir, store=store).store_url
+    settings = settings_with(data_dir=data_dir, store=store)
+    url, owners = settings.store_url, _owners(settings)
     for saved in Store.open(url).checkpoints(run):
         meta = saved.meta
         table.add_row(
             saved.path,
-            meta.owner,
+            owners.get(saved.path, meta.owner),
             meta.base_model,
             str(saved.step),
             f"{saved.size_bytes / 2**20:.1f}",
@@ -48,6 +52,16 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
             "yes" if meta.public else "",
         )
     print_wide(table, empty=f"no checkpoints{f' of {run}' if run else ''} in the store {url}")
+
+
+def _owners(settings: Settings) -> Mapping[str, str]:
+    """The owner of each checkpoint in the database; none where there is no database."""
+    from tinkerflow.deployments.parts import open_journal
+
+    if not settings.has_journal:
+        return {}
+    with open_journal(settings) as journal:
+        return journal.checkpoints.owners()
 
 
 @app.command()

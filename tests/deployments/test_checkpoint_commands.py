@@ -89,6 +89,22 @@ def store(tmp_path: Path) -> Store:
     return made
 
 
+def test_checkpoints_that_the_first_key_took_over_are_listed_with_its_project(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    state, meta = AdapterState(LoraSpec(4), 2, {}, {}), CheckpointMeta("tiny", "local")
+    saved = Store.open(settings.store_url).save(RUN, "weights", "a", state, meta)
+
+    def owner() -> str:
+        listed = CliRunner().invoke(every_command(), ["checkpoint", "list", "--data-dir", str(tmp_path)])
+        return str(listed.stdout.partition(PATH)[2].replace("│", " ").split()[0])
+
+    assert owner() == "local"
+    with open_journal(settings) as journal:
+        journal.imports.restore(CheckpointSaved.of(saved), False, {})
+        journal.keys.create("me", "search")
+    assert owner() == "search"
+
+
 def checkpoint(tmp_path: Path, *args: str) -> Result:
     return CliRunner().invoke(every_command(), ["checkpoint", *args, "--data-dir", str(tmp_path)])
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import cli
+from tinkerflow.deployments.commands import every_command
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
 from tinkerflow.deployments.options import database_of
@@ -108,9 +110,19 @@ def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_offers_its_base_models_by_name_and_by_alias() -> None:
     folder = "/data/models/tinkerflow/tiny-qwen3"
     assert offered_name("tinkerflow/tiny", ["other", folder]) == folder
+    assert offered_name(folder, ["other", "tinkerflow/tiny"]) == "tinkerflow/tiny"
     assert offered_name("other", ["other", folder]) == "other"
     with pytest.raises(UserError, match=r"model.base_model 'othre': the server offers .*did you mean 'other'"):
         offered_name("othre", ["other", folder])
+
+
+def test_a_check_of_data_needs_no_model_on_disk_and_names_its_tokenizer(tmp_path: Path) -> None:
+    rows, home = tmp_path / "rows.jsonl", tmp_path / "home"
+    rows.write_text('{"prompt": "2 + 2?", "completion": "4"}\n')
+    checked = CliRunner().invoke(every_command(), ["data", "check", str(rows), "--data-dir", str(home)])
+    assert checked.exit_code == 0, checked.output
+    assert "with the tokenizer of tinkerflow/tiny" in checked.output and "2 + 2?" in checked.output
+    assert not home.exists()
 
 
 USAGE: list[tuple[str, str]] = [  # a command line, and the line

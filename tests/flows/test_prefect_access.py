@@ -213,7 +213,9 @@ def test_clients_send_the_credential_to_the_server_of_their_data_dir_alone(tmp_p
     for url in ("http://127.0.0.1:4201/api", "http://evil.example:4200/api", "https://app.prefect.cloud/api"):
         for its_own in ({}, {"PREFECT_API_AUTH_STRING": "its:own"}):
             other = server_for_clients(tmp_path, {"PREFECT_API_URL": url} | its_own)
-            assert other is not None and other.environment == {"PREFECT_API_URL": url} | its_own
+            pages = url.removesuffix("/api")
+            assert other is not None
+            assert other.environment == {"PREFECT_API_URL": url, "PREFECT_UI_URL": pages} | its_own
             assert other.link("/runs", 0) == f"{url.removesuffix('/api')}/runs"
             assert bool(other.headers) is bool(its_own)
     forget_server(tmp_path, os.getpid() + 1)  # an earlier server's end

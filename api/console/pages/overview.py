@@ -29,6 +29,7 @@ from tinkerflow.api.console.visit import (
 from tinkerflow.api.identity import STRANGER
 from tinkerflow.api.links import base_url
 from tinkerflow.api.schemas import API
+from tinkerflow.backend.catalog.model_card import alias_of
 from tinkerflow.backend.core.ids import KEY_PREFIX, new_id
 from tinkerflow.backend.core.prefect_access import find_server, server_for_clients
 from tinkerflow.backend.journal import AuditedEvent, RunQuery
@@ -67,7 +68,7 @@ async def front_page(request: Request) -> Response:
         return {
             "runs": journal.run_table.page(visit.owner, RunQuery(), limit=_RECENT, offset=0),
             "samples": journal.samples.recent(visit.owner, limit=_RECENT, texts_first=False),
-            "base_models": journal.base_models.all(),
+            "base_models": [alias_of(row.name) or row.name for row in journal.base_models.all()],
         }
 
     key = f"{KEY_PREFIX}any" if is_open else f"{KEY_PREFIX}..."
@@ -155,6 +156,4 @@ def _prefect_page(settings: Settings) -> str | None:
             return server.pages_url if server is not None else None
         case "embedded" if server := find_server(settings.data_dir):
             return server.pages_url
-        case "embedded" if settings.prefect_port:
-            return f"http://127.0.0.1:{settings.prefect_port}"
     return None

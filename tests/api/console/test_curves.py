@@ -47,11 +47,11 @@ def test_a_view_is_in_the_query_of_a_link_and_nothing_else() -> None:
     assert (view.steps, chart_view(first=0).query) == ((3, 40), "first=0")
 
 
-def test_rewards_come_after_the_loss_and_a_smoothed_line_has_its_values_behind_it() -> None:
+def test_rewards_come_before_the_loss_and_a_smoothed_line_has_its_values_behind_it() -> None:
     part = run([1, 2, 3], Metric("kl", ((1, 1.0),)), Metric("reward", ((1, 0.0), (3, 1.0))))
     drawn = charts([part], chart_view(smooth=0.6))
     titles = [str(one).split("<figcaption>")[1].split("<")[0].strip() for one in drawn]
-    assert titles == ["Loss per weight", "reward", "kl", "Gradient norm"]
+    assert titles == ["reward", "Loss per weight", "kl", "Gradient norm"]
     assert 'class="faint line-0"' in drawn[0] and 'class="faint' not in charts([part], chart_view())[0]
 
 

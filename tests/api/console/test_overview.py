@@ -14,7 +14,10 @@ from tinkerflow.backend.core.prefect_access import SIGN_IN_PATH, is_valid_ticket
 
 
 def test_a_browser_gets_a_page_that_says_how_to_use_the_server(start: Any) -> None:
-    server = start(prefect_port=4321)
+    server = start(prefect_port=4200)
+    assert "Prefect</a>" not in server.http.get(server.url).text, "another program may have the port of the settings"
+    make_credential(server.settings.data_dir)
+    record_server(server.settings.data_dir, 4321, os.getpid())
     page = server.http.get(server.url, headers={"Accept": "text/html,application/json;q=0.9"})
     assert page.headers["content-type"].startswith("text/html")
     urls = [f"{name}={server.url}" for name in ("TINKER_BASE_URL", "OPENAI_BASE_URL", "ANTHROPIC_BASE_URL")]

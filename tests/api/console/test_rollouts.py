@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -15,6 +16,17 @@ from tinkerflow.backend.catalog.rollouts import (
     write_rollouts,
 )
 from tinkerflow.backend.store.blobs import open_blobs
+
+
+@pytest.mark.parametrize("how", ["rerun_of", "fork_of"])
+def test_a_run_that_repeats_another_leads_to_the_rollouts_of_that_run(browser: Any, server: Any, how: str) -> None:
+    first = server.model(pipeline="rl")
+    where = f"/training_runs/{quote(first, safe='')}/rollouts"
+    assert f'href="{where}">Rollouts by step</a>' in browser.get(f"/training_runs/{first}").text
+    again = server.model(pipeline="rl", **{how: first})
+    page = browser.get(f"/training_runs/{again}").text
+    assert f'href="{where}">Rollouts by step of the run that it repeats</a>' in page
+    assert browser.get(where).status_code == 200
 
 
 def put_rollouts(server: Any, run: str, step: int = 3) -> None:
