@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from uuid import UUID
 
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import ServerError, TinkerflowError, UserError
 from tinkerflow.backend.core.retry import repeat
-from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState, Trained
+from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.group_watch import GroupWatch
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.observers import EngineObserver, RunObserver
+from tinkerflow.flows.run_log import RunLogs
 from tinkerflow.flows.runner import STOPPED, End, ModelRunner, Why
 from tinkerflow.flows.snapshots import SnapshotPolicy
 from tinkerflow.flows.sweeps import OVER, SWEEP_SECONDS, Sweeps
@@ -56,6 +58,7 @@ class Dispatcher:
         self._snapshots = SnapshotPolicy(settings.snapshot_steps, settings.snapshot_seconds)
         self._served = {model.card.name: model for model in served}
         self._sweeps = Sweeps(settings, journal, served)
+        self._run_logs = RunLogs(journal, SystemClock(), settings.budget_tokens, settings.most_drift)
         self._runners: dict[str, ModelRunner | None] = {}  # None: it is being opened
         self._adopted: dict[str, UUID] = {}  # by model: the flow run in which it is taken up again
         self._group: asyncio.TaskGroup | None = None  # of the runners
@@ -83,12 +86,16 @@ class Dispatcher:
             finally:
                 for task in watches:
                     task.cancel()
+                with suppress(*AWAY):
+                    await self._run_logs.write()
 
     def _watches(self, topics: AsyncIterator[str]) -> Iterator[tuple[str, Coroutine[object, object, None]]]:
         """The tasks around the runners, with their names."""
         sweep, failed = (TinkerflowError, *AWAY), "a sweep failed"
         yield "sweeps", repeat(self._sweep, SWEEP_SECONDS, on=sweep, what=failed, log=log, early=self._sweep_now)
         yield "poll", repeat(self._poll, POLL_SECONDS, on=AWAY, what="the journal cannot be read", log=log)
+        writing, lost = self._run_logs, "events of runs are lost"
+        yield "run events", repeat(writing.write, POLL_SECONDS, on=AWAY, what=lost, log=log, early=writing.some)
         yield "notifications", self._listen(topics)
         yield "observer", self._observer.watch(self)
         for model in self._served.values():
@@ -187,16 +194,15 @@ class Dispatcher:
         if served is None:
             await self._give_up(model_id, self._not_served(model.base_model))
             return None
-        label, trained = "", Trained()
-        if self._observer.is_on:
-            label = await asyncio.to_thread(self._journal.models.label, model_id)
-            trained = await asyncio.to_thread(self._journal.curves.trained, model_id)
+        label = await asyncio.to_thread(self._journal.models.label, model_id) if self._observer.is_on else ""
+        trained = await asyncio.to_thread(self._journal.curves.trained, model_id)
         adopted = self._adopted.get(model_id)
         observers = self._observer.observe_training_run(model_id, model.base_model, label, adopted, trained, model.step)
         verb = "is created" if model.state is ModelState.CREATING else "continues"
         for observer in observers:
             observer.log(f"model {model_id} of {model.base_model} {verb} at optimizer step {model.step}")
-        paused = model.paused is not None and bool(observers)  # without observers, nobody can end a pause
+        paused = model.paused is not None and bool(observers)  # without Prefect, nobody can end a pause
+        observers = [*observers, self._run_logs.observe(model_id, trained)]
         return ModelRunner(served.context, observers, self._snapshots, model_id, model.step, paused=paused)
 
     def _not_served(self, base_model: str) -> UserError:

@@ -7,6 +7,7 @@ The file of an aggregate contains its inputs (New..., effects), its outputs (...
 """
 
 from tinkerflow.backend.core.ids import CheckpointKind as CheckpointKind
+from tinkerflow.backend.journal.ancestry import RelatedRun as RelatedRun
 from tinkerflow.backend.journal.audit import AuditedEvent as AuditedEvent
 from tinkerflow.backend.journal.audit import actor_of_key as actor_of_key
 from tinkerflow.backend.journal.audit import command_line_actor as command_line_actor
@@ -48,6 +49,7 @@ from tinkerflow.backend.journal.results import Outcome as Outcome
 from tinkerflow.backend.journal.results import Result as Result
 from tinkerflow.backend.journal.results import StepMeasured as StepMeasured
 from tinkerflow.backend.journal.results import Used as Used
+from tinkerflow.backend.journal.run_events import RunEvent as RunEvent
 from tinkerflow.backend.journal.run_metrics import Metric as Metric
 from tinkerflow.backend.journal.run_table import RunQuery as RunQuery
 from tinkerflow.backend.journal.run_table import RunRow as RunRow

@@ -5,6 +5,7 @@ Each function, and each effect, returns the topics to publish after the commit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,6 +15,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.core.errors import Category
+from tinkerflow.backend.journal.run_events import put_event
 from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
@@ -120,6 +122,8 @@ def end_models(
             failed = _fail_pending(connection, now, text, category, col(Request.model_id) == model_id)
             if state is ModelState.UNLOADED:
                 forget(connection, model_id)
+            level = logging.INFO if state is ModelState.UNLOADED else logging.ERROR
+            put_event(connection, model_id, now, f"{state}: {detail}", level)
             topics += [*failed, f"model:{model_id}"]
     return topics
 

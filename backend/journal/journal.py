@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Self
 
 from tinkerflow.backend.core.clock import Clock, SystemClock
+from tinkerflow.backend.journal.ancestry import Ancestries
 from tinkerflow.backend.journal.assets import Assets
 from tinkerflow.backend.journal.audit import Audit
 from tinkerflow.backend.journal.base_models import BaseModels
@@ -29,6 +30,7 @@ from tinkerflow.backend.journal.queue import Queue
 from tinkerflow.backend.journal.recovery import Recovery
 from tinkerflow.backend.journal.requests import Requests
 from tinkerflow.backend.journal.results import Results
+from tinkerflow.backend.journal.run_events import RunEvents
 from tinkerflow.backend.journal.run_metrics import RunMetrics
 from tinkerflow.backend.journal.run_table import RunTable
 from tinkerflow.backend.journal.run_values import RunValues
@@ -62,6 +64,8 @@ class Journal:
         self.samplers = Samplers(*parts)
         self.custom_losses = CustomLosses(*parts)
         self.curves = Curves(*parts)
+        self.run_events = RunEvents(*parts)
+        self.ancestries = Ancestries(*parts)
         self.run_metrics = RunMetrics(*parts)
         self.run_table = RunTable(*parts)
         self.run_values = RunValues(*parts)

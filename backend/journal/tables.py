@@ -216,13 +216,14 @@ class Model(Table, table=True):
 
     progress: the reason why its requests wait while it is being restored. paused: the reason why a person paused it.
     history: whether its requests are kept in the store (history.py). archived: whether a person has hidden it from the
-    table of runs.
+    table of runs. origin: the checkpoint that it began with, None for a base model. origin_run: the run in that path.
     """
 
     __tablename__ = "model"
     __table_args__ = (
         sa.Index("ix_model_state_base_model", "state", "base_model"),
         sa.Index("ix_model_owner_state", "owner", "state"),
+        _partial("ix_model_origin_run", "origin_run", "origin_run IS NOT NULL"),
     )
 
     id: str = Field(primary_key=True, sa_type=Text())
@@ -247,6 +248,8 @@ class Model(Table, table=True):
     last_request_at: datetime = Field(sa_type=UtcDateTime)
     history: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})
     archived: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})
+    origin: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    origin_run: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
 
 
 class SamplerRow(Table, table=True):

@@ -26,6 +26,7 @@ from tinkerflow.backend.journal.database import (
 from tinkerflow.backend.journal.effects import end_models, forget
 from tinkerflow.backend.journal.quotas import NO_LIMITS, Failure, Limits, count_kept, model_failure, text_bytes
 from tinkerflow.backend.journal.requests import NewRequest, lock_quotas, store
+from tinkerflow.backend.journal.run_events import put_event
 from tinkerflow.backend.journal.sessions import PROJECT
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
@@ -40,6 +41,7 @@ from tinkerflow.backend.journal.tables import (
     SessionState,
     session_over,
 )
+from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.backend.spec.commands import Optimizer
 
 _IS_UNLOAD = sa.and_(col(Request.kind) == Kind.UNLOAD, IS_PENDING)
@@ -60,7 +62,7 @@ _REVIVABLE = (ModelState.LOST, ModelState.FAILED)  # their snapshots and request
 class NewModel:
     """A new training run; its id is `{session_id}:train:{n}` (tinkerflow.backend.core.ids.model_id).
 
-    history: whether its requests are kept in the store.
+    history: whether its requests are kept in the store. origin: the path of the checkpoint that it begins with.
     """
 
     id: str
@@ -76,6 +78,7 @@ class NewModel:
     seed: int | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     history: bool = False
+    origin: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +229,10 @@ class Runs(Aggregate):
     def pause(self, model_id: str, why: str | None) -> None:
         """Pause the model's requests. The reason is shown to its clients; None resumes the model."""
         with self._write() as connection:
-            connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(paused=why))
+            is_model = col(Model.id) == model_id
+            if connection.execute(sa.select(col(Model.paused)).where(is_model)).scalar() != why:
+                connection.execute(sa.update(Model).where(is_model).values(paused=why))
+                put_event(connection, model_id, self._now(), "resumed" if why is None else f"paused: {why}")
 
     def revive(self, model_id: str) -> None:
         """Make a failed or lost model live again. Its next request restores it from snapshots and a replay.
@@ -251,6 +257,9 @@ class Runs(Aggregate):
                 raise UserError(f"model {model_id} was never made ({model.detail}): there is nothing to go on with")
             back = {"state": ModelState.LIVE, "detail": None, "paused": None}
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(**back))
+            put_event(
+                connection, model_id, self._now(), f"taken up again; before, it was {model.state}: {model.detail}"
+            )
 
     def forget_ended(self) -> None:
         """Stop keeping requests for failed and lost models whose session has ended, because nobody can revive these."""
@@ -288,6 +297,7 @@ def insert_model(
     row = {
         **asdict(model),
         "user_metadata": dict(model.user_metadata),
+        "origin_run": None if model.origin is None else CheckpointPath.parse(model.origin).run_id,
         "state": state,
         "detail": detail,
         "next_seq": 0,

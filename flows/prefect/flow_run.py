@@ -23,7 +23,7 @@ from prefect.states import Pending, Running
 
 from tinkerflow.backend.journal import AWAY
 from tinkerflow.flows.prefect.connection import PrefectConnection, RequestQueue, is_away, send_event
-from tinkerflow.flows.prefect.report import Drawing
+from tinkerflow.flows.prefect.drawing import Drawing
 
 log = logging.getLogger(__name__)
 

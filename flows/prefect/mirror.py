@@ -29,10 +29,11 @@ from tinkerflow.flows.observers import Batch, RunControls
 from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.connection import PrefectConnection, event_about
 from tinkerflow.flows.prefect.controls import ControlsWatch
+from tinkerflow.flows.prefect.drawing import Drawing
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, TaskRunRecord, sampling, training_run
 from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.prefect.report import Drawing, RunReport
 from tinkerflow.flows.prefect.window import Window, window_size, windows_of
+from tinkerflow.flows.run_report import INTERRUPTED, RunReport, difference_line, restored_line
 from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
@@ -253,8 +254,7 @@ class RunMirror:
 
     def differed(self, difference: Difference) -> None:
         """Report an operation whose result was another one when it was executed a second time."""
-        text = f"step {difference.step}: the result of {difference.kind} (request {difference.seq_id}) is another one"
-        self.log(f"{text} when it is computed again, on {', '.join(difference.devices)}", logging.ERROR)
+        self.log(difference_line(difference), logging.ERROR)
         self._emit(
             "tinkerflow.run.corrupt",
             step=difference.step,
@@ -266,10 +266,9 @@ class RunMirror:
     def restored(self, generation: int, restored: Restored) -> None:
         """The model was restored."""
         snapshot, seconds = restored.snapshot, round(restored.seconds, 3)
-        text = f"restored in worker group {generation}: {restored.requests} requests replayed"
-        self._show(Running(message=text))
-        source = "its creation" if snapshot is None else f"its snapshot at request {snapshot.seq_id}"
-        self.log(f"{text} ({restored.steps} optimizer steps) after {source}, in {seconds} s")
+        line = restored_line(generation, restored)
+        self._show(Running(message=line))
+        self.log(line)
         for why in restored.unreadable:
             self.log(f"a newer snapshot cannot be read: {why}", logging.ERROR)
             self._emit("tinkerflow.snapshot.unreadable", why=why)
@@ -284,9 +283,8 @@ class RunMirror:
 
     def interrupted(self) -> None:
         """The worker group ended, and the operations in flight with it."""
-        text = "its worker group ended; what was in flight is executed again by the next one"
-        self._show(Running(name="Interrupted", message=text))
-        self.log(text, logging.WARNING)
+        self._show(Running(name="Interrupted", message=INTERRUPTED))
+        self.log(INTERRUPTED, logging.WARNING)
 
     def log(self, text: str, level: int = logging.INFO) -> None:
         """Add a line to the logs of the flow run, or of the next one when there is none now."""

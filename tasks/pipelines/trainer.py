@@ -129,7 +129,8 @@ class Trainer:
     def _metadata(self, step: int) -> dict[str, str]:
         parameters = self.run.parameters
         kept = parameters.history or self.watch is not None
-        return self.lineage.metadata(step) | {"name": parameters.name} | (HISTORY if kept else {})
+        plan = {"planned_steps": str(self.training.steps), "save_every": str(self.training.segment_steps)}
+        return self.lineage.metadata(step) | {"name": parameters.name} | plan | (HISTORY if kept else {})
 
     @property
     def run_id(self) -> str:

@@ -24,10 +24,10 @@ from tinkerflow.flows.observers import Batch
 from tinkerflow.flows.prefect import connection as connection_module
 from tinkerflow.flows.prefect import flow_run, mirror
 from tinkerflow.flows.prefect.connection import PrefectConnection
+from tinkerflow.flows.prefect.drawing import DRAW_SECONDS, Drawing, Shown
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, sampling
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.prefect.report import DRAW_SECONDS, Drawing, Shown
 from tinkerflow.tasks.execution.restore import Restored
 
 HEADING = Heading(sampling, "sampling unigram", {"base_model": "unigram"}, ())

@@ -332,6 +332,7 @@ BOUNDS = {
     "usage_bucket": "one an hour for each session",
     "training_step": "steps that were trained",
     "history_segment": "max_history_bytes",
+    "run_event": "run_events.MOST_EVENTS for each run",
     "run_metric": "run_metrics.MOST_NAMES for each run",
     "run_metric_value": "max_metrics",
     "recovery_snapshot": "two for each live model, one for each live sampler",

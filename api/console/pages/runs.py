@@ -13,12 +13,15 @@ from fastapi.responses import Response
 
 from tinkerflow.api.call import PageOffset
 from tinkerflow.api.console.curves import AXES, SMOOTHINGS, AsChartView, ChartView, RunCurves, charts, steps_by_place
+from tinkerflow.api.console.pages.events import events_of
 from tinkerflow.api.console.render import NONE, number
 from tinkerflow.api.console.samples import shown, tokenizer_of
+from tinkerflow.api.console.upcoming import upcoming
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
 from tinkerflow.backend.core.errors import StoreError, UserError
 from tinkerflow.backend.core.plot import LINES
-from tinkerflow.backend.journal import Curve, ModelState, ModelView, RunQuery
+from tinkerflow.backend.journal import Curve, ModelView, RunQuery
+from tinkerflow.backend.journal.tables import TAKES_WORK
 from tinkerflow.backend.spec.outliers import COLUMNS, BlamedRow, cells, remedy
 
 PAGE = 50
@@ -85,6 +88,7 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
     """One training run."""
     ((run, name, _),), values = await _curves(visit, [run_id], view)
     checkpoints = await asyncio.to_thread(visit.journal.checkpoints.page, visit.owner, run_id=run_id, limit=_OF_A_RUN)
+    events = await asyncio.to_thread(events_of, visit, run)
     return visit.page(
         "run.html",
         run=run,
@@ -93,8 +97,25 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
         samples=await shown(visit, run_id=run_id),
         examined=await _examined(visit, run),
         columns=COLUMNS,
+        branch=_branch,
+        **await asyncio.to_thread(_lineage, visit, run),
+        **events,
         **values,
     )
+
+
+def _lineage(visit: Visit, run: ModelView) -> dict[str, object]:
+    """The runs before and after a run, the run that it repeats, if it is a rerun, and its other metadata."""
+    ancestries, metadata = visit.journal.ancestries, dict(run.user_metadata)
+    repeats, forked = metadata.pop("rerun_of", ""), metadata.pop("fork_of", "")
+    before, after = ancestries.before(run.id, visit.owner), ancestries.after(run.id, visit.owner)
+    # Forks of earlier releases have no origin.
+    return {"before": before, "after": after, "repeats": repeats, "forked": forked, "metadata": metadata}
+
+
+def _branch(path: str) -> str:
+    """Where a run left another one, from the path that it began with: `@3` is the state after step 3."""
+    return path.removeprefix("tinker://").partition("/")[2].replace("weights/@", "@")
 
 
 async def _examined(visit: Visit, run: ModelView) -> list[tuple[int, str, list[tuple[str, ...]]]]:
@@ -163,15 +184,23 @@ async def _curves(visit: Visit, runs: Sequence[str], view: ChartView) -> tuple[l
             "names": names,
             "compared": compared,
             "state": state,
-            "going": any(model.state in (ModelState.CREATING, ModelState.LIVE) for model in models),
+            "going": any(model.state in TAKES_WORK for model in models),
             "measured": any(run.curve.points or run.metrics for run in found),
             "charts": charts(found, view),
+            "upcoming": _upcoming(visit, models[0], found[0].curve) if len(models) == 1 else "",
             "places": steps_by_place(found, view),
         }
 
     if len(runs) > LINES:
         raise UserError(f"run is given {len(runs)} times: must be at most {LINES}")
     return await asyncio.to_thread(read)
+
+
+def _upcoming(visit: Visit, run: ModelView, curve: Curve) -> str:
+    services = visit.call.services
+    if run.state not in TAKES_WORK:
+        return ""
+    return upcoming(visit.journal, run, curve, services.clock.now(), services.settings.snapshot_steps)
 
 
 def _settings(compared: Sequence[ComparedRun]) -> Mapping[str, Sequence[str]]:

@@ -12,7 +12,8 @@ from tests.api.conftest import KEY
 from tests.api.console.conftest import of_checkpoint
 
 from tinkerflow.backend.catalog.champions import champion_key
-from tinkerflow.backend.journal import database
+from tinkerflow.backend.journal import RunEvent, database
+from tinkerflow.backend.journal.run_events import MOST_EVENTS
 from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
@@ -275,6 +276,9 @@ def test_pages_with_a_thousand_runs_and_a_long_run_take_few_statements_and_read_
 
     things = furnish()
     engine.paused = True
+    news = [RunEvent(server.clock.now(), 20, "news " * 20) for _ in range(MOST_EVENTS)]
+    for _ in range(10):
+        server.journal.run_events.add(things.run, news)
     with server.journal.models._write() as connection:
         copy_rows(connection, "model", things.run, [f"{things.run}{n:04d}" for n in range(1000)])
         copy_rows(connection, "checkpoint", things.weights, [f"{things.weights}{n:04d}" for n in range(1000)], "path")
@@ -299,7 +303,7 @@ def test_pages_with_a_thousand_runs_and_a_long_run_take_few_statements_and_read_
             ("/", 30, 100),
             ("/training_runs", 10, 100),
             ("/sessions", 10, 100),
-            (f"/sessions/{things.session}", 10, 100),
+            (f"/sessions/{things.session}", 10, 110),
             ("/checkpoints", 10, 100),
             ("/samples", 30, 100),
             ("/usage", 10, 100),
@@ -310,6 +314,7 @@ def test_pages_with_a_thousand_runs_and_a_long_run_take_few_statements_and_read_
             (f"/compare?run={things.run}&run={other}", 30, 12_000),
             (of_checkpoint(things.weights), 20, 100),
             (f"/curves?run={things.run}&seen=", 20, 12_000),
+            (f"/training_runs/{things.run}/events", 4, 1),
         ):
             made.clear()
             work = 0

@@ -20,7 +20,8 @@ from tinkerflow.backend.journal import (
     Trained,
 )
 from tinkerflow.backend.spec.outliers import BlamedRow
-from tinkerflow.flows.prefect.report import LINE_SECONDS, Drawing, RunReport
+from tinkerflow.flows.prefect.drawing import Drawing
+from tinkerflow.flows.run_report import LINE_SECONDS, RunReport
 
 RUN = "sess-ab12:train:0"
 

@@ -1,0 +1,50 @@
+"""What comes next in a run that trains: its next checkpoint, its end, and its next recovery snapshot."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from tinkerflow.api.console.render import number, seconds
+from tinkerflow.backend.journal import Curve, Journal, ModelView
+
+_NEWEST = 10  # points of the curve whose pace is taken for that of the next steps
+_COPIES = ("rerun_of", "fork_of")  # in the metadata of runs that have the plan of another run
+
+
+def upcoming(journal: Journal, run: ModelView, curve: Curve, now: datetime, snapshot_steps: int) -> str:
+    """One line about a run that takes work. At most three statements.
+
+    curve: of the newest steps. now: the time. snapshot_steps: most steps between two recovery snapshots.
+    """
+    parts = [*_planned(journal, run, curve)]
+    if snapshots := journal.recovery.snapshots(run.id):
+        newest = snapshots[0]
+        at, ago = number(newest.step), seconds(now - newest.created_at)
+        parts.append(
+            f"the newest recovery snapshot is of step {at} ({ago} ago), the next one follows by step "
+            f"{number(newest.step + snapshot_steps)}"
+        )
+    return "; ".join(parts)
+
+
+def _planned(journal: Journal, run: ModelView, curve: Curve) -> list[str]:
+    """The next checkpoint and the end of a pipeline's run; none of a client's run, because only the client knows."""
+    steps, every, begun = (_whole(run, name) for name in ("planned_steps", "save_every", "step"))
+    if not steps or not every or run.step >= steps or any(name in run.user_metadata for name in _COPIES):
+        return []
+    saved = journal.models.run(run.id, None).last_checkpoint
+    at = min((begun if saved is None else saved.step) + every, steps)
+    points = curve.points[-_NEWEST:]
+    pace = (points[-1].at - points[0].at).total_seconds() / (points[-1].step - points[0].step) if points[1:] else 0.0
+
+    def within(wanted: int) -> str:
+        return f", in about {seconds(pace * (wanted - run.step))}" if pace and wanted > run.step else ""
+
+    end = f"the last of {number(steps)} steps{within(steps)}"
+    return [f"the next checkpoint is of step {number(at)}{within(at)}", *([end] if at < steps else [])]
+
+
+def _whole(run: ModelView, name: str) -> int:
+    """A whole number of the run's metadata, which clients write; 0 for anything else."""
+    text = run.user_metadata.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0

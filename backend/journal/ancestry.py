@@ -1,0 +1,50 @@
+"""The ancestry of training runs: the runs whose checkpoints they began with, and the runs that began with theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.journal.database import Aggregate, owned_by
+from tinkerflow.backend.journal.tables import Model
+from tinkerflow.backend.journal.training_runs import RUN_NAME, WITH_SESSION
+
+MOST_BEFORE, MOST_AFTER = 10, 20
+_RUN = sa.select(col(Model.id), RUN_NAME.label("name"), col(Model.origin), col(Model.origin_run))
+
+
+@dataclass(frozen=True)
+class RelatedRun:
+    """A run of an ancestry. name: "" if it has none. origin: the path that it began with, None: with a base model."""
+
+    id: str
+    name: str
+    origin: str | None
+
+
+class Ancestries(Aggregate):
+    """Which runs began with checkpoints of which."""
+
+    def before(self, run_id: str, owner: str | None) -> list[RelatedRun]:
+        """The run and those before it, oldest first, as far as the owner may see them; MOST_BEFORE at most."""
+        found: list[RelatedRun] = []
+        wanted: str | None = run_id
+        with self._read() as connection:
+            while wanted is not None and len(found) <= MOST_BEFORE:
+                one = _RUN.select_from(WITH_SESSION).where(col(Model.id) == wanted, *owned_by(Model, owner))
+                row = connection.execute(one).one_or_none()
+                if row is None:
+                    break
+                found.append(RelatedRun(row.id, row.name, row.origin))
+                wanted = row.origin_run
+        return found[::-1]
+
+    def after(self, run_id: str, owner: str | None) -> list[RelatedRun]:
+        """The newest MOST_AFTER runs that began with a checkpoint of this run. One statement."""
+        newest = (col(Model.created_at).desc(), col(Model.id))
+        later = _RUN.select_from(WITH_SESSION).where(col(Model.origin_run) == run_id, *owned_by(Model, owner))
+        with self._read() as connection:
+            rows = connection.execute(later.order_by(*newest).limit(MOST_AFTER)).all()
+        return [RelatedRun(row.id, row.name, row.origin) for row in rows]

@@ -1,0 +1,104 @@
+"""The events of training runs on their pages in the console. They are written to the journal in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from uuid import UUID
+
+from tinkerflow.backend.core.clock import Clock
+from tinkerflow.backend.journal import Journal, Outcome, RunEvent, Trained
+from tinkerflow.flows.observers import Batch
+from tinkerflow.flows.run_report import INTERRUPTED, RunReport, difference_line, restored_line
+from tinkerflow.tasks.execution.operation import Operation
+from tinkerflow.tasks.execution.recheck import Difference
+from tinkerflow.tasks.execution.restore import Restored
+
+_MOST_WAITING = 1000  # events of all runs in memory; when more wait for the journal, the oldest are dropped
+
+
+class RunLogs:
+    """The events of all runs of an engine that the journal does not have yet."""
+
+    def __init__(self, journal: Journal, clock: Clock, budget_tokens: int, most_drift: float) -> None:
+        """budget_tokens, most_drift: see the settings."""
+        self._journal, self._clock = journal, clock
+        self._budget, self._most_drift = budget_tokens, most_drift
+        self._waiting: deque[tuple[str, RunEvent]] = deque(maxlen=_MOST_WAITING)
+        self.some = asyncio.Event()  # there are events to write
+
+    def observe(self, model_id: str, trained: Trained) -> RunLog:
+        """The observer of one model's training run. trained: before this engine."""
+        return RunLog(self, self._clock, model_id, trained, self._budget, self._most_drift)
+
+    def add(self, run_id: str, text: str, level: int) -> None:
+        """Keep an event, which happens now, for the next `write`."""
+        self._waiting.append((run_id, RunEvent(self._clock.now(), level, text)))
+        self.some.set()
+
+    async def write(self) -> None:
+        """Write the events that there are, in one transaction for each run."""
+        by_run: dict[str, list[RunEvent]] = {}
+        while self._waiting:
+            run_id, event = self._waiting.popleft()
+            by_run.setdefault(run_id, []).append(event)
+        for run_id, events in by_run.items():
+            await asyncio.to_thread(self._journal.run_events.add, run_id, events)
+
+
+class RunLog:
+    """Keeps the events of one run. The journal itself has its pauses and its end."""
+
+    flow_run: UUID | None = None
+
+    def __init__(
+        self, logs: RunLogs, clock: Clock, model_id: str, trained: Trained, budget: int, most_drift: float
+    ) -> None:
+        """logs: keeps the events. clock, trained, budget, most_drift: see `RunReport`. model_id: of the run."""
+        self._logs, self._model_id = logs, model_id
+        self._report = RunReport(
+            clock, self._note, lambda *_, **__: None, trained, budget, most_drift, says_steps=False
+        )
+
+    def started(self, batch: Batch, operations: Sequence[Operation]) -> None:
+        """Report the outcomes of these operations."""
+        for operation in operations:
+            operation.answered.add_done_callback(self._answered)
+
+    def sampled(self, operation: Operation) -> None:
+        """A sampling request is no event of a training run."""
+
+    def paused(self, text: str | None) -> None:
+        """The journal has the event already."""
+
+    def restoring(self, generation: int) -> None:
+        """The end of the restore is the event."""
+
+    def restored(self, generation: int, restored: Restored) -> None:
+        """The model was restored."""
+        self._note(restored_line(generation, restored), logging.INFO)
+        for why in restored.unreadable:
+            self._note(f"a newer snapshot cannot be read: {why}", logging.ERROR)
+
+    def differed(self, difference: Difference) -> None:
+        """A result was another one when it was computed again."""
+        self._note(difference_line(difference), logging.ERROR)
+
+    def interrupted(self) -> None:
+        """The worker group ended."""
+        self._note(INTERRUPTED, logging.WARNING)
+
+    def log(self, text: str, level: int = logging.INFO) -> None:
+        """Lines are for Prefect's logs."""
+
+    def ended(self, state: str, text: str, *, over: bool = True) -> None:
+        """The journal has the event already."""
+
+    def _answered(self, answered: asyncio.Task[Outcome | None]) -> None:
+        if not answered.cancelled() and answered.exception() is None and (outcome := answered.result()) is not None:
+            self._report.answered(outcome)
+
+    def _note(self, text: str, level: int) -> None:
+        self._logs.add(self._model_id, text, level)

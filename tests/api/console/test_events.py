@@ -1,0 +1,98 @@
+"""The page of a run has its events, its next checkpoint, and its lineage."""
+
+from __future__ import annotations
+
+import logging
+import re
+from datetime import UTC, datetime, timedelta
+from html import unescape
+from typing import Any
+from urllib.parse import quote
+
+import sqlalchemy as sa
+
+from tinkerflow.api.console.upcoming import upcoming
+from tinkerflow.backend.journal import Curve, ModelState, RunEvent, StepFigures
+from tinkerflow.backend.journal.tables import RecoverySnapshot
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def test_events_are_newest_first_and_are_sent_again_only_when_there_are_new_ones(
+    browser: Any, server: Any, engine: Any
+) -> None:
+    run = server.model()
+    server.journal.models.pause(run, "a person <paused> it")
+    server.journal.run_events.add(run, [RunEvent(NOW, logging.WARNING, "its worker group ended")])
+    page = browser.get(f"/training_runs/{run}").text
+    part = page.split('aria-label="Events"')[1].split("</section>")[0]
+    rows = [unescape(re.sub("<.*?>", "", row)) for row in re.findall(r'<td class="text">(.*?)</td>', part)]
+    assert rows == ["warning its worker group ended", "paused: a person <paused> it", "created on tiny/bigram"]
+    (live,), (seen,) = re.findall(r'data-live="(.*?)"', part), re.findall(r'data-seen="(.*?)"', part)
+    assert browser.get(live, params={"seen": seen}).status_code == 204
+    server.journal.models.pause(run, None)
+    news = browser.get(live, params={"seen": seen})
+    assert news.status_code == 200 and "resumed" in news.text and "<html" not in news.text
+    assert browser.get("/training_runs/none/events").status_code == 404
+
+
+def test_events_of_a_run_that_has_ended_are_not_asked_for_again(browser: Any, server: Any, furnish: Any) -> None:
+    things = furnish()
+    server.journal.models.end(things.run, ModelState.UNLOADED, "its session is finished")
+    page = browser.get(f"/training_runs/{things.run}").text
+    assert "unloaded: its session is finished" in page and "/events" not in page
+
+
+def test_a_fork_names_its_origin_and_both_runs_have_their_lineage(browser: Any, server: Any, furnish: Any) -> None:
+    things = furnish()
+    body = {"session_id": things.session, "model_seq_id": 1, "path": things.weights, "optimizer": True}
+    began = server.post("load_weights", body).json()["model_id"]
+    with server.journal.models._write() as connection:
+        copied = connection.exec_driver_sql("SELECT origin, origin_run FROM model WHERE id = ?", (began,)).one()
+        assert tuple(copied) == (things.weights, things.run)
+    page = unescape(browser.get(f"/training_runs/{began}").text)
+    assert f">{things.weights}</a></p>" in page and "began with" in page and "from weights/state" in page
+    with server.journal.models._write() as connection:
+        path = f"tinker://{things.run}/weights/@3"
+        connection.exec_driver_sql("UPDATE model SET origin = ? WHERE id = ?", (path, began))
+    text = re.sub("<.*?>", "", unescape(browser.get(f"/training_runs/{began}").text))
+    assert f"fork of {things.run} @3" in text
+    parent = unescape(browser.get(f"/training_runs/{things.run}").text)
+    assert f'href="/training_runs/{began}">{began}</a> <span class="soft">(@3)' in parent
+
+
+def test_a_rerun_leads_to_the_run_that_it_repeats(browser: Any, server: Any, engine: Any) -> None:
+    first = server.model()
+    again = server.model(rerun_of=first)
+    page = browser.get(f"/training_runs/{again}").text
+    assert f'rerun of <a class="mono" href="/training_runs/{quote(first, safe="")}">' in page
+    assert "<dt>rerun_of</dt>" not in page
+
+
+def points(*steps: int) -> Curve:
+    found = (StepFigures(n, NOW + timedelta(minutes=n), 1, None, None, None, None, None, None, None) for n in steps)
+    return Curve(tuple(found), len(steps))
+
+
+def test_the_next_checkpoint_of_a_pipeline_and_of_recovery(server: Any, journal: Any, engine: Any) -> None:
+    plan = {"planned_steps": "50", "save_every": "20", "step": "20"}
+    told = {}
+    for name, metadata in {
+        "plan": plan,
+        "rerun": {**plan, "rerun_of": "x"},
+        "client": {},
+        "text": {**plan, "save_every": "often"},
+    }.items():
+        run = journal.models.get(server.model(**metadata), None)
+        told[name] = upcoming(journal, run, points(2, 4), NOW, 50)
+    assert told == {
+        "plan": "the next checkpoint is of step 40, in about 40 min; the last of 50 steps, in about 50 min",
+        "rerun": "",
+        "client": "",
+        "text": "",
+    }
+    row = {"path": f"tinker://{run.id}/recovery/seq-1", "model_id": run.id, "seq_id": 1, "step": 120}
+    with journal.models._write() as connection:
+        connection.execute(sa.insert(RecoverySnapshot), [row | {"size_bytes": 10, "created_at": NOW}])
+    line = upcoming(journal, run, points(), NOW + timedelta(seconds=20), 50)
+    assert line == "the newest recovery snapshot is of step 120 (20 s ago), the next one follows by step 170"
