@@ -15,7 +15,7 @@ from tinkerflow.api.metrics import Known
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Wire
 from tinkerflow.api.tokens import TOKEN_PREFIX
-from tinkerflow.backend.catalog.model_card import ModelCard, alias_of
+from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.ids import KEY_PREFIX
 
 log = logging.getLogger(__name__)
@@ -108,11 +108,8 @@ async def metrics(call: Authorised) -> Response:
 
 @router.get("/get_server_capabilities")
 async def capabilities(call: Authorised) -> Capabilities:
-    """The base models that are served, the embedded one by its name instead of its folder."""
+    """The base models that are served. The embedded one is named by its folder: clients load its tokenizer there."""
     cards = [ModelCard.from_json(row.card) for row in await asyncio.to_thread(call.journal.base_models.all)]
     return Capabilities(
-        supported_models=[
-            SupportedModel(model_name=alias_of(card.name) or card.name, max_context_length=card.max_context)
-            for card in cards
-        ]
+        supported_models=[SupportedModel(model_name=c.name, max_context_length=c.max_context) for c in cards]
     )

@@ -19,11 +19,10 @@ def server_from_environment(settings: Settings) -> tuple[str, str]:
 
 
 def offered_name(wanted: str, offered: Collection[str]) -> str:
-    """The name under which a server offers `wanted`: a name, an alias or a folder. UserError if it does not."""
+    """The name under which a server offers `wanted`, a name or an alias; UserError when it does not offer it."""
     from tinkerflow.backend.catalog.model_card import alias_of
 
-    same = {wanted, alias_of(wanted)} - {""}
-    name = next((name for name in offered if name in same or alias_of(name) == wanted), wanted)
+    name = next((name for name in offered if alias_of(name) == wanted), wanted)
     if name not in offered:
         names = f"{', '.join(offered)}{did_you_mean(wanted, offered)}"
         raise UserError(f"model.base_model {wanted!r}: the server offers {names}")

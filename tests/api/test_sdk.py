@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ import torch
 from PIL import Image
 from tinker import types
 
-from tinkerflow.backend.catalog.model_card import ModelCard
-from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.spec.images import ImageProcessor
 
 BASE = "tiny/bigram"
@@ -326,12 +323,6 @@ def test_capabilities_and_flags(client: tinker.ServiceClient, server: Any) -> No
     (supported,) = tinker.RestClient(base_url=server.url).get_server_capabilities().result().supported_models
     assert (supported.model_name, supported.max_context_length) == (BASE, 64)
     assert (supported.trainable, supported.sampleable) == (True, True)
-    folder = "/data/models/tinkerflow/tiny-qwen3"
-    (row,) = server.journal.base_models.all()
-    card = replace(ModelCard.from_json(row.card), name=folder)
-    server.journal.base_models.register([(folder, card.to_json())])
-    (embedded,) = tinker.RestClient(base_url=server.url).get_server_capabilities().result().supported_models
-    assert embedded.model_name == EMBEDDED, "and not its folder"
     # each flag is a promise of an endpoint or an encoding
     assert server.post("client/config", {"sdk_version": "0"}).json()["custom_loss_server_side"] is True
     assert server.post("client/dynamic_config", {"sdk_version": "0"}).json()["sample_cancel_enabled"] is True

@@ -20,8 +20,6 @@ import pytest
 import tinker
 from prefect.client.base import PrefectHttpxSyncClient
 
-from tinkerflow.backend.catalog.model_card import EMBEDDED_FOLDER
-from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server
 from tinkerflow.backend.store import Store
 from tinkerflow.deployments.run import wait_for_prefect
@@ -119,8 +117,7 @@ class Server:
     @property
     def base_model(self) -> str:
         models = self.rest().get_server_capabilities().result().supported_models
-        name = next(m.model_name for m in models if m.model_name)
-        return str(self.data_dir.joinpath(*EMBEDDED_FOLDER)) if name == EMBEDDED else name
+        return next(m.model_name for m in models if m.model_name)
 
     def workers(self) -> list[int]:
         """Pids of the pool's processes, found from outside: descendants whose command line names the worker."""
