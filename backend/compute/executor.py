@@ -16,11 +16,10 @@ from functools import partial
 from typing import TypeVar, assert_never
 
 import jax
-import numpy as np
 
 from tinkerflow.backend.compute.adapter_programs import AdapterPrograms
 from tinkerflow.backend.compute.compiles import CompileCounter
-from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, row_parts, to_host
+from tinkerflow.backend.compute.mesh import make_mesh, row_parts
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.layers.delta_rule import chunk_tokens
 from tinkerflow.backend.compute.models.params import count, load_params
@@ -30,13 +29,15 @@ from tinkerflow.backend.compute.planning.adapter_quota import AdapterQuota
 from tinkerflow.backend.compute.planning.memory_plan import plan_group
 from tinkerflow.backend.compute.platforms import compiled_for, environment, on_cpu, platform, settle_dtype
 from tinkerflow.backend.compute.sampler import FullModelSampler, GroupSampler, Sampler
+from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
-from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore
+from tinkerflow.backend.compute.training.adapter_trainer import AdapterTrainer
+from tinkerflow.backend.compute.training.adapters import AdapterStore
 from tinkerflow.backend.compute.training.fetched_states import FetchedStates
-from tinkerflow.backend.compute.training.forward_backward import ForwardRun, Training
+from tinkerflow.backend.compute.training.forward_backward import Training
 from tinkerflow.backend.compute.training.train import needs_tree_program
 from tinkerflow.backend.compute.warming import WarmUp
-from tinkerflow.backend.core.errors import OUT_OF_MEMORY, AllocationError, DevicesError, ServerError, UserError
+from tinkerflow.backend.core.errors import OUT_OF_MEMORY, AllocationError, DevicesError, UserError
 from tinkerflow.backend.spec.commands import (
     Command,
     CompileStatus,
@@ -49,7 +50,6 @@ from tinkerflow.backend.spec.commands import (
     FetchState,
     Float32,
     Forward,
-    ForwardResult,
     GroupConfig,
     ImportAdapter,
     LoadSnapshot,
@@ -57,7 +57,6 @@ from tinkerflow.backend.spec.commands import (
     MoveSnapshot,
     NextMicroBatch,
     Optimizer,
-    OptimResult,
     OptimStep,
     Ping,
     PublishSnapshot,
@@ -67,7 +66,7 @@ from tinkerflow.backend.spec.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, optimizer_of
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 from tinkerflow.backend.supervise.processes import memory_maps_used
 
 R = TypeVar("R", bound=Reply)
@@ -112,7 +111,6 @@ class Executor:
             self._new_sampler(self._params, pages=self.plan.pages, weights="the base model"),
             FullModelSampler(self._cfg, self._mesh, self._params, new_full_sampler),
         )
-        self._in_progress: dict[str, ForwardRun] = {}  # Forwards that are executed in parts, by adapter
         self._fetched = FetchedStates(self._cfg, self._mesh)
         self._warm_up = WarmUp(on=config.warm_up, maps_used=memory_maps_used)
         trees = needs_tree_program(self._cfg)
@@ -128,17 +126,19 @@ class Executor:
             max_context=self._config.max_context,
             trees=bool(self.branch_tokens) and trees,
         )
-        self._training = Training(
-            params=self._params,
-            steps=self._programs.steps_of,
-            mesh=self._mesh,
-            adapters=self._adapters,
-            microbatch_tokens=self.microbatch_tokens,
-            branch_tokens=self.branch_tokens,
-            tree_programs=trees,
-            announce=self._programs.announce,
-            read=self._read,
-            tower=self._tower,
+        self._trainer = AdapterTrainer(
+            Training(
+                params=self._params,
+                steps=self._programs.steps_of,
+                mesh=self._mesh,
+                adapters=self._adapters,
+                microbatch_tokens=self.microbatch_tokens,
+                branch_tokens=self.branch_tokens,
+                tree_programs=trees,
+                announce=self._programs.announce,
+                read=self._read,
+                tower=self._tower,
+            )
         )
         self.ahead = not on_cpu()  # whether a command starts before the devices have finished the last one
         self._warm_up.want(self._sampler.adapters.programs())
@@ -227,7 +227,7 @@ class Executor:
         or a DevicesError, after which the executor is unusable.
         """
         if isinstance(command, ReadCompileStatus):
-            return self._status()
+            return _with_pages(self._warm_up.warmth, self._sampler.adapters.pages)
         before = self._compiles.here
         try:
             with self._warm_up.pause(lambda: self._compiles.here):
@@ -238,7 +238,7 @@ class Executor:
                 return later if self.ahead else later()
         except Exception as error:
             if OUT_OF_MEMORY in str(error) and isinstance(command, _COPYING):
-                raise self._no_memory(command, error) from error
+                raise _no_memory(command, error) from error
             raise
         finally:
             made = self._compiles.here - before
@@ -264,7 +264,7 @@ class Executor:
         self._fetched.clear()
         self._adapters.clear()
         self._quota.clear()
-        self._in_progress.clear()
+        self._trainer.clear()
         self._sampler.clear()
 
     def _read(self, later: Callable[[], R]) -> R:
@@ -279,18 +279,11 @@ class Executor:
     def _execute(self, command: Command) -> Reply | DeferredReply:
         match command:
             case Forward():
-                if not command.examples:
-                    return ForwardResult((), 0.0)
-                run = ForwardRun(self._training, command)
-                return self._advance(command.adapter_id, run, to_the_end=not command.by_micro_batch)
+                return self._trainer.forward(command)
             case NextMicroBatch(adapter_id):
-                if adapter_id not in self._in_progress:
-                    raise ServerError(
-                        f"adapter {adapter_id!r} has no forward in progress, because an earlier part failed"
-                    )
-                return self._advance(adapter_id, self._in_progress.pop(adapter_id))
+                return self._trainer.next_part(adapter_id)
             case OptimStep():
-                return self._optimize(command)
+                return self._trainer.optimize(command)
             case SampleStep():
                 return self._sampler.step(command)
             case ExportAdapter(adapter_id, _, folder) if folder:
@@ -309,7 +302,7 @@ class Executor:
                 self._fetched.forget(adapter_id)
                 self._adapters.drop(adapter_id)
                 self._quota.release(adapter_id)
-                self._in_progress.pop(adapter_id, None)
+                self._trainer.forget(adapter_id)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
                 self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
@@ -324,61 +317,27 @@ class Executor:
             case DropSnapshot(snapshot_id):  # fetched tensors stay: a fetch may be for the next snapshot of this id
                 self._sampler.drop_snapshot(snapshot_id)
             case ReadCompileStatus():
-                return self._status()
+                return _with_pages(self._warm_up.warmth, self._sampler.adapters.pages)
             case Ping():
                 pass
             case _:
                 assert_never(command)
         return Done()
 
-    def _status(self) -> CompileStatus:
-        pages = self._sampler.adapters.pages
-        total = (pages.pages - 1) * pages.shards  # the first page of each shard is that of zeros
-        free = sum(pages.free(shard) for shard in range(pages.shards))
-        return self._warm_up.warmth.copy_with(kv_pages=total, kv_pages_used=total - free)
-
-    @staticmethod
-    def _no_memory(command: Command, error: Exception) -> AllocationError:
-        log.error("no memory was left on the devices for %s", type(command).__name__, exc_info=error)
-        return AllocationError(
-            f"{type(command).__name__}: the devices had no memory left for an adapter. Nothing was changed. The same "
-            "command may succeed when there are fewer models or samplers"
-        )
-
     def _made(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> None:
         self._quota.count(adapter_id, spec, optimizer)
         self._programs.warm_up_for(spec, optimizer)
 
-    def _advance(self, adapter_id: str, run: ForwardRun, *, to_the_end: bool = False) -> DeferredReply:
-        """Compute the run's next part, or all remaining parts."""
-        reply = run.step()
-        while to_the_end and not run.done:
-            self._read(reply)
-            reply = run.step()
-        if not run.done:
-            self._in_progress[adapter_id] = run
-        return reply
 
-    def _optimize(self, command: OptimStep) -> DeferredReply:
-        adapter = self._adapters.get(command.adapter_id)
-        spec = optimizer_of(command.params)
-        if spec.name != adapter.optimizer:
-            raise UserError(
-                f"optim_step: the parameters are {spec.name}'s, but the model was made with {adapter.optimizer}"
-            )
-        on_devices = put(spec.vector(command.params), replicated(self._mesh))
-        stepped = self._programs.steps_of(adapter.spec).optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
-        before, norm = adapter.step, stepped.norm
-        after = Adapter(adapter.spec, stepped.lora, stepped.grads, stepped.state, before, norm)
-        self._adapters.set(command.adapter_id, after)
-        return partial(_stepped, norm, before + 1)
+def _no_memory(command: Command, error: Exception) -> AllocationError:
+    log.error("no memory was left on the devices for %s", type(command).__name__, exc_info=error)
+    return AllocationError(
+        f"{type(command).__name__}: the devices had no memory left for an adapter. Nothing was changed. The same "
+        "command may succeed when there are fewer models or samplers"
+    )
 
 
-def _stepped(on_devices: jax.Array, step: int) -> OptimResult:
-    norm = float(to_host(on_devices))
-    if not np.isfinite(norm):
-        raise UserError(
-            f"optim_step: the gradient norm is {norm}: must be finite. The step was not made and the gradients "
-            "are cleared: look at the weights, advantages and logprobs of the last forward_backward"
-        )
-    return OptimResult(grad_norm=norm, step=step)
+def _with_pages(status: CompileStatus, pages: PagePool) -> CompileStatus:
+    total = (pages.pages - 1) * pages.shards  # the first page of each shard is that of zeros
+    free = sum(pages.free(shard) for shard in range(pages.shards))
+    return status.copy_with(kv_pages=total, kv_pages_used=total - free)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Self
 
 from tinkerflow.backend.core import tracing
-from tinkerflow.backend.core.errors import GroupFailedError, StoreAwayError, SuspectError
+from tinkerflow.backend.core.errors import GroupFailedError, StoreAwayError
 from tinkerflow.backend.pool.config import PoolConfig
 from tinkerflow.backend.pool.generations import Generations, GroupLost, PoolState
 from tinkerflow.backend.pool.host.places import Site
@@ -236,26 +236,13 @@ class Pool:
             self.info.attention_tokens,
             branch_tokens=self.info.branch_tokens,
         )
-        if len(parts) == 1:
-            send_all = partial(self._send, generation, command, seconds, parent)
-            return await self._scheduler.submit(command, send_all, owner)
-        sent: list[asyncio.Future[Reply]] = []
 
         def send(part: Command) -> asyncio.Future[Reply]:
-            for earlier in sent:
-                if earlier.done():
-                    earlier.result()  # raises when an earlier part has failed
-            sent.append(self._send(generation, part, seconds, parent))
-            return sent[-1]
+            return self._send(generation, part, seconds, parent)
 
-        waiting = [self._scheduler.submit(part, partial(send, part), owner) for part in parts]
-        replies = await asyncio.gather(*waiting, return_exceptions=True)
-        failed = [reply for reply in replies if isinstance(reply, BaseException)]
-        if failed:  # the group may have ended during a later part; the first error that is no group failure wins
-            raise min(
-                failed, key=lambda error: isinstance(error, GroupFailedError) and not isinstance(error, SuspectError)
-            )
-        return waiting[-1].result()
+        if len(parts) == 1:
+            return await self._scheduler.submit(command, partial(send, command), owner)
+        return await self._scheduler.submit_parts(parts, send, owner)
 
     def _send(self, generation: int, command: Command, deadline: float, parent: str | None) -> asyncio.Future[Reply]:
         group = self._generations.serving

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from tinkerflow.backend.core.errors import GroupFailedError, SuspectError
 from tinkerflow.backend.core.fairness import FairQueue
 from tinkerflow.backend.spec.commands import (
     Command,
@@ -223,6 +224,32 @@ class CommandScheduler:
             self._send(queued)
         self._send_due()
         return reply
+
+    async def submit_parts(
+        self, parts: Sequence[Command], send: Callable[[Command], asyncio.Future[Reply]], owner: str = ""
+    ) -> Reply:
+        """Submit the parts of a command (`in_parts`), and return the reply to the last part.
+
+        When a part fails, later parts are not sent. Raises the first error that is no failure of the group, because the
+        group may have ended during a later part. send: sends a part. owner: see `submit`.
+        """
+        sent: list[asyncio.Future[Reply]] = []
+
+        def send_next(part: Command) -> asyncio.Future[Reply]:
+            for earlier in sent:
+                if earlier.done():
+                    earlier.result()  # raises when an earlier part has failed
+            sent.append(send(part))
+            return sent[-1]
+
+        waiting = [self.submit(part, partial(send_next, part), owner) for part in parts]
+        replies = await asyncio.gather(*waiting, return_exceptions=True)
+        failed = [reply for reply in replies if isinstance(reply, BaseException)]
+        if failed:
+            raise min(
+                failed, key=lambda error: isinstance(error, GroupFailedError) and not isinstance(error, SuspectError)
+            )
+        return waiting[-1].result()
 
     def _size(self, command: Command) -> float:
         match command:

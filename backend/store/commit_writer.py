@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from tinkerflow.backend.core.errors import ConflictError, StoreError
@@ -21,8 +21,22 @@ class CommitWriter:
         """Write to `blobs`; `url` identifies the store in log lines."""
         self._url, self._blobs = url, blobs
 
-    def save_files(self, path: CheckpointPath, saved: Saved, files: Mapping[str, bytes], *, overwrite: bool) -> Saved:
-        """Write `files` in parallel and commit them as `saved`; see `commit_files`."""
+    def save(
+        self,
+        path: CheckpointPath,
+        meta: CheckpointMeta,
+        make: Callable[[], tuple[Saved, Mapping[str, bytes]]],
+        *,
+        overwrite: bool,
+    ) -> Saved:
+        """Write the files of a checkpoint in parallel and commit them, unless the request of `meta` saved it before.
+
+        make: makes the commit and the files, only when they are needed. overwrite, errors: see `commit_files`.
+        """
+        before = commit.find_commit(self._blobs, path)
+        if before is not None and (_is_same_request(before, meta) or not overwrite):
+            return _same_or_conflict(before, meta)
+        saved, files = make()
         folder = path.attempt(saved.attempt)
         try:
             with ThreadPoolExecutor(len(files), thread_name_prefix="store") as threads:
@@ -49,6 +63,24 @@ class CommitWriter:
         except BaseException:
             self._discard_unless_committed(path, saved)
             raise
+
+    def delete(self, path: CheckpointPath, attempt: str) -> bool:
+        """Remove a commit, then its files; see `Store.delete`. attempt: the only one to remove, or ""."""
+        found, of = False, attempt
+        # Remove only the bytes that were read, because another process may have replaced or amended the commit.
+        while not found and (data := commit.read_bytes(self._blobs, path)) is not None:
+            try:
+                saved = commit.from_json(data, path)
+            except StoreError as error:
+                _log.warning("deleted although it cannot be read: %s", error)
+            else:
+                if attempt not in ("", saved.attempt):
+                    break
+                of = saved.attempt
+            found = self._blobs.remove(path.commit, data)
+        if of:
+            self._blobs.remove_folder(path.attempt(of))
+        return found
 
     def replace_commit(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
         """Create a commit (`old` None), or replace it; False when there is another. A truncated commit is undone."""
@@ -85,9 +117,9 @@ class CommitWriter:
             if existing is None:
                 continue  # it was deleted meanwhile
             before = commit.from_json(existing, path)
-            if not overwrite or is_same_request(before, saved.meta):
+            if not overwrite or _is_same_request(before, saved.meta):
                 self.remove_leftovers(path.attempt(saved.attempt))
-                return same_or_conflict(before, saved.meta)
+                return _same_or_conflict(before, saved.meta)
             if self.replace_commit(path, existing, data):
                 self.remove_leftovers(path.attempt(before.attempt))
                 return saved
@@ -112,13 +144,11 @@ class CommitWriter:
             self.remove_leftovers(path.attempt(saved.attempt))
 
 
-def is_same_request(saved: Saved, meta: CheckpointMeta) -> bool:
-    """Whether the request of `meta` saved this checkpoint."""
+def _is_same_request(saved: Saved, meta: CheckpointMeta) -> bool:
     return meta.request_id != "" and saved.meta.request_id == meta.request_id
 
 
-def same_or_conflict(saved: Saved, meta: CheckpointMeta) -> Saved:
-    """The checkpoint, if the request of `meta` saved it; else ConflictError."""
-    if is_same_request(saved, meta):
+def _same_or_conflict(saved: Saved, meta: CheckpointMeta) -> Saved:
+    if _is_same_request(saved, meta):
         return saved
     raise ConflictError(f"checkpoint {saved.path} exists already; choose another name, or save with overwrite")

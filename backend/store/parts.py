@@ -11,12 +11,13 @@ import secrets
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from tinkerflow.backend.core.errors import NotFoundError, StoreAwayError, StoreError
+from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.spec.checkpoint import BLOCK, CheckpointPath, Digest
 from tinkerflow.backend.spec.commands import StoredState
 from tinkerflow.backend.store import commit, peft
@@ -40,6 +41,16 @@ class _Stored:
     shape: Shape
     begin: int
     end: int
+
+
+def store_mark(blobs: Blobs) -> str:
+    """The mark of a store, created if it has none yet."""
+    while True:
+        try:
+            return blobs.read(MARK).decode()
+        except FileNotFoundError:
+            with suppress(FileExistsError):
+                blobs.create(MARK, new_id("store").encode())
 
 
 def is_store(blobs: Blobs, mark: str) -> bool:

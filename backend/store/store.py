@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime
 from typing import Self
@@ -27,7 +27,7 @@ from tinkerflow.backend.spec.commands import AdapterKept, AdapterState, StoredSt
 from tinkerflow.backend.store import commit, parts, peft
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 from tinkerflow.backend.store.commit import MODEL, OPTIMIZER
-from tinkerflow.backend.store.commit_writer import CommitWriter, is_same_request, same_or_conflict
+from tinkerflow.backend.store.commit_writer import CommitWriter
 from tinkerflow.backend.store.failures import store_errors
 from tinkerflow.backend.store.history import HistoryStore
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, Floats, adapter_config
@@ -121,14 +121,13 @@ class Store:
         make_files: Callable[[], dict[str, bytes]],
         overwrite: bool,
     ) -> Saved:
-        with self._errors(f"save {path}"):
-            before = commit.find_commit(self.blobs, path)
-            if before is not None and (is_same_request(before, meta) or not overwrite):
-                return same_or_conflict(before, meta)
+        def make() -> tuple[Saved, dict[str, bytes]]:
             files = make_files()
             digests = {file: Digest.of(data) for file, data in files.items()}
-            saved = self._new_commit(path, new_id("attempt"), state, meta, digests)
-            return self._writer.save_files(path, saved, files, overwrite=overwrite)
+            return self._new_commit(path, new_id("attempt"), state, meta, digests), files
+
+        with self._errors(f"save {path}"):
+            return self._writer.save(path, meta, make, overwrite=overwrite)
 
     def _new_commit(
         self,
@@ -182,12 +181,7 @@ class Store:
     def mark(self) -> str:
         """A unique text of this store. Hosts that read the same text under the same URL use the same objects."""
         with self._errors("read its mark"):
-            while True:
-                try:
-                    return self.blobs.read(parts.MARK).decode()
-                except FileNotFoundError:
-                    with suppress(FileExistsError):
-                        self.blobs.create(parts.MARK, new_id("store").encode())
+            return parts.store_mark(self.blobs)
 
     def new_folder(self, run_id: str, kind: str, name: str) -> str:
         """The key of a new folder, into which processes write their parts of a state for `commit_parts`."""
@@ -261,21 +255,7 @@ class Store:
         """
         where = CheckpointPath.parse(path)
         with self._errors(f"delete {where}"):
-            found, of = False, attempt
-            # Remove only the bytes that were read, because another process may have replaced or amended the commit.
-            while not found and (data := commit.read_bytes(self.blobs, where)) is not None:
-                try:
-                    saved = commit.from_json(data, where)
-                except StoreError as error:
-                    _log.warning("deleted although it cannot be read: %s", error)
-                else:
-                    if attempt not in ("", saved.attempt):
-                        break
-                    of = saved.attempt
-                found = self.blobs.remove(where.commit, data)
-            if of:
-                self.blobs.remove_folder(where.attempt(of))
-            return found
+            return self._writer.delete(where, attempt)
 
     def checkpoints(self, run_id: str | None = None) -> list[Saved]:
         """All checkpoints of a run, or of all runs, oldest first, read from the commits.

@@ -108,7 +108,8 @@ def test_without_memory_a_backward_costs_its_request_and_nothing_else(
             patched.setattr(adapters.jax, "block_until_ready", no_result)
         else:
             failing = replace(steps_of_a, backward=no_room)
-            patched.setattr(executor, "_training", replace(executor._training, steps=lambda spec: failing))
+            trainer = executor._trainer
+            patched.setattr(trainer, "_training", replace(trainer._training, steps=lambda spec: failing))
         with pytest.raises(AllocationError, match=r"^data of 5 examples, the longest of 100 tokens: the devices"):
             forward(executor, "a", examples(LENGTHS), backward=True)
         executor._adapters.get("a")  # as the next command about it would

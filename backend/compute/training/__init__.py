@@ -2,6 +2,7 @@
 
 __all__ = [
     "adapter_shards",
+    "adapter_trainer",
     "adapters",
     "attention",
     "budget",

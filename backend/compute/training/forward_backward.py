@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -30,14 +30,22 @@ from tinkerflow.backend.compute.training.sequence_losses import SequenceLosses
 from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.compute.training.train import Steps, to_devices
 from tinkerflow.backend.core.errors import OUT_OF_MEMORY, AllocationError, ServerError
-from tinkerflow.backend.spec.commands import DeferredReply, Done, Float32, Forward, ForwardResult, LoraSpec
+from tinkerflow.backend.spec.commands import DeferredReply, Done, Float32, Forward, ForwardResult, LoraSpec, Reply
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.traced_work import examples_of_step, loss_steps
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
 ReadResult = Callable[[], ForwardResult]  # waits for the devices
+
+
+class ReadReply(Protocol):
+    """Waits for the devices, and raises DevicesError if they fail."""
+
+    def __call__(self, later: Callable[[], R], /) -> R:
+        """The reply that `later` gives."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,7 @@ class Training:
 
     steps(spec): the jitted functions for adapters of that shape. microbatch_tokens: the most padded tokens of a
     micro-batch. branch_tokens: see `pack`. tree_programs: see `needs_tree_program`. announce(what, adapter, batch):
-    called before each micro-batch. read(reply): waits for the devices and raises DevicesError if they fail. tower: None
-    in models that take text.
+    called before each micro-batch. tower: None in models that take text.
     """
 
     params: Params
@@ -58,7 +65,7 @@ class Training:
     branch_tokens: int
     tree_programs: bool
     announce: Callable[[str, Adapter, MicroBatch], None]
-    read: Callable[[ReadResult], ForwardResult]
+    read: ReadReply
     tower: VisionTower | None = None
 
 
