@@ -44,8 +44,8 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 @dataclass(frozen=True)
 class Ran:
-    """A program that ended. status: its exit status, or minus the signal that ended it. timed_out: at a time limit.
-    output, errors: the first MiB of each.
+    """A program that ended. status: its exit status, or minus the signal that ended it; 127 if it could not be started.
+    timed_out: at a time limit. output, errors: the first MiB of each.
     """
 
     status: int

@@ -22,6 +22,7 @@ from typing import Any
 _MOST = 2**20  # bytes of each output
 _FILE = 2**24  # bytes of each file
 _PROCESSES = 256
+_NOT_STARTED = 127  # the status that shells give a command that they cannot start
 _DROP_CAPABILITY, _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 24, 4, 38  # of prctl(2)
 _BIND = 0x5000  # of mount(2): MS_BIND and MS_REC
 _MOUNT_SETATTR, _HERE, _RECURSIVE, _READ_ONLY = 442, -100, 0x8000, 1  # of mount_setattr(2), in Linux 5.12 and newer
@@ -115,16 +116,19 @@ def execute(spec: dict[str, Any], folder: str, *, isolated: bool) -> dict[str, A
         given.write(spec["stdin"].encode())
         given.seek(0)
         program, *arguments = spec["command"]
-        process = subprocess.Popen(
-            [sys.executable if program == "python" else program, *arguments],
-            cwd=spec["folder"] or folder,
-            stdin=given,
-            stdout=out,
-            stderr=err,
-            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **spec["variables"]},
-            preexec_fn=lambda: limit(seconds, megabytes, isolated=isolated),  # noqa: PLW1509  this process has one thread
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable if program == "python" else program, *arguments],
+                cwd=spec["folder"] or folder,
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **spec["variables"]},
+                preexec_fn=lambda: limit(seconds, megabytes, isolated=isolated),  # noqa: PLW1509  this process has one thread
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:  # the command is too long, has a NUL character, or does not exist
+            return {"status": _NOT_STARTED, "timed_out": False, "output": "", "errors": f"{error}\n"}
         try:
             timed_out = process.wait(spec["wall_seconds"]) == -signal.SIGXCPU
         except subprocess.TimeoutExpired:

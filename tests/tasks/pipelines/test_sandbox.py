@@ -66,6 +66,22 @@ async def test_a_program_has_no_more_than_its_limits(kind: str) -> None:
     assert ran.status != 0
 
 
+@pytest.mark.parametrize("command", [["no-such-program"], ["python", "-c", "a\0b"], ["python", "-c", "#" * 2**18]])
+async def test_a_program_that_cannot_be_started_is_not_the_sandboxs_fault(kind: str, command: list[str]) -> None:
+    ran = await run_program(command)
+    assert (ran.status, ran.timed_out, ran.output) == (127, False, "") and ran.errors
+
+
+async def test_commands_of_a_sandbox_share_its_files(kind: str) -> None:
+    async with sandbox.Sandbox() as box:
+        await box.execute(["python", "-c", "open('a', 'w').write('one')"], {"b": b"\xff"})
+        ran = await box.execute(["python", "-c", "print(open('a').read(), open('b', 'rb').read())"])
+        assert ran.output == "one b'\\xff'\n"
+        ran = await box.execute(["python", "-c", "import os; print(os.getcwd(), os.environ['X'])"], folder="/",
+                                variables={"X": "1"})  # fmt: skip
+        assert ran.output == "/ 1\n"
+
+
 async def test_a_program_does_not_see_our_variables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
     ran = await run_python("import os; print(sorted(os.environ))")
