@@ -11,13 +11,18 @@ import sys
 import textwrap
 from typing import Any
 
+# The only list of public names: test_pages.py compares it with the imports on all pages.
 EXTENSION_POINTS = "Extension points"  # declared by their fields: users call none of their methods
 PUBLIC = {
     "A service for a block of a program": {"tinkerflow": ("local",)},
-    "Pipelines": {"tinkerflow.flows.pipelines": ("pipelines", "Pipeline")},
+    "Pipelines": {
+        "tinkerflow.flows.pipelines": ("pipelines", "Pipeline"),
+        "tinkerflow.tasks.pipelines.champions": ("champion", "promote", "Champion"),
+    },
     "Rewards and environments": {
         "tinkerflow.tasks.pipelines.environments": ("Environment", "Reply", "EnvironmentUnavailableError"),
         "tinkerflow.tasks.pipelines.rewards": ("is_answer", "holds_answer"),
+        "tinkerflow.tasks.pipelines.sandbox": ("run_python", "run_program", "Ran"),
     },
     "Tests of your own flows": {
         "tinkerflow.deployments.testing": ("tiny_service", "plain_calls", "prefect_harness", "TinyService"),

@@ -12,6 +12,7 @@ import pytest
 from tests.docs.generate import command_line, parameters
 from tests.docs.metrics import families
 from tests.docs.pages import DOCS, ROOT, anchors, links, paths, tracked, written
+from tests.docs.python_api import PUBLIC
 from tests.docs.website import page_map
 
 import tinkerflow.api.routes as routes
@@ -41,6 +42,13 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_files_that_are_named_exist(page: str) -> None:
     missing = sorted(name for name in paths(PAGES[page]) if not list(ROOT.glob(name)))
     assert not missing
+
+
+@of_each_page
+def test_names_that_programs_on_a_page_import_are_public(page: str) -> None:
+    public = {(module, name) for modules in PUBLIC.values() for module, names in modules.items() for name in names}
+    for module, names in re.findall(r"^\s*from (tinkerflow[\w.]*) import ([\w, ]+)", PAGES[page], re.M):
+        assert {(module, name.split()[0]) for name in names.split(",")} <= public, module
 
 
 @of_each_page
