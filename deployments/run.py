@@ -113,6 +113,25 @@ def quiet_client() -> Iterator[None]:
         client.setLevel(level)
 
 
+@contextmanager
+def logs_in_prefect() -> Iterator[None]:
+    """Send the lines of flow and task runs to Prefect inside, although the console is to have none of them."""
+    loggers = [logging.getLogger(f"prefect.{kind}") for kind in ("flow_runs", "task_runs")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    if not loggers[0].isEnabledFor(logging.INFO):  # otherwise a person wants them in the console, too
+        for logger in loggers:
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagates) in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+            logger.propagate = propagates
+            for handler in logger.handlers:
+                handler.flush()  # the server may end with the run
+
+
 def print_line(console: Console, line: str) -> None:
     """Print a line for copying, without folds and colors."""
     console.print(line, highlight=False, soft_wrap=True)
@@ -263,7 +282,7 @@ def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefec
         PREFECT_API_AUTH_STRING: prefect.credential or None,
     }
     bar.disable = not console.is_terminal
-    with temporary_settings(server), quiet_client(), bar:
+    with temporary_settings(server), quiet_client(), logs_in_prefect(), bar:
         shown, next_line = bar.add_task(pipeline.name, total=None, metrics=""), time.monotonic()
 
         def follow(step: int, steps: int, metrics: Mapping[str, float]) -> None:

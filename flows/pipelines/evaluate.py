@@ -8,7 +8,7 @@ from prefect import flow
 from pydantic import BaseModel
 
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, log_line
 from tinkerflow.tasks.pipelines.champions import champion
 from tinkerflow.tasks.pipelines.connection import connect
 from tinkerflow.tasks.pipelines.data import load_examples, load_rows
@@ -70,6 +70,7 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
             longest = {"max_tokens": parameters.max_tokens, "max_context": model.max_context}
             scored = await score(name, weights, renderer, rows, examples, **longest, shown=8)
             scores[name] = scored.model_copy(update={"weights": path})
+            log_line(f"{name}: loss {scored.loss:.4g}, exact match {scored.exact_match:.4g}, {scored.rows} rows")
     return scores
 
 

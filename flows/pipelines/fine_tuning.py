@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import wraps
@@ -24,7 +25,8 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from pydantic import BaseModel
 
-from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell
+from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell, log_line
 from tinkerflow.tasks.pipelines.control import StoppedError, controlled
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
@@ -64,14 +66,22 @@ class TrainingResult(BaseModel):
 
 
 def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T | State[None]]]:
-    """Let a flow's function return Prefect's state Cancelled when it raises StoppedError."""
+    """Let a flow's function return Prefect's state Cancelled when it raises StoppedError.
+
+    The logs of the run have the reason, and that of any other error.
+    """
 
     @wraps(work)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T | State[None]:
         try:
             return await work(*args, **kwargs)
         except StoppedError as stopped:
+            log_line(str(stopped))
             return Cancelled(message=str(stopped))
+        except Exception as error:
+            reason = error.message if isinstance(error, TinkerflowError) else f"{type(error).__name__}: {error}"
+            log_line(f"failed: {reason}", logging.ERROR)
+            raise
 
     # Prefect reads names of types in this module, where the wrapper is; so they are resolved in the flow's own module.
     call.__signature__ = inspect.signature(work, eval_str=True)  # type: ignore[attr-defined]
@@ -109,6 +119,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
             with tags(*flow_run.tags or ()):  # a limit on a tag then lets runs alternate after each segment
                 segment = await train_segment(trainer, done + 1, last, control, show_step)
             if segment is not None:
+                log_line(_segment_line(segment))
                 segments.append(segment)
                 tracked_steps.add_segment(segment)
                 await _show(run.artifacts, segments, lineage)
@@ -163,6 +174,11 @@ def checkpoints_page(segments: list[SegmentRecord], lineage: Lineage, weights: s
 def _done(segments: list[SegmentRecord]) -> int:
     """How many steps are made and recorded."""
     return segments[-1].last_step if segments else 0
+
+
+def _segment_line(segment: SegmentRecord) -> str:
+    values = "".join(f", {name} {value:.4g}" for name, value in segment.held_out.items())
+    return f"step {segment.last_step} is saved as {segment.state}{values}"
 
 
 def _what_is_saved(segments: list[SegmentRecord]) -> str:
@@ -230,6 +246,8 @@ async def _live_progress(
     sent: dict[str, int] = {}  # by training run, how many segments were sent
 
     async def report(run_id: str, made: Sequence[StepMetrics]) -> None:
+        if run_id not in sent:
+            log_line(f"training run {run_id}: {trainer.run.server.url}/training_runs/{run_id}")
         values = {step.step: step.values for step in made}
         for segment in segments[sent.get(run_id, 0) :]:
             values |= {step.step: step.values for step in segment.steps}

@@ -14,7 +14,7 @@ from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import fine_tune
 from tinkerflow.tasks.pipelines.approval import approval
-from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell, log_line
 from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
 from tinkerflow.tasks.pipelines.data import DataCheckError
 from tinkerflow.tasks.pipelines.parameters import NightlyParameters
@@ -70,6 +70,7 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
         )
         promote(work_url, parameters.champion, after)
     verdict = f"{'promoted' if better else 'kept the champion'}: {compared}, margin {parameters.margin:g}{answered}"
+    log_line(verdict)
     page = _page(parameters.champion, verdict, before, after if better else before)
     await artifacts.text("report", page, "report")
     return NightlyResult(outcome="promoted" if better else "kept", weights=trained.weights, scores=scores)

@@ -1,16 +1,18 @@
-"""What people see of a pipeline's run: Prefect artifacts, one for each key, updated while the run goes."""
+"""What people see of a pipeline's run in Prefect: lines in its logs, and artifacts that are updated while it goes."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
 import httpx
 import orjson
-from prefect import get_client
+from prefect import get_client, get_run_logger
 from prefect.artifacts import (
     acreate_image_artifact,
     acreate_markdown_artifact,
@@ -29,10 +31,17 @@ from tinkerflow.tasks.pipelines.progress import SegmentRecord, StepMetrics
 log = logging.getLogger(__name__)
 
 LIVE_SECONDS = 2.0  # between two updates of the progress
+LINE_SECONDS = 10.0  # between two lines about steps
 MOST_ROWS = 200
 
 # Code that runs a flow in this process may set this, for a progress bar: it gets step, number of steps, step's metrics.
 follower: ContextVar[Callable[[int, int, Mapping[str, float]], None] | None] = ContextVar("follower", default=None)
+
+
+def log_line(text: str, level: int = logging.INFO) -> None:
+    """Add a line to the logs of the current flow or task run; outside of a run, do nothing."""
+    if FlowRunContext.get() is not None or TaskRunContext.get() is not None:
+        get_run_logger().log(level, text)
 
 
 class RunArtifacts:
@@ -46,18 +55,31 @@ class RunArtifacts:
         self._prefix = prefix
         self._clock = clock or SystemClock()
         self._made: dict[str, UUID] = {}
-        self._written_at: float | None = None
+        self._written_at = self._logged_at = -math.inf
+        self._first: tuple[int, float] | None = None  # the first step of this process, and when it was made
 
     async def progress(self, step: int, steps: int, values: Mapping[str, float]) -> None:
-        """Show how far the run is; at most every LIVE_SECONDS, and at the end."""
+        """Show how far the run is: a line every LINE_SECONDS, an artifact every LIVE_SECONDS, and both at the end."""
         if (follow := follower.get()) is not None:
             follow(step, steps, values)
         now = self._clock.monotonic()
-        if step < steps and self._written_at is not None and now - self._written_at < LIVE_SECONDS:
-            return
-        self._written_at = now
         text = f"step {step} of {steps}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        await self.put("progress", acreate_progress_artifact, 100 * step / steps, text, "progress")
+        text += self._left(step, steps, now)
+        if step == steps or now - self._logged_at >= LINE_SECONDS:
+            self._logged_at = now
+            log_line(text)
+        if step == steps or now - self._written_at >= LIVE_SECONDS:
+            self._written_at = now
+            await self.put("progress", acreate_progress_artifact, 100 * step / steps, text, "progress")
+
+    def _left(self, step: int, steps: int, now: float) -> str:
+        """The time until the last step, at the mean pace of this process."""
+        if self._first is None:
+            self._first = (step, now)
+        first, began = self._first
+        if step in (first, steps):
+            return ""
+        return f"; about {timedelta(seconds=round((steps - step) * (now - began) / (step - first)))} left"
 
     async def curves(self, steps: Sequence[StepMetrics], held_out: Mapping[str, Points]) -> None:
         """Show every metric of the steps as a picture and as a table."""

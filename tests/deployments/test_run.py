@@ -180,7 +180,9 @@ def test_results_read_well() -> None:
     assert as_text("plain") == "plain"
 
 
-def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from prefect.states import Completed
 
     from tinkerflow.tasks.pipelines.artifacts import follower
@@ -192,8 +194,12 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch:
             for step in (1, 2, 3):
                 follower.get()(step, 3, {"loss": 1.0 / step})
             assert not logging.getLogger("tinker").isEnabledFor(logging.WARNING)
+            assert lines_of_runs.isEnabledFor(logging.INFO) and not lines_of_runs.propagate
             return Completed()
 
+    lines_of_runs = logging.getLogger("prefect.flow_runs")
+    caplog.set_level(logging.CRITICAL, "prefect")  # as `run` begins
+    assert not lines_of_runs.isEnabledFor(logging.INFO)
     level = logging.getLogger("tinker").level
     monkeypatch.setattr(module, "parameters_of", lambda *_: None)
     console = quiet()
@@ -201,3 +207,4 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch:
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines == ["sft: step 1 of 3  loss 1", "sft: step 3 of 3  loss 0.3333"]
     assert logging.getLogger("tinker").level == level, "the SDK's warnings stay hidden after the run"
+    assert lines_of_runs.propagate and not lines_of_runs.isEnabledFor(logging.INFO)

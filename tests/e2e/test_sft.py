@@ -15,7 +15,7 @@ import sys
 import numpy as np
 import pytest
 from prefect import get_client
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import FlowRunFilter, LogFilter
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling, Paused
 
@@ -79,6 +79,14 @@ async def test_it_learns_and_shows_what_it_did(pipelines, tmp_path, monkeypatch)
     assert tracked == sorted([*wanted, *(("held_out_loss", step) for step in (4, 8, 12))])
     with pytest.raises(Exception, match=r"other parameters or data \(training.learning_rate was \S+ and is 0.001\)"):
         await run(values | {"training": values["training"] | {"learning_rate": 0.001}})
+    page = f"training run {trained.training_run}: {pipelines.server.api_url}/training_runs/{trained.training_run}"
+    wanted = [
+        page,
+        "step 1 of 12: loss ",
+        f"step 12 is saved as {trained.state}, held_out_loss ",
+        "step 12 of 12: loss ",
+    ]
+    await logs_have("shown", [*wanted, "failed: resume 'shown': this run was begun"])
 
 
 async def flow_run_in(name: str, *states: StateType):
@@ -91,6 +99,18 @@ async def flow_run_in(name: str, *states: StateType):
                     return one
             await asyncio.sleep(0.1)
     raise AssertionError(f"{name}: never {states}")
+
+
+async def logs_have(name: str, beginnings: list[str]) -> None:
+    """Wait until the logs of the runs of this name have lines that begin so."""
+    async with get_client() as client, asyncio.timeout(600):
+        while True:
+            filters = FlowRunFilter.model_validate({"name": {"any_": [f"sft {name}"]}})
+            runs = [one.id for one in await client.read_flow_runs(flow_run_filter=filters)]
+            logs = await client.read_logs(LogFilter.model_validate({"flow_run_id": {"any_": runs}}))
+            if all(any(line.message.startswith(begin) for line in logs) for begin in beginnings):
+                return
+            await asyncio.sleep(0.5)
 
 
 async def shows_progress(pipelines, name: str) -> None:

@@ -301,8 +301,10 @@ async def test_the_end_of_a_group_and_the_recovery_are_seen(
             run = await shown(http, model)
             states = await ask(http, "GET", "/flow_run_states/", params={"flow_run_id": run["id"]})
             events = await post(http, "/events/filter", json={"filter": {"event": {"prefix": ["tinkerflow."]}}})
-            ours = [event for event in events["events"] if event["resource"]["prefect.resource.name"] in (model, BASE)]
-            return [state["name"] for state in states], {event["event"]: event for event in ours}
+            about = [(event["resource"].get("prefect.resource.name"), event) for event in events["events"]]
+            return [state["name"] for state in states], {
+                one["event"]: one for name, one in about if name in (model, BASE)
+            }
 
         expected = {"tinkerflow.group.ended", "tinkerflow.group.serves", "tinkerflow.model.restored"}
         async with prefect_http(connection.api_url) as http, asyncio.timeout(120):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from tinkerflow.flows.pipelines import pipelines
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.flows.pipelines import fine_tuning, pipelines
 from tinkerflow.flows.pipelines.distill import DistillParameters
 from tinkerflow.flows.pipelines.dpo import DpoParameters
 from tinkerflow.flows.pipelines.fine_tuning import cancellable
@@ -34,6 +36,25 @@ async def test_a_stopped_flow_is_cancelled_and_says_why() -> None:
     assert await work(stops=False) == 3
     state: Any = await work(stops=True)
     assert state.is_cancelled() and state.message == "stopped after step 3"
+
+
+async def test_the_reason_of_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[tuple[str, int]] = []
+    monkeypatch.setattr(fine_tuning, "log_line", lambda text, level=logging.INFO: lines.append((text, level)))
+
+    @cancellable
+    async def work(error: Exception) -> None:
+        raise error
+
+    for error in (UserError("data.url 'x': does not exist"), KeyError("loss")):
+        with pytest.raises(type(error)):
+            await work(error)
+    await work(StoppedError("stopped after step 3"))
+    assert lines == [
+        ("failed: data.url 'x': does not exist", logging.ERROR),
+        ("failed: KeyError: 'loss'", logging.ERROR),
+        ("stopped after step 3", logging.INFO),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tests.manual_clock import ManualClock
 
-from tinkerflow.tasks.pipelines.artifacts import LIVE_SECONDS, RunArtifacts, cell, data_page, follower
+from tinkerflow.tasks.pipelines import artifacts as module
+from tinkerflow.tasks.pipelines.artifacts import LINE_SECONDS, LIVE_SECONDS, RunArtifacts, cell, data_page, follower
 from tinkerflow.tasks.pipelines.data import BadRow, DataReport
 from tinkerflow.tasks.pipelines.progress import Sample, SegmentRecord, StepMetrics
 
@@ -34,6 +35,22 @@ async def test_progress_is_written_at_most_every_two_seconds_and_at_the_end(put:
     follower.reset(token)
     assert [data for _, data in put] == [pytest.approx(100 * step / 6) for step in (1, 4, 6)]
     assert followed == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_line_every_ten_seconds_has_the_step_its_values_and_the_time_left(
+    put: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, lines = ManualClock(), list[str]()
+    monkeypatch.setattr(module, "log_line", lines.append)
+    artifacts = RunArtifacts("sft-mine", clock)
+    for step in range(4, 9):  # an earlier process has made three
+        await artifacts.progress(step, 8, {"loss": 1 / step, "reward": 0.5})
+        clock.advance(0.6 * LINE_SECONDS)
+    assert lines == [
+        "step 4 of 8: loss 0.25, reward 0.5",
+        "step 6 of 8: loss 0.1667, reward 0.5; about 0:00:12 left",
+        "step 8 of 8: loss 0.125, reward 0.5",
+    ]
 
 
 async def test_long_runs_have_every_few_steps_in_their_table(put: list[tuple[str, Any]]) -> None:
