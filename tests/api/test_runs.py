@@ -31,7 +31,7 @@ def test_metrics_are_stored_once_and_shown_on_the_page_of_the_run(server: Any) -
     page = server.http.get(f"{server.url}/curves", params={"run": run, "seen": seen})
     assert page.status_code == 200
     titles = [part.split(" ")[0] for part in page.text.split("<figcaption>")[1:]]
-    assert titles == ["Loss", "reward", "answer_tokens", "Gradient"]
+    assert titles == ["reward", "Loss", "answer_tokens", "Gradient"]
     assert "reward by step: value ends at 0.5" in page.text
     other = server.model()
     server.post(f"training_runs/{other}/metrics", steps(reward=1.0))
