@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from tinkerflow.backend.core.ids import base_model_name
 from tinkerflow.backend.core.joining import parse_address
 from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.backend.spec.formats import BaseWeights, CacheFormat, Dtype, PlatformName
 from tinkerflow.backend.spec.ranks import RankRule
 
 _PREFIX = "TINKERFLOW_"
@@ -46,14 +47,14 @@ class Settings(BaseSettings):
     """URL of the folder that pipelines write to, of a kind as for store; empty = <data_dir>/pipelines"""
     database_url: str = ""
     """SQLAlchemy URL of the journal database, SQLite or PostgreSQL; empty = SQLite in data_dir"""
-    platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
+    platform: PlatformName = "auto"
     """kind of devices to compute on; auto = the kind that JAX finds; naming a kind that is absent is an error"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """number format of base weights and activations; auto = float32 on CPUs, bfloat16 on other devices"""
-    base_weights: Literal["full", "int8", "nf4", "mxfp4"] = "full"
+    base_weights: BaseWeights = "full"
     """full = base weights in dtype; int8, nf4 = layer matrices rounded to 8 or 4 bits, which saves device memory;
     mxfp4 = experts stay in the 4 bits of gpt-oss's files"""
-    kv_cache: Literal["full", "float8"] = "full"
+    kv_cache: CacheFormat = "full"
     """full = keys and values of samples in dtype; float8 = in 8 bits, for twice as many positions in the same memory"""
 
     processes: int = Field(1, ge=1, le=1024)

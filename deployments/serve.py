@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import resources
 from inspect import signature
 from pathlib import Path
@@ -58,13 +59,38 @@ class Deployment(BaseModel):
     for_work_pools: dict[str, Any] = {}
 
 
-def read_deployments(file: Path) -> list[Deployment]:
-    """The deployments of a prefect.yaml; relative paths of data in their parameters are relative to the file.
+@dataclass(frozen=True)
+class ServedFile:
+    """The content of a prefect.yaml.
 
-    Raises UserError when the file cannot be read or has no deployments.
+    tag_limits: tag -> how many task runs with the tag may run at the same time, over all flow runs. allowed_code: the
+    import paths that parameters may name, from the file's deployments and its list `allowed_code`.
     """
+
+    deployments: Sequence[Deployment]
+    tag_limits: Mapping[str, int]
+    allowed_code: Sequence[str]
+
+
+def read_file(file: Path) -> ServedFile:
+    """Parse a prefect.yaml; relative paths of data in parameters are relative to the file.
+
+    Raises UserError when the file cannot be read or has no deployments, and for a field that breaks its rule.
+    """
+    try:
+        content = read_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"serve {file}: must be a prefect.yaml with deployments ({reason})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("deployments"), list):
+        raise UserError(f"serve {file}: must be a prefect.yaml with deployments")
+    deployments = _deployments(file, content["deployments"])
+    return ServedFile(deployments, _tag_limits(file, content), _allowed_code(file, content, deployments))
+
+
+def _deployments(file: Path, entries: Sequence[object]) -> list[Deployment]:
     deployments = []
-    for i, entry in enumerate(_content(file)["deployments"]):
+    for i, entry in enumerate(entries):
         if not isinstance(entry, dict):
             raise UserError(f"serve {file}: deployments[{i}]: {entry!r}: must hold names and values")
         pools = {name: entry[name] for name in FOR_WORK_POOLS if name in entry}
@@ -78,40 +104,20 @@ def read_deployments(file: Path) -> list[Deployment]:
     return deployments
 
 
-def _content(file: Path) -> dict[str, Any]:
-    """The content of a prefect.yaml. UserError when it cannot be read or has no list of deployments."""
-    try:
-        content = read_yaml(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"serve {file}: must be a prefect.yaml with deployments ({reason})") from error
-    if not isinstance(content, dict) or not isinstance(content.get("deployments"), list):
-        raise UserError(f"serve {file}: must be a prefect.yaml with deployments")
-    return content
-
-
-def read_tag_limits(file: Path) -> dict[str, int]:
-    """The file's `tag_limits`: tag -> how many task runs with the tag may run at the same time, over all flow runs.
-
-    Raises UserError when a limit is not a number of at least 1.
-    """
-    limits = _content(file).get("tag_limits", {})
+def _tag_limits(file: Path, content: Mapping[str, Any]) -> dict[str, int]:
+    limits = content.get("tag_limits", {})
     if not isinstance(limits, dict) or not all(isinstance(most, int) and most > 0 for most in limits.values()):
         raise UserError(f"serve {file}: tag_limits is {limits!r}: must give a number of at least 1 for each tag")
     return limits
 
 
-def read_allowed_code(file: Path) -> list[str]:
-    """The import paths that parameters may name, from the file's deployments and its list `allowed_code`.
-
-    Raises UserError when `allowed_code` is not a list of import paths.
-    """
-    listed = _content(file).get("allowed_code", [])
+def _allowed_code(file: Path, content: Mapping[str, Any], deployments: Sequence[Deployment]) -> list[str]:
+    listed = content.get("allowed_code", [])
     if not isinstance(listed, list) or not all(isinstance(path, str) and ":" in path for path in listed):
         raise UserError(
             f"serve {file}: allowed_code is {listed!r}: must be a list of import paths, package.module:name"
         )
-    return sorted({*listed, *(path for deployment in read_deployments(file) for path in _code(deployment.parameters))})
+    return sorted({*listed, *(path for deployment in deployments for path in _code(deployment.parameters))})
 
 
 def _code(values: object) -> Iterator[str]:
@@ -132,25 +138,25 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
     The end cancels the runs that are running, and pauses the schedules until the deployments are served again. The
     Prefect server is at PREFECT_API_URL, or else it is the data dir's. In that case `start_deadline` bounds the wait.
     """
-    allowed = " ".join(read_allowed_code(file))
+    served = read_file(file)
     if server_for_clients(settings.data_dir, os.environ) is None:
         wait = f"waiting up to {settings.start_deadline:.0f} s (start_deadline) for `tinkerflow up`"
         print(f"no Prefect server runs for data dir {settings.data_dir}: {wait}", flush=True)
     prefect = wait_for_prefect(lambda: server_for_clients(settings.data_dir, os.environ), settings.start_deadline)
-    os.environ |= prefect.environment | {MAY_IMPORT: allowed}
+    os.environ |= prefect.environment | {MAY_IMPORT: " ".join(served.allowed_code)}
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
     os.umask(0o077)  # results and records of runs are for the owner only
-    asyncio.run(_serve(file, f"{settings.pipelines_url}/results", limit))
+    asyncio.run(_serve(served, f"{settings.pipelines_url}/results", limit))
 
 
-async def _serve(file: Path, results: str, limit: int) -> None:
+async def _serve(content: ServedFile, results: str, limit: int) -> None:
     from prefect.runner import Runner
 
     os.environ |= await ensure_results(results)  # the processes of flow runs inherit it
     await ensure_automations(automations())
-    await ensure_tag_limits(read_tag_limits(file))
+    await ensure_tag_limits(content.tag_limits)
     runner = Runner(limit=limit)
-    for deployment in read_deployments(file):
+    for deployment in content.deployments:
         flow, given = make_deployment(deployment)
         await runner.aadd_flow(flow, **given)
         served = f"{deployment.entrypoint.rsplit('.', 1)[-1]}/{deployment.name}"

@@ -10,13 +10,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 import jax
 
+from tinkerflow.backend.spec.formats import Dtype
 from tinkerflow.backend.spec.packing import ATTENTION_TOKENS
-
-Dtype = Literal["auto", "float32", "bfloat16"]
 
 MEMORY_SHARE = 0.92  # of a GPU, for all groups on it; CUDA itself, NCCL and the libraries take the rest
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name

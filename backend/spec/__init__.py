@@ -8,6 +8,7 @@ __all__ = [
     "commands",
     "constraints",
     "drift",
+    "formats",
     "history",
     "images",
     "limits",

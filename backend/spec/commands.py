@@ -19,6 +19,9 @@ from msgspec import field as message_field
 
 from tinkerflow.backend.spec.checkpoint import Digest
 from tinkerflow.backend.spec.constraints import Kind as ConstraintKind
+from tinkerflow.backend.spec.formats import BaseWeights as BaseWeights  # noqa: PLC0414  it is imported from here
+from tinkerflow.backend.spec.formats import CacheFormat as CacheFormat  # noqa: PLC0414  it is imported from here
+from tinkerflow.backend.spec.formats import Dtype, PlatformName
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams
 from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.spec.ranks import LoraSpec as LoraSpec  # noqa: PLC0414  it is imported from here
@@ -519,16 +522,12 @@ DeferredReply = Callable[[], Reply]  # waits for the devices, and reads the repl
 
 
 # ------------------------------------------------------------------ configuration of a group
-BaseWeights = Literal["full", "int8", "nf4", "mxfp4"]
-CacheFormat = Literal["full", "float8"]
-
-
 @dataclass(frozen=True)
 class GroupConfig:
     """The configuration that every process of a group gets at start."""
 
     model_path: str  # a Hugging Face folder
-    dtype: Literal["auto", "float32", "bfloat16"]  # auto = the platform's
+    dtype: Dtype
     fsdp: int  # 0 = all devices that the other axes leave
     tensor: int
     max_context: int
@@ -536,16 +535,16 @@ class GroupConfig:
     sample_slots: int  # the most sequences that are decoded together
     decode_chunk: int  # the most tokens that a SampleStep decodes
     compile_cache_dir: str  # "" = no persistent compilation cache
-    base_weights: BaseWeights = "full"  # full = as dtype
+    base_weights: BaseWeights = "full"
     warm_up: bool = False  # compile programs before the first request needs them
     expert: int = 1  # size of the mesh axis that experts are split over
     resident_snapshots: int = 32  # on the devices, unless more are being sampled
-    platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"  # auto = JAX's choice
+    platform: PlatformName = "auto"
     expert_rank: RankRule = "divided"  # of the usual adapters that the warm-up compiles programs for
     device_memory: float = 0.0  # GB of each device that the group may use, 0 = the size that the device reports
     store_url: str = ""  # processes that reach this store read and write states themselves; "" = none
     store_mark: str = ""  # from `Store.mark`: on another host, the same URL may be a different folder
-    kv_cache: CacheFormat = "full"  # full = as dtype
+    kv_cache: CacheFormat = "full"
     share_prefixes: bool = True  # train equal beginnings of examples once, in models that can (`spec.prefix_trees`)
 
 

@@ -6,11 +6,12 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.formats import BaseWeights
 from tinkerflow.deployments.options import DataDir, plain_console, setting, settings_with
 
 app = typer.Typer()
@@ -116,7 +117,7 @@ def plan(
     ] = 0.0,
     rank: Annotated[int, typer.Option(help="rank of the adapters")] = 32,
     max_context: Annotated[int | None, setting("max_context")] = None,
-    base_weights: Annotated[Literal["full", "int8", "nf4", "mxfp4"] | None, setting("base_weights")] = None,
+    base_weights: Annotated[BaseWeights | None, setting("base_weights")] = None,
     tensor_parallel: Annotated[int | None, setting("tensor_parallel")] = None,
     expert_parallel: Annotated[int | None, setting("expert_parallel")] = None,
 ) -> None:

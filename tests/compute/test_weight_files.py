@@ -50,6 +50,13 @@ def test_an_index_names_the_files(tmp_path):
         ({WEIGHTS: "no header"}, r"base model 'm': .*model\.safetensors is not a safetensors file"),
         ({INDEX: '{"weight_map": 3}'}, "has no object 'weight_map'"),
         ({INDEX: '{"weight_map": {"a": "gone.safetensors"}}'}, r"there is no .*gone\.safetensors"),
+        *(
+            (
+                {INDEX: json.dumps({"weight_map": {"a": path}})},
+                r"weight_map\['a'\] is .*: must be a path below the index",
+            )
+            for path in ("../m.safetensors", "x/../../m.safetensors", "/etc/m.safetensors", "m\0", 3)
+        ),
     ],
 )
 def test_a_file_that_is_missing_or_broken_is_named(tmp_path, files, message):

@@ -13,7 +13,7 @@ from tinkerflow.deployments import prefect_files
 from tinkerflow.deployments.commands import command_line
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file
-from tinkerflow.deployments.serve import read_deployments
+from tinkerflow.deployments.serve import read_file
 from tinkerflow.flows.pipelines import Pipeline, pipelines
 from tinkerflow.tasks.pipelines.parameters import PARAMETERS, SftParameters
 
@@ -86,7 +86,7 @@ def test_every_parameter_is_described() -> None:
 def test_the_deployments_are_those_of_the_pipelines(file: Path) -> None:
     again = "run `python -m tinkerflow.deployments.prefect_files`"
     assert file.read_text() == prefect_files.rewritten(file), again
-    deployed = read_deployments(file)
+    deployed = read_file(file).deployments
     assert [one.entrypoint for one in deployed] == [pipeline.entrypoint for pipeline in pipelines().values()]
     for one, pipeline in zip(deployed, pipelines().values(), strict=True):
         pipeline.parameters.model_validate(one.parameters["parameters"])

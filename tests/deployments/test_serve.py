@@ -16,9 +16,7 @@ from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import (
     Deployment,
     make_deployment,
-    read_allowed_code,
-    read_deployments,
-    read_tag_limits,
+    read_file,
 )
 from tinkerflow.flows.pipelines import Pipeline, pipelines
 from tinkerflow.tasks.pipelines.environments import MAY_IMPORT, load
@@ -33,26 +31,27 @@ def test_deployments_with_paths_relative_to_the_file(tmp_path: Path) -> None:
         "  - {name: b, entrypoint: m.f, schedules: [{cron: 0 2 * * *}], paused: true}\n"
         "tag_limits: {nightly: 2}\n"
     )
-    first, second = read_deployments(file)
+    served = read_file(file)
+    first, second = served.deployments
     assert first.parameters == {"parameters": {"data": {"url": str(tmp_path / "rows.jsonl")}}}
     assert (second.schedules, second.paused, second.tags) == ([{"cron": "0 2 * * *"}], True, [])
-    assert read_tag_limits(file) == {"nightly": 2}
+    assert served.tag_limits == {"nightly": 2}
 
 
 @pytest.mark.parametrize("text", ["name: x", "deployments: [", "- a", ""])
 def test_a_file_without_deployments_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "prefect.yaml").write_text(text)
     with pytest.raises(UserError, match=r"must be a prefect\.yaml with deployments"):
-        read_deployments(tmp_path / "prefect.yaml")
+        read_file(tmp_path / "prefect.yaml")
     with pytest.raises(UserError, match=r"must be a prefect\.yaml with deployments"):
-        read_deployments(tmp_path / "none.yaml")
+        read_file(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("limits", ["[nightly]", "{nightly: 0}", "{nightly: many}"])
 def test_a_limit_that_is_none_is_refused(tmp_path: Path, limits: str) -> None:
     (tmp_path / "prefect.yaml").write_text(f"deployments: []\ntag_limits: {limits}\n")
     with pytest.raises(UserError, match="must give a number of at least 1 for each tag"):
-        read_tag_limits(tmp_path / "prefect.yaml")
+        read_file(tmp_path / "prefect.yaml")
 
 
 @pytest.mark.parametrize(
@@ -93,9 +92,9 @@ def test_parameters_may_name_the_code_that_the_file_names(tmp_path: Path, monkey
         "  - {name: a, entrypoint: m.f, parameters: {reward: 'os.path:exists', steps: [{environment: 'a:B'}]}}\n"
         "allowed_code: ['os.path:isdir']\n"
     )
-    assert read_allowed_code(file) == ["a:B", "os.path:exists", "os.path:isdir"]
+    assert read_file(file).allowed_code == ["a:B", "os.path:exists", "os.path:isdir"]
     assert load("reward", "os:system") is os.system, "outside of serve, the person who runs a pipeline chooses its code"
-    monkeypatch.setenv(MAY_IMPORT, " ".join(read_allowed_code(file)))
+    monkeypatch.setenv(MAY_IMPORT, " ".join(read_file(file).allowed_code))
     assert load("reward", "os.path:isdir") is os.path.isdir
     assert load("reward", "tinkerflow.tasks.pipelines.rewards:is_answer") is is_answer
     for path in (
@@ -113,7 +112,7 @@ def test_parameters_may_name_the_code_that_the_file_names(tmp_path: Path, monkey
 def test_allowed_code_is_a_list_of_import_paths(tmp_path: Path, listed: str) -> None:
     (tmp_path / "prefect.yaml").write_text(f"deployments: []\nallowed_code: {listed}\n")
     with pytest.raises(UserError, match=r"must be a list of import paths, package\.module:name"):
-        read_allowed_code(tmp_path / "prefect.yaml")
+        read_file(tmp_path / "prefect.yaml")
 
 
 def test_flows_are_sent_to_their_processes_whole() -> None:

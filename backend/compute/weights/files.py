@@ -178,6 +178,9 @@ def _weight_map(folder: Path, name: str) -> Mapping[str, str]:
     weight_map = read_object(folder / INDEX, name).get("weight_map")
     if not isinstance(weight_map, dict):
         raise _broken(name, f"{folder / INDEX} has no object 'weight_map'")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or "\0" in file or ".." in (path := Path(file)).parts or path.is_absolute():
+            raise _broken(name, f"{folder / INDEX}: weight_map[{tensor!r}] is {file!r}: must be a path below the index")
     return weight_map
 
 
