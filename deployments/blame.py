@@ -1,55 +1,69 @@
-"""The search for the rows that spoiled a step: each row of the step is computed alone, from the state before it."""
+"""The search for the rows that spoiled a step: each row of the step is computed alone, from the state before it.
+
+A step may also suffer from an earlier one, which spoiled the weights. Then none of its rows is unlike the others, and
+the earlier step is found by bisection.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.spec.history import digest
 from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
-from tinkerflow.backend.spec.outliers import BlamedRow, for_pages, least_likely, ranked
+from tinkerflow.backend.spec.outliers import BlamedRow, examined, for_pages, ranked
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.recorded_run import RecordedRun, quoted
 
 _IN_FLIGHT = 8  # rows whose results are not awaited yet
+_DTYPES = {pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4", pb.DTYPE_FLOAT32: "<f4"}
 
 
 def rows_of_step(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]:
     """A request for each row of the step's forward_backwards. NotFoundError: the history has no such step."""
     rows = []
-    for recorded in run.requests():
-        if recorded.step == step and recorded.kind == "forward_backward" and recorded.error is None:
-            message = pb.ForwardBackwardRequest.FromString(recorded.payload)
-            for datum in message.data:
-                alone = pb.ForwardBackwardRequest()
-                alone.CopyFrom(message)
-                del alone.data[:]
-                alone.data.append(datum)
-                rows.append(alone)
-    if not rows:
-        raise NotFoundError(f"run {run.run_id!r}: its history has no forward_backward of step {step}")
+    for message in _requests(run, step):
+        data = list(message.data)
+        del message.data[:]
+        for datum in data:
+            alone = pb.ForwardBackwardRequest()
+            alone.CopyFrom(message)
+            alone.data.append(datum)
+            rows.append(alone)
     return rows
 
 
+def _requests(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]:
+    found = [
+        pb.ForwardBackwardRequest.FromString(recorded.payload)
+        for recorded in run.requests()
+        if recorded.step == step and recorded.kind == "forward_backward" and recorded.error is None
+    ]
+    if not found:
+        raise NotFoundError(f"run {run.run_id!r}: its history has no forward_backward of step {step}")
+    return found
+
+
 def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
-    """Compute each row of `step` alone, from the state before the step. Returns their figures, the worst row first.
+    """Compute each row of `step` alone, from the state before the step. Returns them as `spec.outliers.ranked`.
 
     The optimizer takes a step of learning rate 0 after each row, which reports the norm of the row's gradients and
     leaves the weights as they are. Equal rows are computed once. The pages of the run show the result.
     """
-    api, optimizer = run.api, OPTIMIZERS[run.about["optimizer"]]
-    metadata = {"rerun_of": run.run_id, "name": f"blame of step {step}"}
-    body = {"path": run.checkpoint(step - 1), "optimizer": True, "user_metadata": metadata}
+    optimizer = OPTIMIZERS[run.about["optimizer"]]
     equal: dict[str, list[int]] = {}
     rows = rows_of_step(run, step)
     for number, message in enumerate(rows):
         equal.setdefault(digest(message.SerializeToString(deterministic=True)), []).append(number)
-    model_id = api.new_model("load_weights", body)
+    probe = _Probe(run, step - 1, f"blame of step {step}")
     params = {name: 0.0 for name in ("learning_rate", "weight_decay") if name in optimizer.bounds}
     kind = {} if optimizer.request_field == "adam_params" else {"type": optimizer.name}
     waiting: deque[tuple[list[int], str, str]] = deque()
@@ -59,22 +73,72 @@ def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
         """Wait until at most `most` rows have no figures."""
         while len(waiting) > most:
             (number, *repeated), forward, made = waiting.popleft()
-            output = pb.ForwardBackwardOutput.FromString(api.result(forward))
-            norm = orjson.loads(api.result(made))["metrics"].get("grad_norm")
+            output = pb.ForwardBackwardOutput.FromString(run.api.result(forward))
+            norm = orjson.loads(run.api.result(made))["metrics"].get("grad_norm")
             found.append(_row(number, rows[number], output, norm, tuple(repeated)))
 
-    for place, numbers in enumerate(equal.values()):
-        message = rows[numbers[0]]
-        message.model_id, message.seq_id = model_id, 2 * place + 1
-        forward = api.submit("forward_backward", message.SerializeToString())
-        address = {"model_id": model_id, "seq_id": 2 * place + 2}
-        made = api.submit("optim_step", {**address, optimizer.request_field: {**kind, **params}})
-        waiting.append((numbers, forward, made))
+    for numbers in equal.values():
+        forward = probe.submit("forward_backward", rows[numbers[0]])
+        waiting.append((numbers, forward, probe.submit("optim_step", {optimizer.request_field: {**kind, **params}})))
         answered(_IN_FLIGHT)
     answered(0)
     worst = ranked(found)
-    api.ask(f"training_runs/{quoted(run.run_id)}/blames", {"step": step, "rows": for_pages(worst)})
+    run.api.ask(f"training_runs/{quoted(run.run_id)}/blames", {"step": step, "rows": for_pages(worst)})
     return worst
+
+
+def origin(run: RecordedRun, step: int, back: int) -> int | None:
+    """The step that made the data of `step` unlikely, among the `back` steps before it; None: they are not unlikely.
+
+    Bisects the states after these steps. The data are unlikely under a state that gives a token more nats than the
+    middle between the first and the last state. Those two must be log 4 nats apart.
+    """
+    data = _requests(run, step)
+    first, last = max(0, step - 1 - back), step - 1
+    usual, unlikely = _nats(run, first, data), _nats(run, last, data)
+    if not unlikely - usual > math.log(4):  # the difference is NaN for data without logprobs
+        return None
+    while last - first > 1:
+        middle = (first + last) // 2
+        if _nats(run, middle, data) > (usual + unlikely) / 2:
+            last = middle
+        else:
+            first = middle
+    return last
+
+
+class _Probe:
+    """A fork of a run, with requests of its own."""
+
+    def __init__(self, run: RecordedRun, step: int, name: str) -> None:
+        """Fork the run after `step`."""
+        self._api = run.api
+        metadata = {"rerun_of": run.run_id, "name": name}
+        body = {"path": run.checkpoint(step), "optimizer": True, "user_metadata": metadata}
+        self._model_id, self._made = run.api.new_model("load_weights", body), 0
+
+    def submit(self, kind: str, body: pb.ForwardBackwardRequest | dict[str, Any]) -> str:
+        """Send the next request of the fork. Returns its id."""
+        self._made += 1
+        if isinstance(body, dict):
+            return self._api.submit(kind, {**body, "model_id": self._model_id, "seq_id": self._made})
+        body.model_id, body.seq_id = self._model_id, self._made
+        return self._api.submit(kind, body.SerializeToString())
+
+
+def _nats(run: RecordedRun, step: int, data: Sequence[pb.ForwardBackwardRequest]) -> float:
+    """The mean nats of a token of these data, given the state after `step`; NaN if they have no logprobs."""
+    probe, total, count = _Probe(run, step, f"search for the origin at step {step}"), 0.0, 0
+    for message in data:
+        message.forward_only = True
+        output = pb.ForwardBackwardOutput.FromString(run.api.result(probe.submit("forward_backward", message)))
+        if loss_named(message.loss_fn).traced:
+            return math.nan
+        logprobs = np.concatenate([_logprobs(record) for record in output.loss_fn_outputs])
+        parts = [part for datum in message.data if (part := _weights(datum)) is not None]
+        counted = np.ones(len(logprobs), bool) if len(parts) < len(message.data) else np.concatenate(parts) != 0
+        total, count = total - float(logprobs[counted].sum()), count + int(counted.sum())
+    return total / count if count else math.nan
 
 
 def _row(
@@ -87,23 +151,39 @@ def _row(
     (datum,) = message.data
     size = sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
     loss = output.metrics.get("loss:sum", math.nan)
-    worst = _worst(datum, output) if not loss_named(message.loss_fn).traced else ()
-    return BlamedRow(number, size, loss if math.isfinite(loss) else None, norm, worst, repeated)
+    row = BlamedRow(number, size, loss if math.isfinite(loss) else None, norm, repeated=repeated)
+    targets = _tensor(datum, "target_tokens")
+    if loss_named(message.loss_fn).traced or targets is None or not output.loss_fn_outputs:
+        return row
+    logprobs, weights, sampled = _logprobs(output.loss_fn_outputs[0]), _weights(datum), _tensor(datum, "logprobs")
+    if any(one is not None and one.shape != targets.shape for one in (logprobs, weights, sampled)):
+        return row
+    return examined(
+        row,
+        targets.tolist(),
+        logprobs.tolist(),
+        None if weights is None else weights.tolist(),
+        None if sampled is None else sampled.tolist(),
+    )
 
 
-def _worst(datum: pb.Datum, output: pb.ForwardBackwardOutput) -> tuple[tuple[int, int, float], ...]:
-    """Position, target and logprob of the least likely tokens with a weight, the least likely first."""
-    inputs = datum.loss_fn_inputs
-    if "target_tokens" not in inputs or not output.loss_fn_outputs:
-        return ()
-    logprobs_T = np.frombuffer(output.loss_fn_outputs[0].fields["logprobs"].data, "<f4")
-    kind = {pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}.get(inputs["target_tokens"].dtype)
-    if kind is None or inputs["target_tokens"].WhichOneof("encoding") != "dense":
-        return ()
-    targets_T = np.frombuffer(inputs["target_tokens"].dense, kind)
-    if targets_T.shape != logprobs_T.shape:
-        return ()
-    weights_T = None
-    if "weights" in inputs and inputs["weights"].dtype == pb.DTYPE_FLOAT32 and inputs["weights"].dense:
-        weights_T = np.frombuffer(inputs["weights"].dense, "<f4").tolist()
-    return least_likely(targets_T.tolist(), logprobs_T.tolist(), weights_T)
+def _logprobs(record: pb.ArrayRecord) -> npt.NDArray[np.float32]:
+    return np.frombuffer(record.fields["logprobs"].data, "<f4")
+
+
+def _weights(datum: pb.Datum) -> npt.NDArray[Any] | None:
+    """The weights of the tokens in the loss, or their advantages; None: every token counts alike."""
+    weights, advantages = _tensor(datum, "weights"), _tensor(datum, "advantages")
+    if weights is None or advantages is None or weights.shape != advantages.shape:
+        return advantages if weights is None else weights
+    product: npt.NDArray[Any] = weights * advantages
+    return product
+
+
+def _tensor(datum: pb.Datum, name: str) -> npt.NDArray[Any] | None:
+    """An input of the loss; None if the datum has none, or not as a dense array."""
+    tensor = datum.loss_fn_inputs.get(name)
+    if tensor is None or tensor.WhichOneof("encoding") != "dense" or tensor.dtype not in _DTYPES:
+        return None
+    values: npt.NDArray[Any] = np.frombuffer(tensor.dense, _DTYPES[tensor.dtype])
+    return values

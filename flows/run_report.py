@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.journal import CheckpointSaved, LossMeasured, ModelLive, Outcome, StepMeasured, Trained
-from tinkerflow.backend.spec.outliers import UsualNorms
+from tinkerflow.backend.spec.outliers import UsualSteps
 from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
 
@@ -54,7 +54,7 @@ class RunReport:
         self._unsaid = ""
         self._most_drift, self._drifts = most_drift, False
         self._finite = True  # whether the last loss was finite; several other losses in a row are one event
-        self._norms = UsualNorms()
+        self._usual = UsualSteps()
 
     def answered(self, outcome: Outcome) -> bool:
         """Report the outcome of an operation. Returns whether the artifacts are out of date now."""
@@ -75,7 +75,6 @@ class RunReport:
                     self._tokens = 0
                 case StepMeasured():
                     self._spend(self._tokens)
-                    self._compare_norm(effect)
                     self._step_made(effect)
                     news = True
                 case CheckpointSaved():
@@ -114,18 +113,18 @@ class RunReport:
             self._say(f"trained on {self._trained:,} tokens: the budget of {self._budget:,} is spent", logging.WARNING)
             self._tell("tinkerflow.budget.reached", once=str(self._budget), tokens=self._trained, budget=self._budget)
 
-    def _compare_norm(self, made: StepMeasured) -> None:
-        """Report a gradient norm that is far above those of the steps before, or not finite."""
-        usual = self._norms.median
-        if self._norms.unusual(made.grad_norm):
+    def _compare(self, made: StepMeasured, loss: float) -> None:
+        """Report a step that leaves the usual range of the run."""
+        if reason := self._usual.unusual(made.grad_norm, loss):
             search = f"`tinkerflow blame {made.model_id} --step {made.step}` finds the rows if the run keeps a history"
-            before = f", and the median of the steps before is {usual:.4g}" if math.isfinite(usual) else ""
-            self._say(f"step {made.step}: the gradient norm is {made.grad_norm:.4g}{before}; {search}", logging.WARNING)
-            self._tell("tinkerflow.run.outlier", once=str(made.step), step=made.step, grad_norm=str(made.grad_norm))
-        self._norms.add(made.grad_norm)
+            self._say(f"step {made.step}: {reason}; {search}", logging.WARNING)
+            figures = {"grad_norm": str(made.grad_norm), "loss": str(loss)}
+            self._tell("tinkerflow.run.outlier", once=str(made.step), step=made.step, **figures)
+        self._usual.add(made.grad_norm, loss)
 
     def _step_made(self, made: StepMeasured) -> None:
         loss = self._loss / self._weight if self._weight else self._loss
+        self._compare(made, loss)
         figures = {"loss": loss, "gradient norm": made.grad_norm, "learning rate": made.learning_rate}
         text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
         first = min(self._said_step + 1, made.step)

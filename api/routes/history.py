@@ -21,7 +21,7 @@ from tinkerflow.backend.catalog.receipt import make_receipt
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import ModelView
 from tinkerflow.backend.spec.history import PastRequest, digest
-from tinkerflow.backend.spec.outliers import MOST_REPEATED, MOST_ROWS, MOST_TOKENS, BlamedRow
+from tinkerflow.backend.spec.outliers import MOST_REPEATED, MOST_ROWS, MOST_TOKENS, BlamedRow, Reason
 
 router = Router(busy=1)
 
@@ -80,10 +80,17 @@ class ExaminedRow(Strict):
     grad_norm: Figure | None
     worst: list[tuple[Count, Count, Figure]] = Field([], max_length=MOST_TOKENS)
     repeated: list[Count] = Field([], max_length=MOST_REPEATED)
+    surprise: Figure | None = None
+    weight: Figure | None = None
+    gap: Figure | None = None
+    share: Figure = 0.0
+    reason: Reason = ""
+    score: Figure = 0.0
 
     def row(self) -> BlamedRow:
         """The row as the store has it."""
-        return BlamedRow(self.number, self.tokens, self.loss, self.grad_norm, tuple(self.worst), tuple(self.repeated))
+        values: dict[str, Any] = dict(self)
+        return BlamedRow(**{**values, "worst": tuple(self.worst), "repeated": tuple(self.repeated)})
 
 
 class ExaminedStep(Strict):

@@ -66,17 +66,31 @@ def rerun(
 def blame(
     run: Run,
     step: Annotated[int, typer.Option(min=1, help="optimizer step whose data are examined")],
+    back: Annotated[
+        int, typer.Option(min=0, help="steps before it that are searched by bisection if none of its rows is to blame")
+    ] = 16,
     show: Annotated[int, typer.Option(min=1, help="rows to show")] = 10,
     data_dir: DataDir = None,
 ) -> None:
-    """Compute each row of a step alone, from the state before the step, and show the rows that changed it the most."""
+    """Compute each row of a step alone, from the state before the step, and show those that are unlike the others.
+
+    The reason is a huge weight, repetitions, unlikely tokens, logprobs far from the trainer's, or a large gradient. If
+    no row has a reason, the data of the step may be unlikely because an earlier step spoiled the weights. That step is
+    examined then.
+    """
     from rich.table import Table
 
     from tinkerflow.backend.spec.outliers import COLUMNS, cells, remedy
     from tinkerflow.deployments.blame import blame as compute
+    from tinkerflow.deployments.blame import origin
 
     with _recorded(run, data_dir) as recorded:
         rows = compute(recorded, step)
+        if not rows[0].reason and (earlier := origin(recorded, step, back)) is not None:
+            print(f"step {earlier} made the data of step {step} unlikely; these are the rows of step {earlier}")
+            step, rows = earlier, compute(recorded, earlier)
+        if not rows[0].reason:
+            print(f"no row of step {step} is unlike the others; the first has the largest part in the step")
         table = Table(*COLUMNS)
         for row in rows[:show]:
             table.add_row(*cells(row))

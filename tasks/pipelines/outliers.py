@@ -1,10 +1,10 @@
 """Leaving out the rows that spoil a step: the step is made again without them, from the state before it.
 
-After each step its gradient norm is compared with those of the steps before. If it is unusual, the rows of the step are
-computed alone, in a fork of the training run before the step (docs/history.md). The rows with the largest part are left
-out, until the norm of the others is usual. Training then goes on in a new run that begins with the fork, so its weights
-are those of a run that never had the rows. All of this depends only on the data and on recorded steps, so that a retry
-finds the same rows.
+After each step its gradient norm and its loss are compared with those of the steps before. If the step is unusual, its
+rows are computed alone, in a fork of the training run before the step (docs/history.md). The rows that are unlike the
+others are left out, until the step is usual. Training then goes on in a new run that begins with the fork, so its
+weights are those of a run that never had the rows. All of this depends only on the data and on recorded steps, so that
+a retry finds the same rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote
 
@@ -22,12 +21,11 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.outliers import (
     MOST_ROWS,
     BlamedRow,
-    UsualNorms,
+    UsualSteps,
+    examined,
     for_pages,
-    least_likely,
     markdown_table,
     ranked,
-    stands_out,
 )
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.progress import LeftOutRow, SegmentRecord
@@ -61,22 +59,22 @@ class RowRecipe(Protocol):
 
 
 class OutlierWatch:
-    """Finds steps with an unusual gradient norm, and leaves out their worst rows."""
+    """Finds unusual steps, and leaves out their worst rows."""
 
     def __init__(self, run: PreparedRun, recipe: RowRecipe) -> None:
         """run: its parameters, connection and artifacts. recipe: makes the steps."""
         self._run, self._recipe = run, recipe
-        self._norms = UsualNorms()
-        self._accepted = 0  # a step that is made again, whatever its norm is
+        self._usual = UsualSteps()
+        self._accepted = 0  # a step that is made again, however unusual it is
         self.left_out: list[LeftOutRow] = []
         self._page: list[str] = []
 
     def begin(self, segments: Sequence[SegmentRecord]) -> None:
         """Begin after the recorded segments."""
-        self._norms = UsualNorms()
+        self._usual = UsualSteps()
         for segment in segments:
             for step in segment.steps:
-                self._norms.add(step.values["grad_norm"])
+                self._usual.add(step.values["grad_norm"], step.values["loss"])
         self.left_out = [one for segment in segments for one in segment.left_out]
         self._recipe.left_out.clear()
         self._recipe.left_out.update(one.row for one in self.left_out)
@@ -92,18 +90,18 @@ class OutlierWatch:
                 "again; use 'report'"
             )
 
-    def passes(self, step: int, norm: float) -> bool:
-        """Whether training goes on after a step, counted from 1, with this gradient norm."""
-        if self._norms.unusual(norm) and step != self._accepted:
+    def passes(self, step: int, norm: float, loss: float) -> bool:
+        """Whether training goes on after a step, counted from 1, with this gradient norm and loss of a token."""
+        if step != self._accepted and self._usual.unusual(norm, loss):
             return False
-        self._norms.add(norm)
+        self._usual.add(norm, loss)
         return True
 
     async def go_back(self, run_id: str, step: int, metadata: Mapping[str, str]) -> tinker.TrainingClient:
         """The model of a run before `step`, in a new run. The step's worst rows are left out from now on.
 
-        step: counted from 1. metadata: of the new run. If no rows explain the norm, none are left out, and the step
-        passes as it is.
+        step: counted from 1. metadata: of the new run. If no rows explain the step, none are left out, and it passes as
+        it is.
         """
         path = f"tinker://{run_id}/weights/@{step - 1}"
         rows = self._recipe.batch(step - 1)
@@ -133,41 +131,40 @@ class OutlierWatch:
             for (number, *repeated), forward, update in asked:
                 output, lesson = await forward, lessons[number]
                 logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy().tolist()
-                worst = least_likely(lesson.tokens[1:].tolist(), logprobs, lesson.weights[1:].tolist())
                 loss, norm = output.metrics.get("loss:sum"), ((await update).metrics or {}).get("grad_norm")
                 size = len(lesson.tokens) - 1
-                found.append(BlamedRow(number, size, _finite(loss), _finite(norm), worst, tuple(repeated)))
+                row = BlamedRow(number, size, _finite(loss), _finite(norm), repeated=tuple(repeated))
+                found.append(examined(row, lesson.tokens[1:].tolist(), logprobs, lesson.weights[1:].tolist()))
         return found
 
     async def _spoilers(
         self, probe: tinker.TrainingClient, rows: Sequence[int], worst: Sequence[BlamedRow]
     ) -> list[int]:
-        """Numbers of the fewest worst rows without which the norm of the step is usual; none if there are no such rows.
+        """Numbers of the first worst rows without which the step is usual; none if there are no such rows.
 
-        Only rows that stand out are left out: after too large a step, the gradients of all rows are large.
-        worst: the rows of the step.
+        Only rows with a reason are left out: after too large a step, the gradients of all rows are large.
+        worst: the rows of the step, as `ranked`.
         """
         chosen: list[int] = []
-        left = list(worst)
-        while left:
-            first, *others = left
-            if not stands_out(first, worst):
+        for row in worst:
+            if not row.reason:
                 break
-            chosen += first.spoilers
-            kept = [row for number, row in enumerate(rows) if number not in chosen]
-            forward, update = _measured(probe, self._recipe.lessons(kept))
-            await forward
-            norm = ((await update).metrics or {}).get("grad_norm", math.nan)
-            if not self._norms.unusual(norm):
-                return chosen
-            left = ranked([*others, replace(first, repeated=())] if first.repeated else others)
+            for numbers in (row.spoilers, {row.number} - {*row.spoilers}):
+                chosen += numbers
+                kept = [index for number, index in enumerate(rows) if number not in chosen]
+                if not (numbers and kept):
+                    continue
+                forward, update = _measured(probe, self._recipe.lessons(kept))
+                loss = (await forward).metrics.get("loss:sum", math.nan)
+                if not self._usual.unusual(((await update).metrics or {}).get("grad_norm", math.nan), loss):
+                    return chosen
         return []
 
     async def _show(self, run_id: str, step: int, worst: Sequence[BlamedRow], chosen: Sequence[int]) -> None:
         """Show the rows of a step on the page of its training run and as an artifact."""
         rows = ", ".join(map(str, chosen))
         decision = f"Left out from now on: rows {rows} of the data." if chosen else "No row was left out."
-        log.warning("step %d of %s has an unusual gradient norm. %s", step, run_id, decision)
+        log.warning("step %d of %s is unusual. %s", step, run_id, decision)
         self._page += [f"## Step {step}", "", decision, "", *markdown_table(worst[:MOST_ROWS]), ""]
         await self._run.artifacts.text("outliers", "\n".join(self._page), "rows of unusual steps")
         path = f"api/v1/training_runs/{quote(run_id, safe='')}/blames"

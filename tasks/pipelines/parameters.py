@@ -144,8 +144,8 @@ class SftParameters(PipelineParameters):
     data: DataSource = Field(description="Rows with answers (chat, ShareGPT, Alpaca, prompt/completion), or texts.")
     held_out: DataSource | None = Field(None, description="Rows whose loss is measured after each segment.")
     on_outlier: Literal["report", "skip"] = Field(
-        "report", description="After a step with an unusual gradient norm. report: train on. skip: go back to the "
-        "state before, and train on without the rows that caused it; the run then keeps a history."
+        "report", description="After a step with an unusual gradient norm or loss. report: train on. skip: go back to "
+        "the state before, and train on without the rows that caused it; the run then keeps a history."
     )  # fmt: skip
 
 

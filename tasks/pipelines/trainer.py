@@ -163,7 +163,7 @@ async def grad_norm(update: Awaitable[tinker.OptimStepResponse]) -> float:
 
 
 class _SpoiledStepError(Exception):
-    """A step, counted from 1, whose gradient norm is unusual. made: the steps before it."""
+    """A step, counted from 1, that is unusual. made: the steps before it."""
 
     def __init__(self, step: int, made: list[StepMetrics]) -> None:
         super().__init__(step)
@@ -251,7 +251,7 @@ async def make_steps(
             values = {**await pending.pop(0), "learning_rate": learning_rate(step - 1, trainer.training)}
             norm = values.get("grad_norm", 0.0)
             if watch is not None:
-                if not watch.passes(step, norm):
+                if not watch.passes(step, norm, values.get("loss", 0.0)):
                     raise _SpoiledStepError(step, made)
                 values["rows_left_out"] = float(len(watch.left_out))
             if not math.isfinite(norm):

@@ -105,13 +105,16 @@ def test_a_receipt_is_signed_and_damage_is_an_error_that_is_not_repeated(
 def test_the_rows_of_a_step_are_kept_and_wrong_ones_are_refused(server: Any) -> None:
     run, plain = make(server, history="true"), make(server)
     row = {"number": 3, "tokens": 7, "loss": 2.5, "grad_norm": None, "worst": [[1, 65, -9.5]], "repeated": [4]}
+    row |= {"surprise": 2.5, "weight": 80.0, "share": 0.9, "reason": "weight", "score": 9.0}
     assert server.post(f"training_runs/{run}/blames", {"step": 12, "rows": [row]}).json() == {}
-    assert server.store.histories.blames(run) == {12: [BlamedRow(3, 7, 2.5, None, ((1, 65, -9.5),), (4,))]}
+    kept = BlamedRow(3, 7, 2.5, None, ((1, 65, -9.5),), (4,), 2.5, 80.0, share=0.9, reason="weight", score=9.0)
+    assert server.store.histories.blames(run) == {12: [kept]}
     for body, text in (
         ({"step": 0, "rows": [row]}, "step"),
         ({"step": 1, "rows": []}, "rows"),
         ({"step": 1, "rows": [row] * 21}, "rows"),
         ({"step": 1, "rows": [{**row, "worst": [[1, 2, 0.0]] * 6}]}, "worst"),
+        ({"step": 1, "rows": [{**row, "reason": "<b>"}]}, "reason"),
     ):
         refused = server.post(f"training_runs/{run}/blames", body)
         assert refused.status_code in (400, 422) and text in refused.text, body

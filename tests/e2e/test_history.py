@@ -100,7 +100,7 @@ def test_a_rerun_is_equal_and_blame_finds_the_row_that_is_then_left_out(
     assert weights(pipelines, again) == weights(pipelines, f"tinker://{run}/weights/step-8")
 
     said, status = command("blame", run, "--step", str(POISONED))
-    assert status == 0 and said.splitlines()[3].split()[1] == "2", said
+    assert status == 0 and said.splitlines()[3].split()[1] == "2" and "weight 80, 9" in said, said
     page = said.splitlines()[-2].split(": ", 1)[1]
     assert page == f"{server.api_url}/training_runs/{run}" and "Rows of step 5" in httpx.get(page).text
     fix = said.splitlines()[-1].split(": ", 1)[1]
@@ -117,6 +117,24 @@ def test_a_rerun_is_equal_and_blame_finds_the_row_that_is_then_left_out(
         trainer.optim_step(types.AdamParams(learning_rate=1e-3)).result()
     undisturbed = trainer.save_state("undisturbed").result().path
     assert weights(pipelines, said.split("saved: ")[1].split()[0]) == weights(pipelines, undisturbed)
+
+
+def test_a_step_that_spoiled_the_weights_is_found_by_bisection(
+    command: Any, make_datum: Any, service: Any, server: Any
+) -> None:
+    trainer = service.create_lora_training_client(
+        server.base_model, rank=8, seed=1, user_metadata={"history": "true"}
+    ).result()
+    for step in range(1, 11):
+        trainer.forward_backward(rows(make_datum, 20 + step), "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=1.0 if step == 4 else 1e-4)).result()
+    said, status = command("blame", trainer.model_id, "--step", "9")
+    assert status == 0 and said.startswith("step 4 made the data of step 9 unlikely; these are the rows of step 4"), (
+        said
+    )
+    assert "no row of step 4 is unlike the others" in said and "--from 4 --without 4:" in said
+    said, _ = command("blame", trainer.model_id, "--step", "9", "--back", "3")
+    assert said.startswith("no row of step 9 is unlike the others"), "the steps after the fourth did nothing"
 
 
 def test_changes_and_wrong_words(run: str, command: Any) -> None:

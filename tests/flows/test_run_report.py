@@ -141,27 +141,31 @@ def test_tokens_whose_gradients_a_checkpoint_replaced_are_not_of_the_budget() ->
     assert told.events == []
 
 
-def test_an_unusual_gradient_norm_is_reported_and_does_not_become_usual() -> None:
+def test_an_unusual_step_is_reported() -> None:
     told = Told()
 
-    def step(number: int, norm: float) -> None:
+    def step(number: int, norm: float, loss: float = 16.0) -> None:
+        told.answered(LossMeasured(RUN, 8, 8.0, loss))
         told.answered(StepMeasured(RUN, number, number, norm, 1e-4))
 
     step(1, 100.0)  # the first steps have no usual norm yet
     for number in range(2, 12):
-        step(number, 1.0 + number % 3)
+        step(number, 2.0 + number % 3 / 4)
     assert told.events == []
     step(12, 7.9)
-    for number, norm in ((13, 10.1), (14, 1e6), (15, math.nan), (16, 2.0)):
+    for number, norm in ((13, 15.1), (14, 1e6), (15, math.nan), (16, 2.0)):
         step(number, norm)
+    step(17, 2.0, loss=80.0)
     assert [(event, payload["step"]) for event, payload in told.events] == [
         ("tinkerflow.run.outlier", 13),
         ("tinkerflow.run.outlier", 14),
         ("tinkerflow.run.outlier", 15),
+        ("tinkerflow.run.outlier", 17),
     ]
     warnings = [text for level, text in told.lines if level == logging.WARNING]
-    assert warnings[0].startswith("step 13: the gradient norm is 10.1, and the median of the steps before is 2.5; ")
+    assert warnings[0].startswith("step 13: the gradient norm is 15.1, and the median of the steps before is 2.372; ")
     assert f"`tinkerflow blame {RUN} --step 13`" in warnings[0]
+    assert warnings[-1].startswith("step 17: the loss is 10, and the median of the steps before is 2; ")
 
 
 def test_the_rows_of_examined_steps_are_an_artifact_of_runs_with_a_history(client: Any, context: Any) -> None:
@@ -171,9 +175,10 @@ def test_the_rows_of_examined_steps_are_an_artifact_of_runs_with_a_history(clien
         return [one.data for one in Drawing(client.journal, run_id, "a run", "http://here", store).draw()[1:]]
 
     assert drawn(run, context.store) == []
+    weighted = BlamedRow(1, 5, 10.0, 2.5, weight=80.0, share=0.99, reason="weight", score=9.0)
     for step in (12, 40):
-        context.store.histories.write_blame(run, step, [BlamedRow(3, 7, None, None), BlamedRow(1, 5, 10.0, 2.5)])
+        context.store.histories.write_blame(run, step, [BlamedRow(3, 7, None, None), weighted])
     (page,) = drawn(run, context.store)
-    assert page.startswith("## Step 40\n\n| row | tokens |") and "| 1 | 5 | 2 | 2.5 |" in page
+    assert page.startswith("## Step 40\n\n| row | tokens |") and "| 1 | 5 | 2 | 2.5 | weight 80, 99.0% of" in page
     assert f"`tinkerflow rerun {run} --from 12 --without 12:3`" in page
     assert drawn(run, None) == drawn(plain, context.store) == []

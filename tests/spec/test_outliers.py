@@ -1,56 +1,172 @@
-"""Which steps are unusual, and which rows of them come first."""
+"""Which steps are unusual, and which rows of them come first with which reason."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
 
 from tinkerflow.backend.spec.outliers import (
     BlamedRow,
-    UsualNorms,
+    UsualSteps,
     cells,
+    examined,
     least_likely,
     markdown_table,
     ranked,
     remedy,
-    stands_out,
 )
 
 
-def test_a_norm_is_unusual_after_ten_usual_ones() -> None:
-    norms = UsualNorms()
-    for norm in (100.0, *[1.0] * 8):
-        norms.add(norm)
-    assert norms.median == math.inf and not norms.unusual(1e9) and norms.unusual(math.nan)
-    norms.add(2.0)
-    assert norms.median == 1.0 and norms.unusual(4.1) and not norms.unusual(4.0)
-    norms.add(5.0)  # stays out
-    assert norms.median == 1.0
-    for _ in range(50):
-        norms.add(3.0)
-    assert norms.median == 3.0, "only the last fifty count"
+# ------------------------------------------------------------------ steps
+def steps(*norms: float) -> UsualSteps:
+    usual = UsualSteps()
+    for norm in norms:
+        usual.add(norm, 1.0)
+    return usual
 
 
-def test_rows_are_ranked_by_their_part_and_repetitions_are_left_out_before_their_original() -> None:
-    usual, large = BlamedRow(0, 10, 20.0, 3.0), BlamedRow(1, 10, 30.0, 9.0)
-    repeated, broken = BlamedRow(2, 10, 5.0, 2.0, repeated=(4, 6, 7, 8, 9, 10)), BlamedRow(3, 0, None, None)
-    assert ranked([usual, large, repeated, broken]) == [broken, repeated, large, usual]
-    assert remedy("r", 7, large) == "tinkerflow rerun r --from 7 --without 7:1"
-    assert remedy("r", 7, BlamedRow(2, 1, 1.0, 1.0, repeated=(4, 6))).endswith("--without 7:4 --without 7:6")
-    assert cells(broken) == ("3", "0", "not finite", "not finite", "", "")
-    assert cells(repeated)[-1] == "6 times: 4, 6, 7, 8, 9, …"
-    assert markdown_table([usual])[2] == "| 0 | 10 | 2 | 3 |  |  |"
+def test_a_step_is_unusual_after_ten_others() -> None:
+    usual = steps(100.0, *[1.0] * 8)
+    assert not usual.unusual(1e9, 1e9)
+    assert usual.unusual(math.nan, 1.0) == "the gradient norm is nan"
+    usual.add(2.0, 1.0)
+    assert not usual.unusual(3.9, 2.3)
+    assert usual.unusual(4.1, 1.0) == "the gradient norm is 4.1, and the median of the steps before is 1"
+    assert usual.unusual(1.0, 2.4) == "the loss is 2.4, and the median of the steps before is 1"
 
 
-def test_a_row_stands_out_if_the_others_are_unlike_it() -> None:
-    rows = [BlamedRow(number, 10, 1.0, norm) for number, norm in enumerate((1.0, 1.5, 5.0, 0.5))]
-    assert [stands_out(row, rows) for row in rows] == [False, False, True, False]
-    assert not stands_out(rows[2], [rows[2]]) and stands_out(rows[2], rows[1:4:2])
-    assert stands_out(BlamedRow(4, 1, None, None), rows)
+def test_the_range_follows_the_spread_the_trend_and_a_lasting_change_of_a_run() -> None:
+    draw = Random(1)
+    assert not steps(*(math.exp(draw.gauss(0, 0.8)) for _ in range(50))).unusual(15.0, 1.0), "it varies that much"
+    assert steps(*(math.exp(draw.gauss(0, 0.1)) for _ in range(50))).unusual(15.0, 1.0)
+    rising = [1.06**step for step in range(60)]
+    assert not steps(*rising).unusual(5 * rising[-25], 1.0) and steps(*rising).unusual(6 * rising[-1], 1.0)
+    assert steps(*[1.0] * 50, *[9.0] * 20).unusual(9.0, 1.0) and not steps(*[1.0] * 50, *[9.0] * 30).unusual(9.0, 1.0)
+    assert not steps(0.0, *[1.0] * 20).unusual(0.0, 1.0)
 
 
-def test_the_least_likely_tokens_have_a_weight() -> None:
+def trained(seed: int, poisoned: int = 0, kind: str = "") -> list[tuple[float, float]]:
+    """Norm and loss of 120 steps of Adam on a low-rank change of a softmax layer, with a warm-up of 40 steps.
+
+    As with LoRA, a factor begins with zeros, so that the norm rises at first. The rows of a step have different
+    lengths, and 5 % of the targets are wrong.
+    """
+    fixed, draw, vocabulary, width, rank = np.random.default_rng(0), np.random.default_rng(seed), 32, 16, 4
+    embedding, target = fixed.normal(size=(vocabulary, width)), fixed.permutation(vocabulary)
+    weights, often = fixed.normal(size=(width, vocabulary)) * 0.3, 1 / np.arange(1, vocabulary + 1)
+    factors = [draw.normal(size=(width, rank)) / 4, np.zeros((rank, vocabulary))]
+    first, second = [np.zeros_like(one) for one in factors], [np.zeros_like(one) for one in factors]
+    made = []
+    for step in range(1, 121):
+        lengths = draw.integers(2, 24, size=4)
+        tokens = draw.choice(vocabulary, lengths.sum(), p=often / often.sum())
+        wrong = draw.random(len(tokens)) < (1.0 if (step, kind) == (poisoned, "tokens") else 0.05)
+        targets = np.where(wrong, draw.integers(0, vocabulary, len(tokens)), target[tokens])
+        counts = np.ones(len(tokens))
+        counts[: lengths[0]] = 100.0 if (step, kind) == (poisoned, "weight") else 1.0
+        hidden = embedding[tokens]
+        odds = np.exp(hidden @ (weights + factors[0] @ factors[1]))
+        chances = odds / odds.sum(1, keepdims=True)
+        loss = -(counts * np.log(chances[np.arange(len(tokens)), targets])).sum() / counts.sum()
+        chances[np.arange(len(tokens)), targets] -= 1
+        gradient = hidden.T @ (chances * counts[:, None] / len(tokens))
+        gradients = [gradient @ factors[1].T, factors[0].T @ gradient]
+        made.append((math.sqrt(sum(float((one**2).sum()) for one in gradients)), float(loss)))
+        for place, one in enumerate(gradients):
+            first[place] = 0.9 * first[place] + 0.1 * one
+            second[place] = 0.95 * second[place] + 0.05 * one**2
+            scale = np.sqrt(second[place] / (1 - 0.95**step)) + 1e-8
+            factors[place] -= 0.02 * min(1, step / 40) * first[place] / (1 - 0.9**step) / scale
+    return made
+
+
+def unusual_steps(made: Sequence[tuple[float, float]]) -> list[int]:
+    usual, found = UsualSteps(), []
+    for number, (norm, loss) in enumerate(made, 1):
+        if usual.unusual(norm, loss):
+            found.append(number)
+        usual.add(norm, loss)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_step_of_a_usual_run_is_unusual_and_a_poisoned_one_is(seed: int) -> None:
+    assert unusual_steps(trained(seed)) == []
+    assert unusual_steps(trained(seed, 30, "weight")) == [30]
+    assert unusual_steps(trained(seed, 90, "tokens")) == [90], "only the loss is large"
+
+
+# ------------------------------------------------------------------ rows
+def usual_rows(count: int = 30) -> list[BlamedRow]:
+    draw = Random(3)
+    return [
+        BlamedRow(n, 10, 20.0, math.exp(draw.gauss(0, 0.3)), (), (), draw.gauss(2, 0.2), 1.0, abs(draw.gauss(0, 0.1)))
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "explanation"),
+    [
+        ({"weight": 500.0, "grad_norm": 500.0}, "weight 500, 94.6% of the step"),
+        ({"repeated": tuple(range(40, 89))}, "repeated 50 times, "),
+        ({"surprise": 5.5, "grad_norm": 3.0}, "unlikely tokens, 5.5 nats each, "),
+        ({"gap": 10.0}, "a logprob 10 from the trainer's, "),
+        ({"grad_norm": 40.0}, "large gradient norm, "),
+        ({"grad_norm": None, "surprise": None}, "not finite"),
+    ],
+)
+def test_a_row_that_is_unlike_the_others_comes_first_with_its_reason(
+    changes: dict[str, object], explanation: str
+) -> None:
+    rows = usual_rows()
+    assert [row.explanation for row in ranked(rows)] == [""] * len(rows)
+    assert [row.number for row in ranked(rows)] == [
+        row.number for row in sorted(rows, key=lambda row: row.part, reverse=True)
+    ]
+    rows[7] = replace(rows[7], **changes)  # type: ignore[arg-type]
+    first, *others = ranked(rows)
+    assert first.number == 7 and first.explanation.startswith(explanation), first.explanation
+    assert all(not row.reason for row in others)
+
+
+def test_rows_to_leave_out() -> None:
+    row = BlamedRow(1, 10, 30.0, 9.0)
+    assert remedy("r", 7, row) == "tinkerflow rerun r --from 7 --without 7:1"
+    row = replace(row, repeated=(4, 6), reason="repeated")
+    assert remedy("r", 7, row) == "tinkerflow rerun r --from 7 --without 7:4 --without 7:6", "one of them stays"
+    assert replace(row, reason="tokens").spoilers == (1, 4, 6)
+
+
+def test_few_rows_are_compared_as_well() -> None:
+    assert ranked([BlamedRow(0, 10, 1.0, 3.0)])[0].reason == ""
+    (first, second) = ranked([BlamedRow(0, 10, 1.0, 3.0, weight=1.0), BlamedRow(1, 10, 1.0, 60.0, weight=20.0)])
+    assert (first.number, first.reason, second.reason) == (1, "weight", "")
+
+
+def test_the_cells_of_a_row() -> None:
+    assert cells(replace(BlamedRow(3, 0, None, None), reason="not finite")) == (
+        *("3", "0", "not finite", "not finite"),
+        *("not finite", "", ""),
+    )
+    assert cells(BlamedRow(2, 10, 5.0, 2.0, repeated=(4, 6, 7, 8, 9, 10)))[-1] == "6 times: 4, 6, 7, 8, 9, …"
+    assert markdown_table([BlamedRow(0, 10, 20.0, 3.0)])[2] == "| 0 | 10 | 2 | 3 |  |  |  |"
+
+
+def test_the_figures_of_the_tokens_of_a_row_are_of_those_with_a_weight() -> None:
     targets, logprobs = [5, 6, 7, 8], [-1.0, -9.0, -3.0, -2.0]
     assert least_likely(targets, logprobs, None, 2) == ((1, 6, -9.0), (2, 7, -3.0))
     assert least_likely(targets, logprobs, [1.0, 0.0, 1.0, 1.0], 2) == ((2, 7, -3.0), (3, 8, -2.0))
+    assert least_likely(targets, [-1.0, math.nan, -math.inf, -2.0], None) == ((3, 8, -2.0), (0, 5, -1.0))
     row = BlamedRow(0, 4, 8.0, 2.0, ((2, 7, -3.0),))
-    assert cells(row)[4] == "7 at 2: -3.00" and cells(row, "abcdefghij".__getitem__)[4] == "'h' at 2: -3.00"
+    assert cells(row)[5] == "7 at 2: -3.00" and cells(row, "abcdefghij".__getitem__)[5] == "'h' at 2: -3.00"
+    row = examined(row, targets, logprobs, [0.5, 0.0, -2.0, 1.0], [-1.5, -1.0, -3.0, 1.0])
+    assert (row.surprise, row.weight, row.gap) == (2.0, 2.0, 3.0)
+    row = examined(row, targets, logprobs)
+    assert (row.surprise, row.weight, row.gap) == (3.75, None, None)
+    assert examined(row, targets, [math.nan] * 4).surprise is None
