@@ -105,6 +105,11 @@ class Settings(BaseSettings):
     )
     decode_chunk: int = Field(8, ge=1)
     """most tokens that are decoded before the sampler looks for new requests"""
+    drafts: bool = Field(
+        default=False,
+        description="on CPUs, sample several tokens of a sequence in one step where they repeat earlier text; the "
+        "tokens are the same",
+    )
     prefill_answers: bool = True
     """prefill answers for the prefix cache while a worker group is idle, for projects that continue their answers"""
     chunks_per_microbatch: float = Field(1.0, ge=0.01, le=100)

@@ -545,6 +545,7 @@ class GroupConfig:
     store_url: str = ""  # processes that reach this store read and write states themselves; "" = none
     store_mark: str = ""  # from `Store.mark`: on another host, the same URL may be a different folder
     kv_cache: CacheFormat = "full"
+    drafts: bool = False  # verify several likely tokens in one step, where the host reads each chunk first
     share_prefixes: bool = True  # train equal beginnings of examples once, in models that can (`spec.prefix_trees`)
 
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.mesh import Array, by_rows
 from tinkerflow.backend.compute.sampler.constraints import everything
-from tinkerflow.backend.compute.sampler.requests import SlotAssignment
+from tinkerflow.backend.compute.sampler.requests import RowAssignment
 from tinkerflow.backend.compute.warming import result_of
 
 _ENTRIES = 4096  # of a table, in one dispatch
@@ -69,7 +69,7 @@ def generated(rows: AdjustedRows, tokens_S: jax.Array) -> AdjustedRows:
     return replace(rows, seen_SV=jnp.asarray(rows.seen_SV).at[place_S, tokens_S].add(_GENERATED))
 
 
-def adjusted_rows(mesh: Mesh, vocab: int, S: int, assigned: SlotAssignment) -> AdjustedRows | None:
+def adjusted_rows(mesh: Mesh, vocab: int, S: int, assigned: RowAssignment) -> AdjustedRows | None:
     """The adjustments of the sequences in their slots; None when no sequence has any.
 
     mesh: the devices that the tables are for. vocab: V. S: slots.

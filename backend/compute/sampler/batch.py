@@ -15,11 +15,16 @@ group agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
+from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.sampler.answers import Answers
+from tinkerflow.backend.compute.sampler.decode import Decoded
+from tinkerflow.backend.compute.sampler.drafts import DraftedStep, Drafts, unused
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
@@ -33,6 +38,30 @@ from tinkerflow.backend.spec.commands import Candidates, NewTokens, SampleResult
 _SHORT = 4  # sequences of short requests that are decoded together
 _PREFILL_STEPS = 3  # the most steps in a row that only prefill: a fuller batch decodes for the price of this one
 _WORTH = 4  # the batch waits only if at least one sequence joins for every so many that are in it
+
+
+@dataclass(frozen=True)
+class _TokensOf:
+    """N decoded tokens of one sequence on the host, their logprobs, and the most likely tokens, if any are listed."""
+
+    tokens_N: npt.NDArray[np.int32]
+    logprobs_N: npt.NDArray[np.float32]
+    top_Nk: npt.NDArray[np.int32] | None
+    top_logprobs_Nk: npt.NDArray[np.float32] | None
+
+    @classmethod
+    def slot(cls, decoded: Decoded, slot: int, steps: int) -> _TokensOf:
+        """The first tokens of a slot."""
+        return cls(*(None if part is None else np.asarray(part)[:steps, slot] for part in _parts(decoded)))  # type: ignore[arg-type]
+
+    @classmethod
+    def rows(cls, decoded: Decoded, slots: list[int]) -> _TokensOf:
+        """The first token of each of some slots."""
+        return cls(*(None if part is None else np.asarray(part)[0, slots] for part in _parts(decoded)))  # type: ignore[arg-type]
+
+
+def _parts(decoded: Decoded) -> tuple[Array | None, ...]:
+    return decoded.tokens_CS, decoded.logprobs_CS, decoded.top_CSk, decoded.top_logprobs_CSk
 
 
 class DecodeBatch:
@@ -49,20 +78,22 @@ class DecodeBatch:
         runs_ahead: bool,
         host_decides: bool,
         weights: str,
+        drafts: Drafts | None = None,
     ) -> None:
         """An idle batch.
 
         scheduler: its requests. model: the devices. pool: the pages. shapes: the sizes of dispatches. prefill_budget:
         prompt tokens, padding included, that one step prefills. runs_ahead: a chunk is dispatched before the last one
         is read. host_decides: as in `Platform`; then a dispatch decodes one token or a whole chunk. weights: names the
-        base weights in errors.
+        base weights in errors. drafts: None where each token is decoded by itself.
         """
+        self._drafts = drafts
         self.scheduler, self.model = scheduler, model
         self._pool, self._shapes = pool, shapes
         self._prefill_budget, self._runs_ahead, self._weights = prefill_budget, runs_ahead, weights
         self._host_decides = host_decides
         self.answers = Answers(pool, shapes)
-        self._in_flight: Chunk | None = None  # dispatched, and not read yet
+        self._in_flight: Chunk[ActiveSequence] | None = None  # dispatched, and not read yet
         self._last_prefill: PieceScores | jax.Array | None = None  # of the last step that only prefilled
         self._prefill_steps = 0  # in a row that only prefilled
         self._served_short = False  # in the last step
@@ -156,8 +187,41 @@ class DecodeBatch:
         stepwise = self._stepwise(running)
         self._decode_stepwise(stepwise, steps)
         served = set(stepwise)
-        if others := [sequence for sequence in running if sequence not in served]:
+        others = [sequence for sequence in running if sequence not in served]
+        if others and self._drafts is not None:
+            others, steps = self._decode_drafted(self._drafts, others, steps)
+        if others:
             self._dispatch(others, steps)
+
+    def _decode_drafted(
+        self, drafts: Drafts, sequences: list[ActiveSequence], steps: int
+    ) -> tuple[list[ActiveSequence], int]:
+        """Decode with drafts, step by step, while there are any: the sequences and the steps that are left."""
+        for left in range(steps, 0, -1):
+            if (step := drafts.next_step(sequences)) is None:
+                return sequences, left
+            self._verify(drafts, step)
+            sequences = [
+                sequence
+                for sequence in sequences
+                if sequence in self.scheduler.slots.running
+                and self._pool.reserve(
+                    sequence.table, sequence.cached, sequence.cached + min(left - 1, sequence.remaining)
+                )
+            ]
+            if not sequences:
+                break
+        return [], 0
+
+    def _verify(self, drafts: Drafts, step: DraftedStep) -> None:
+        """Decode one token in each row of a step, and give each sequence those that are right."""
+        decoded = self.model.read_chunk(self.model.decode_chunk(step.slots, step.rows, 1, None))
+        for sequence, draft in step.drafts.items():
+            new = _TokensOf.rows(decoded, step.places[sequence])
+            right = drafts.accept(sequence, draft, new.tokens_N.tolist())
+            sequence.uniforms.give_back(unused(step, sequence, right))
+            if self.scheduler.is_active(sequence):  # otherwise another sample of its request has failed
+                self._append(sequence, new, right)
 
     def _stepwise(self, running: list[ActiveSequence]) -> list[ActiveSequence]:
         """The sequences that decode token by token: constrained ones, whose last token decides which may be the next.
@@ -245,34 +309,36 @@ class DecodeBatch:
         if chunk is not None:
             self._distribute(chunk)
 
-    def _distribute(self, chunk: Chunk) -> None:
+    def _distribute(self, chunk: Chunk[ActiveSequence]) -> None:
         """Give each sequence its decoded tokens, as soon as they are computed. Sequences that end free their slots."""
-        decoded, steps = self.model.read_chunk(chunk), chunk.steps
-        finite_CS = np.isfinite(np.asarray(decoded.logprobs_CS)[:steps])
-        finite_S = np.where(finite_CS.all(axis=0), steps, finite_CS.argmin(axis=0)).tolist()  # tokens that are finite
-        tokens_SC = np.asarray(decoded.tokens_CS[:steps]).T.tolist()
-        logprobs_SC = np.asarray(decoded.logprobs_CS[:steps]).T.tolist()
+        decoded = self.model.read_chunk(chunk)
         for slot, sequence in chunk.slots:
-            sequence.in_flight -= steps
-            if not self.scheduler.is_active(sequence):
-                continue  # it ended in the chunk before, or its request is gone
-            count = min(steps, sequence.parent.max_tokens - len(sequence.tokens))
-            top = None
-            if sequence.parent.request.topk_sample:
-                assert decoded.top_CSk is not None and decoded.top_logprobs_CSk is not None
-                listed, their_logprobs = decoded.top_CSk[:count, slot], decoded.top_logprobs_CSk[:count, slot]
-                top = Candidates(np.asarray(listed), np.asarray(their_logprobs))
-            if finite_S[slot] < count:
-                self._fail(sequence.parent)
-                continue
-            start = len(sequence.tokens)
-            if sequence.append(tokens_SC[slot], logprobs_SC[slot], top):
-                # Tokens after the end may be NaN, although all tokens of the sequence are finite.
-                self.scheduler.slots.remove(sequence, tainted=finite_S[slot] < steps)
-                if self.scope_is_alive(sequence.parent.scope):
-                    self.answers.add(sequence)
-            if sequence.parent.request.stream:
-                self.streamed.append(sequence.new_tokens(start, top))
+            sequence.in_flight -= chunk.steps
+            if self.scheduler.is_active(sequence):  # otherwise it ended in the chunk before, or its request is gone
+                self._append(sequence, _TokensOf.slot(decoded, slot, chunk.steps), chunk.steps)
+
+    def _append(self, sequence: ActiveSequence, new: _TokensOf, right: int) -> None:
+        """Append the first `right` of the tokens to a sequence, which may end at any of them."""
+        finite = int(np.append(np.isfinite(new.logprobs_N), False).argmin())  # tokens that are finite
+        count = min(right, sequence.parent.max_tokens - len(sequence.tokens))
+        if finite < count:
+            self._fail(sequence.parent)
+            return
+        start, top = len(sequence.tokens), None
+        if sequence.parent.request.topk_sample:
+            assert new.top_Nk is not None and new.top_logprobs_Nk is not None
+            top = Candidates(new.top_Nk[:count], new.top_logprobs_Nk[:count])
+        if sequence.append(new.tokens_N[:right].tolist(), new.logprobs_N[:right].tolist(), top):
+            # Tokens after the end may be NaN, although all tokens of the sequence are finite.
+            self.scheduler.slots.remove(sequence, tainted=finite < len(new.logprobs_N))
+            if self.scope_is_alive(sequence.parent.scope):
+                self.answers.add(sequence)
+        elif finite < len(new.logprobs_N):
+            self.scheduler.restart(sequence)  # a wrong draft left NaN where it will attend
+        if sequence.parent.request.stream:
+            self.streamed.append(sequence.new_tokens(start, top))
+        if self._drafts is not None:
+            self._drafts.note(sequence)
 
     def _fail_unscored(self, group: PrefillGroup) -> None:
         for parent in dict.fromkeys(job.parent for job in group.jobs if job.sequences):  # else it is gone, or started

@@ -5,8 +5,9 @@ Letters: B rows, Q tokens of a piece, S slots, C tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import jax
 import numpy as np
@@ -25,17 +26,19 @@ from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
 from tinkerflow.backend.compute.sampler.prefill import Piece, empty_piece, fill, prefill, score
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, Widths
-from tinkerflow.backend.compute.sampler.requests import SlotAssignment
+from tinkerflow.backend.compute.sampler.requests import ActiveSequence, DecodeRow, RowAssignment
 from tinkerflow.backend.compute.sampler.sampling import width_for
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
 from tinkerflow.backend.spec.commands import CacheFormat
 
+Row = TypeVar("Row", bound=DecodeRow)
+
 
 @dataclass(frozen=True)
-class Chunk:
-    """A decode dispatch: `steps` tokens of each sequence in `slots`. decoded: on the devices."""
+class Chunk(Generic[Row]):
+    """A decode dispatch: `steps` tokens of each row in `slots`. decoded: on the devices."""
 
-    slots: SlotAssignment
+    slots: Sequence[tuple[int, Row]]
     steps: int
     decoded: Decoded
 
@@ -137,7 +140,9 @@ class SamplerModel:
             return None
         return score(self.mesh, widths, params, lora, x_BQD, piece.columns_B2, piece.queries)
 
-    def decode_chunk(self, S: int, slots: SlotAssignment, steps: int, before: Chunk | None) -> Chunk:
+    def decode_chunk(
+        self, S: int, slots: Sequence[tuple[int, Row]], steps: int, before: Chunk[ActiveSequence] | None
+    ) -> Chunk[Row]:
         """Dispatch `steps` more tokens of every sequence.
 
         S: slots of the dispatch; the tokens of unused ones are never read. steps: at most `chunk`; 1 or `chunk` if the
@@ -159,7 +164,7 @@ class SamplerModel:
         )
         return Chunk(slots, steps, on_devices)
 
-    def read_chunk(self, chunk: Chunk) -> Decoded:
+    def read_chunk(self, chunk: Chunk[Row]) -> Decoded:
         """The decoded tokens on the host, as soon as the devices have computed them."""
         return to_host(replace(chunk.decoded, last_M=None))
 
@@ -186,7 +191,9 @@ class SamplerModel:
                 states_B[row] = table.state.pages[0] % self._pool.states.pages
         return states_B
 
-    def _rows(self, assigned: SlotAssignment, S: int, chunk: int, steps: int, before: Chunk | None) -> Rows:
+    def _rows(
+        self, assigned: RowAssignment, S: int, chunk: int, steps: int, before: Chunk[ActiveSequence] | None
+    ) -> Rows:
         rows = replace(
             empty_rows(S, self._width, chunk, states=self._pool.states is not None),
             tables_SW=self._tables(S, ((slot, sequence.table) for slot, sequence in assigned)),
@@ -201,18 +208,18 @@ class SamplerModel:
         if rows.shift_S is not None:
             rows.shift_S[slots] = [sequence.parent.rotary_shift for sequence in sequences]
         rows.columns_S2[slots] = [(place.start, place.end) for place in columns]
-        rows.uniform_CS[:steps, slots] = np.stack([each.uniforms.draw(steps) for each in sequences], axis=1)
+        rows.uniform_CS[:steps, slots] = np.stack([each.draw(steps) for each in sequences], axis=1)
         choices = zip(*(sequence.parent.sampling_choice(self.cfg.vocab) for sequence in sequences), strict=True)
         for part, chosen in zip(jax.tree.leaves(rows.choice), choices, strict=True):
             part[slots] = chosen
         return rows if self._no_tokens_M is None else self._continued(rows, assigned, before)
 
-    def _continued(self, rows: Rows, assigned: SlotAssignment, before: Chunk | None) -> Rows:
+    def _continued(self, rows: Rows, assigned: RowAssignment, before: Chunk[ActiveSequence] | None) -> Rows:
         """The rows, with last tokens in flight from the chunk before."""
         from_S = np.full(len(rows.tokens_S), -1, np.int32)
-        place_of = {sequence: place for place, sequence in before.slots} if before is not None else {}
+        place_of = {id(sequence): place for place, sequence in before.slots} if before is not None else {}
         for slot, sequence in assigned:
             if sequence.in_flight:
-                from_S[slot] = place_of[sequence]
+                from_S[slot] = place_of[id(sequence)]
         last_M = self._no_tokens_M if before is None else before.decoded.last_M
         return replace(rows, before_M=last_M, from_S=from_S)

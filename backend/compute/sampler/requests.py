@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,15 @@ from tinkerflow.backend.compute.sampler.prompt_scores import PromptScores
 from tinkerflow.backend.compute.sampler.sampling import UniformStream, normal_temperature, normal_top_p
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 from tinkerflow.backend.compute.sampler.stops import StopDetector
-from tinkerflow.backend.spec.commands import Candidates, Int32, NewTokens, SampledSequence, SampleRequest, SampleResult
+from tinkerflow.backend.spec.commands import (
+    Candidates,
+    Float32,
+    Int32,
+    NewTokens,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+)
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,10 @@ class ActiveSequence:
         self.uniforms = UniformStream(self.parent.request.seed, self.index)
         self.uniforms.draw(len(self.tokens))
 
+    def draw(self, count: int) -> Float32:
+        """Its next `count` random numbers."""
+        return self.uniforms.draw(count)
+
     def all_tokens(self) -> Int32:
         """The prompt and every token so far."""
         return np.concatenate([self.parent.request.prompt_T, np.asarray(self.tokens, np.int32)]).astype(np.int32)
@@ -220,3 +233,41 @@ class ActiveSequence:
 
 
 SlotAssignment = list[tuple[int, ActiveSequence]]  # (slot, the sequence in it), ascending
+
+
+class DecodeRow(Protocol):
+    """A row of a decode dispatch: a sequence, or a token of its draft (`drafts.DraftRow`)."""
+
+    @property
+    def parent(self) -> ActiveRequest:
+        """Its request."""
+
+    @property
+    def table(self) -> PageTable:
+        """Its pages."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of its sequence so far."""
+
+    @property
+    def last_token(self) -> int:
+        """Its input."""
+
+    @property
+    def cached(self) -> int:
+        """The position of its input."""
+
+    @property
+    def in_flight(self) -> int:
+        """Tokens that the host has not read."""
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """The state of its sequence in a constraint, if any."""
+
+    def draw(self, count: int) -> Float32:
+        """Its next `count` random numbers."""
+
+
+RowAssignment = Sequence[tuple[int, DecodeRow]]  # (slot, the row in it), ascending

@@ -24,6 +24,7 @@ from tinkerflow.backend.compute.models.vision_tower import VisionTower, image_sh
 from tinkerflow.backend.compute.platforms import on_cpu, platform
 from tinkerflow.backend.compute.sampler.batch import DecodeBatch
 from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
+from tinkerflow.backend.compute.sampler.drafts import Drafts
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE, PagePool
 from tinkerflow.backend.compute.sampler.programs import SamplerPrograms
@@ -129,6 +130,9 @@ class Sampler:
             kv_cache=config.kv_cache,
             tower=tower,
         )
+        # Linear attention cannot go back to the state before a wrong draft, nor a dispatch that is not read yet.
+        may_draft = config.drafts and not states and not runs_ahead
+        self.drafts = Drafts(shapes, self._pool) if may_draft else None
         self._batch = DecodeBatch(
             self._scheduler,
             self._model,
@@ -138,6 +142,7 @@ class Sampler:
             runs_ahead=runs_ahead,
             host_decides=host_decides,
             weights=weights,
+            drafts=self.drafts,
         )
         self._matcher = lru_cache(KEPT_CONSTRAINTS)(self._new_matcher)
 

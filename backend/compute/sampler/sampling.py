@@ -74,6 +74,10 @@ class UniformStream:
         drawn, self._ready = self._ready[:count], self._ready[count:]
         return drawn
 
+    def give_back(self, numbers: Float32) -> None:
+        """Return the last numbers that were drawn: they are drawn again next."""
+        self._ready = np.concatenate([numbers, self._ready])
+
 
 def normal_temperature(temperature: float) -> float:
     """The temperature, or 0 (greedy) where it is too small for a normal float32."""

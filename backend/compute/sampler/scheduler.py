@@ -332,6 +332,12 @@ class Scheduler:
             self._requeue(sequence)
         return preempted is not None
 
+    def restart(self, sequence: ActiveSequence) -> None:
+        """Let a sequence wait again whose pages may hold NaN after its tokens so far."""
+        sequence.unverified_from = min(sequence.unverified_from or sequence.cached, sequence.cached) // self._pool.page
+        self.slots.remove(sequence)
+        self._requeue(sequence)
+
     def _requeue(self, sequence: ActiveSequence) -> None:
         sequence.preempted = True
         self.waiting_jobs.add_preempted(self._job(sequence.all_tokens(), deque([sequence]), score=False))

@@ -290,6 +290,7 @@ def modeled_sampler(
     monkeypatch.setattr(requests_module.ActiveRequest, "wild", False, raising=False)
     config: Any = SimpleNamespace(
         sample_slots=slots,
+        drafts=False,
         max_context=context,
         decode_chunk=chunk,
         expert_rank=0,

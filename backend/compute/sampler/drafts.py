@@ -1,0 +1,258 @@
+"""Drafts: tokens that probably come next, found in earlier text, and verified together in one step of the batch.
+
+    earlier text --next_step--> more rows of a step --accept--> one or more tokens of each sequence
+
+There is no draft model. The last `_GRAM` tokens of a sequence are looked up in the text of its prompt and of all
+samples of that prompt, also those of earlier requests of the same owner (suffix decoding, arXiv 2411.04975). A draft
+token is a row of the usual decode program. It has the page table of its sequence and the next position. Each layer
+writes the keys and values of all rows before it attends, so a row sees those of the rows before it.
+
+Row i is drawn with the random number that plain decoding would use there. Tokens are accepted while they equal the
+draft. The first other token is accepted too, because its row saw the right text. Unused random numbers are given back.
+So the tokens are those of plain decoding, and in a step of as many rows the logprobs are, too, bit for bit. Drafts may
+make a step larger. That changes the last bits of logprobs, as other requests in the batch do. The next tokens overwrite
+the keys and values of rejected rows.
+
+Everything here depends on commands and on tokens that were read, so all processes of a group do the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence
+from tinkerflow.backend.compute.sampler.shapes import Shapes, at_least
+from tinkerflow.backend.spec.commands import Float32
+
+MOST_DRAFTED = 7  # tokens of one sequence in a step
+_GRAM = 3  # tokens that must be equal before a draft
+_MOST_KEPT = 2**18  # tokens of all texts
+_STEP = 9  # rows that cost as much as the rest of a step (small-qwen3 on 2 cores: 31 CPU-ms for 1 row, 52 for 8)
+_TRIAL = 8  # drafts before a sequence may stop drafting
+_PAUSE = 64  # tokens until it drafts again
+
+Gram = tuple[int, ...]
+
+
+class PromptTexts:
+    """The text of a prompt and of its samples, with the place after each run of `_GRAM` tokens."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        """Only the prompt."""
+        self._texts: dict[tuple[str, int] | None, list[int]] = {None: prompt}
+        self._places: dict[Gram, tuple[list[int], int]] = {}
+        self.size = len(prompt)
+        self._index(prompt, _GRAM)
+
+    def add(self, sequence: ActiveSequence) -> None:
+        """Add the tokens of a sample that are new since the last call."""
+        prompt = self._texts[None]
+        begin = prompt[-_GRAM:]
+        text = self._texts.setdefault((sequence.parent.id, sequence.index), begin)
+        new = sequence.tokens[len(text) - len(prompt[-_GRAM:]) :]
+        start = max(_GRAM, len(text))
+        text += new
+        self.size += len(new)
+        self._index(text, start)
+
+    def after(self, gram: Gram, most: int) -> list[int]:
+        """The tokens after the last place of a gram, at most `most`. At the end of its text they repeat from there."""
+        found = self._places.get(gram)
+        if found is None:
+            return []
+        (text, start), draft = found, list[int]()
+        for place in range(start, start + most):
+            draft.append(text[place] if place < len(text) else draft[place - len(text)])
+        return draft
+
+    def _index(self, text: list[int], start: int) -> None:
+        for place in range(start, len(text)):
+            self._places[tuple(text[place - _GRAM : place])] = text, place
+
+
+class DraftTexts:
+    """The texts of prompts, by owner. The prompt that was not used for longest makes room."""
+
+    def __init__(self) -> None:
+        """None."""
+        self._texts: OrderedDict[tuple[str, bytes], PromptTexts] = OrderedDict()
+        self._size = 0
+
+    def add(self, sequence: ActiveSequence) -> PromptTexts:
+        """The texts for a sequence, with its tokens so far."""
+        request = sequence.parent.request
+        key = request.owner, request.prompt_T.tobytes()
+        texts = self._texts.pop(key, None)
+        before = 0 if texts is None else texts.size
+        texts = texts or PromptTexts(request.prompt_T.tolist())
+        texts.add(sequence)
+        self._texts[key] = texts
+        self._size += texts.size - before
+        while self._size > _MOST_KEPT and len(self._texts) > 1:
+            self._size -= self._texts.popitem(last=False)[1].size
+        return texts
+
+
+@dataclass
+class DraftTally:
+    """The drafts of one sequence since it began to draft. resume: the number of its tokens at which it begins again."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    resume: int = 0
+
+    @property
+    def rate(self) -> float:
+        """The probability that the next draft token is accepted, if those before it are."""
+        return (self.accepted + 3) / (self.drafted + 4)
+
+
+@dataclass
+class DraftRow:
+    """A row of a step: one token of a sequence, at a position of its own. See `requests.DecodeRow`."""
+
+    parent: ActiveRequest
+    table: PageTable
+    tokens: list[int]
+    last_token: int
+    cached: int
+    number: Float32
+    in_flight: int = 0
+    matcher: None = None
+
+    def draw(self, count: int) -> Float32:
+        """The row's random number: count is 1."""
+        assert count == 1, "a draft is verified in a step of one token"
+        return self.number
+
+
+@dataclass
+class DraftedStep:
+    """One step of some sequences with their drafts. slots: rows of the dispatch. rows: by slot, ascending.
+
+    places: the slots of each sequence, in the order of its positions.
+    """
+
+    slots: int
+    drafts: dict[ActiveSequence, list[int]]
+    rows: list[tuple[int, DraftRow]] = field(default_factory=list)
+    places: dict[ActiveSequence, list[int]] = field(default_factory=dict)
+
+
+class Drafts:
+    """The drafts of one sampler. drafted, accepted: tokens so far."""
+
+    def __init__(self, shapes: Shapes, pool: PagePool) -> None:
+        """Nothing is drafted yet. shapes: the sizes of dispatches. pool: the pages."""
+        self._shapes, self._pool = shapes, pool
+        self._texts = DraftTexts()
+        self._tallies: WeakKeyDictionary[ActiveSequence, DraftTally] = WeakKeyDictionary()
+        self.drafted = self.accepted = 0
+
+    def note(self, sequence: ActiveSequence) -> None:
+        """Remember the new tokens of a sequence for later drafts."""
+        if not sequence.parent.request.images:  # the same tokens stand for other images
+            self._texts.add(sequence)
+
+    def next_step(self, sequences: Sequence[ActiveSequence]) -> DraftedStep | None:
+        """The next step of these sequences, with pages; None if no draft is worth its rows."""
+        found = {sequence: draft for sequence in sequences if (draft := self._propose(sequence))}
+        if not found:
+            return None
+        step = self._planned(sequences, found)
+        for sequence, draft in step.drafts.items():
+            start = sequence.cached
+            if not self._pool.reserve(sequence.table, start, start + 1 + len(draft)):
+                draft.clear()
+        return self._with_rows(step) if any(step.drafts.values()) else None
+
+    def accept(self, sequence: ActiveSequence, draft: list[int], tokens: list[int]) -> int:
+        """How many of the tokens drawn in a sequence's rows are those of plain decoding. Returns unused numbers.
+
+        draft: at every row but the first, the token that it assumed.
+        """
+        right = next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
+        if draft:
+            tally = self._tallies.setdefault(sequence, DraftTally())
+            tally.drafts += 1
+            tally.drafted += min(right + 1, len(draft))  # those after the first wrong token had no chance
+            tally.accepted += right
+            self.drafted += len(draft)
+            self.accepted += right
+            if tally.drafts >= _TRIAL and 2 * tally.accepted < tally.drafted:
+                self._tallies[sequence] = DraftTally(resume=len(sequence.tokens) + right + 1 + _PAUSE)
+        return right + 1
+
+    def _propose(self, sequence: ActiveSequence) -> list[int]:
+        parent, tokens = sequence.parent, sequence.tokens
+        most = min(MOST_DRAFTED, sequence.remaining - 1)
+        if most < 1 or parent.request.images or parent.request.adjustments is not None or sequence.matcher is not None:
+            return []
+        if len(tokens) < self._tallies.setdefault(sequence, DraftTally()).resume:
+            return []
+        texts = self._texts.add(sequence)
+        last = tokens[-_GRAM:]
+        if len(last) < _GRAM:
+            last = [*parent.request.prompt_T[len(last) - _GRAM :].tolist(), *last]
+        return texts.after(tuple(last), most)
+
+    def _planned(self, sequences: Sequence[ActiveSequence], found: dict[ActiveSequence, list[int]]) -> DraftedStep:
+        """The size of step with the most expected tokens for its cost, and the drafts that it has room for.
+
+        Where all rows cost the same, the step is not enlarged.
+        """
+        shards = range(self._pool.shards)
+        here = [sum(sequence.table.shard == shard for sequence in sequences) for shard in shards]
+        sizes = [size for size in self._shapes.slots if size >= len(shards) * max(here)] or [self._shapes.slots[-1]]
+        # A token is accepted only with all those before it. So the i-th token of a draft is worth rate ** i.
+        worth = [
+            (self._tallies[sequence].rate ** (i + 1), -order, sequence)
+            for order, (sequence, draft) in enumerate(found.items())
+            for i in range(len(draft))
+        ]
+        worth.sort(key=lambda each: each[:2], reverse=True)
+        best, chosen = -1.0, DraftedStep(sizes[0], {})
+        for size in sizes:
+            free, tokens = [size // len(shards) - count for count in here], float(len(sequences))
+            lengths = dict.fromkeys(sequences, 0)
+            for value, _, sequence in worth:
+                if free[sequence.table.shard] > 0:
+                    free[sequence.table.shard] -= 1
+                    lengths[sequence] += 1
+                    tokens += value
+            if tokens / (_STEP + size) > best:
+                best = tokens / (_STEP + size)
+                drafts = {sequence: found.get(sequence, [])[:length] for sequence, length in lengths.items()}
+                chosen = DraftedStep(size, drafts)
+        return chosen
+
+    def _with_rows(self, step: DraftedStep) -> DraftedStep:
+        shards: list[list[tuple[ActiveSequence, DraftRow]]] = [[] for _ in range(self._pool.shards)]
+        for sequence, draft in step.drafts.items():
+            numbers = sequence.uniforms.draw(1 + len(draft))
+            for i, token in enumerate([sequence.last_token, *draft]):
+                row = DraftRow(
+                    sequence.parent, sequence.table, sequence.tokens, token, sequence.cached + i, numbers[i : i + 1]
+                )
+                shards[sequence.table.shard].append((sequence, row))
+        step.slots = at_least(self._shapes.slots, len(shards) * max(map(len, shards)))
+        for shard, rows in enumerate(shards):
+            rows.sort(key=lambda each: -each[1].cached)  # as in `DecodeSlots.assign`
+            for slot, (sequence, row) in enumerate(rows, shard * step.slots // len(shards)):
+                step.rows.append((slot, row))
+                step.places.setdefault(sequence, []).insert(0, slot)
+        return step
+
+
+def unused(step: DraftedStep, sequence: ActiveSequence, used: int) -> Float32:
+    """The random numbers of a sequence's rows after the first `used`."""
+    rows = dict(step.rows)
+    left: Iterable[Float32] = (rows[place].number for place in step.places[sequence][used:])
+    return np.concatenate([np.zeros(0, np.float32), *left])

@@ -1,0 +1,93 @@
+"""Sampling with and without drafts, without a server, in tokens per CPU-second.
+
+    python -m tests.benchmarks.drafts [--repeat 3]
+
+Both samplers have the default chunk and the same requests in each round, and take turns, on small-qwen3
+(small_model.py). The first round of each compiles and does not count; the median of the ratios of the others does.
+
+    repetitive  the greedy answer to a prompt that repeats 8 tokens, which goes on in a loop: 1, 2 and 8 prompts
+    random      the same prompts at temperature 1, so the next token is nearly uniform over the vocabulary
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from tests.benchmarks.small_model import make_small
+
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.params import load_params
+from tinkerflow.backend.compute.planning.memory_plan import plan_group
+from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.spec.commands import GroupConfig, SampleRequest, SampleStep
+
+TOKENS = 128
+
+
+def requests(name: str, prompts: int, round_: int) -> tuple[SampleRequest, ...]:
+    """The requests of a round. No two rounds have a prompt in common."""
+    chance, temperature = np.random.default_rng([prompts, round_]), 0.0 if name == "repetitive" else 1.0
+    periods = chance.integers(8, 8000, (prompts, 8)).astype(np.int32)
+    return tuple(
+        SampleRequest(f"{name}.{round_}.{i}", "o", None, np.tile(period, 8), 1, TOKENS, temperature, -1, 1.0, i)
+        for i, period in enumerate(periods)
+    )
+
+
+def run(sampler: Sampler, asked: tuple[SampleRequest, ...]) -> tuple[float, list[list[int]]]:
+    """Tokens per CPU-second, and the tokens of each request."""
+    began, results = time.process_time(), dict[str, list[int]]()
+    progress = sampler.step(SampleStep(asked))
+    while True:
+        results |= {result.request_id: result.sequences[0].tokens_T.tolist() for result in progress.finished}
+        if not (progress.active or progress.waiting):
+            break
+        progress = sampler.step(SampleStep())
+    tokens = [results[request.request_id] for request in asked]
+    return sum(map(len, tokens)) / (time.process_time() - began), tokens
+
+
+def main() -> None:
+    """Parse the command line, measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3, help="measured rounds of each case")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_small(Path(scratch) / "small-qwen3")
+        cfg, mesh = load_config(folder), make_mesh(1, 1)
+        config = GroupConfig(str(folder), "float32", 1, 1, 512, 1024, 64, 8, "")
+        plan, params = plan_group(cfg, config), load_params(cfg, folder, mesh, "float32")
+        plain, drafting = (
+            Sampler(cfg, params, mesh, replace(config, drafts=drafts), pages=plan.pages) for drafts in (False, True)
+        )
+        assert drafting.drafts is not None
+        for name in ("repetitive", "random"):
+            for prompts in (1, 2, 8):
+                rates = []
+                for round_ in range(1 + args.repeat):
+                    before = drafting.drafts.drafted, drafting.drafts.accepted
+                    asked = requests(name, prompts, round_)
+                    (without, expected), (with_drafts, found) = run(plain, asked), run(drafting, asked)
+                    assert found == expected, "drafts changed a token"
+                    rates.append((without, with_drafts))
+                ratio = statistics.median(with_drafts / without for without, with_drafts in rates[1:])
+                without, with_drafts = map(statistics.median, zip(*rates[1:], strict=True))
+                drafted = drafting.drafts.drafted - before[0]
+                accepted = drafting.drafts.accepted - before[1]
+                print(
+                    f"{name:10s} x {prompts}: {without:6.1f} tokens a CPU-second, {with_drafts:6.1f} with drafts, "
+                    f"{ratio:.2f} x; {accepted} of {drafted} accepted in the last round; load {os.getloadavg()[0]:.1f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

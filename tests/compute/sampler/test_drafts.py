@@ -1,0 +1,181 @@
+"""Drafts change neither tokens nor logprobs, stay within their owner, and end where too few are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.compute.closeness import close_logprobs
+from tests.compute.sampler.conftest import VOCAB, make_tiny
+from tests.compute.sampler.test_prefix_cache import assert_same
+
+from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.compute.sampler import sampler as sampler_module
+from tinkerflow.backend.compute.sampler.drafts import Drafts, DraftTexts, PromptTexts
+from tinkerflow.backend.compute.sampler.model import SamplerModel
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence
+from tinkerflow.backend.compute.sampler.sampling import UniformStream
+from tinkerflow.backend.compute.sampler.shapes import make_shapes
+from tinkerflow.backend.compute.sampler.stops import StopDetector
+from tinkerflow.backend.spec.commands import Adjustments, SampleRequest, SampleStep
+
+FAMILIES = [
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v3",  # latent attention
+    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma3_text", "gpt_oss", "mistral", "gemma4_text")),
+]
+
+
+@pytest.fixture
+def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All decode dispatches have 16 rows, so drafts change no bit."""
+    monkeypatch.setattr(
+        sampler_module, "make_shapes", lambda **how: replace(make_shapes(**how), slots=(how["max_slots"],))
+    )
+
+
+def requests(ask: Callable[..., SampleRequest], seed: int, count: int) -> list[SampleRequest]:
+    """Random requests that often repeat text: periodic prompts, low temperatures, several samples of a prompt."""
+    chance = np.random.default_rng(seed)
+    asked = []
+    for number in range(count):
+        period = chance.integers(0, VOCAB, int(chance.integers(1, 9)))
+        prompt = np.resize(period, int(chance.integers(4, 60))).tolist()
+        choice: dict[str, Any] = {"temperature": float(chance.choice([0.0, 0.05, 0.3, 1.0])), "seed": int(number)}
+        if chance.random() < 0.3:
+            choice |= {"top_k": int(chance.integers(1, 40)), "top_p": float(chance.uniform(0.5, 1))}
+        if chance.random() < 0.3:
+            choice["stop_tokens"] = tuple(int(token) for token in chance.integers(0, VOCAB, 20))
+        if chance.random() < 0.15:
+            choice["topk_sample"] = 3
+        if chance.random() < 0.1:
+            choice["adjustments"] = Adjustments(presence=0.5)
+        choice["num_samples"] = int(chance.integers(1, 4))
+        asked.append(ask(f"{seed}.{number}", prompt, int(chance.integers(1, 60)), **choice))
+    return asked
+
+
+def compare(plain: Sampler, drafting: Sampler, run_all: Any, batches: list[list[SampleRequest]]) -> None:
+    """Equal results bit for bit, with some tokens from drafts."""
+    for batch in batches:
+        expected, found = run_all(plain, *batch), run_all(drafting, *batch)
+        for request in batch:
+            assert_same(found[request.request_id], expected[request.request_id])
+            for one, other in zip(
+                found[request.request_id].sequences, expected[request.request_id].sequences, strict=True
+            ):
+                assert one.stop_reason == other.stop_reason
+                if one.top is not None and other.top is not None:
+                    np.testing.assert_array_equal(one.top.logprobs_Nk, other.top.logprobs_Nk)
+    assert drafting.drafts is not None and 0 < drafting.drafts.accepted < drafting.drafts.drafted
+    assert drafting.pages.used == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_change_no_bit(family: str, tmp_path: Path, one_size: None, ask: Any, run_all: Any) -> None:
+    model = make_tiny(tmp_path / family, family)
+    batches = [requests(ask, seed, 5) for seed in range(6)]
+    compare(model.sampler(page=32), model.sampler(page=32, drafts=True), run_all, [*batches, batches[0]])
+
+
+def test_a_quantized_cache_and_few_pages_change_nothing(qwen: Any, one_size: None, ask: Any, run_all: Any) -> None:
+    batches = [requests(ask, seed, 5) for seed in range(4)]
+    shape: dict[str, Any] = {"page": 32, "kv_cache": "float8"}
+    compare(qwen.sampler(**shape), qwen.sampler(**shape, drafts=True), run_all, batches)
+
+
+@pytest.mark.thorough
+def test_ten_thousand_requests(qwen: Any, one_size: None, ask: Any, run_all: Any) -> None:
+    batches = [requests(ask, seed, 10) for seed in range(1000)]
+    compare(qwen.sampler(), qwen.sampler(drafts=True), run_all, batches)
+
+
+def test_larger_steps_have_the_same_tokens(qwen: Any, ask: Any, run_all: Any) -> None:
+    sampler = qwen.sampler(drafts=True)
+    for seed in range(4):
+        for request in requests(ask, seed, 3):
+            expected = run_all(qwen.sampler(), request)[request.request_id]
+            found = run_all(sampler, request)[request.request_id]
+            for one, other in zip(found.sequences, expected.sequences, strict=True):
+                assert one.tokens_T.tolist() == other.tokens_T.tolist()
+                close_logprobs(one.logprobs_T, other.logprobs_T, ulps=128)
+    assert sampler.drafts.accepted > 0
+
+
+def test_a_repeated_request_needs_few_steps(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time, each draft is the first answer, and no token is wrong."""
+    dispatches: list[int] = []
+    real = SamplerModel.decode_chunk
+
+    def watched(model: SamplerModel, S: int, slots: Any, steps: int, before: Any) -> Any:
+        dispatches.append(steps)
+        return real(model, S, slots, steps, before)
+
+    monkeypatch.setattr(SamplerModel, "decode_chunk", watched)
+    sampler, request = qwen.sampler(drafts=True), ask("a", prompt(20), 48, temperature=1.0, seed=3)
+    first = run_all(sampler, request)["a"]
+    plain = sum(dispatches)
+    dispatches.clear()
+    again = run_all(sampler, request)["a"]
+    assert again.sequences[0].tokens_T.tolist() == first.sequences[0].tokens_T.tolist()
+    assert plain > 40 and sum(dispatches) <= 15
+
+
+def test_a_cancelled_request_leaves_no_pages(qwen: Any, ask: Any, run_all: Any) -> None:
+    sampler = qwen.sampler(drafts=True, page=32)
+    loop = ask("loop", [5, 6, 7] * 10, 200, num_samples=3)
+    sampler.step(SampleStep(admit=(loop, ask("other", [5, 6, 7] * 10, 30))))
+    sampler.step(SampleStep())
+    sampler.step(SampleStep(cancel=("loop",)))
+    results = run_all(sampler, ask("late", [9] * 12, 20))
+    assert "loop" not in results and sampler.pages.used == 0
+
+
+def sequence(owner: str, prompt: list[int], tokens: list[int], request_id: str = "r", index: int = 0) -> ActiveSequence:
+    asked = SampleRequest(request_id, owner, None, np.asarray(prompt, np.int32), 1, 100, 1.0, -1, 1.0, 0)
+    made = ActiveSequence(
+        ActiveRequest(asked, None, 100), index, StopDetector(frozenset(), (), None), UniformStream(0, index)
+    )
+    made.tokens += tokens
+    return made
+
+
+def test_drafts_come_from_the_prompt_and_its_samples_of_one_owner() -> None:
+    texts = DraftTexts()
+    prompt = [1, 2, 3, 4]
+    texts.add(sequence("mine", prompt, [5, 6, 7, 8, 9]))
+    sibling = texts.add(sequence("mine", prompt, [5, 6, 7], "later"))
+    assert sibling.after((5, 6, 7), 2) == [8, 9]
+    assert sibling.after((3, 4, 5), 3) == [6, 7, 6]  # the newest sample, whose end repeats
+    for other in (sequence("other", prompt, [5, 6, 7]), sequence("mine", [*prompt, 0], [5, 6, 7])):
+        found = texts.add(other)
+        assert found.after((5, 6, 7), 2) == [] and found.after((6, 7, 8), 2) == []
+        assert found.after((1, 2, 3), 1) == [4]
+
+
+def test_a_sequence_without_luck_pauses(qwen: Any) -> None:
+    sampler = qwen.sampler(drafts=True)
+    drafts = sampler.drafts
+    assert isinstance(drafts, Drafts)
+    repeated = sequence("o", [1, 2, 3] * 5, [])
+    assert drafts._propose(repeated) == [1, 2, 3, 1, 2, 3, 1]
+    for _ in range(8):
+        assert drafts.accept(repeated, [1, 2, 3], [7, 2, 3, 1]) == 1
+    assert drafts._propose(repeated) == []
+    repeated.tokens += [1, 2, 3] * 22
+    assert drafts._propose(repeated) != []
+
+
+def test_one_text_repeats_at_its_end() -> None:
+    assert PromptTexts([4, 4, 4, 4]).after((4, 4, 4), 3) == [4, 4, 4]
+
+
+def test_models_with_linear_attention_have_no_drafts(hybrid: Any) -> None:
+    assert hybrid.sampler(page=32, drafts=True).drafts is None
