@@ -47,7 +47,7 @@ class _UsualRange:
     def exceeded_by(self, value: float) -> bool:
         """Whether a value is far above the median, and above the trend, which may rise."""
         middle = self.median
-        if value <= middle + _FAR * _LEAST:
+        if not value > middle + _FAR * _LEAST:  # which NaN is not, either
             return False
         known = list(enumerate(self._values))
         # the trend is the line of Theil and Sen, which a few outliers do not move
@@ -72,8 +72,8 @@ class UsualSteps:
     def unusual(self, norm: float, loss: float) -> str:
         """The reason why a step is unusual, "" for a usual one.
 
-        norm: of the step's gradients. loss: of a token, in nats. Steps before the tenth are unusual only if the norm is
-        not finite.
+        norm: of the step's gradients. loss: of a token, in nats. The first ten steps are unusual only if the norm is not
+        finite.
         """
         if not math.isfinite(norm):
             return f"the gradient norm is {norm:.4g}"
