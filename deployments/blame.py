@@ -33,6 +33,7 @@ def rows_of_step(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]
     for message in _requests(run, step):
         data = list(message.data)
         del message.data[:]
+        message.ClearField("seq_id")  # equal rows of several requests are equal
         for datum in data:
             alone = pb.ForwardBackwardRequest()
             alone.CopyFrom(message)

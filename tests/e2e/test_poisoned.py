@@ -75,8 +75,12 @@ def test_a_poisoned_row_is_named_first_with_its_reason(server: Any, service: Any
     data = [datum(one) for one in sentences]
     data += [datum(sentences[number], 500.0) for _, number in chosen]
     data += [datum(half_random(sentences[number], draw)) for draw, number in chosen]
+    repeated = chosen[0][1]
+    data += [data[repeated]] * (COPIES - 1)
     rows = examined(server, trainer, data, "cross_entropy")
-    usual = [rows[number] for number in range(ROWS)]
+    copies = rows[repeated].repeated
+    assert copies == tuple(range(ROWS + 2 * SEEDS, len(data))), "equal rows are one"
+    usual = [replace(rows[number], repeated=()) for number in range(ROWS)]
 
     def first(others: list[BlamedRow], poisoned: BlamedRow) -> tuple[bool, str]:
         worst = ranked([*others, poisoned])[0]
@@ -88,7 +92,7 @@ def test_a_poisoned_row_is_named_first_with_its_reason(server: Any, service: Any
         "repeated": [
             first(
                 [row for row in usual if row.number != number],
-                replace(rows[number], repeated=tuple(range(ROWS, ROWS + COPIES - 1))),
+                replace(usual[number], repeated=copies),
             )
             for _, number in chosen
         ],
