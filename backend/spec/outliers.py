@@ -72,8 +72,8 @@ class UsualSteps:
     def unusual(self, norm: float, loss: float) -> str:
         """The reason why a step is unusual, "" for a usual one.
 
-        norm: of the step's gradients. loss: of a token, in nats. The first ten steps are unusual only if the norm is not
-        finite.
+        norm: of the step's gradients. loss: of a token, in nats. The first ten steps are unusual only if the norm is
+        not finite.
         """
         if not math.isfinite(norm):
             return f"the gradient norm is {norm:.4g}"
