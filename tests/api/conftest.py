@@ -314,7 +314,6 @@ def card_json() -> str:
 @pytest.fixture
 def settings_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
     """Makes settings with their data in a fresh folder."""
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setenv("TINKER_API_KEY", KEY)
 
     def make(**more: Any) -> Settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -163,6 +164,7 @@ def test_a_server_that_ends_with_the_run_is_not_promised(
     monkeypatch.setattr(module, "prefect_api", api)
     monkeypatch.setattr(module, "run_and_show", fake)
     monkeypatch.setattr(module, "check_server", lambda *_: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # `run` adds the folder of the configuration
     rows = example_file("colours-train.jsonl")
     (tmp_path / "sft.yaml").write_text(f"name: mine\ndata: {{url: {rows}}}")
     console = quiet()

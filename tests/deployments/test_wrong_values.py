@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -218,6 +219,7 @@ def test_a_wrong_option_or_variable_of_a_command(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["tinkerflow", *words])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # `up` would change this process
+    monkeypatch.setattr(os, "umask", lambda _: 0o022)  # and `worker`
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PREFECT_LOGGING_LEVEL", "CRITICAL")  # `run` would set it
     for name, value in {**env, "TINKERFLOW_DATA_DIR": str(tmp_path / "data")}.items():

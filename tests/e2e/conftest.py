@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from browser import Page, open_page
 from descent import cmdline, descendants
 
-os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 PREFECT = "tinkerflow.flows.prefect.server_process"  # in the command line of the embedded server
