@@ -39,6 +39,7 @@ _PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], 
     "needed": (CounterMetricFamily, "Programs compiled for a waiting request before the warm-up had ended."),
     "late": (CounterMetricFamily, "Programs compiled for a waiting request after the warm-up had ended."),
 }
+_DRAFTS = "Drafted tokens of samples, accepted and rejected."
 _PAGES = "Pages of the KV cache, used and free."
 
 
@@ -152,4 +153,8 @@ def _of_groups(known: Known) -> Iterable[Metric]:
     for name, status in statuses:
         pages.add_metric((name, "used"), status.kv_pages_used)
         pages.add_metric((name, "free"), status.kv_pages - status.kv_pages_used)
-    yield pages
+    drafts = CounterMetricFamily("tinkerflow_draft_tokens", _DRAFTS, labels=("base_model", "result"))
+    for name, status in statuses:
+        drafts.add_metric((name, "accepted"), status.drafts_accepted)
+        drafts.add_metric((name, "rejected"), status.drafted - status.drafts_accepted)
+    yield from (pages, drafts)

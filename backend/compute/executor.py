@@ -29,7 +29,6 @@ from tinkerflow.backend.compute.planning.adapter_quota import AdapterQuota
 from tinkerflow.backend.compute.planning.memory_plan import plan_group
 from tinkerflow.backend.compute.platforms import compiled_for, environment, on_cpu, platform, settle_dtype
 from tinkerflow.backend.compute.sampler import FullModelSampler, GroupSampler, Sampler
-from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.training.adapter_trainer import AdapterTrainer
 from tinkerflow.backend.compute.training.adapters import AdapterStore
@@ -227,7 +226,7 @@ class Executor:
         or a DevicesError, after which the executor is unusable.
         """
         if isinstance(command, ReadCompileStatus):
-            return _with_pages(self._warm_up.warmth, self._sampler.adapters.pages)
+            return _with_sampler(self._warm_up.warmth, self._sampler.adapters)
         before = self._compiles.here
         try:
             with self._warm_up.pause(lambda: self._compiles.here):
@@ -317,7 +316,7 @@ class Executor:
             case DropSnapshot(snapshot_id):  # fetched tensors stay: a fetch may be for the next snapshot of this id
                 self._sampler.drop_snapshot(snapshot_id)
             case ReadCompileStatus():
-                return _with_pages(self._warm_up.warmth, self._sampler.adapters.pages)
+                return _with_sampler(self._warm_up.warmth, self._sampler.adapters)
             case Ping():
                 pass
             case _:
@@ -337,7 +336,9 @@ def _no_memory(command: Command, error: Exception) -> AllocationError:
     )
 
 
-def _with_pages(status: CompileStatus, pages: PagePool) -> CompileStatus:
+def _with_sampler(status: CompileStatus, sampler: Sampler) -> CompileStatus:
+    pages, drafts = sampler.pages, sampler.drafts
     total = (pages.pages - 1) * pages.shards  # the first page of each shard is that of zeros
     free = sum(pages.free(shard) for shard in range(pages.shards))
-    return status.copy_with(kv_pages=total, kv_pages_used=total - free)
+    drafted, accepted = (drafts.drafted, drafts.accepted) if drafts else (0, 0)
+    return status.copy_with(kv_pages=total, kv_pages_used=total - free, drafted=drafted, drafts_accepted=accepted)

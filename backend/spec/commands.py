@@ -506,6 +506,7 @@ class CompileStatus(PoolMessage, frozen=True):
     planned: programs that the warm-up compiles. ready: planned programs that are compiled, or `failed` to. needed:
     programs compiled for a command before the warm-up had ended. late: programs compiled for a command after that.
     kv_pages: the pages of all shards. kv_pages_used: the pages of active sequences; pages of cached prompts are free.
+    drafted: tokens that were drafted for samples of adapters. drafts_accepted: those that were right.
     """
 
     planned: int
@@ -515,6 +516,8 @@ class CompileStatus(PoolMessage, frozen=True):
     late: int
     kv_pages: int = 0
     kv_pages_used: int = 0
+    drafted: int = 0
+    drafts_accepted: int = 0
 
 
 Reply = Done | ForwardResult | OptimResult | AdapterState | AdapterKept | SnapshotHeld | SampleProgress | CompileStatus

@@ -16,7 +16,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     now = datetime(2026, 1, 1, tzinfo=UTC)
     group = {"generation": 3, "memory": {"weights": 5, "kv_cache": 7}}
     bases = [
-        BaseModelView("a/b", "", now, CompileStatus(9, 4, 1, 2, 3, 64, 10), group),
+        BaseModelView("a/b", "", now, CompileStatus(9, 4, 1, 2, 3, 64, 10, 8, 6), group),
         BaseModelView('odd "name"\\', "", now, CompileStatus(0, 0, 0, 5, 0)),
         BaseModelView("new", "", now),
     ]
@@ -41,6 +41,8 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     assert 'tinkerflow_worker_group_generation{base_model="a/b"} 3.0' in lines
     assert 'tinkerflow_kv_pages{base_model="a/b",state="used"} 10.0' in lines
     assert 'tinkerflow_kv_pages{base_model="a/b",state="free"} 54.0' in lines
+    assert 'tinkerflow_draft_tokens_total{base_model="a/b",result="accepted"} 6.0' in lines
+    assert 'tinkerflow_draft_tokens_total{base_model="a/b",result="rejected"} 2.0' in lines
     assert 'tinkerflow_device_memory_bytes{base_model="a/b",use="kv_cache"} 7.0' in lines
 
 

@@ -15,13 +15,11 @@ group agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
-from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.sampler.answers import Answers
 from tinkerflow.backend.compute.sampler.decode import Decoded
 from tinkerflow.backend.compute.sampler.drafts import DraftedStep, Drafts, unused
@@ -40,28 +38,23 @@ _PREFILL_STEPS = 3  # the most steps in a row that only prefill: a fuller batch 
 _WORTH = 4  # the batch waits only if at least one sequence joins for every so many that are in it
 
 
-@dataclass(frozen=True)
-class _TokensOf:
-    """N decoded tokens of one sequence on the host, their logprobs, and the most likely tokens, if any are listed."""
+class _TokensOf(NamedTuple):
+    """N decoded tokens of one sequence on the host. finite: how many of the first logprobs are finite.
 
-    tokens_N: npt.NDArray[np.int32]
-    logprobs_N: npt.NDArray[np.float32]
-    top_Nk: npt.NDArray[np.int32] | None
-    top_logprobs_Nk: npt.NDArray[np.float32] | None
+    where: their place in `decoded`, which has the most likely tokens, if any are listed.
+    """
 
-    @classmethod
-    def slot(cls, decoded: Decoded, slot: int, steps: int) -> _TokensOf:
-        """The first tokens of a slot."""
-        return cls(*(None if part is None else np.asarray(part)[:steps, slot] for part in _parts(decoded)))  # type: ignore[arg-type]
+    tokens_N: list[int]
+    logprobs_N: list[float]
+    finite: int
+    decoded: Decoded
+    where: tuple[int | slice, int | list[int]]
 
-    @classmethod
-    def rows(cls, decoded: Decoded, slots: list[int]) -> _TokensOf:
-        """The first token of each of some slots."""
-        return cls(*(None if part is None else np.asarray(part)[0, slots] for part in _parts(decoded)))  # type: ignore[arg-type]
-
-
-def _parts(decoded: Decoded) -> tuple[Array | None, ...]:
-    return decoded.tokens_CS, decoded.logprobs_CS, decoded.top_CSk, decoded.top_logprobs_CSk
+    def top(self, count: int) -> Candidates:
+        """The most likely tokens at the first `count` places."""
+        top_CSk, logprobs_CSk = self.decoded.top_CSk, self.decoded.top_logprobs_CSk
+        assert top_CSk is not None and logprobs_CSk is not None
+        return Candidates(np.asarray(top_CSk)[self.where][:count], np.asarray(logprobs_CSk)[self.where][:count])
 
 
 class DecodeBatch:
@@ -217,8 +210,12 @@ class DecodeBatch:
         """Decode one token in each row of a step, and give each sequence those that are right."""
         decoded = self.model.read_chunk(self.model.decode_chunk(step.slots, step.rows, 1, None))
         for sequence, draft in step.drafts.items():
-            new = _TokensOf.rows(decoded, step.places[sequence])
-            right = drafts.accept(sequence, draft, new.tokens_N.tolist())
+            where = 0, step.places[sequence]
+            logprobs_N = np.asarray(decoded.logprobs_CS)[where]
+            finite = int(np.append(np.isfinite(logprobs_N), False).argmin())
+            tokens_N = np.asarray(decoded.tokens_CS)[where].tolist()
+            new = _TokensOf(tokens_N, logprobs_N.tolist(), finite, decoded, where)
+            right = drafts.accept(sequence, draft, tokens_N)
             sequence.uniforms.give_back(unused(step, sequence, right))
             if self.scheduler.is_active(sequence):  # otherwise another sample of its request has failed
                 self._append(sequence, new, right)
@@ -311,29 +308,32 @@ class DecodeBatch:
 
     def _distribute(self, chunk: Chunk[ActiveSequence]) -> None:
         """Give each sequence its decoded tokens, as soon as they are computed. Sequences that end free their slots."""
-        decoded = self.model.read_chunk(chunk)
+        decoded, steps = self.model.read_chunk(chunk), chunk.steps
+        finite_CS = np.isfinite(np.asarray(decoded.logprobs_CS)[:steps])
+        finite_S = np.where(finite_CS.all(axis=0), steps, finite_CS.argmin(axis=0)).tolist()  # tokens that are finite
+        tokens_SC = np.asarray(decoded.tokens_CS[:steps]).T.tolist()
+        logprobs_SC = np.asarray(decoded.logprobs_CS[:steps]).T.tolist()
         for slot, sequence in chunk.slots:
-            sequence.in_flight -= chunk.steps
+            sequence.in_flight -= steps
             if self.scheduler.is_active(sequence):  # otherwise it ended in the chunk before, or its request is gone
-                self._append(sequence, _TokensOf.slot(decoded, slot, chunk.steps), chunk.steps)
+                where = slice(steps), slot
+                new = _TokensOf(tokens_SC[slot], logprobs_SC[slot], finite_S[slot], decoded, where)
+                self._append(sequence, new, steps)
 
     def _append(self, sequence: ActiveSequence, new: _TokensOf, right: int) -> None:
         """Append the first `right` of the tokens to a sequence, which may end at any of them."""
-        finite = int(np.append(np.isfinite(new.logprobs_N), False).argmin())  # tokens that are finite
         count = min(right, sequence.parent.max_tokens - len(sequence.tokens))
-        if finite < count:
+        if new.finite < count:
             self._fail(sequence.parent)
             return
-        start, top = len(sequence.tokens), None
-        if sequence.parent.request.topk_sample:
-            assert new.top_Nk is not None and new.top_logprobs_Nk is not None
-            top = Candidates(new.top_Nk[:count], new.top_logprobs_Nk[:count])
-        if sequence.append(new.tokens_N[:right].tolist(), new.logprobs_N[:right].tolist(), top):
+        start, tainted = len(sequence.tokens), new.finite < len(new.tokens_N)
+        top = new.top(count) if sequence.parent.request.topk_sample else None
+        if sequence.append(new.tokens_N[:right], new.logprobs_N[:right], top):
             # Tokens after the end may be NaN, although all tokens of the sequence are finite.
-            self.scheduler.slots.remove(sequence, tainted=finite < len(new.logprobs_N))
+            self.scheduler.slots.remove(sequence, tainted=tainted)
             if self.scope_is_alive(sequence.parent.scope):
                 self.answers.add(sequence)
-        elif finite < len(new.logprobs_N):
+        elif tainted:
             self.scheduler.restart(sequence)  # a wrong draft left NaN where it will attend
         if sequence.parent.request.stream:
             self.streamed.append(sequence.new_tokens(start, top))

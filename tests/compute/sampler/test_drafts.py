@@ -85,7 +85,7 @@ def test_drafts_change_no_bit(family: str, tmp_path: Path, one_size: None, ask: 
 
 def test_a_quantized_cache_and_few_pages_change_nothing(qwen: Any, one_size: None, ask: Any, run_all: Any) -> None:
     batches = [requests(ask, seed, 5) for seed in range(4)]
-    shape: dict[str, Any] = {"page": 32, "kv_cache": "float8"}
+    shape: dict[str, Any] = {"page": 32, "kv_cache": "float8", "pages": 14}
     compare(qwen.sampler(**shape), qwen.sampler(**shape, drafts=True), run_all, batches)
 
 
