@@ -82,14 +82,19 @@ class PrefectConnection:
         credential: of the server that we start; empty: the environment names the server's. Our server has no CSRF
         tokens; for other servers each client requests one first, which takes 1 ms of CPU.
         """
-        logging.getLogger("prefect").setLevel(logging.WARNING)
         updates: dict[Any, Any] = {PREFECT_LOGGING_TO_API_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 1}
         if self.api_url:
             updates[PREFECT_API_URL] = self.api_url
         if credential:
             updates |= {PREFECT_API_AUTH_STRING: credential, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}
-        with temporary_settings(updates):
-            yield
+        logger = logging.getLogger("prefect")
+        level = logger.level
+        logger.setLevel(logging.WARNING)
+        try:
+            with temporary_settings(updates):
+                yield
+        finally:
+            logger.setLevel(level)
 
     async def watch(self) -> None:
         """Check every HEALTH_SECONDS whether Prefect can be reached, until cancelled."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -41,7 +42,8 @@ async def run(values: dict, **options):
     return await sft(SftParameters.model_validate(values), **options)
 
 
-async def test_it_learns_and_shows_what_it_did(pipelines, tmp_path, monkeypatch):
+async def test_it_learns_and_shows_what_it_did(pipelines, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="prefect.flow_runs")  # whatever level Prefect had when it was imported
     monkeypatch.setenv("TINKERFLOW_TRACKING_DIR", str(tmp_path))
     values = config(pipelines, "shown", steps=12, segment_steps=4) | {"resume": "shown", "tracking": "tensorboard"}
     trained = await run(values)

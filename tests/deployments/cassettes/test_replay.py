@@ -163,8 +163,8 @@ def test_samples_in_another_order_get_their_own_answers(record, recorded) -> Non
     def sampling(order: list[int]) -> Loop:
         def loop(service: tinker.ServiceClient) -> dict[int, Any]:
             sampler = service.create_sampling_client(base_model=BASE).result()
-            futures = {n: sampler.sample(PROMPTS[n], 1, params(seed=n)) for n in order}
-            return {n: plain(future) for n, future in futures.items()}
+            futures = [sampler.sample(PROMPTS[n], 1, params(seed=n)) for n in order]  # equal ones arrive in any order
+            return {n: plain(future) for n, future in zip(order, futures, strict=True)}
 
         return loop
 
