@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module, resources
 from pathlib import Path
 from threading import Thread
@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinkerflow.backend.core.errors import ServerError, TinkerflowError, UserError
+from tinkerflow.backend.core.log_levels import logging_at
 from tinkerflow.backend.core.prefect_access import PrefectAccess, server_for_clients
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
@@ -101,34 +102,21 @@ def dim_lines(console: Console) -> Callable[[str], None]:
     return lambda line: console.print(f"  {line}", style="dim", highlight=False)
 
 
-@contextmanager
-def quiet_client() -> Iterator[None]:
+def quiet_client() -> AbstractContextManager[None]:
     """Hide the SDK's warnings inside: it logs one whenever an answer takes long."""
-    client = logging.getLogger("tinker")
-    level = client.level
-    client.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        client.setLevel(level)
+    return logging_at(logging.ERROR, "tinker")
 
 
 @contextmanager
 def logs_in_prefect() -> Iterator[None]:
     """Send the lines of flow and task runs to Prefect inside, although the console is to have none of them."""
-    loggers = [logging.getLogger(f"prefect.{kind}") for kind in ("flow_runs", "task_runs")]
-    before = [(logger.level, logger.propagate) for logger in loggers]
-    if not loggers[0].isEnabledFor(logging.INFO):  # otherwise a person wants them in the console, too
-        for logger in loggers:
-            logger.setLevel(logging.INFO)
-            logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, (level, propagates) in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-            logger.propagate = propagates
-            for handler in logger.handlers:
+    names = ("prefect.flow_runs", "prefect.task_runs")
+    in_console = logging.getLogger(names[0]).isEnabledFor(logging.INFO)  # then a person wants them there, too
+    with nullcontext() if in_console else logging_at(logging.INFO, *names, propagate=False):
+        try:
+            yield
+        finally:
+            for handler in [handler for name in names for handler in logging.getLogger(name).handlers]:
                 handler.flush()  # the server may end with the run
 
 

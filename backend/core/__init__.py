@@ -10,6 +10,7 @@ __all__ = [
     "hosts",
     "ids",
     "joining",
+    "log_levels",
     "plot",
     "prefect_access",
     "process_identity",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tinkerflow.backend.core.disk import make_folder, open_private
 from tinkerflow.backend.core.joining import parse_address
+from tinkerflow.backend.core.log_levels import logging_at
 from tinkerflow.backend.pool import HostConfig, serve_group
 from tinkerflow.deployments.launching import Launcher, Plan, Say
 
@@ -54,18 +55,14 @@ def _logged(folder: Path) -> Iterator[None]:
     handler = logging.FileHandler(folder / "workers.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = (log, logging.getLogger("tinkerflow.backend.pool"))
-    before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
     try:
-        yield
+        with logging_at(logging.INFO, *(logger.name for logger in loggers), propagate=False):
+            yield
     finally:
-        for logger, (level, propagate) in zip(loggers, before, strict=True):
+        for logger in loggers:
             logger.removeHandler(handler)
-            logger.setLevel(level)
-            logger.propagate = propagate
         handler.close()
 
 

@@ -27,6 +27,7 @@ from prefect.settings import (
 )
 
 from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.core.log_levels import logging_at
 from tinkerflow.backend.core.prefect_access import make_credential
 from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.settings import Settings
@@ -87,14 +88,8 @@ class PrefectConnection:
             updates[PREFECT_API_URL] = self.api_url
         if credential:
             updates |= {PREFECT_API_AUTH_STRING: credential, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}
-        logger = logging.getLogger("prefect")
-        level = logger.level
-        logger.setLevel(logging.WARNING)
-        try:
-            with temporary_settings(updates):
-                yield
-        finally:
-            logger.setLevel(level)
+        with logging_at(logging.WARNING, "prefect"), temporary_settings(updates):
+            yield
 
     async def watch(self) -> None:
         """Check every HEALTH_SECONDS whether Prefect can be reached, until cancelled."""
