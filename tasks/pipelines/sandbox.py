@@ -70,15 +70,15 @@ async def run_program(
 
     megabytes: memory of each process, and the size of the sandbox's /tmp. See `Sandbox` for all others.
     """
-    async with _slot(), Sandbox(megabytes) as sandbox:
-        return await sandbox.execute_now(command, files, seconds, stdin)
+    async with Sandbox(megabytes) as sandbox:
+        return await sandbox.execute(command, files, seconds, stdin)
 
 
 class Sandbox:
     """A sandbox whose commands run one after another and share their files; a context manager.
 
-    A command's processes end with it. Raises EnvironmentUnavailableError when the sandbox itself fails, for example
-    because it is killed. Raises UserError when this machine cannot isolate a program.
+    It starts with its first command. A command's processes end with it. Raises EnvironmentUnavailableError when the
+    sandbox itself fails, for example because it is killed. Raises UserError when this machine cannot isolate a program.
     """
 
     def __init__(self, megabytes: int = 1024, folders: Sequence[str] = (), image: str = "") -> None:
@@ -90,27 +90,6 @@ class Sandbox:
         self._idle = True  # no command is being executed
 
     async def __aenter__(self) -> Sandbox:
-        own = shlex.split(os.environ.get(COMMAND, ""))
-        if not own and (reason := await asyncio.to_thread(_refusal)):
-            raise UserError(
-                f"{COMMAND} is empty, and this machine cannot keep a program from the network by itself ({reason}): "
-                "set it to a command that starts a container"
-            )
-        if IMAGE in " ".join(own) and not self._image:
-            raise UserError(f"{COMMAND} {' '.join(own)!r}: {IMAGE} is only for tasks that name an image")
-        own = [part.replace(IMAGE, self._image) for part in own]
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *(*(own or (*_NAMESPACES.split(), sys.executable)), "-I", "-c", _child()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                limit=_LINE,
-            )
-        except OSError as error:
-            raise EnvironmentUnavailableError(f"the sandbox cannot be started: {error}") from error
-        self._first = _settings(self._megabytes, self._folders, isolated=not own)
         return self
 
     async def execute(
@@ -129,21 +108,6 @@ class Sandbox:
         program ends after three times as long by the clock. stdin: the program's standard input. folder: in which it
         begins; "": the sandbox's own. variables: more environment variables.
         """
-        async with _slot():
-            return await self.execute_now(command, files, seconds, stdin, folder, variables)
-
-    async def execute_now(
-        self,
-        command: Sequence[str],
-        files: Files,
-        seconds: float,
-        stdin: str = "",
-        folder: str = "",
-        variables: Mapping[str, str] = MappingProxyType({}),
-    ) -> Ran:
-        """Execute a command without waiting for a CPU; see `execute`."""
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None, "it was entered"
         spec = {
             "command": list(command),
             "files": {name: _encoded(content) for name, content in files.items()},
@@ -154,19 +118,46 @@ class Sandbox:
             "folder": folder,
             "variables": dict(variables),
         }
-        line, self._first = f"{self._first}{json.dumps(spec)}\n", ""
-        self._idle = False
+        async with _slot():
+            process = self._process = self._process or await self._start()
+            assert process.stdin is not None and process.stdout is not None, "they are pipes"
+            self._idle = False
+            try:
+                async with asyncio.timeout(wall_seconds + _START):
+                    process.stdin.write(f"{json.dumps(spec)}\n".encode())
+                    await process.stdin.drain()
+                    ran = Ran(**json.loads(await process.stdout.readline()))
+            except (ConnectionError, ValueError, TypeError) as error:
+                errors = await self._end()
+                why = f"status {process.returncode}: {errors.decode(errors='replace')[-300:]}"
+                raise EnvironmentUnavailableError(f"the sandbox ended before its program, with {why}") from error
+            self._idle = True
+            return ran
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        own = shlex.split(os.environ.get(COMMAND, ""))
+        if not own and (reason := await asyncio.to_thread(_refusal)):
+            raise UserError(
+                f"{COMMAND} is empty, and this machine cannot keep a program from the network by itself ({reason}): "
+                "set it to a command that starts a container"
+            )
+        if IMAGE in " ".join(own) and not self._image:
+            raise UserError(f"{COMMAND} {' '.join(own)!r}: {IMAGE} is only for tasks that name an image")
+        own = [part.replace(IMAGE, self._image) for part in own]
         try:
-            async with asyncio.timeout(wall_seconds + _START):
-                process.stdin.write(line.encode())
-                await process.stdin.drain()
-                ran = Ran(**json.loads(await process.stdout.readline()))
-        except (ConnectionError, ValueError, TypeError) as error:
-            errors = await self._end()
-            why = f"status {process.returncode}: {errors.decode(errors='replace')[-300:]}"
-            raise EnvironmentUnavailableError(f"the sandbox ended before its program, with {why}") from error
-        self._idle = True
-        return ran
+            process = await asyncio.create_subprocess_exec(
+                *(*(own or (*_NAMESPACES.split(), sys.executable)), "-I", "-c", _child()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                limit=_LINE,
+            )
+        except OSError as error:
+            raise EnvironmentUnavailableError(f"the sandbox cannot be started: {error}") from error
+        assert process.stdin is not None, "it is a pipe"
+        process.stdin.write(_settings(self._megabytes, self._folders, isolated=not own).encode())
+        return process
 
     async def __aexit__(self, *_: object) -> None:
         await self._end()
@@ -174,7 +165,9 @@ class Sandbox:
     async def _end(self) -> bytes:
         """End the sandbox; its last errors. It removes its files itself, unless a command is being executed."""
         process = self._process
-        assert process is not None and process.stdin is not None, "it was entered"
+        if process is None:
+            return b""
+        assert process.stdin is not None, "it is a pipe"
         process.stdin.close()
         try:
             async with asyncio.timeout(_START if self._idle else 0):
