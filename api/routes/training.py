@@ -207,8 +207,8 @@ def _from_checkpoint(call: Call, known: NewModel, values: dict[str, Any]) -> New
     base_model = base_model_card(call.journal, asked.base_model or saved.base_model).name
     spec = {field.name: getattr(saved, field.name) for field in fields(LoraSpec)}
     optimizer = saved.optimizer if asked.optimizer else asked.fresh
-    made = replace(known, base_model=base_model, optimizer=optimizer, user_metadata=asked.user_metadata, **spec)
-    return replace(made, origin=saved.path)
+    made = replace(known, base_model=base_model, optimizer=optimizer, origin=saved.path, **spec)
+    return replace(made, user_metadata=asked.user_metadata)
 
 
 @router.post("/get_info", openapi_extra=takes(GetInfo))

@@ -22,7 +22,7 @@ import numpy as np
 
 from tinkerflow.backend.compute.sampler.answers import Answers
 from tinkerflow.backend.compute.sampler.decode import Decoded
-from tinkerflow.backend.compute.sampler.drafts import DraftedStep, Drafts, unused
+from tinkerflow.backend.compute.sampler.drafts import DraftedStep, Drafts
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
@@ -216,7 +216,7 @@ class DecodeBatch:
             tokens_N = np.asarray(decoded.tokens_CS)[where].tolist()
             new = _TokensOf(tokens_N, logprobs_N.tolist(), finite, decoded, where)
             right = drafts.accept(sequence, draft, tokens_N)
-            sequence.uniforms.give_back(unused(step, sequence, right))
+            sequence.uniforms.give_back(step.numbers[sequence][right:])
             if self.scheduler.is_active(sequence):  # otherwise another sample of its request has failed
                 self._append(sequence, new, right)
 

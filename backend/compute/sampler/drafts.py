@@ -19,11 +19,9 @@ Everything here depends on commands and on tokens that were read, so all process
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
-
-import numpy as np
 
 from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
 from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence
@@ -137,13 +135,14 @@ class DraftRow:
 class DraftedStep:
     """One step of some sequences with their drafts. slots: rows of the dispatch. rows: by slot, ascending.
 
-    places: the slots of each sequence, in the order of its positions.
+    places: the slots of each sequence, in the order of its positions. numbers: the random numbers of these rows.
     """
 
     slots: int
     drafts: dict[ActiveSequence, list[int]]
     rows: list[tuple[int, DraftRow]] = field(default_factory=list)
     places: dict[ActiveSequence, list[int]] = field(default_factory=dict)
+    numbers: dict[ActiveSequence, Float32] = field(default_factory=dict)
 
 
 class Drafts:
@@ -174,7 +173,7 @@ class Drafts:
         return self._with_rows(step) if any(step.drafts.values()) else None
 
     def accept(self, sequence: ActiveSequence, draft: list[int], tokens: list[int]) -> int:
-        """How many of the tokens drawn in a sequence's rows are those of plain decoding. Returns unused numbers.
+        """How many of the tokens drawn in a sequence's rows are those of plain decoding.
 
         draft: at every row but the first, the token that it assumed.
         """
@@ -236,7 +235,7 @@ class Drafts:
     def _with_rows(self, step: DraftedStep) -> DraftedStep:
         shards: list[list[tuple[ActiveSequence, DraftRow]]] = [[] for _ in range(self._pool.shards)]
         for sequence, draft in step.drafts.items():
-            numbers = sequence.uniforms.draw(1 + len(draft))
+            numbers = step.numbers[sequence] = sequence.uniforms.draw(1 + len(draft))
             for i, token in enumerate([sequence.last_token, *draft]):
                 row = DraftRow(
                     sequence.parent, sequence.table, sequence.tokens, token, sequence.cached + i, numbers[i : i + 1]
@@ -249,10 +248,3 @@ class Drafts:
                 step.rows.append((slot, row))
                 step.places.setdefault(sequence, []).insert(0, slot)
         return step
-
-
-def unused(step: DraftedStep, sequence: ActiveSequence, used: int) -> Float32:
-    """The random numbers of a sequence's rows after the first `used`."""
-    rows = dict(step.rows)
-    left: Iterable[Float32] = (rows[place].number for place in step.places[sequence][used:])
-    return np.concatenate([np.zeros(0, np.float32), *left])
