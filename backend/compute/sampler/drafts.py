@@ -10,8 +10,8 @@ writes the keys and values of all rows before it attends, so a row sees those of
 Row i is drawn with the random number that plain decoding would use there. Tokens are accepted while they equal the
 draft. The first other token is accepted too, because its row saw the right text. Unused random numbers are given back.
 So the tokens are those of plain decoding, and in a step of as many rows the logprobs are, too, bit for bit. Drafts may
-make a step larger. That changes the last bits of logprobs, as other requests in the batch do. The next tokens overwrite
-the keys and values of rejected rows.
+make a step larger. That changes the last bits of logprobs, as other requests in the batch do, and another token may be
+drawn where those bits decide. The next tokens overwrite the keys and values of rejected rows.
 
 Everything here depends on commands and on tokens that were read, so all processes of a group do the same.
 """
