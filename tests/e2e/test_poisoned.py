@@ -1,11 +1,14 @@
 """One poisoned row among many of a step: `blame` names it first with its reason, whichever row it is.
 
+    POISONED_ROWS=10000 pytest --thorough tests/e2e/test_poisoned.py -o faulthandler_timeout=7200    (18 CPU-minutes)
+
 Each row is computed alone, so one examination of a step computes the usual rows and the poisoned ones of all seeds. The
 decision is then made for each seed on the usual rows and the one poisoned row.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -18,7 +21,7 @@ from tinkerflow.backend.spec.outliers import BlamedRow, ranked
 from tinkerflow.deployments.blame import blame
 from tinkerflow.deployments.recorded_run import Api, RecordedRun
 
-ROWS, SEEDS, AT_ONCE = 600, 20, 500
+ROWS, SEEDS, AT_ONCE = int(os.environ.get("POISONED_ROWS", "600")), 20, 500
 STEPS = 240  # that teach the form of the sentences
 COPIES = 50  # of a repeated row
 pytestmark = pytest.mark.thorough
