@@ -123,6 +123,7 @@ class RecordedRequest:
     """A request of the history, with its payload decoded from base64. step: the optimizer step that it belongs to."""
 
     seq_id: int
+    request_id: str
     kind: str
     step: int
     payload: bytes
@@ -155,6 +156,7 @@ class RecordedRun:
                     step = 1
                 yield RecordedRequest(
                     row["seq_id"],
+                    row["request_id"],
                     row["kind"],
                     row["step"] or step,
                     base64.b64decode(row["payload"]),

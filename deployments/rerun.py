@@ -103,9 +103,15 @@ class Report:
 class Rerun:
     """Sends the requests of a run again, to a new run."""
 
-    def __init__(self, run: RecordedRun, changes: Changes, progress: Callable[[Report], object] = bool) -> None:
-        """progress: called after each optimizer step."""
-        self._run, self._api = run, run.api
+    def __init__(
+        self,
+        run: RecordedRun,
+        changes: Changes,
+        progress: Callable[[Report], object] = bool,
+        on_result: Callable[[RecordedRequest, bytes], object] | None = None,
+    ) -> None:
+        """progress: called after each optimizer step. on_result: called with each result; its errors end the rerun."""
+        self._run, self._api, self._on_result = run, run.api, on_result
         self._changes, self._progress = changes, progress
         self._seq = 1
         self._rows = 0  # of the current step
@@ -205,6 +211,8 @@ class Rerun:
             result = self._api.result(request)
         except UserError as error:
             raise UserError(f"step {recorded.step}, {recorded.kind} (request {recorded.seq_id}): {error}") from error
+        if self._on_result is not None:
+            self._on_result(recorded, result)
         if compared and recorded.kind in _COMPARED and recorded.result_hash and self._report.parted is None:
             if digest(result) == recorded.result_hash:
                 self._report.compared += 1

@@ -29,6 +29,16 @@ _MOST_REQUESTS = 500  # of a page
 _MOST_BYTES = 2**23  # of the payloads of a page; a single larger request is a page, too
 
 
+class HistorySession(Wire):
+    """The session of a run, as its client began it. project_id: its label of today."""
+
+    session_id: str
+    tags: list[str]
+    user_metadata: Mapping[str, Any]
+    project_id: str | None
+    display_name: str | None
+
+
 class HistoryRun(Wire):
     """The run as it was created. seed: null for a run that began with a checkpoint."""
 
@@ -41,6 +51,7 @@ class HistoryRun(Wire):
     optimizer: str
     seed: int | None
     user_metadata: Mapping[str, str]
+    session: HistorySession
 
 
 class HistoryRequest(Wire):
@@ -50,6 +61,7 @@ class HistoryRequest(Wire):
     """
 
     seq_id: int
+    request_id: str
     kind: str
     step: int | None
     payload: str | None
@@ -144,6 +156,7 @@ def _run(call: Call, run_id: str) -> ModelView:
 def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
     journal, store = call.journal, call.services.store
     model = _run(call, run_id)
+    session = journal.sessions.get(model.session_id, None)
     steps = journal.histories.steps(run_id)
     chosen: list[PastRequest] = []
     size, more = 0, False
@@ -163,6 +176,13 @@ def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
             optimizer=model.optimizer,
             seed=model.seed,
             user_metadata=model.user_metadata,
+            session=HistorySession(
+                session_id=session.id,
+                tags=list(session.tags),
+                user_metadata=session.user_metadata,
+                project_id=session.project_id,
+                display_name=session.display_name,
+            ),
         ),
         requests=[_request(past, steps.get(past.seq_id), payloads) for past in chosen],
         next=chosen[-1].seq_id if more else None,
@@ -172,6 +192,7 @@ def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
 def _request(past: PastRequest, step: int | None, with_payload: bool) -> HistoryRequest:
     return HistoryRequest(
         seq_id=past.seq_id,
+        request_id=past.request_id,
         kind=past.kind,
         step=step,
         payload=base64.b64encode(past.payload).decode() if with_payload else None,

@@ -94,10 +94,13 @@ class CassetteWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        """OSError: the file cannot be written."""
+        """UserError: the file cannot be written."""
         self.path = path
         self.part = path.with_name(path.name + ".part")
-        self._file = self.part.open("wb")
+        try:
+            self._file = self.part.open("wb")
+        except OSError as error:
+            raise UserError(f"cassette {path} cannot be written: {error.strerror}") from error
         self._file.write(_NAME + b"%d\n" % VERSION)
         self._zstd = zstandard.ZstdCompressor(level=9, write_checksum=True).compressobj()
         self._hash = hashlib.sha256()
@@ -132,7 +135,7 @@ class CassetteWriter:
         return digest.hex()
 
     def discard(self) -> None:
-        """Remove the file: there is nothing in it."""
+        """Remove the file."""
         self._file.close()
         self.part.unlink()
 

@@ -1,4 +1,4 @@
-"""Programs that run in front of a recorder or a replay: `tinkerflow cassette record` and `serve`."""
+"""`tinkerflow cassette record` and `serve`: programs in front of a recorder or a replay, and runs with a history."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ def record_program(command: Sequence[str], output: Path, server: str, *, report:
         raise broken("the URL of the service", url, "an http or https URL")
     if not asyncio.run(answers(url)):
         raise UserError(f"no service answers at {url}: start it with `tinkerflow up`, or give --server")
-    try:
-        writer = CassetteWriter(output)
-    except OSError as error:
-        raise UserError(f"cassette {output} cannot be written: {error.strerror}") from error
-    with writer:
+    with CassetteWriter(output) as writer:
         recorder = Recorder(url, writer)
         with serving(recorder.app()) as own:
             status = _run(command, {"TINKER_BASE_URL": own, RECORDING: str(output.resolve())})
@@ -49,13 +45,38 @@ def record_program(command: Sequence[str], output: Path, server: str, *, report:
             report(f"interrupted: {writer.part} holds {recorder.requests} requests")
             return status
         digest = writer.close()
-    size = output.stat().st_size
-    report(f"recorded {recorder.requests} requests in {output}: {size:,} bytes, SHA-256 {digest[:16]}")
+    report(_recorded(recorder.requests, output, digest))
     if recorder.unanswered:
         report(f"{recorder.unanswered} of them had no result when the program ended")
     if status:
         report(f"the program ended with status {status}: so will its replay")
     return status
+
+
+def record_run(run_id: str, output: Path, server: str, *, report: Report) -> None:
+    """Make the cassette of a run from its history (from_history.py).
+
+    run_id: the run. output: the file. server: URL of the service; "" = TINKER_BASE_URL, or the service of this machine.
+    report: gets lines for people.
+    NotFoundError: there is no such run with a history. UserError: a result differs from the recorded one, or the file
+    cannot be written.
+    """
+    from tinkerflow.backend.settings import Settings
+    from tinkerflow.deployments.cassettes.from_history import write_run
+    from tinkerflow.deployments.recorded_run import Api, RecordedRun
+    from tinkerflow.tasks.pipelines.server_address import server_from_environment
+
+    url, key = server_from_environment(Settings())
+    with Api(server or url, key) as api, CassetteWriter(output) as writer:
+        try:
+            recorded = write_run(RecordedRun.find(api, run_id), writer)
+        except BaseException:
+            writer.discard()
+            raise
+        digest = writer.close()
+    report(_recorded(recorded.requests, output, digest))
+    for text in recorded.missing:
+        report(text)
 
 
 def serve_cassette(
@@ -81,6 +102,11 @@ def serve_cassette(
     if not differences:
         report(f"replayed all requests of {file}")
     return status or (1 if differences else 0)
+
+
+def _recorded(requests: int, output: Path, digest: str) -> str:
+    size = output.stat().st_size
+    return f"recorded {requests} requests in {output}: {size:,} bytes, SHA-256 {digest[:16]}"
 
 
 def _own_service() -> str:

@@ -143,15 +143,21 @@ class Recorder:
         self._writer.write(FutureResult(request_id, media, content))
 
     def _record_tokenizer(self, content: bytes) -> None:
-        """Keep the tokenizer of a model that is a folder of this machine: another machine does not have it."""
-        values = msgspec.json.decode(content)
-        folder = str(values.get("model_data", {}).get("tokenizer_id", ""))
-        if folder in self._folders or not Path(folder).is_absolute():
-            return
-        self._folders.add(folder)
-        files = {name: Path(folder, name).read_bytes() for name in _TOKENIZER_FILES if Path(folder, name).is_file()}
-        if files:
-            self._writer.write(TokenizerFiles(folder, files))
+        if (files := tokenizer_of(content)) is not None and files.folder not in self._folders:
+            self._folders.add(files.folder)
+            self._writer.write(files)
+
+
+def tokenizer_of(info: bytes) -> TokenizerFiles | None:
+    """The tokenizer of a model that is a folder of this machine, because another machine does not have it; else None.
+
+    info: the answer to get_info.
+    """
+    folder = str(msgspec.json.decode(info).get("model_data", {}).get("tokenizer_id", ""))
+    if not Path(folder).is_absolute():
+        return None
+    files = {name: Path(folder, name).read_bytes() for name in _TOKENIZER_FILES if Path(folder, name).is_file()}
+    return TokenizerFiles(folder, files) if files else None
 
 
 class _GoneError(Exception):

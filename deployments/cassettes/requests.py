@@ -164,6 +164,8 @@ def _kept(name: str, content: dict[str, Any] | None) -> dict[str, Any] | None:
     kept = {key: value for key, value in content.items() if value is not None and key not in without}
     if name == "create_session" and isinstance(tags := kept.get("tags"), list):
         kept["tags"] = sorted(map(str, tags))  # the SDK sends a set
+    if name == "create_session" and kept.get("user_metadata") == {}:
+        del kept["user_metadata"]  # as the service keeps it
     return kept
 
 

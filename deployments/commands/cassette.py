@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
+
+from tinkerflow.backend.core.ids import session_of
 
 app = typer.Typer(help="Record a program's requests, and replay them without a model.", no_args_is_help=True)
 app.callback()(lambda: None)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})  # options of the program are not ours
+def _is_run(text: str) -> bool:
+    return session_of(text) != text
+
+
+class _RunOrProgram(typer.core.TyperCommand):
+    """Accepts options behind the id of a run. Behind the name of a program, they are the program's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and _is_run(args[0]):
+            args = [*args[1:], args[0]]
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_RunOrProgram, context_settings={"allow_interspersed_args": False})
 def record(
-    command: Annotated[list[str], typer.Argument(help="program to run, with its arguments, behind --")],
+    command: Annotated[
+        list[str],
+        typer.Argument(help="program to run, with its arguments, behind --; or the id of a run with a history"),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="file to write")],
     server: Annotated[
         str | None, typer.Option(help="service that answers (default: TINKER_BASE_URL, or the service of this machine)")
@@ -24,8 +43,15 @@ def record(
 
     `tinkerflow cassette record -o loop.cassette -- python my_loop.py` gives the program a TINKER_BASE_URL that leads
     through the recorder to the service. API keys are not written. The exit status is that of the program.
+
+    `tinkerflow cassette record RUN -o loop.cassette` makes the cassette of a run from its history instead. The results
+    are computed again. The exit status is 1, and there is no file, if one of them differs from the recorded one.
     """
-    from tinkerflow.deployments.cassettes.programs import record_program
+    from tinkerflow.deployments.cassettes.programs import record_program, record_run
+
+    if len(command) == 1 and _is_run(command[0]):
+        record_run(command[0], output, server or "", report=typer.echo)
+        return
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise typer.Exit(record_program(command, output, server or "", report=typer.echo))

@@ -46,10 +46,10 @@ def replaying(recording: Recording, *ignore: str) -> Iterator[tuple[str, Replay]
         yield url, replay
 
 
-def fails(loop: Loop, recording: Recording, text: str) -> None:
+def fails(loop: Loop, recording: Recording, text: str, **session: Any) -> None:
     """A loop ends on a replay with an exception whose text matches `text`, and the report has the same text."""
     with replaying(recording) as (url, replay), pytest.raises(tinker.RequestFailedError, match=text) as failed:
-        run(url, loop)
+        run(url, loop, **session)
     assert replay.script.report()[0] in str(failed.value)
 
 
