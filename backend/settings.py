@@ -148,7 +148,7 @@ class Settings(BaseSettings):
     those with `history: true` in their metadata; all = every run"""
     recheck_share: float = Field(0.0, ge=0, le=1)
     """share of the work of runs with a history that is executed a second time, to notice devices that compute other
-    bits; the event tinkerflow.run.corrupt names the step"""
+    bits; the event tinkerflow.run.corrupt names the step, and the hosts of the worker group are taken out"""
     history_days: float = Field(30.0, ge=0)
     """days for which the history of a run is kept after its last request; 0 = for ever"""
 

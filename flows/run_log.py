@@ -11,7 +11,7 @@ from uuid import UUID
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.journal import Journal, Outcome, RunEvent, Trained
 from tinkerflow.flows.observers import Batch
-from tinkerflow.flows.run_report import INTERRUPTED, RunReport, difference_line, restored_line
+from tinkerflow.flows.run_report import INTERRUPTED, RunReport, restored_line
 from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
@@ -84,7 +84,7 @@ class RunLog:
 
     def differed(self, difference: Difference) -> None:
         """A result was another one when it was computed again."""
-        self._note(difference_line(difference), logging.ERROR)
+        self._note(str(difference), logging.ERROR)
 
     def interrupted(self) -> None:
         """The worker group ended."""

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.journal import CheckpointSaved, LossMeasured, ModelLive, Outcome, StepMeasured, Trained
 from tinkerflow.backend.spec.outliers import UsualSteps
-from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
 
 LINE_SECONDS = 1.0  # between two lines about steps
@@ -143,9 +142,3 @@ def restored_line(generation: int, restored: Restored) -> str:
     source = "its creation" if restored.snapshot is None else f"its snapshot at request {restored.snapshot.seq_id}"
     text = f"restored in worker group {generation}: {restored.requests} requests replayed"
     return f"{text} ({restored.steps} optimizer steps) after {source}, in {round(restored.seconds, 3)} s"
-
-
-def difference_line(difference: Difference) -> str:
-    """A line about an operation whose result was another one when it was executed a second time."""
-    text = f"step {difference.step}: the result of {difference.kind} (request {difference.seq_id}) is another one"
-    return f"{text} when it is computed again, on {', '.join(difference.devices)}"

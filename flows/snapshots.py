@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tinkerflow.backend.journal import SnapshotTaken
 from tinkerflow.flows.observers import RunObserver
 from tinkerflow.tasks.execution.operation import ExecutionContext
-from tinkerflow.tasks.execution.recheck import recheck
+from tinkerflow.tasks.execution.recheck import recheck, take_out
 from tinkerflow.tasks.execution.sequencer import Sequencer, Slot
 from tinkerflow.tasks.execution.state_transfers import take_snapshot
 from tinkerflow.tasks.operations import CHANGES
@@ -111,6 +111,7 @@ class SnapshotTaker:
         if (difference := await recheck(context, taken, CHANGES)) is not None:
             for observer in self._observers:
                 observer.differed(difference)
+            await take_out(context, self._model_id, difference)
 
     def interrupted(self) -> None:
         """The worker group ended, so no hurried snapshot can be taken of it."""

@@ -121,6 +121,11 @@ class Group:
         return tuple(member.process.pid for member in self._members)
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """The ranks with their hosts, for people."""
+        return tuple(f"rank {rank} on {slot.name}" for rank, slot in enumerate(self._slots))
+
+    @property
     def bytes_sent(self) -> int:
         """How many bytes were sent to all processes together."""
         return sum(member.link.sent for member in self._members if member.link is not None)
@@ -186,6 +191,12 @@ class Group:
         self._transfers.fail_all(error)
         self._rendezvous.give_up(error)
         self._reaper = self._loop.create_task(self._reap(error))
+
+    def take_out(self, why: str) -> None:
+        """End the group, and start no more processes on its hosts, for the reason `why`."""
+        for slot in self._slots:
+            slot.take_out(why)
+        self.end(GroupFailedError(f"worker group {self.generation} is taken out: {why}"))
 
     # ------------------------------------------------------------------ messages
     def _send(self, index: int, body: Sequence[codec.Buffer]) -> None:

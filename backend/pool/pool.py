@@ -100,6 +100,17 @@ class Pool:
         """End the serving group after a termination notice, and start none until `begin`."""
         self._generations.release(cause)
 
+    def take_out(self, generation: int, why: str) -> None:
+        """End the group `generation` if it serves, and start no other one on its hosts before a person restarts them.
+
+        The pool waits for other hosts. Hosts are shared by the pools of a site; groups that run there go on. why: shown
+        to people and to clients that wait.
+        """
+        group = self._generations.serving
+        if group is not None and group.generation == generation:
+            log.error("the hosts of worker group %d are taken out (%s): %s", generation, ", ".join(group.places), why)
+            group.take_out(why)
+
     @property
     def draining(self) -> bool:
         """Whether callers must start no new work, because the group will be released soon."""
@@ -172,6 +183,12 @@ class Pool:
         """Process ids of the serving workers, by rank; empty while none serve."""
         group = self._generations.serving
         return group.pids if group else ()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The ranks of the serving group with their hosts, for people; empty while none serve."""
+        group = self._generations.serving
+        return group.places if group else ()
 
     async def serving(self) -> int:
         """Wait until a generation serves, and return its number. GroupFailedError when the pool is stopped."""

@@ -33,7 +33,7 @@ from tinkerflow.flows.prefect.drawing import Drawing
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, TaskRunRecord, sampling, training_run
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect.window import Window, window_size, windows_of
-from tinkerflow.flows.run_report import INTERRUPTED, RunReport, difference_line, restored_line
+from tinkerflow.flows.run_report import INTERRUPTED, RunReport, restored_line
 from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
@@ -254,13 +254,15 @@ class RunMirror:
 
     def differed(self, difference: Difference) -> None:
         """Report an operation whose result was another one when it was executed a second time."""
-        self.log(difference_line(difference), logging.ERROR)
+        self.log(str(difference), logging.ERROR)
         self._emit(
             "tinkerflow.run.corrupt",
             step=difference.step,
             kind=difference.kind,
             request=difference.seq_id,
             devices=list(difference.devices),
+            ranks=list(difference.places),
+            wrong=difference.wrong,
         )
 
     def restored(self, generation: int, restored: Restored) -> None:

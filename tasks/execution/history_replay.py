@@ -27,8 +27,8 @@ _COMPARED = (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)  # their results depend on 
 class HistoryReplay:
     """One replay.
 
-    requests: executed so far. differs: the first request whose result is not the recorded one, None so far. `drop` must
-    be called at the end.
+    requests: executed so far. differs: the first request whose result is not the recorded one, None so far. found: the
+    digest of that result. `drop` must be called at the end.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class HistoryReplay:
         """
         self.requests = 0
         self.differs: PastRequest | None = None
+        self.found = ""
         self._context = replace(context, owner=model.owner)
         self._model, self._adapter, self._execute = model, adapter_id, execute
 
@@ -82,8 +83,10 @@ class HistoryReplay:
         execution = Execution(self._context, request, slot, as_of=past.answered_at, fork=self._adapter)
         try:
             outcome = await self._execute[kind](execution)
-            if kind in _COMPARED and past.result_hash and digest(outcome.result or b"") != past.result_hash:
-                self.differs = min(self.differs or past, past, key=lambda one: one.seq_id)
+            found = digest(outcome.result or b"")
+            differs = kind in _COMPARED and past.result_hash not in ("", found)
+            if differs and (self.differs is None or past.seq_id < self.differs.seq_id):
+                self.differs, self.found = past, found
         except GroupFailedError:
             raise
         except TinkerflowError as error:

@@ -60,6 +60,8 @@ class NumpyPool:
     reaches_store: bool = False
     draining: bool = False
     resting: bool = False
+    places: tuple[str, ...] = ("rank 0 on this machine",)
+    taken_out: str = ""
     info: GroupInfo = INFO
     log: list[Command] = field(default_factory=list)
     hold: asyncio.Event | None = None
@@ -122,6 +124,11 @@ class NumpyPool:
         self.deaths += 1
         if down:
             self.down = asyncio.Event()
+
+    def take_out(self, generation: int, why: str) -> None:
+        self.check(generation)
+        self.taken_out = why
+        self.die(down=True)
 
     def come_back(self) -> None:
         assert self.down is not None

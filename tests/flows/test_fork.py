@@ -211,28 +211,97 @@ class Seen:
         return lambda *_, **__: None
 
 
-@pytest.mark.parametrize("flipped", [None, 2, 5, 8])
-async def test_a_flipped_bit_is_named_at_the_end_of_its_interval(
-    context: Any, client: Any, running: Any, until: Any, flipped: int | None
+@pytest.fixture
+async def watched(context: Any, client: Any, running: Any) -> AsyncIterator[Any]:
+    """watched(number): a run whose intervals of three steps are all executed again, and the differences seen."""
+    async with AsyncExitStack() as stack:
+
+        async def watched(number: int) -> tuple[str, Seen]:
+            seen = Seen()
+            model, request = client.submit_create(number, history=True)
+            runner = ModelRunner(replace(context, recheck_share=1.0), [seen], SnapshotPolicy(3, 1000.0), model, 0)
+            await stack.enter_async_context(running(runner.serve()))
+            await stack.enter_async_context(running(client.ring("model:", runner)))
+            assert (await client.result(request)).error is None
+            return model, seen
+
+        yield watched
+
+
+async def steps(client: Any, model: str, count: int) -> list[str | None]:
+    """The errors of so many steps, each saved."""
+    errors = []
+    for _ in range(count):
+        requests = [client.forward_backward(model, [2, 3]), client.optim_step(model)]
+        requests.append(client.submit(model, Kind.SAVE_WEIGHTS, {"path": f"at-{client.seqs[model]}"}))
+        errors += [result.error for result in await client.results(*requests)]
+    return errors
+
+
+def flip(pool: Any, adapter: str) -> None:
+    (weights,) = pool.executor.adapters[adapter].weights.values()
+    weights.view("uint32").reshape(-1)[2] ^= 1 << 22
+
+
+async def test_intervals_are_executed_again_and_are_equal(context: Any, client: Any, watched: Any, until: Any) -> None:
+    model, seen = await watched(0)
+    for interval in range(1, 4):
+        assert await steps(client, model, 3) == [None] * 9
+        await steps(client, model, 1)  # the snapshot is due when it begins
+        await until(lambda count=interval: context.pool.names.count("DropAdapter") >= count)
+    assert (seen.differences, context.pool.taken_out) == ([], "")
+    assert set(context.pool.executor.adapters) == {model}
+
+
+@pytest.mark.parametrize("flipped", [2, 5])
+async def test_a_run_whose_results_were_wrong_is_stopped_and_its_hosts_are_taken_out(
+    context: Any, client: Any, watched: Any, until: Any, serve: Any, flipped: int
 ) -> None:
-    seen, pool = Seen(), context.pool
-    model, request = client.submit_create(history=True)
-    checking = replace(context, recheck_share=1.0)
-    runner = ModelRunner(checking, [seen], SnapshotPolicy(3, 1000.0), model, 0)
-    async with running(runner.serve()), running(client.ring("model:", runner)):
-        assert (await client.result(request)).error is None
-        for step in range(1, 11):
-            if step == flipped:
-                (weights,) = pool.executor.adapters[model].weights.values()
-                weights.view("uint32").reshape(-1)[2] ^= 1 << 22
-            await client.results(client.forward_backward(model, [2, 3]), client.optim_step(model))
-            if step in (4, 7, 10):  # the snapshot was due when this step began
-                await until(lambda step=step: pool.names.count("DropAdapter") >= step // 3)
-        await until(lambda: flipped is None or bool(seen.differences))  # it is reported after the adapter is dropped
-    found = [(one.kind, one.step, one.devices) for one in seen.differences]
-    assert found == ([] if flipped is None else [("forward_backward", flipped, ("cpu:0",))])
-    assert set(pool.executor.adapters) == {model}
-    assert client.journal.models.get(model, None).step == 10
+    pool = context.pool
+    (model, seen), (other, others) = [await watched(number) for number in range(2)]
+    assert await steps(client, model, flipped - 1) == [None] * 3 * (flipped - 1)
+    assert await steps(client, other, 2) == [None] * 6
+    await until(lambda: pool.names.count("DropAdapter") == (flipped > 4))
+    flip(pool, model)
+    errors = await steps(client, model, 4 if flipped == 2 else 3)
+    await until(lambda: bool(pool.taken_out))
+    (difference,) = seen.differences
+    found = (difference.kind, difference.step, difference.devices, difference.places, difference.wrong)
+    assert found == ("forward_backward", flipped, ("cpu:0",), pool.places, "recorded")
+    assert f"run {model}, step {flipped}: the result of forward_backward" in pool.taken_out
+    ended = client.journal.models.get(model, None)
+    assert ended.state == "failed" and "on rank 0 on this machine (cpu:0)" in ended.detail
+    assert f"tinkerflow rerun {model} --from {flipped}, or load tinker://{model}/weights/@{flipped - 1}" in ended.detail
+    assert [error for error in errors if error and ended.detail not in error] == []
+
+    pool.come_back()  # on another host
+    assert await steps(client, other, 3) == [None] * 9
+    assert client.journal.models.get(other, None).step == 5 and others.differences == []
+    result = await loaded(client, serve, 2, f"tinker://{model}/weights/@{flipped - 1}")
+    assert result.error is None
+    last_saved = f"at-{3 * (flipped - 1)}"
+    assert files(context, model, f"@{flipped - 1}") == files(context, model, last_saved), "nothing is lost"
+
+
+async def test_a_run_goes_on_whose_second_execution_was_wrong(
+    context: Any, client: Any, watched: Any, until: Any
+) -> None:
+    pool, (model, seen) = context.pool, await watched(0)
+    flips = iter((False, True))  # at the second step
+
+    def flipping(command: Any) -> bool:
+        again = "@recheck" in getattr(command, "adapter_id", "") and type(command).__name__ == "Forward"
+        if again and next(flips, False):
+            flip(pool, command.adapter_id)
+        return False
+
+    pool.poison = flipping
+    assert await steps(client, model, 4) == [None] * 12
+    await until(lambda: bool(pool.taken_out))
+    assert [(one.step, one.wrong) for one in seen.differences] == [(2, "repeated")]
+    pool.come_back()
+    assert await steps(client, model, 2) == [None] * 6
+    assert client.journal.models.get(model, None).step == 6
 
 
 async def test_runs_without_a_history_and_a_share_of_none_cost_nothing(context: Any, client: Any, running: Any) -> None:

@@ -604,6 +604,33 @@ async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait
         link.close()
 
 
+async def test_a_group_that_is_taken_out_goes_on_elsewhere(bench: Bench, wait_until: WaitUntil) -> None:
+    bench.join("a")
+    pool = await bench.start(1)
+    other = await bench.start(1, on_demand=True)
+    bench.join("b", 2)
+    await wait_until(lambda: "(" in bench.hosts.missing(9) and bench.hosts.missing(2) == "")
+    other.begin()
+    await other.serving()
+    pool.take_out(2, "another generation")
+    await serves(pool, 1)
+    (place,) = pool.places
+    pool.take_out(1, "step 5 was wrong")
+    with pytest.raises(errors.GroupFailedError, match="worker group 1"):
+        await pool.submit(step(), generation=1)
+    await serves(pool, 2)
+    assert pool.pids and (place, other.ready) == (f"rank 0 on {socket.gethostname()}", True)
+
+    pool.take_out(2, "step 9 was wrong")
+    await wait_until(lambda: pool.lacks_capacity)
+    assert other.generation == 1 and other.ready, "groups that run go on"
+    why = "taken out: step 9 was wrong; restart its `tinkerflow worker`, or `tinkerflow up`, to use it again"
+    assert "waiting for hosts: 0 of 1 processes (" in bench.waits[-1] and why in bench.waits[-1]
+    bench.agents[0].cancel()
+    bench.join("a, restarted")
+    await serves(pool, 3)
+
+
 @pytest.mark.parametrize(
     ("address", "found", "doubtful"),
     [("10.0.0.9", "127.0.1.1", True), ("10.0.0.9", "10.0.0.9", False), ("127.0.0.1", "127.0.1.1", False)],

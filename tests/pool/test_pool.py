@@ -98,6 +98,18 @@ async def test_a_forward_goes_by_micro_batch_and_lets_samples_in(start_pool: Sta
     assert "SampleStep SampleStep" not in " ".join(executed[: executed.index("OptimStep")])
 
 
+async def test_a_machine_that_is_taken_out_starts_no_group_and_stops(
+    start_pool: StartPool, wait_until: Callable[..., Awaitable[None]]
+) -> None:
+    said: list[str] = []
+    pool = await start_pool(on_progress=said.append)
+    assert pool.places == ("rank 0 on this machine",)
+    pool.take_out(1, "step 5 was wrong")
+    await wait_until(lambda: pool.lacks_capacity)
+    assert said[-1] == "this machine is taken out: step 5 was wrong; restart the service to use it again"
+    assert (pool.ready, pool.places) == (False, ())
+
+
 async def test_a_failed_micro_batch_fails_its_forward_and_no_other(start_pool: StartPool) -> None:
     pool = await start_pool("ByMicroBatch")
     with pytest.raises(UserError, match="the second one is wrong"):

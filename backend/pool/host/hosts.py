@@ -64,7 +64,7 @@ class HostSlot:
 
     def __init__(self, host: Host, held: OrphanedWorker | None = None) -> None:
         """Reserve capacity on `host`. held: the process to take over; None = start a new process."""
-        self.host, self.capacity = host.offer.agent, host.offer.processes
+        self.host, self.name, self.capacity = host.offer.agent, host.offer.host, host.offer.processes
         self._host = host
         self._held = held
         self._released = False
@@ -80,6 +80,10 @@ class HostSlot:
             self._released = True
             self._host.taken -= 1
             self._host.site.notify()
+
+    def take_out(self, why: str) -> None:
+        """Start no more processes on the host, for the reason `why`, until its agent is restarted."""
+        self._host.site.taken_out[self.host] = why
 
 
 class Host:
@@ -98,7 +102,16 @@ class Host:
     @property
     def free(self) -> int:
         """How many more processes the host can run."""
-        return max(0, self.offer.processes - self.taken)
+        return 0 if self.taken_out else max(0, self.offer.processes - self.taken)
+
+    @property
+    def taken_out(self) -> str:
+        """Why no more processes are started on the host; "" if they are."""
+        return self.site.taken_out.get(self.offer.agent, "")
+
+    def __str__(self) -> str:
+        text = f"taken out: {self.taken_out}; restart its `tinkerflow worker`, or `tinkerflow up`, to use it again"
+        return f"{self.offer.host}: {text if self.taken_out else self.free}"
 
     async def spawn(self, launch: Launch, rank: int, held: OrphanedWorker | None = None) -> WorkerProcess:
         """Start a process, or take over the process `held`. OSError when this fails or the host is lost meanwhile."""
@@ -158,6 +171,7 @@ class Hosts:
         self.port = int(listener.getsockname()[1])
         self.launched: set[bytes] = set()  # salts of this driver's generations, whose processes are not taken over
         self.numbers = itertools.count(1)  # the numbers of new processes
+        self.taken_out: dict[str, str] = {}  # by agent, also while it is lost
         self._listener = listener
         self._secret = secret
         self._silence = silence
@@ -198,7 +212,7 @@ class Hosts:
         """Why so many processes cannot be started now; "" when they can be started."""
         free = sum(host.free for host in self._hosts)
         if free < processes:
-            joined = ", ".join(f"{host.offer.host}: {host.free}" for host in self._in_order()) or "none has joined"
+            joined = ", ".join(map(str, self._in_order())) or "none has joined"
             return f"waiting for hosts: {free} of {processes} processes ({joined})"
         inside = [host.offer.host for host in self._in_order() if host.offer.address.startswith("127.")]
         if inside and len(inside) < len(self._hosts):

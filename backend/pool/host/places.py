@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -56,11 +57,12 @@ class WorkerProcess(Protocol):
 class WorkerSlot(Protocol):
     """Reserved capacity for one process.
 
-    host: identifies the host. Processes with the same host share its devices. capacity: how many processes the host can
-    run; 0 = any number.
+    host: identifies the host. Processes with the same host share its devices. name: of the host, for people. capacity:
+    how many processes the host can run; 0 = any number.
     """
 
     host: str
+    name: str
     capacity: int
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
@@ -69,6 +71,9 @@ class WorkerSlot(Protocol):
 
     def release(self) -> None:
         """Return the capacity. Call it when the process has ended or was never started."""
+
+    def take_out(self, why: str) -> None:
+        """Start no more processes on the host, for the reason `why`, until a person restarts it."""
 
 
 class Site(Protocol):
@@ -146,23 +151,25 @@ class ThisMachine:
     """A site for any number of processes on this machine. They are children of this process, and end with it."""
 
     address = "127.0.0.1"
-    host = "this machine"
+    host = name = "this machine"
     capacity = 0
 
     def __init__(self, log_dir: Path | None, platform: str = "auto") -> None:
         """log_dir: the folder of worker-<rank>.log; None = workers write to our stderr. platform: the setting."""
         self._log_dir, self._platform = log_dir, platform
+        self._taken_out = ""
 
     def secret(self, salt: bytes) -> bytes:
         """The salt itself, which stays on this machine."""
         return salt
 
     def missing(self, processes: int) -> str:
-        """Nothing is ever missing."""
-        return ""
+        """Nothing is missing, unless the machine was taken out."""
+        return self._taken_out and f"this machine is taken out: {self._taken_out}; restart the service to use it again"
 
     async def changed(self) -> None:
-        """Return immediately."""
+        """Wait for ever: a machine that was taken out does not come back."""
+        await asyncio.Event().wait()
 
     def reserve(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
         """The machine itself, `processes` times."""
@@ -183,6 +190,10 @@ class ThisMachine:
 
     def release(self) -> None:
         """Do nothing, because no capacity is reserved."""
+
+    def take_out(self, why: str) -> None:
+        """Start no more processes of this pool, for the reason `why`."""
+        self._taken_out = why
 
 
 def generation_secret(group_secret: bytes, salt: bytes) -> bytes:
