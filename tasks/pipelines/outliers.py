@@ -2,16 +2,16 @@
 
 After each step its gradient norm and its loss are compared with those of the steps before. If the step is unusual, its
 rows are computed alone, in a fork of the training run before the step (docs/history.md). The rows that are unlike the
-others are left out, until the step is usual. Training then goes on in a new run that begins with the fork, so its
-weights are those of a run that never had the rows. All of this depends only on the data and on recorded steps, so that
-a retry finds the same rows.
+others are left out, until the step is usual, and those that do not spoil it are put back. Training then goes on in a
+new run that begins with the fork, so its weights are those of a run that never had the rows. All of this depends only
+on the data and on recorded steps, so that a retry finds the same rows.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote
 
@@ -140,25 +140,47 @@ class OutlierWatch:
     async def _spoilers(
         self, probe: tinker.TrainingClient, rows: Sequence[int], worst: Sequence[BlamedRow]
     ) -> list[int]:
-        """Numbers of the first worst rows without which the step is usual; none if there are no such rows.
+        """Numbers of the worst rows without which the step is usual; none if there are no such rows.
 
-        Only rows with a reason are left out: after too large a step, the gradients of all rows are large.
-        worst: the rows of the step, as `ranked`.
+        Rows are left out one after the other, the worst first, until the step is usual. Then each of them, the worst
+        first, is put back if the step stays usual with it: a harmless row may be more unlike the others than the row
+        that spoils the step. Only rows with a reason are left out: after too large a step, the gradients of all rows
+        are large. worst: the rows of the step, as `ranked`.
         """
-        chosen: list[int] = []
+        chosen: list[Collection[int]] = []
         for row in worst:
             if not row.reason:
                 break
             for numbers in (row.spoilers, {row.number} - {*row.spoilers}):
-                chosen += numbers
-                kept = [index for number, index in enumerate(rows) if number not in chosen]
-                if not (numbers and kept):
+                if not numbers:
                     continue
-                forward, update = _measured(probe, self._recipe.lessons(kept))
-                loss = (await forward).metrics.get("loss:sum", math.nan)
-                if not self._usual.unusual(((await update).metrics or {}).get("grad_norm", math.nan), loss):
-                    return chosen
+                chosen.append(numbers)
+                if await self._is_usual(probe, rows, chosen):
+                    return await self._needed(probe, rows, chosen)
         return []
+
+    async def _needed(
+        self, probe: tinker.TrainingClient, rows: Sequence[int], chosen: Sequence[Collection[int]]
+    ) -> list[int]:
+        """Numbers of the chosen rows that cannot be put back. The last ones were chosen because they cannot."""
+        needed = list(chosen)
+        for numbers in chosen[:-1]:
+            fewer = [one for one in needed if one is not numbers]
+            if await self._is_usual(probe, rows, fewer):
+                needed = fewer
+        return [number for numbers in needed for number in numbers]
+
+    async def _is_usual(
+        self, probe: tinker.TrainingClient, rows: Sequence[int], without: Sequence[Collection[int]]
+    ) -> bool:
+        """Whether the step would be usual without some of its rows."""
+        left_out = {number for numbers in without for number in numbers}
+        kept = [index for number, index in enumerate(rows) if number not in left_out]
+        if not kept:
+            return False
+        forward, update = _measured(probe, self._recipe.lessons(kept))
+        loss, metrics = (await forward).metrics.get("loss:sum", math.nan), (await update).metrics or {}
+        return not self._usual.unusual(metrics.get("grad_norm", math.nan), loss)
 
     async def _show(self, run_id: str, step: int, worst: Sequence[BlamedRow], chosen: Sequence[int]) -> None:
         """Show the rows of a step on the page of its training run and as an artifact."""

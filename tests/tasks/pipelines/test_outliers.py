@@ -67,9 +67,16 @@ class Service:
         return Model(self, self.models[run].states[int(step)], int(step))
 
 
-async def trained(work: str, rows: list[float], name: str, left_out: set[int] | None = None) -> Any:
-    """The final model, the segment, and the artifacts of a run over these rows in their order; no watch if left_out."""
-    examples = [TokenizedExample(np.array([0, 1]), np.array([0, row], np.float32)) for row in rows]
+def example(weight: float, target: int = 1) -> TokenizedExample:
+    return TokenizedExample(np.array([0, target]), np.array([0, weight], np.float32))
+
+
+async def trained(work: str, rows: list[float], name: str, left_out: set[int] | None = None, harmless: int = -1) -> Any:
+    """The final model, the segment, and the artifacts of a run over rows with these weights; no watch if left_out.
+
+    harmless: the row that has no gradient, whatever its weight is.
+    """
+    examples = [example(row, int(number != harmless)) for number, row in enumerate(rows)]
     values = {"steps": STEPS, "learning_rate": 1.0, "schedule": "constant", "segment_steps": STEPS}
     parameters = SftParameters.model_validate({"data": {"url": "rows.jsonl"}, "training": values})
     pages: list[str] = []
@@ -122,6 +129,18 @@ async def test_the_worst_rows_are_left_out_and_the_others_train_on(work: str) ->
     clean, other, _ = await trained(work, rows, "clean", left_out=set(spoiled))
     assert model.weight == clean.weight and other.left_out == []
     assert "## Step 13\n\nLeft out from now on: rows 49, 51 of the data." in pages[-1] and "## Step 15" in pages[-1]
+
+
+async def test_a_harmless_row_that_looks_worse_than_the_culprit_is_put_back(work: str) -> None:
+    rows = [1.0 + number % 3 / 4 for number in range(STEPS * SIZE)]
+    harmless, culprit = 12 * SIZE, 12 * SIZE + 2
+    rows[harmless], rows[culprit] = 1e6, 90.0
+    model, segment, pages = await trained(work, rows, "hidden", harmless=harmless)
+    assert [(one.step, one.row) for one in segment.left_out] == [(13, culprit)]
+    table = pages[-1].splitlines()
+    assert [line.split("|")[1].strip() for line in table if line.startswith("| ")][2:4] == ["0", "2"], "worst first"
+    clean, *_ = await trained(work, rows, "clean", left_out={culprit}, harmless=harmless)
+    assert model.weight == clean.weight
 
 
 async def test_a_step_whose_rows_are_all_large_is_made_as_it_is(work: str) -> None:
