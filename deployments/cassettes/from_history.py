@@ -72,9 +72,9 @@ class _RunWriter:
         flags = orjson.dumps(self._api.ask("client/config", {"sdk_version": "tinkerflow"}))
         self._writer.write(Exchange(0, "POST", f"{API}client/config", b"", 200, _JSON, flags))
         session_id = self._session["session_id"]
-        said = {name: self._session[name] for name in ("tags", "user_metadata", "project_id", "display_name")}
+        described = {name: self._session[name] for name in ("tags", "user_metadata", "project_id", "display_name")}
         created = {"type": "create_session", "session_id": session_id}
-        self._exchange("create_session", orjson.dumps({**said, "type": "create_session"}), created)
+        self._exchange("create_session", orjson.dumps({**described, "type": "create_session"}), created)
         for recorded in self._run.requests():
             self._request(recorded)
             if recorded.seq_id == 0:
