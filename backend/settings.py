@@ -229,6 +229,8 @@ class Settings(BaseSettings):
     """projects whose training runs the trackers show; none = all projects"""
     tracking_dir: str = ""
     """folder for the data of trackers that have no place of their own; empty = <data_dir>/tracking"""
+    openlineage_url: str = ""
+    """OpenLineage server (https://...) or file (file:///...) that gets the lineage of training runs; empty = none"""
 
     @field_validator("data_dir")
     @classmethod
@@ -252,6 +254,13 @@ class Settings(BaseSettings):
     def _host_and_port(cls, value: str) -> str:
         if value:
             parse_address(value)
+        return value
+
+    @field_validator("openlineage_url")
+    @classmethod
+    def _of_a_server_or_file(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://", "file:///")):
+            raise ValueError("must start with http://, https:// or file:///")
         return value
 
     @model_validator(mode="before")

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import orjson
-
-from tinkerflow.backend.catalog.card import TrainedData, loaded_by
+from tinkerflow.backend.catalog.card import TrainedData, loaded_by, saved_by
 from tinkerflow.backend.core.errors import NotFoundError
-from tinkerflow.backend.spec.checkpoint import SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath
+from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.deployments.recorded_run import Api, RecordedRequest, RecordedRun
 
-_SAVES = {"save_weights": WEIGHTS, "save_for_sampler": SAMPLER_WEIGHTS, "save_weights_external": "external_weights"}
 _MOST_PARENTS = 100
 
 
@@ -92,14 +89,9 @@ def _up_to(run: RecordedRun, path: CheckpointPath | None) -> Iterator[RecordedRe
         if path is None:
             continue
         made = recorded.kind == "optim_step" and recorded.step == path.step
-        if made or path.step == 0 or _saves(recorded, path):
+        saved = saved_by(path.run_id, recorded.kind, recorded.payload)
+        if made or path.step == 0 or saved == str(path):
             return
     if path is None:
         return
     raise NotFoundError(f"checkpoint {str(path)!r}: the history of its run has no request that made it")
-
-
-def _saves(recorded: RecordedRequest, path: CheckpointPath) -> bool:
-    if path.step is not None or _SAVES.get(recorded.kind) != path.kind:
-        return False
-    return bool(orjson.loads(recorded.payload).get("path") == path.name)

@@ -63,13 +63,17 @@ def run_worker_part(settings: Settings, group: str, processes: int) -> None:
 def run_track_part(settings: Settings, parent: int, *, once: bool) -> None:
     """Mirror training runs to the trackers of the settings until SIGTERM; stdout gets READY and beats for `up`.
 
-    once: write what the journal has, and return. UserError when the settings name no tracker, or one that cannot be.
+    once: write what the journal has, and return. UserError when the settings name no tracker and no OpenLineage server,
+    or one that cannot be used.
     """
+    from tinkerflow.backend.catalog.openlineage import LineageMirror
+    from tinkerflow.backend.store import Store
     from tinkerflow.backend.tracking.journal_runs import LOOK_SECONDS, JournalMirror
     from tinkerflow.backend.tracking.trackers import trackers_named
 
-    if not (trackers := trackers_named(settings.trackers)):
-        raise UserError("track: the setting TINKERFLOW_TRACKERS is empty; docs/trackers.md lists the trackers")
+    if not (trackers := trackers_named(settings.trackers)) and not settings.openlineage_url:
+        names = "TINKERFLOW_TRACKERS and TINKERFLOW_OPENLINEAGE_URL"
+        raise UserError(f"track: the settings {names} are empty; docs/trackers.md lists the trackers")
     _begin(parent)
     keep_stdout()  # libraries of trackers print
     say(READY)
@@ -84,7 +88,12 @@ def run_track_part(settings: Settings, parent: int, *, once: bool) -> None:
             log=logging.getLogger(__name__),
         )
         place, projects = settings.tracking_folder, settings.tracked_projects
-        mirrors = [JournalMirror(tracker, journal, place, SystemClock(), projects) for tracker in trackers]
+        mirrors: list[JournalMirror | LineageMirror] = [
+            JournalMirror(tracker, journal, place, SystemClock(), projects) for tracker in trackers
+        ]
+        if settings.openlineage_url:
+            store = Store.open(settings.store_url)
+            mirrors.append(LineageMirror(settings.openlineage_url, journal, store, place, projects))
         works = [mirror.once if once else partial(mirror.keep, stop) for mirror in mirrors]
         try:
             await asyncio.gather(*map(asyncio.to_thread, works))

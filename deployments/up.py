@@ -64,7 +64,7 @@ class Stack:
                 silence=self.settings.heartbeat_timeout,
                 report=report,
             )
-            for name in ("engine", "api", *(("track",) if settings.trackers else ()))
+            for name in ("engine", "api", *(("track",) if settings.trackers or settings.openlineage_url else ()))
         ]
         self._plan = None if self._launcher is None else Plan.of(self.settings, os.environ)
         self._owned = contextlib.ExitStack()
@@ -239,6 +239,10 @@ def _check_places(settings: Settings) -> None:
         from tinkerflow.backend.tracking.trackers import trackers_named
 
         trackers_named(settings.trackers)
+    if settings.openlineage_url:
+        from tinkerflow.backend.catalog.openlineage import check_library
+
+        check_library(settings.openlineage_url)
 
 
 def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:

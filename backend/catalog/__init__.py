@@ -10,6 +10,7 @@ __all__ = [
     "merging",
     "model_card",
     "model_source",
+    "openlineage",
     "peft_import",
     "receipt",
     "rollouts",

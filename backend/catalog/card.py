@@ -19,11 +19,12 @@ from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import hub_name
 from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.journal.curves import StepFigures
-from tinkerflow.backend.spec.checkpoint import CheckpointPath, Saved
+from tinkerflow.backend.spec.checkpoint import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, Saved
 from tinkerflow.backend.spec.history import chain, digest
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
+_SAVES = {"save_weights": WEIGHTS, "save_for_sampler": SAMPLER_WEIGHTS, "save_weights_external": EXTERNAL_WEIGHTS}
 _POINTS = 10  # rows of the curve
 _HEADER = re.compile(r"\A---\n(.*?\n)---\n", re.DOTALL)  # of a README on the hub
 
@@ -78,6 +79,13 @@ def row_digest(datum: pb.Datum) -> str:
 def loaded_by(kind: str, payload: bytes) -> str | None:
     """The checkpoint that a request loads; None for requests that load none."""
     return str(orjson.loads(payload)["path"]) if kind in ("load_model", "load_weights") else None
+
+
+def saved_by(run_id: str, kind: str, payload: bytes) -> str | None:
+    """The checkpoint that a request of a run saves; None for requests that save none, or none with a name."""
+    if kind not in _SAVES or not (name := orjson.loads(payload).get("path")):
+        return None
+    return f"tinker://{run_id}/{_SAVES[kind]}/{name}"
 
 
 def trained_data(journal: Journal, store: Store, saved: Saved) -> TrainedData | None:

@@ -8,6 +8,7 @@ The file of an aggregate contains its inputs (New..., effects), its outputs (...
 
 from tinkerflow.backend.core.ids import CheckpointKind as CheckpointKind
 from tinkerflow.backend.journal.ancestry import RelatedRun as RelatedRun
+from tinkerflow.backend.journal.ancestry import RunSaves as RunSaves
 from tinkerflow.backend.journal.audit import AuditedEvent as AuditedEvent
 from tinkerflow.backend.journal.audit import actor_of_key as actor_of_key
 from tinkerflow.backend.journal.audit import command_line_actor as command_line_actor

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import datetime
 
 import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate, owned_by
-from tinkerflow.backend.journal.tables import Model
+from tinkerflow.backend.journal.run_values import chosen_runs
+from tinkerflow.backend.journal.tables import Checkpoint, Model, ModelState
 from tinkerflow.backend.journal.training_runs import RUN_NAME, WITH_SESSION
 
 MOST_BEFORE, MOST_AFTER = 10, 20
 _RUN = sa.select(col(Model.id), RUN_NAME.label("name"), col(Model.origin), col(Model.origin_run))
+_OF_RUN = col(Checkpoint.run_id) == col(Model.id)
+_NUMBER = sa.select(sa.func.count()).select_from(Checkpoint).where(_OF_RUN).correlate(Model).scalar_subquery()
+_NEWEST = sa.select(sa.func.max(col(Checkpoint.created_at))).where(_OF_RUN).correlate(Model).scalar_subquery()
+_SAVES = sa.select(col(Model.id), col(Model.state), _NUMBER.label("number"), _NEWEST.label("newest"))
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,16 @@ class RelatedRun:
     id: str
     name: str
     origin: str | None
+
+
+@dataclass(frozen=True)
+class RunSaves:
+    """How many checkpoints a run has, deleted ones too. newest: when the newest was saved, None: there is none."""
+
+    id: str
+    state: ModelState
+    number: int
+    newest: datetime | None
 
 
 class Ancestries(Aggregate):
@@ -48,3 +65,12 @@ class Ancestries(Aggregate):
         with self._read() as connection:
             rows = connection.execute(later.order_by(*newest).limit(MOST_AFTER)).all()
         return [RelatedRun(row.id, row.name, row.origin) for row in rows]
+
+    def saves(self, projects: Collection[str], *, live_only: bool) -> list[RunSaves]:
+        """The saves of each run of these projects, oldest run first; none = of all projects. One statement.
+
+        live_only: of runs that take work.
+        """
+        with self._read() as connection:
+            rows = connection.execute(chosen_runs(_SAVES, projects, live_only=live_only)).all()
+        return [RunSaves(row.id, ModelState(row.state), row.number, row.newest) for row in rows]

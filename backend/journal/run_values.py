@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
@@ -59,13 +60,8 @@ class RunValues(Aggregate):
 
     def extents(self, projects: Collection[str], *, live_only: bool) -> list[Extent]:
         """The extent of each run of these projects, oldest first; none = of all. live_only: of runs that take work."""
-        runs = _EXTENTS.order_by(col(Model.created_at), col(Model.id))
-        if projects:
-            runs = runs.where(col(Model.owner).in_(projects))
-        if live_only:
-            runs = runs.where(col(Model.state).in_(TAKES_WORK))
         with self._read() as connection:
-            rows = connection.execute(runs).all()
+            rows = connection.execute(chosen_runs(_EXTENTS, projects, live_only=live_only)).all()
         return [Extent(row.id, ModelState(row.state), row.last_seq, row.metrics) for row in rows]
 
     def steps(self, run_id: str, after_seq: int, limit: int) -> list[MadeStep]:
@@ -97,6 +93,15 @@ class RunValues(Aggregate):
         )
         with self._read() as connection:
             return [(row[0], row[1]) for row in connection.execute(rows)]
+
+
+def chosen_runs(runs: sa.Select[Any], projects: Collection[str], *, live_only: bool) -> sa.Select[Any]:
+    """A selection from Model of the runs of these projects, oldest first; none = of all. live_only: that take work."""
+    if projects:
+        runs = runs.where(col(Model.owner).in_(projects))
+    if live_only:
+        runs = runs.where(col(Model.state).in_(TAKES_WORK))
+    return runs.order_by(col(Model.created_at), col(Model.id))
 
 
 def _made(row: sa.Row[tuple[TrainingStep]]) -> MadeStep:

@@ -183,7 +183,10 @@ def track(
     parent: Parent = 0,
     data_dir: DataDir = None,
 ) -> None:
-    """Mirror training runs to the trackers of TINKERFLOW_TRACKERS. `tinkerflow up` starts this if it is set."""
+    """Mirror training runs to the trackers of TINKERFLOW_TRACKERS, and to OpenLineage.
+
+    `tinkerflow up` starts this if TINKERFLOW_TRACKERS or TINKERFLOW_OPENLINEAGE_URL is set.
+    """
     from tinkerflow.deployments.parts import run_track_part
 
     run_track_part(settings_with(data_dir=data_dir), parent, once=once)

@@ -193,7 +193,11 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
         {"TINKERFLOW_TRACKERS": '["mlfow"]'},
         "tracker 'mlfow': must be one of mlflow, ",
     ),
-    (["track"], {}, "track: the setting TINKERFLOW_TRACKERS is empty; docs/trackers.md lists the trackers"),
+    (
+        ["track"],
+        {},
+        "track: the settings TINKERFLOW_TRACKERS and TINKERFLOW_OPENLINEAGE_URL are empty; docs/trackers.md lists ",
+    ),
     (["up", "--port", "65536"], {}, "port: 65536: Input should be less than or equal to 65535"),
     (["up"], {"TINKERFLOW_PROCESSES": "two"}, "processes: 'two': Input should be a valid integer"),
     (["up"], {"TINKERFLOW_DTYPE": "fp16"}, "dtype: 'fp16': Input should be 'auto', 'float32' or 'bfloat16'"),

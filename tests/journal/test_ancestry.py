@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tinkerflow.backend.journal.ancestry import MOST_AFTER, MOST_BEFORE, RelatedRun
+from tinkerflow.backend.journal import ModelState
+from tinkerflow.backend.journal.ancestry import MOST_AFTER, MOST_BEFORE, RelatedRun, RunSaves
 
 
 def test_a_run_has_the_runs_before_it_and_those_that_began_with_its_checkpoints(scene, as_owner, clock):
@@ -33,3 +34,18 @@ def test_long_chains_and_many_forks_are_cut(scene, clock):
         last = scene.model(origin=f"tinker://{last}/weights/a")
     chain = ancestries.before(last, "local")
     assert len(chain) == MOST_BEFORE + 1 and chain[-1].id == last
+
+
+def test_a_run_has_the_number_of_its_saves_and_the_time_of_the_newest(scene, as_owner, save, clock):
+    first = scene.model()
+    clock.advance(1.0)
+    other = as_owner("other").model()
+    save(first, "a")
+    clock.advance(1.0)
+    newest = scene.journal.checkpoints.get(save(first, "b"), "local").created_at
+    scene.journal.checkpoints.delete(f"tinker://{first}/weights/b", "local")
+    scene.journal.models.end(other, ModelState.UNLOADED, "the end")
+    saves = scene.journal.ancestries.saves
+    ours = RunSaves(first, ModelState.LIVE, 2, newest)
+    assert saves((), live_only=False) == [ours, RunSaves(other, ModelState.UNLOADED, 0, None)]
+    assert saves((), live_only=True) == [ours] and saves(("other",), live_only=True) == []
