@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -155,6 +156,10 @@ class FlowRunRecord:
 
     def emit(self, event: Event) -> None:
         """Send an event that is related to this flow run, once the server has the flow run."""
+        self.emit_all(lambda: [event])
+
+    def emit_all(self, make: Callable[[], Sequence[Event]]) -> None:
+        """Send events as `emit` does. make: called in a thread, since it may read the journal."""
 
         async def send(client: PrefectClient) -> None:
             resource = {
@@ -162,7 +167,14 @@ class FlowRunRecord:
                 "prefect.resource.role": "flow-run",
                 "prefect.resource.name": self._heading.name,
             }
-            await send_event(client, event.model_copy(update={"related": [RelatedResource(resource)]}))
+            try:
+                events = await asyncio.to_thread(make)
+            except AWAY as error:
+                log.warning("flow run %s: events were not sent: %s", self._heading.name, error)
+                return
+            for event in events:
+                related = [RelatedResource(resource), *event.related]
+                await send_event(client, event.model_copy(update={"related": related}))
 
         self.requests.send(send, optional=True)
 

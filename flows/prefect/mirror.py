@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -19,13 +20,15 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.events import Event
 from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pending, Running
 
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import NotFoundError
-from tinkerflow.backend.journal import Journal, Kind, ModelState, Outcome, Trained
+from tinkerflow.backend.journal import CheckpointSaved, Journal, Kind, ModelState, Outcome, Trained
 from tinkerflow.backend.store import Store
 from tinkerflow.flows.observers import Batch, RunControls
+from tinkerflow.flows.prefect.assets import asset_events
 from tinkerflow.flows.prefect.client import get_client
 from tinkerflow.flows.prefect.connection import PrefectConnection, event_about
 from tinkerflow.flows.prefect.controls import ControlsWatch
@@ -77,6 +80,12 @@ class Mirror:
     def emit(self, event: str, name: str, of: str = "base-model", **payload: object) -> None:
         """Emit a Prefect event about the `of` called `name`."""
         self.connection.emit(event_about(event, name, of, payload))
+
+    def asset_events(self, saved: CheckpointSaved) -> list[Event]:
+        """The events of a saved checkpoint as an asset. Call this in a thread, since it reads the journal."""
+        if self._journal is None:
+            return []
+        return asset_events(self._journal.models.get(saved.run_id, None), saved, self._api_url)
 
     async def reconcile(self) -> int:
         """Give flow runs that an earlier engine left unfinished their states in the journal. Returns their number."""
@@ -317,6 +326,9 @@ class RunMirror:
     def _answered(self, answered: asyncio.Task[Outcome | None]) -> None:
         if answered.cancelled() or answered.exception() is not None or (outcome := answered.result()) is None:
             return
+        for effect in outcome.effects:
+            if isinstance(effect, CheckpointSaved) and self._flow_run is not None:
+                self._flow_run.emit_all(partial(self._mirror.asset_events, effect))
         if self._report.answered(outcome) and self._drawing is not None and self._draw_next is None:
             loop = asyncio.get_running_loop()
             self._draw_next = loop.call_later(0.0 if not self._drawn else self._drawing.pause, self._draw)

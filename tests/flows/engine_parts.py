@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -172,10 +173,10 @@ class Client:
         assert result.error is None, result.error
         return model
 
-    def submit_create(self, number: int = 0, rank: int = 1, *, history: bool = False) -> tuple[str, str]:
+    def submit_create(self, number: int = 0, rank: int = 1, **said: Any) -> tuple[str, str]:
         model, made = model_id(self.session, number), {"made": "here"}
         new = NewModel(model, self.session, self.owner, self.base_model, rank=rank, seed=7, user_metadata=made)
-        new = replace(new, history=history)
+        new = replace(new, **said)
         self.seqs[model] = 0
         return model, self.journal.models.create(new, self.request(Kind.CREATE_MODEL, {}, model=model))
 

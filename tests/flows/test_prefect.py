@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_server import prefect_http
 
 from tinkerflow.backend.core.clock import SystemClock
-from tinkerflow.backend.journal import ModelState
+from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.flows.dispatcher import Dispatcher, observed
@@ -84,9 +84,11 @@ class Runner:
         self.serve = partial(observed, self.runner.serve, self.runner.observers)
 
 
-async def serve(connection: PrefectConnection, context: Any, client: Any, work: Any, rate: float = 1000.0) -> str:
+async def serve(
+    connection: PrefectConnection, context: Any, client: Any, work: Any, rate: float = 1000.0, **said: Any
+) -> str:
     """Create a model, let `work(model)` submit requests, answer them, and unload it. Returns the model's id."""
-    model, created = client.submit_create()
+    model, created = client.submit_create(**said)
     mirror = Mirror(connection, Pacing(rate, SystemClock()), journal=client.journal, api_url="http://here")
     runner = Runner(context, model, mirror)
     serving = asyncio.create_task(runner.serve())
@@ -138,6 +140,54 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
     assert "**2** optimizer steps" in drawn["markdown"]["data"]
     assert drawn["image"]["data"].startswith("data:image/svg+xml;base64,")
     assert all(run["tags"] == [] for run in found)  # a tag costs a round trip to the server before every task run
+
+
+async def test_a_saved_checkpoint_is_an_asset_of_its_run_with_those_that_it_comes_from(
+    connection: PrefectConnection, context: Any, client: Any
+) -> None:
+    parent = f"tinker://{await client_saved(connection, context, client, 0, 'parent')}/weights/parent"
+    metadata = {"data": "sha256:0a"}
+    model = await client_saved(connection, context, client, 1, "child", origin=parent, user_metadata=metadata)
+    path = f"tinker://{model}/weights/child"
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
+    prefixes = {"filter": {"event": {"prefix": ["prefect.asset."]}}}
+    events: list[Any] = []
+    async with prefect_http(connection.api_url) as http, asyncio.timeout(120):
+        while not any(one["resource"]["prefect.resource.id"] == path for one in events):
+            await asyncio.sleep(0.2)
+            events = (await post(http, "/events/filter", json=prefixes))["events"]
+    (made,) = (one for one in events if one["resource"]["prefect.resource.id"] == path)
+    assert made["event"] == "prefect.asset.materialization.succeeded"
+    assert made["resource"]["prefect.resource.name"] == "child"
+    assert made["resource"]["prefect.asset.url"] == f"http://here/checkpoints/{model}/weights/child"
+    assert (made["payload"]["kind"], made["payload"]["step"]) == ("weights", 1)
+    upstream = ["https://huggingface.co/folder/unigram", parent, f"tinker://{model}/data"]
+    assert [(one["prefect.resource.role"], one["prefect.resource.id"]) for one in made["related"]] == [
+        ("flow-run", f"prefect.flow-run.{flow_run['id']}"),
+        *(("asset", one) for one in upstream),
+        ("asset-materialized-by", "tinkerflow"),
+    ]
+    referenced = [
+        one["resource"]
+        for one in events
+        if one["event"] == "prefect.asset.referenced"
+        and one["related"][0]["prefect.resource.id"] == f"prefect.flow-run.{flow_run['id']}"
+    ]
+    assert sorted(one["prefect.resource.id"] for one in referenced) == sorted(upstream)
+    (data,) = (one for one in referenced if one["prefect.resource.id"] == upstream[2])
+    assert data["prefect.asset.description"] == "sha256:0a"
+
+
+async def client_saved(
+    connection: PrefectConnection, context: Any, client: Any, number: int, name: str, **said: Any
+) -> str:
+    """A model of one step that has saved its state under the name."""
+
+    def work(model: str) -> list[str]:
+        trained = [client.forward_backward(model, [1]), client.optim_step(model)]
+        return [*trained, client.submit(model, Kind.SAVE_WEIGHTS, {"path": name})]
+
+    return await serve(connection, context, client, work, number=number, **said)
 
 
 async def test_above_the_rate_task_runs_are_shared(connection: PrefectConnection, context: Any, client: Any) -> None:
