@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tinkerflow.backend.catalog.card import TrainedData, loaded_by, saved_by
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
-from tinkerflow.deployments.recorded_run import Api, RecordedRequest, RecordedRun
+from tinkerflow.deployments.recorded_run import Api, RecordedRequest, RecordedRun, quoted
 
 _MOST_PARENTS = 100
 
@@ -70,6 +70,17 @@ def explain(api: Api, path: str) -> Iterator[Ancestry]:
             return
         yield ancestry
         wanted = ancestry.data.loaded
+
+
+def answers_of(api: Api, path: str) -> list[str]:
+    """Sentences about the champions that the checkpoint is, and the sample requests that it has answered."""
+    parts = CheckpointPath.parse(path)
+    given = api.ask(f"training_runs/{quoted(parts.run_id)}/checkpoints/{parts.kind}/{quoted(parts.name)}/answers")
+    lines = [f"champion/{name} since {at or 'an unknown time'}" for name, at in given["champions"].items()]
+    if not given["number"]:
+        return [*(lines or ["no champion"]), "answered no requests"]
+    since = f"the first at {given['first_at']}, the last at {given['last_at']}"
+    return [*(lines or ["no champion"]), f"answered {given['number']:,} requests, {since}"]
 
 
 def _of_checkpoint(api: Api, path: CheckpointPath) -> Ancestry:

@@ -14,12 +14,15 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.checkpoints import CHECKPOINT
+from tinkerflow.api.endpoints.targets import champions_of
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Strict, Wire
 from tinkerflow.backend.catalog.history import past_requests
 from tinkerflow.backend.catalog.receipt import make_receipt
 from tinkerflow.backend.core.errors import NotFoundError
-from tinkerflow.backend.journal import ModelView
+from tinkerflow.backend.journal import CheckpointKind, ModelView
+from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.backend.spec.history import PastRequest, digest
 from tinkerflow.backend.spec.outliers import MOST_REPEATED, MOST_ROWS, MOST_TOKENS, BlamedRow, Reason
 
@@ -52,6 +55,15 @@ class HistoryRun(Wire):
     seed: int | None
     user_metadata: Mapping[str, str]
     session: HistorySession
+
+
+class CheckpointAnswers(Wire):
+    """champions: when the checkpoint was promoted, by champion. number: of sample requests that it has answered."""
+
+    champions: dict[str, str]
+    number: int
+    first_at: datetime | None
+    last_at: datetime | None
 
 
 class HistoryRequest(Wire):
@@ -134,6 +146,20 @@ async def history(run_id: str, call: Authorised, after: int = -1, payloads: bool
 async def receipt(run_id: str, call: Authorised) -> dict[str, Any]:
     """A signed statement of all inputs and results of a run with a history, without its data (`tinkerflow verify`)."""
     return await asyncio.to_thread(_receipt, call, run_id)
+
+
+@router.get(f"{CHECKPOINT}/answers")
+async def answers(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> CheckpointAnswers:
+    """The champions that a checkpoint is, and the caller's sample requests that it has answered."""
+    return await asyncio.to_thread(_answers, call, str(CheckpointPath(run_id, kind, name)))
+
+
+def _answers(call: Call, path: str) -> CheckpointAnswers:
+    journal = call.journal
+    journal.checkpoints.get(path, call.owner)
+    given = journal.samples.answers_of(path, call.owner)
+    champions = champions_of(call, path)
+    return CheckpointAnswers(champions=champions, number=given.number, first_at=given.first, last_at=given.last)
 
 
 def _keep_blame(call: Call, run_id: str, body: ExaminedStep) -> None:

@@ -59,6 +59,7 @@ from tinkerflow.backend.journal.samplers import NewSampler as NewSampler
 from tinkerflow.backend.journal.samplers import SamplerLoaded as SamplerLoaded
 from tinkerflow.backend.journal.samplers import SamplerOpened as SamplerOpened
 from tinkerflow.backend.journal.samplers import SamplerView as SamplerView
+from tinkerflow.backend.journal.samples import AnswersGiven as AnswersGiven
 from tinkerflow.backend.journal.samples import SampleView as SampleView
 from tinkerflow.backend.journal.samples import WholeSample as WholeSample
 from tinkerflow.backend.journal.service_metrics import ServiceFigures as ServiceFigures

@@ -68,6 +68,15 @@ class WholeSample(SampleView):
     result_type: str
 
 
+@dataclass(frozen=True)
+class AnswersGiven:
+    """How many sample requests a checkpoint has answered, and when it answered the first and the last of them."""
+
+    number: int
+    first: datetime | None
+    last: datetime | None
+
+
 class Samples(Aggregate):
     """Sample requests, newest first."""
 
@@ -104,6 +113,21 @@ class Samples(Aggregate):
                 found += [as_view(SampleView, row) for row in some]
         newest_first = sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)
         return sorted(newest_first, key=lambda one: texts_first and one.size == 0)[:limit]
+
+    def answers_of(self, path: str, owner: str | None) -> AnswersGiven:
+        """The requests of this owner that the checkpoint at `path` has answered. One statement."""
+        at = col(Request.finished_at)
+        answered = (
+            sa.select(sa.func.count(), sa.func.min(at), sa.func.max(at))
+            .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
+            .where(
+                col(SamplerRow.model_path) == path,
+                sa.or_(col(Request.state) == RequestState.DONE, _ANSWERED),
+                *owned_by(Request, owner),
+            )
+        )
+        with self._read() as connection:
+            return AnswersGiven(*connection.execute(answered).one())
 
     def get(self, request_id: str, owner: str | None) -> SampleView:
         """One sample request; NotFoundError when it is unknown, foreign, or no sample."""

@@ -121,7 +121,8 @@ def explain(
     path: Annotated[str, typer.Argument(help="checkpoint, as tinker://RUN/weights/NAME or tinker://RUN/weights/@STEP")],
     data_dir: DataDir = None,
 ) -> None:
-    """Show where a checkpoint comes from: its run, the data that it was trained on, and the checkpoint before it."""
+    """Show where a checkpoint comes from, its data, the checkpoint before it, and the answers that it has given."""
+    from tinkerflow.deployments.explain import answers_of
     from tinkerflow.deployments.explain import explain as ancestries
     from tinkerflow.deployments.recorded_run import Api
     from tinkerflow.tasks.pipelines.server_address import server_from_environment
@@ -133,7 +134,8 @@ def explain(
             print(f"  request {ancestry.seq_id} of {ancestry.run.run_id} made it, after {ancestry.data.steps} steps")
             seed = "" if about["seed"] is None else f", seed {about['seed']}"
             print(f"  base model {about['base_model']}, rank {about['lora_rank']}, {about['optimizer']}{seed}")
-            for line in ancestry.data.lines():
+            answers = answers_of(api, path) if ancestry.path == path else []
+            for line in (*ancestry.data.lines(), *answers):
                 print(f"  {line}")
 
 

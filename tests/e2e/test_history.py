@@ -163,7 +163,11 @@ def test_a_checkpoint_is_explained_with_those_before_it(run: str, command: Any, 
         first.forward_backward(rows(make_datum, 9)[:3], "cross_entropy").result()
         first.optim_step(types.AdamParams(learning_rate=1e-3)).result()
     path = first.save_weights_for_sampler("last").result().path
+    sampler = service.create_sampling_client(path).result()
+    for _ in range(2):
+        sampler.sample(types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=1)).result()
     said, _ = command("explain", path)
+    assert "no champion\n  answered 2 requests, the first at 20" in said
     later, earlier = said.split(f"tinker://{run}/weights/step-4\n  request")
     assert later.startswith(f"{path}\n  request 5 of {first.model_id} made it, after 2 steps\n")
     assert "trained on 6 rows, 3 of them different" in later and f"began with tinker://{run}/weights/step-4" in later

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError
+from tinkerflow.backend.journal import AnswersGiven
 from tinkerflow.backend.journal.requests import CANCELLED
 from tinkerflow.backend.journal.results import FIRST_SHOWN
 
@@ -74,3 +75,24 @@ def test_one_sample(scene):
         for read in (scene.journal.samples.get, scene.journal.samples.whole):
             with pytest.raises(NotFoundError):
                 read(wrong, owner)
+
+
+def test_the_answers_of_a_checkpoint_are_those_of_its_samplers(scene, clock, as_owner):
+    path, other = (f"tinker://{scene.model()}/sampler_weights/{name}" for name in "ab")
+    samples, session = scene.journal.samples, scene.session()
+    assert samples.answers_of(path, "local") == AnswersGiven(0, None, None)
+    samplers = [scene.sampler(session, n, model_path=one) for n, one in enumerate((path, path, other))]
+    strangers = as_owner("other")
+    samplers.append(strangers.sampler(strangers.session(), model_path=path))
+    asked = [(strangers if n == 3 else scene).sample(sampler, 0) for n, sampler in enumerate(samplers)]
+    asked.append(scene.sample(samplers[0], 1))
+    pending, times = {one.id: one for one in scene.journal.requests.pending_samples(100)}, []
+    for one in asked[:-1]:
+        clock.advance(1)
+        times.append(clock.now())
+        scene.journal.results.finish([pending[one].done(b"1", "proto")])
+    scene.journal.results.finish([pending[asked[-1]].failed("no", "user")])
+    assert samples.answers_of(path, "local") == AnswersGiven(2, times[0], times[1])
+    assert samples.answers_of(path, None) == AnswersGiven(3, times[0], times[3])
+    scene.journal.results.expire(-1)
+    assert samples.answers_of(path, "local").number == 2, "also when the bytes are dropped"

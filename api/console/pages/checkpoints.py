@@ -51,6 +51,7 @@ async def checkpoint_page(run_id: str, kind: CheckpointKind, name: str, visit: V
             "metadata": metadata,
             "lineage": lineage,
             "champions": champions_of(visit.call, saved.path),
+            "answers": visit.journal.samples.answers_of(saved.path, visit.owner),
         }
 
     return visit.page("checkpoint.html", **await asyncio.to_thread(read))

@@ -154,6 +154,11 @@ def test_a_checkpoint_has_its_lineage_and_what_can_be_done(browser: Any, server:
     )
     page = browser.get(where).text
     assert "after 3 steps" in page and "helpdesk" in page and things.run in page
+    assert "<small>answers</small>1 request<br>" in page
+    asked = f"{server.url}/api/v1/training_runs/{things.run}/checkpoints/sampler_weights/best/answers"
+    answers = server.http.get(asked, headers={"X-API-Key": KEY}).json()
+    assert (answers["champions"], answers["number"]) == ({"helpdesk": ""}, 1)
+    assert answers["first_at"] == answers["last_at"] is not None
     assert browser.send(f"{where}/publish", {"public": "yes"}, page=where).status_code == 303
     assert server.journal.checkpoints.get(things.sampler_weights, "stranger").public
     assert browser.send(f"{where}/publish", {"public": "no"}, page=where).status_code == 303
