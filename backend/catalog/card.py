@@ -105,17 +105,19 @@ def trained_data(journal: Journal, store: Store, saved: Saved) -> TrainedData | 
     return None
 
 
-def card(journal: Journal | None, store: Store, saved: Saved, base: Path) -> str:
+def card(journal: Journal | None, store: Store, saved: Saved, base: Path, *, merged: bool = False) -> str:
     """The card of a checkpoint: training, data, curve, evaluation and license.
 
     journal: None if there is none; the card then has only facts of the checkpoint itself. saved: the checkpoint. base:
-    the folder of its base model. StoreError: the run's history is damaged.
+    the folder of its base model. merged: the model has the adapter merged into it. StoreError: the run's history is
+    damaged.
     """
     license_, source = license_of(base)
     hub = hub_name(saved.meta.base_model)
     named = hub[0] if hub is not None else Path(saved.meta.base_model).name
     header = {"base_model": named} if hub is not None else {}
     header |= {"license": license_} if license_ else {}
+    header["library_name"] = "peft" if saved.spec.rank and not merged else "transformers"
     kind = f"An adapter of rank {saved.spec.rank}" if saved.spec.rank else "All parameters"
     lines = [
         *("---", yaml.safe_dump({**header, "tags": ["tinkerflow"]}, sort_keys=True).strip(), "---", ""),

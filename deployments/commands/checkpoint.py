@@ -229,7 +229,42 @@ def merge(
     state, saved = opened.load(path, optimizer=False)
     folder = resolve_base_model(settings, base_model) if base_model else saved.meta.base_model
     merge_model(find_model(folder), state, to, print)
-    (to / "README.md").write_text(_card(opened, saved, find_model(folder), settings))
+    (to / "README.md").write_text(_card(opened, saved, find_model(folder), settings, merged=True))
+
+
+@app.command()
+def export(
+    path: Annotated[str, typer.Argument(help="tinker://run/kind/name")],
+    to: Annotated[Path, typer.Option(help="folder to write; it must not exist")],
+    store: StoreUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write a checkpoint as a folder that `peft` and vLLM load, with the model card as README.md.
+
+    The optimizer state is left out. Where all parameters were trained, the folder has model.safetensors instead of an
+    adapter.
+    """
+    from tinkerflow.backend.catalog.model_source import find_model
+    from tinkerflow.backend.spec.checkpoint import BLOCK
+    from tinkerflow.backend.store import Store
+    from tinkerflow.backend.store.commit import OPTIMIZER
+
+    settings = settings_with(data_dir=data_dir, store=store)
+    opened = Store.open(settings.store_url)
+    saved = opened.find(path)
+    if saved is None:
+        raise _missing(path, settings)
+    if to.exists():
+        raise UserError(f"to {to}: is there already; name a folder that does not exist")
+    text = _card(opened, saved, find_model(saved.meta.base_model), settings)
+    to.mkdir(parents=True)
+    for name, digest in saved.files.items():
+        if name != OPTIMIZER:
+            with (to / name).open("wb") as file:
+                for start in range(0, digest.size, BLOCK):
+                    file.write(opened.read_range(saved, name, start, BLOCK))
+    (to / "README.md").write_text(text)
+    print(f"written: {', '.join(sorted(file.name for file in to.iterdir()))}")
 
 
 @app.command()
@@ -258,14 +293,14 @@ def card(
         output.write_text(text)
 
 
-def _card(opened: Store, saved: Saved, base: Path, settings: Settings) -> str:
+def _card(opened: Store, saved: Saved, base: Path, settings: Settings, *, merged: bool = False) -> str:
     from tinkerflow.backend.catalog.card import card as card_of
     from tinkerflow.deployments.parts import open_journal
 
     if not settings.has_journal:
-        return card_of(None, opened, saved, base)
+        return card_of(None, opened, saved, base, merged=merged)
     with open_journal(settings) as journal:
-        return card_of(journal, opened, saved, base)
+        return card_of(journal, opened, saved, base, merged=merged)
 
 
 @app.command()

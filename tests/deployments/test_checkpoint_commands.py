@@ -6,6 +6,7 @@ import json
 import os
 import re
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -251,7 +252,33 @@ def test_a_checkpoint_is_merged_into_its_base_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(merged, base[name] + merging.update(weights, name))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "An adapter of rank 4 of `model`, after 1 steps with adamw." in card and f"checkpoint `{path}`" in card
+    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- tinkerflow\n---\n")
     shown = CliRunner().invoke(every_command(), ["checkpoint", "card", path, "--data-dir", str(tmp_path)])
-    assert shown.stdout == card
+    assert shown.stdout == card.replace("library_name: transformers", "library_name: peft")
     missing = CliRunner().invoke(every_command(), ["checkpoint", "card", f"{path}b", "--data-dir", str(tmp_path)])
     assert isinstance(missing.exception, NotFoundError)
+
+
+@pytest.mark.parametrize("kind", ["weights", "external_weights"])
+def test_an_exported_checkpoint_is_an_adapter_of_peft_with_its_card(tmp_path: Path, kind: str) -> None:
+    cfg, base = merging.of_base()
+    folder, weights = merging.written(tmp_path / "model", base), tensors(cfg)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    opened = Store.open(Settings(data_dir=tmp_path).store_url)
+    state = AdapterState(LoraSpec(4), 1, weights, {f"m.{name}": array for name, array in weights.items()})
+    meta = CheckpointMeta(base_model=str(folder), owner="team")
+    save = opened.export if kind == "external_weights" else partial(opened.save, kind=kind)
+    path = save(run_id=RUN, name="a", state=state, meta=meta).path
+    arguments = ["checkpoint", "export", path, "--to", str(tmp_path / "out/deep"), "--data-dir", str(tmp_path)]
+    done = CliRunner().invoke(every_command(), arguments, catch_exceptions=False)
+    assert done.stdout == "written: README.md, adapter_config.json, adapter_model.safetensors\n"
+    exported = load_file(tmp_path / "out/deep/adapter_model.safetensors")
+    assert {name: array.tolist() for name, array in exported.items()} == {n: a.tolist() for n, a in weights.items()}
+    assert json.loads((tmp_path / "out/deep" / ADAPTER_CONFIG).read_text())["r"] == 4
+    card = (tmp_path / "out/deep/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: peft\nlicense: mit\ntags:\n- tinkerflow\n---\n")
+    assert f"checkpoint `{path}`" in card and card.endswith("Base model: mit (its README.md).\n")
+    again = CliRunner().invoke(every_command(), arguments)
+    assert isinstance(again.exception, UserError) and "name a folder that does not exist" in str(again.exception)
+    arguments[2] = f"{path}b"
+    assert isinstance(CliRunner().invoke(every_command(), arguments).exception, NotFoundError)

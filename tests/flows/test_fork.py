@@ -324,7 +324,9 @@ async def test_a_model_card_has_data_curve_and_evaluation_of_the_checkpoint(
     )
     saved = context.store.find(f"tinker://{run}/weights/saved-3")
     text = card(client.journal, context.store, saved, tmp_path)
-    assert text.startswith("---\nbase_model: folder/unigram\nlicense: mit\ntags:\n- tinkerflow\n---\n\n# saved-3\n")
+    assert text.startswith(
+        "---\nbase_model: folder/unigram\nlibrary_name: peft\nlicense: mit\ntags:\n- tinkerflow\n---\n\n# saved-3\n"
+    )
     assert "- trained on 7 rows, 6 of them different, 14 tokens\n- digest of the rows: " in text
     assert "- began with a fresh adapter" in text
     points = [line for line in text.splitlines() if line.startswith(("| 1 |", "| 2 |", "| 3 |", "| 4 |"))]
