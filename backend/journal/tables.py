@@ -217,6 +217,7 @@ class Model(Table, table=True):
     progress: the reason why its requests wait while it is being restored. paused: the reason why a person paused it.
     history: whether its requests are kept in the store (history.py). archived: whether a person has hidden it from the
     table of runs. origin: the checkpoint that it began with, None for a base model. origin_run: the run in that path.
+    flow_run: the id of the flow run that shows it in Prefect.
     """
 
     __tablename__ = "model"
@@ -250,6 +251,7 @@ class Model(Table, table=True):
     archived: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})
     origin: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
     origin_run: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    flow_run: str | None = Field(default=None, sa_type=Text())
 
 
 class SamplerRow(Table, table=True):

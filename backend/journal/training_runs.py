@@ -86,12 +86,14 @@ class ModelView(NewModel):
     """A model (training run). detail: the reason of its state. step: optimizer steps. next_seq: the next to execute.
 
     paused: the reason why a person paused it, or None. archived: whether a person has hidden it from the table of runs.
+    flow_run: the id of the flow run that shows it in Prefect, or None.
     """
 
     state: ModelState
     detail: str | None
     paused: str | None
     archived: bool
+    flow_run: str | None
     next_seq: int
     step: int
     created_at: datetime
@@ -278,6 +280,11 @@ class Runs(Aggregate):
         """Set the reason why a model's requests wait; None if they do not."""
         with self._write() as connection:
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(progress=text))
+
+    def note_flow_run(self, model_id: str, flow_run: str) -> None:
+        """Set the id of the flow run that shows a model in Prefect."""
+        with self._write() as connection:
+            connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(flow_run=flow_run))
 
 
 def insert_model(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from uuid import UUID
 
 from tinkerflow.backend.core.errors import StoreError
 from tinkerflow.backend.journal import Curve, Journal
@@ -43,6 +44,10 @@ class Drawing:
         self._journal, self._run_id, self._about, self._console = journal, run_id, about, console
         self._store = store
         self.pause = DRAW_SECONDS  # until the next drawing
+
+    def note_flow_run(self, flow_run: UUID) -> None:
+        """Store the id of the flow run that has the artifacts. Call this in a thread."""
+        self._journal.models.note_flow_run(self._run_id, str(flow_run))
 
     def key(self, shown: Shown) -> str:
         """Prefect's key of an artifact, which consists of small letters, digits and dashes."""

@@ -82,11 +82,21 @@ class Heading:
 class FlowRunRecord:
     """A flow run at the server. Every method returns immediately (`RequestQueue`)."""
 
-    def __init__(self, connection: PrefectConnection, heading: Heading, adopted: UUID | None = None) -> None:
-        """The flow run with this heading, or the existing one `adopted`, which somebody has retried."""
+    def __init__(
+        self,
+        connection: PrefectConnection,
+        heading: Heading,
+        adopted: UUID | None = None,
+        note: Callable[[UUID], object] | None = None,
+    ) -> None:
+        """The flow run with this heading, or the existing one `adopted`, which somebody has retried.
+
+        note: stores the id of the flow run in the journal. It is called in a thread.
+        """
         self.id = adopted
         self._connection = connection
         self._heading = heading
+        self._note = note
         self._key = heading.key or str(uuid4())  # a creation that is sent twice makes one flow run
         self.requests = RequestQueue(connection, f"flow run {heading.name}")
         self._lines: deque[LogCreate] = deque(maxlen=MOST_LINES)
@@ -187,6 +197,11 @@ class FlowRunRecord:
         if self.id is None:
             self.id = await self._create(client)
         await client.set_flow_run_state(self.id, Running(), force=True)
+        if self._note is not None:
+            try:
+                await asyncio.to_thread(self._note, self.id)
+            except AWAY as error:  # the next engine that executes the run stores it
+                log.info("flow run %s: the journal does not have its id: %s", self._heading.name, error)
 
     async def _create(self, client: PrefectClient) -> UUID:
         heading = self._heading

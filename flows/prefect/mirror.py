@@ -357,7 +357,8 @@ class RunMirror:
         return True
 
     def _begin_flow_run(self, adopted: UUID | None = None) -> FlowRunRecord:
-        self._flow_run = FlowRunRecord(self._connection, self._heading, adopted)
+        note = None if self._drawing is None else self._drawing.note_flow_run
+        self._flow_run = FlowRunRecord(self._connection, self._heading, adopted, note)
         while self._lines:
             self._flow_run.log(self._lines.popleft())
         return self._flow_run

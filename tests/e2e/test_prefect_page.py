@@ -110,6 +110,10 @@ def test_the_page_of_the_run_tells_its_steps_and_draws_its_curves(server, traine
         page.picture("training-run-logs")
         page.shows("curves over steps", tab="artifacts")
         page.picture("training-run-artifacts")
+    with page.at(f"{server.api_url}/training_runs/{trained}"):  # and back
+        page.click("dl.facts a[href*='/runs/flow-run/']")
+        page.shows(trained)
+        assert page.run("return location.href") == f"{server.prefect_url}/runs/flow-run/{run['id']}"
     deployment = server.ask_prefect(f"/deployments/{run['deployment_id']}")
     assert deployment["name"].startswith("training runs of ")
 

@@ -116,6 +116,7 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
     assert flow_run["state_type"] == "COMPLETED"
     assert flow_run["state"]["message"] == "unloaded: its session is over"
     assert flow_run["name"] == f"unigram {model}"
+    assert client.journal.models.get(model, None).flow_run == flow_run["id"]
     assert {"tinkerflow", "unigram"} < set(flow_run["tags"])
 
     found = await runs(connection.api_url, "task_runs", 6, flow_runs={"id": {"any_": [flow_run["id"]]}})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
+from uuid import UUID
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
@@ -13,6 +13,7 @@ from tinkerflow import __version__
 from tinkerflow.api.bodies import SMALL
 from tinkerflow.api.call import Call, Services
 from tinkerflow.api.connections import accept, peer_of
+from tinkerflow.api.console.prefect_links import page_of, prefect_link, prefect_pages
 from tinkerflow.api.console.render import STATIC, static_file
 from tinkerflow.api.console.visit import (
     COOKIE,
@@ -31,9 +32,8 @@ from tinkerflow.api.links import base_url
 from tinkerflow.api.schemas import API
 from tinkerflow.backend.catalog.model_card import alias_of
 from tinkerflow.backend.core.ids import KEY_PREFIX, new_id
-from tinkerflow.backend.core.prefect_access import find_server, server_for_clients
+from tinkerflow.backend.core.prefect_access import find_server
 from tinkerflow.backend.journal import AuditedEvent, RunQuery
-from tinkerflow.backend.settings import Settings
 
 _RECENT = 8
 router = page_router()
@@ -51,7 +51,7 @@ async def front_page(request: Request) -> Response:
         "api": API,
         "openapi": "/openapi.json",
     }
-    if prefect := _prefect_page(services.settings):
+    if prefect := await asyncio.to_thread(prefect_pages, services.settings):
         facts["prefect"] = prefect
     if is_open:
         facts["base_models"] = len(await asyncio.to_thread(services.journal.base_models.all))
@@ -73,8 +73,7 @@ async def front_page(request: Request) -> Response:
 
     key = f"{KEY_PREFIX}any" if is_open else f"{KEY_PREFIX}..."
     found = await asyncio.to_thread(read)
-    signs_in = services.settings.prefect == "embedded" and visit.identity.admin and visit.identity.key_id
-    link = f"{base_of(services)}/prefect" if signs_in else prefect
+    link = await asyncio.to_thread(prefect_link, visit)
     values = {"facts": facts, "prefect": prefect, "prefect_link": link, "key": key, "is_open": is_open}
     return visit.page("overview.html", **values, **found)
 
@@ -125,8 +124,8 @@ async def sign_out(visit: Visiting) -> Response:
 
 
 @router.get("/prefect")
-async def prefect(visit: Visiting) -> Response:
-    """Lead an admin to the pages of the embedded Prefect server, signed in.
+async def prefect(visit: Visiting, flow_run: UUID | None = None) -> Response:
+    """Lead an admin to the page of a flow run, or to the first page, of the embedded Prefect server, signed in.
 
     A server that is open to its machine does not: Prefect's credential is for the service's user, and not for others.
     """
@@ -135,7 +134,7 @@ async def prefect(visit: Visiting) -> Response:
         raise HTTPException(404, "no embedded Prefect server runs here")
     if not (visit.identity.admin and visit.identity.key_id):
         raise HTTPException(403, "only admin keys open Prefect here; `tinkerflow prefect` prints a link on its machine")
-    return RedirectResponse(server.link("/", time.time()), 303)
+    return RedirectResponse(server.link(page_of(str(flow_run or "")), time.time()), 303)
 
 
 @router.get("/console/{name}")
@@ -146,14 +145,3 @@ async def static(name: str) -> Response:
     content, mark = static_file(name)
     headers = {"Cache-Control": "public, max-age=31536000, immutable", "ETag": f'"{mark}"'}
     return Response(content, media_type=STATIC[name], headers=headers)
-
-
-def _prefect_page(settings: Settings) -> str | None:
-    """Where Prefect's page is, None when that is not known here or there is none."""
-    match settings.prefect:
-        case "external":
-            server = server_for_clients(settings.data_dir, os.environ)
-            return server.pages_url if server is not None else None
-        case "embedded" if server := find_server(settings.data_dir):
-            return server.pages_url
-    return None

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from tinkerflow.api.call import PageOffset
 from tinkerflow.api.console.curves import AXES, SMOOTHINGS, AsChartView, ChartView, RunCurves, charts, steps_by_place
 from tinkerflow.api.console.pages.events import events_of
+from tinkerflow.api.console.prefect_links import prefect_link
 from tinkerflow.api.console.render import NONE, number
 from tinkerflow.api.console.samples import shown, tokenizer_of
 from tinkerflow.api.console.upcoming import upcoming
@@ -98,6 +99,7 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
         examined=await _examined(visit, run),
         columns=COLUMNS,
         branch=_branch,
+        prefect_link=await asyncio.to_thread(prefect_link, visit, run.flow_run) if run.flow_run else None,
         **await asyncio.to_thread(_lineage, visit, run),
         **events,
         **values,

@@ -64,6 +64,39 @@ def test_only_an_admin_key_opens_prefect_signed_in(start: Any, browse: Any, jour
         answer = browser.get("/prefect")
         assert answer.status_code == status
         assert ('href="/prefect"' in browser.get("/").text) is admin
+    flow_run = "7d0b8a5e-52bd-4a55-8d4f-4bd6e1c2f6a1"
+    to_run = browser.get("/prefect", params={"flow_run": flow_run}).headers["location"]
+    assert to_run.startswith(f"http://127.0.0.1:4321{SIGN_IN_PATH}?to=/runs/flow-run/{flow_run}#")
+    assert browser.get("/prefect", params={"flow_run": "//elsewhere.example"}).status_code == 404
     link, _, ticket = answer.headers["location"].partition("#")
     assert link == f"http://127.0.0.1:4321{SIGN_IN_PATH}" and is_valid_ticket(credential, ticket, time.time())
     assert browse(server).get("/prefect").status_code == 401, "nobody is signed in"
+
+
+def test_the_page_of_a_run_links_the_flow_run_that_shows_it(start: Any, browse: Any, journal: Any, engine: Any) -> None:
+    server, flow_run = start(prefect_port=4321), "7d0b8a5e-52bd-4a55-8d4f-4bd6e1c2f6a1"
+    run, page = server.model(), f"/runs/flow-run/{flow_run}"
+    browser = browse(server)
+    make_credential(server.settings.data_dir)
+    record_server(server.settings.data_dir, 4321, os.getpid())
+    assert "flow run</a>" not in browser.get(f"/training_runs/{run}").text, "no engine has shown it in Prefect"
+    journal.models.note_flow_run(run, flow_run)
+    text = browser.get(f"/training_runs/{run}").text
+    assert f'href="http://127.0.0.1:4321{page}"' in text and f"tinkerflow prefect --page {page}" in text
+    key = journal.keys.create("boss", "boss", admin=True)[1]
+    server.clock.advance(60)  # the server looks for keys now and then
+    browser.sign_in(key)
+    text = browser.get(f"/training_runs/{run}").text
+    assert f'href="/prefect?flow_run={flow_run}"' in text and "tinkerflow prefect" not in text
+
+
+def test_the_page_of_a_run_links_an_external_prefect(
+    start: Any, journal: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://prefect.internal:4200/api")
+    monkeypatch.setenv("PREFECT_UI_URL", "https://prefect.example")
+    server = start(prefect="external")
+    run = server.model()
+    journal.models.note_flow_run(run, "1234")
+    text = server.http.get(f"{server.url}/training_runs/{run}").text
+    assert 'href="https://prefect.example/runs/flow-run/1234"' in text and "signs in" not in text

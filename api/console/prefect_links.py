@@ -1,0 +1,48 @@
+"""Links to Prefect's pages, as far as this process knows their address."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from urllib.parse import urlencode
+
+from tinkerflow.api.console.visit import Visit, base_of
+from tinkerflow.backend.core.prefect_access import find_server, server_for_clients
+from tinkerflow.backend.settings import Settings
+
+
+@dataclass(frozen=True)
+class PrefectLink:
+    """A link to a page of Prefect. command: prints a link that signs the browser in, where `url` does not; or ""."""
+
+    url: str
+    command: str = ""
+
+
+def prefect_pages(settings: Settings) -> str | None:
+    """The address of Prefect's pages, None when there is none or this process does not know it."""
+    match settings.prefect:
+        case "external":
+            server = server_for_clients(settings.data_dir, os.environ)
+            return server.pages_url if server is not None else None
+        case "embedded" if server := find_server(settings.data_dir):
+            return server.pages_url
+    return None
+
+
+def prefect_link(visit: Visit, flow_run: str = "") -> PrefectLink | None:
+    """The link to a flow run, or to Prefect's first page; None when the address of its pages is not known."""
+    services, path = visit.call.services, page_of(flow_run)
+    if (pages := prefect_pages(services.settings)) is None:
+        return None
+    if services.settings.prefect == "external":
+        return PrefectLink(f"{pages}{path}")
+    if visit.identity.admin and visit.identity.key_id:
+        query = f"?{urlencode({'flow_run': flow_run})}" if flow_run else ""
+        return PrefectLink(f"{base_of(services)}/prefect{query}")
+    return PrefectLink(f"{pages}{path}", f"tinkerflow prefect --page {path}")
+
+
+def page_of(flow_run: str) -> str:
+    """The path of a flow run's page; of the first page without one."""
+    return f"/runs/flow-run/{flow_run}" if flow_run else "/"
