@@ -5,17 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
 from prefect.flow_runs import resume_flow_run
+from tests.e2e.browser import Page, wait_for
 
 
-async def answer(name: str, *, approve: bool, reason: str, still_running: Callable[[], None] = lambda: None) -> Any:
+async def answer(
+    name: str,
+    *,
+    approve: bool,
+    reason: str,
+    still_running: Callable[[], None] = lambda: None,
+    by_mouse: Callable[[UUID], None] | None = None,
+) -> Any:
     """Answer the form of the run `nightly NAME` as soon as it is there; return the question.
 
-    still_running: raises when the run that asks has ended.
+    still_running: raises when the run that asks has ended. by_mouse: answers the form of this flow run on its page,
+    instead of the API.
     """
     asked = FlowRunFilter.model_validate(
         {"name": {"any_": [f"approval of nightly {name}"]}, "state": {"type": {"any_": ["PAUSED"]}}}
@@ -33,5 +43,20 @@ async def answer(name: str, *, approve: bool, reason: str, still_running: Callab
             await asyncio.sleep(0.1)  # Prefect pauses a run, and writes its form after that
         (waiting,) = await client.read_flow_runs(flow_run_filter=asker)
         assert waiting.state_type is StateType.RUNNING, "a paused run loses its place within concurrency_limit"
-    await resume_flow_run(found[0].id, run_input={"approve": approve, "reason": reason})
+    if by_mouse is not None:
+        await asyncio.to_thread(by_mouse, found[0].id)
+    else:
+        await resume_flow_run(found[0].id, run_input={"approve": approve, "reason": reason})
     return inputs[0].value
+
+
+def answer_by_mouse(page: Page, url: str, question: str, reason: str) -> None:
+    """Approve in the form on the page of the run that asks, as a person does."""
+    with page.at(url):
+        page.press("Resume")
+        page.shows(question)
+        page.click(".p-modal [role=switch]")
+        page.fill(".p-modal textarea", reason)
+        page.picture("approval")
+        page.press("Submit")
+        wait_for(lambda: not page.run("return document.querySelector('.p-modal')"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 import yaml
-from approving import answer
+from approving import answer, answer_by_mouse
 from prefect import flow, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
@@ -114,15 +115,26 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
 
 
 @pytest.mark.parametrize("approve", [True, False])
-async def test_a_better_result_is_promoted_when_a_person_approves_it(pipelines, approve: bool):
+async def test_a_better_result_is_promoted_when_a_person_approves_it(pipelines, request, approve: bool):
     name = f"asked-{approve}".lower()
     values = small(pipelines, name, example_file("colours-train.jsonl")) | {"approval_hours": 1.0}
+    page = request.getfixturevalue("page") if approve else None
     running = asyncio.create_task(nightly(NightlyParameters.model_validate(values)))
 
     def still_running() -> None:
         assert not running.done(), running.result()
 
-    question = await answer(name, approve=approve, reason="short answers", still_running=still_running)
+    def by_mouse(run: UUID) -> None:
+        link = pipelines.server.prefect_page(f"/runs/flow-run/{run}")
+        answer_by_mouse(page, link, "Promote to champion", "short answers")
+
+    question = await answer(
+        name,
+        approve=approve,
+        reason="short answers",
+        still_running=still_running,
+        by_mouse=by_mouse if approve else None,
+    )
     assert "Promote to champion `colours`: loss" in question
     assert "| prompt | new | base model |" in json.loads(question)
     made = await running
