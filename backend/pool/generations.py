@@ -127,6 +127,12 @@ class Generations:
             await self._changed.wait()
         return group
 
+    def take_out(self, generation: int, why: str) -> None:
+        """See Pool."""
+        if (group := self.serving) is not None and group.generation == generation:
+            log.error("the hosts of worker group %d are taken out: %s", generation, why)
+            group.take_out(why)
+
     async def start(self) -> None:
         """Start the first generation, unless groups run on demand. Replace each generation that ends.
 

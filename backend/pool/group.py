@@ -121,11 +121,6 @@ class Group:
         return tuple(member.process.pid for member in self._members)
 
     @property
-    def places(self) -> tuple[str, ...]:
-        """The ranks with their hosts, for people."""
-        return tuple(f"rank {rank} on {slot.name}" for rank, slot in enumerate(self._slots))
-
-    @property
     def bytes_sent(self) -> int:
         """How many bytes were sent to all processes together."""
         return sum(member.link.sent for member in self._members if member.link is not None)

@@ -106,10 +106,7 @@ class Pool:
         The pool waits for other hosts. Hosts are shared by the pools of a site; groups that run there go on. why: shown
         to people and to clients that wait.
         """
-        group = self._generations.serving
-        if group is not None and group.generation == generation:
-            log.error("the hosts of worker group %d are taken out (%s): %s", generation, ", ".join(group.places), why)
-            group.take_out(why)
+        self._generations.take_out(generation, why)
 
     @property
     def draining(self) -> bool:
@@ -173,22 +170,10 @@ class Pool:
         return self.info.reaches_store and asyncio.get_running_loop().time() >= self._detour_until
 
     @property
-    def bytes_sent(self) -> int:
-        """How many bytes were sent to the processes of the serving generation."""
-        group = self._generations.serving
-        return group.bytes_sent if group else 0
-
-    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the serving workers, by rank; empty while none serve."""
         group = self._generations.serving
         return group.pids if group else ()
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """The ranks of the serving group with their hosts, for people; empty while none serve."""
-        group = self._generations.serving
-        return group.places if group else ()
 
     async def serving(self) -> int:
         """Wait until a generation serves, and return its number. GroupFailedError when the pool is stopped."""

@@ -52,6 +52,7 @@ class Rendezvous:
         self._generation = generation
         self._run = run
         self._fail = fail
+        self._places: tuple[str, ...] = ()
         self._info: asyncio.Future[GroupInfo] = asyncio.get_running_loop().create_future()
 
     @property
@@ -74,6 +75,7 @@ class Rendezvous:
         process's start.
         """
         salt = secrets.token_bytes(32)
+        self._places = tuple(f"rank {rank} on {slot.name}" for rank, slot in enumerate(slots))
         with socket.create_server((self._site.address, 0)) as listener:
             listener.setblocking(False)
             launch = Launch(self._generation, listener.getsockname()[1], salt, plan)
@@ -104,7 +106,7 @@ class Rendezvous:
         complete = len(ready) == self._config.processes and not self._info.done()
         if complete:
             first = ready[0].copy_with(reaches_store=all(each.reaches_store for each in ready))
-            self._info.set_result(GroupInfo(**asdict(first), generation=self._generation))
+            self._info.set_result(GroupInfo(**asdict(first), generation=self._generation, places=self._places))
         return complete
 
     def note_rejoined(self, member: Member, message: Rejoined) -> None:

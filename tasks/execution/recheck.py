@@ -77,7 +77,7 @@ async def recheck(
             return None
         steps = await context.read(journal.histories.steps, model_id)
         step = next((step for seq_id, step in steps.items() if seq_id >= differs.seq_id), taken.step)
-        places, devices = context.pool.places, context.pool.info.devices
+        places, devices = context.pool.info.places, context.pool.info.devices
         try:
             wrong = _wrong(replay, await _again(context, model, before, differs.seq_id, execute))
         except (TinkerflowError, *AWAY):

@@ -49,7 +49,18 @@ from numpy_executor import VOCAB, Unigram  # noqa: E402
 
 CONFIG = GroupConfig("none", "float32", 1, 1, 64, 64, 4, 4, "")
 CARD = ModelCard("folder/unigram", "/nowhere", "unigram", "Unigram", VOCAB, 64, (2,), VOCAB, tied=False)
-INFO = GroupInfo(("cpu:0",), 1, 64, 1, 64, CARD.max_context, CARD.context_rule, 1, programs="fedcba9876543210")
+INFO = GroupInfo(
+    ("cpu:0",),
+    1,
+    64,
+    1,
+    64,
+    CARD.max_context,
+    CARD.context_rule,
+    1,
+    programs="fedcba9876543210",
+    places=("rank 0 on this machine",),
+)
 
 
 @dataclass
@@ -61,7 +72,6 @@ class NumpyPool:
     reaches_store: bool = False
     draining: bool = False
     resting: bool = False
-    places: tuple[str, ...] = ("rank 0 on this machine",)
     taken_out: str = ""
     info: GroupInfo = INFO
     log: list[Command] = field(default_factory=list)

@@ -267,7 +267,7 @@ async def test_a_run_whose_results_were_wrong_is_stopped_and_its_hosts_are_taken
     await until(lambda: bool(pool.taken_out))
     (difference,) = seen.differences
     found = (difference.kind, difference.step, difference.devices, difference.places, difference.wrong)
-    assert found == ("forward_backward", flipped, ("cpu:0",), pool.places, "recorded")
+    assert found == ("forward_backward", flipped, ("cpu:0",), pool.info.places, "recorded")
     assert f"run {model}, step {flipped}: the result of forward_backward" in pool.taken_out
     ended = client.journal.models.get(model, None)
     assert ended.state == "failed" and "on rank 0 on this machine (cpu:0)" in ended.detail

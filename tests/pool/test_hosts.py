@@ -614,7 +614,7 @@ async def test_a_group_that_is_taken_out_goes_on_elsewhere(bench: Bench, wait_un
     await other.serving()
     pool.take_out(2, "another generation")
     await serves(pool, 1)
-    (place,) = pool.places
+    (place,) = pool.info.places
     pool.take_out(1, "step 5 was wrong")
     with pytest.raises(errors.GroupFailedError, match="worker group 1"):
         await pool.submit(step(), generation=1)
