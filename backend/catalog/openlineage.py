@@ -111,7 +111,14 @@ class LineageMirror:
     def once(self) -> None:
         """Send what the journal has now. UserError as in `keep`; TrackerError or StoreError when something fails."""
         with alone(self._folder):
-            self.turn()
+            while True:
+                failed = len(self._failures)
+                try:
+                    self.turn()
+                    break
+                except (TrackerError, StoreError):
+                    if len(self._failures) == failed:  # all other runs were sent
+                        raise
         self._transport.close()
 
     def turn(self) -> None:
@@ -297,7 +304,7 @@ def _inputs(run: ModelView, data: DataFacts | None) -> list[InputDataset]:
 
     hub = hub_name(run.base_model)
     if hub is None:
-        found = [InputDataset("file", run.base_model, facets=_version(""))]
+        found = [InputDataset("file", run.base_model)]
     else:
         source = _facet(datasource_dataset.DatasourceDatasetFacet, name="Hugging Face", uri="https://huggingface.co")
         named = {"dataSource": source, **_version(hub[1])}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -237,8 +240,8 @@ def test_a_server_that_was_away_gets_all_events_and_a_refused_run_holds_no_other
     monkeypatch.setenv("OPENLINEAGE_API_KEY", "secret")
     refused, other = service.run(), service.run()
     service.save(other, "a")
-    receiver.statuses = [503]
-    mirrored = service.mirror(f"http://127.0.0.1:{receiver.server_port}")
+    receiver.statuses, url = [503], f"http://127.0.0.1:{receiver.server_port}"
+    mirrored = service.mirror(url)
     with pytest.raises(TrackerError, match=f"event START of run {refused} was not sent: .*503"):
         mirrored.turn()
     receiver.refused = run_uuid(refused)
@@ -246,9 +249,21 @@ def test_a_server_that_was_away_gets_all_events_and_a_refused_run_holds_no_other
         mirrored.turn()
     assert [one["eventType"] for one in receiver.received] == ["START", "RUNNING"]
     assert receiver.keys == {"/api/v1/lineage Bearer secret"}
+    service.save(other, "b")
+    with pytest.raises(TrackerError, match=f"event START of run {refused} was not sent: .*422"):
+        service.mirror(url).once()
     receiver.refused = ""
-    mirrored.once()
-    assert [one["run"]["runId"] for one in receiver.received] == [run_uuid(other)] * 2 + [run_uuid(refused)]
+    service.mirror(url).once()
+    assert [one["run"]["runId"] for one in receiver.received] == [run_uuid(other)] * 3 + [run_uuid(refused)]
+
+
+def test_the_command_sends_the_events_of_a_service(service: Service) -> None:
+    run = service.run()
+    own = {"TINKERFLOW_DATA_DIR": str(service.folder), "TINKERFLOW_OPENLINEAGE_URL": service.file.as_uri()}
+    words = [sys.executable, "-m", "tinkerflow", "track", "--once"]
+    done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [one["run"]["runId"] for one in service.events()] == [run_uuid(run)]
 
 
 def test_only_runs_of_the_projects_are_sent_and_by_a_single_process(service: Service) -> None:
