@@ -39,7 +39,8 @@ _ENDPOINTS = {
     Kind.FORWARD: "forward_backward",
     Kind.SAVE_FOR_SAMPLER: "save_weights_for_sampler",
 }
-_COMPUTED = (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
+_FORWARD = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+_COMPUTED = (*_FORWARD, Kind.OPTIM_STEP)
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,11 @@ class _RunWriter:
 
     def _request(self, recorded: RecordedRequest) -> None:
         kind = Kind(recorded.kind)
-        body = recorded.payload if kind in _COMPUTED[:2] else without_secrets(recorded.payload, set())
-        future = recorded.request_id
-        self._exchange(_ENDPOINTS.get(kind, kind.value), body, {"request_id": future, "model_id": self._run.run_id})
+        body = recorded.payload if kind in _FORWARD else without_secrets(recorded.payload, set())
+        future, name = recorded.request_id, _ENDPOINTS.get(kind, kind.value)
+        self._exchange(name, body, {"request_id": future, "model_id": self._run.run_id})
         if recorded.error is not None:
-            failure = orjson.dumps({"error": recorded.error, "category": "user"})
+            failure = orjson.dumps({"error": recorded.error, "category": "user"})  # a history has no categories
             self._writer.write(FutureResult(future, _JSON, failure))
         elif kind not in _COMPUTED:
             self._keep_json(recorded, self._result(kind, recorded))
