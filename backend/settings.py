@@ -120,6 +120,11 @@ class Settings(BaseSettings):
         description="nats of kl_sample_train:mean above which a forward_backward is logged as a warning with its worst "
         "tokens, and Prefect gets the event tinkerflow.run.drift; 0 = never",
     )
+    routing_replay: bool = Field(
+        default=False,
+        description="record the experts of tokens that are sampled with record_stability_info, and train requests "
+        "with provenance with them (mixtures of experts)",
+    )
     warm_up: bool = Field(
         default=True,
         description="compile programs while the service is idle; doctor and /api/v1/metrics report progress and how "

@@ -182,6 +182,7 @@ def _serve_base_model(
         recheck_share=settings.recheck_share,
         max_stored_bytes=settings.max_stored_bytes,
         prefill_answers=settings.prefill_answers,
+        routing_replay=settings.routing_replay,
         full_models=FullModelQueue(settings.host_snapshot_bytes),
     )
     stack.callback(context.close)

@@ -5,9 +5,11 @@ The number of a custom loss in its session decides which of two equal submits wa
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 import numpy as np
 import orjson
@@ -30,6 +32,7 @@ from tinkerflow.backend.journal.tables import (
 )
 from tinkerflow.backend.spec.commands import StabilityInfo
 
+_FAST = 1  # of zlib's levels
 STABILITY_KEPT = timedelta(days=1)  # after the last use, as the documentation of StableReinforce says
 
 
@@ -67,6 +70,9 @@ class SequencesRecorded:
                 "tokens": info.tokens_T.astype("<i4", copy=False).tobytes(),
                 "logprobs": info.logprobs_T.astype("<f4", copy=False).tobytes(),
             }
+            if info.routes_Tn is not None:
+                routes = zlib.compress(info.routes_Tn.astype("<i2", copy=False).tobytes(), _FAST)
+                row |= {"routes": routes, "base_model": info.base_model}
             insert_if_absent(connection, StabilityRow, row)
         return ()
 
@@ -133,9 +139,12 @@ class CustomLosses(Aggregate):
             raise NotFoundError(f"loss_fn_config['loss_id'] {loss_id!r}: this session has no custom loss of that id")
         return definition
 
-    def stability(self, session_id: str, sequence_ids: Collection[str]) -> dict[str, StabilityInfo]:
+    def stability(
+        self, session_id: str, sequence_ids: Collection[str], base_model: str | None = None
+    ) -> dict[str, StabilityInfo]:
         """The records of these sequences of the session, by id. Reading keeps them for another day.
 
+        base_model: a record has routes only if this model chose them; None = no routes are needed.
         NotFoundError names a sequence that is unknown, too old, or of another session.
         """
         now = self._now()
@@ -144,21 +153,25 @@ class CustomLosses(Aggregate):
             col(StabilityRow.session_id) == session_id,
             col(StabilityRow.used_at) >= now - STABILITY_KEPT,
         )
-        columns = (col(StabilityRow.sequence_id), col(StabilityRow.tokens), col(StabilityRow.logprobs))
+        routes = sa.case((col(StabilityRow.base_model) == base_model, col(StabilityRow.routes))).label("routes")
+        columns = (col(StabilityRow.sequence_id), col(StabilityRow.tokens), col(StabilityRow.logprobs), routes)
         with self._write() as connection:
             used = sa.update(StabilityRow).where(*usable).values(used_at=now).returning(*columns)
-            infos = {
-                row.sequence_id: StabilityInfo(
-                    row.sequence_id, np.frombuffer(row.tokens, "<i4"), np.frombuffer(row.logprobs, "<f4")
-                )
-                for row in connection.execute(used)
-            }
+            infos = {row.sequence_id: _record(row, base_model) for row in connection.execute(used)}
             if absent := sorted(set(sequence_ids) - infos.keys()):
                 raise NotFoundError(
                     f"sequence_id {absent[0]!r}: nothing is recorded of it in this session. Sample with "
                     "record_stability_info true, and train within a day"
                 )
         return infos
+
+
+def _record(row: sa.Row[Any], base_model: str | None) -> StabilityInfo:
+    tokens_T, logprobs_T = np.frombuffer(row.tokens, "<i4"), np.frombuffer(row.logprobs, "<f4")
+    if row.routes is None or base_model is None:
+        return StabilityInfo(row.sequence_id, tokens_T, logprobs_T)
+    routes_Tn = np.frombuffer(zlib.decompress(row.routes), "<i2").reshape(len(tokens_T), -1)
+    return StabilityInfo(row.sequence_id, tokens_T, logprobs_T, routes_Tn, base_model)
 
 
 def _replayed(connection: sa.Connection, loss_id: str, loss: NewCustomLoss) -> str:

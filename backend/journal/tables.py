@@ -433,7 +433,7 @@ class CustomLossRow(Table, table=True):
 
 
 class StabilityRow(Table, table=True):
-    """The record of a sampled sequence for stable_reinforce: int32 tokens, float32 logprobs."""
+    """A sampled sequence: int32 tokens, float32 logprobs, and if recorded, base_model's experts (int16, compressed)."""
 
     __tablename__ = "stability_info"
 
@@ -442,6 +442,8 @@ class StabilityRow(Table, table=True):
     used_at: datetime = Field(sa_type=UtcDateTime, index=True)
     tokens: bytes
     logprobs: bytes
+    routes: bytes | None = None
+    base_model: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
 
 
 class WeightsShare(Table, table=True):

@@ -27,6 +27,7 @@ from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.spec.ranks import LoraSpec as LoraSpec  # noqa: PLC0414  it is imported from here
 from tinkerflow.backend.spec.ranks import RankRule
 
+Int16 = npt.NDArray[np.int16]
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
@@ -65,6 +66,8 @@ class Example:
     weights_TK multiply a token's loss. inputs: the other inputs of the loss, by their names on the wire. They are
     float32 [T, K] for the losses of backend/spec/losses. A traced loss declares ranks 0, 1 or 2, float32 or int32.
     images: in the order of their positions. tokens_T has placeholders there.
+    routes_Tn: the experts of each token in every layer, n = L * k, as a sampler chose them. -1 = the router chooses;
+    None = it chooses all.
     """
 
     tokens_T: Int32
@@ -73,6 +76,7 @@ class Example:
     flat: bool = True
     inputs: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     images: tuple[ImagePixels, ...] = ()
+    routes_Tn: Int16 | None = None
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,14 @@ class StabilityInfo:
     """The record of a sampled sequence that off-policy losses need.
 
     tokens_T int32. logprobs_T float32: their log probabilities when sampled. sequence_id is `<request_id>-<i>`.
+    routes_Tn: as in `SampledSequence`. base_model: the model that the experts belong to; "" without routes.
     """
 
     sequence_id: str
     tokens_T: Int32
     logprobs_T: Float32
+    routes_Tn: Int16 | None = None
+    base_model: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,8 @@ class SampleRequest:
     stop_tokens / stop_strings: generation ends after the first match, which is kept. temperature 0 is greedy.
     min_p: the least probability of a token, as a fraction of the most likely token's. priority: interactive requests
     precede the batch requests of the same owner in the queue. trace: the context of the request's span.
-    images: in the order of their positions. prompt_T has placeholders there.
+    images: in the order of their positions. prompt_T has placeholders there. routes: the result lists the experts of
+    tokens, if the model has any.
     """
 
     request_id: str
@@ -180,6 +188,7 @@ class SampleRequest:
     stream: bool = False  # new tokens are reported after each chunk, and again in the result
     trace: str | None = None
     images: tuple[ImagePixels, ...] = ()
+    routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,12 +207,15 @@ class SampledSequence:
     """tokens_T int32 and their logprobs_T float32 (natural log, of the full untempered softmax).
 
     top: the `topk_sample` most likely tokens at each position, best first; None if it is 0.
+    routes_Tn int16: the experts of the token before each token, in every layer: L * k numbers, -1 in layers without
+    experts. These experts computed the token's logits. None without `SampleRequest.routes`.
     """
 
     tokens_T: Int32
     logprobs_T: Float32
     stop_reason: Literal["stop", "length"]
     top: Candidates | None = None
+    routes_Tn: Int16 | None = None
 
 
 @dataclass(frozen=True)
@@ -433,7 +445,8 @@ class ForwardResult(PoolMessage, frozen=True):
     """The outputs of a Forward.
 
     logprobs: a float32 [T] (flat) or [T, K] array per example, in order. loss_sum: the sum over all tokens.
-    metrics: the metrics of a custom loss over all examples, `custom/<name>:sum|mean`.
+    metrics: the metrics of a custom loss over all examples, `custom/<name>:sum|mean`; and `drift.AGREEMENT` of examples
+    with given experts.
     """
 
     logprobs: tuple[Float32, ...]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.floating]
 
 KL_MEAN, KL_MAX = "kl_sample_train:mean", "kl_sample_train:max"  # the SDK merges metrics by these endings
+AGREEMENT = "routing_agreement:mean"  # the share of equal sets of experts
 WORST = 5  # tokens of a report
 _MOST = 20.0  # the largest difference of logprobs that is counted; its exp is 5e8
 

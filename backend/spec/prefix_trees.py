@@ -3,9 +3,9 @@
 The samples of one prompt, the turns of a conversation and the two answers of a preference begin with the same tokens.
 Sorted by their tokens, such examples follow each other, and each shares its first tokens with the example before it.
 
-A token is shared if the inputs of the model and the scored targets are equal. It is scored once, so all examples that
-train it need equal inputs of the loss; their weights are added. An example that does not train the token (its weight or
-advantage is 0) can share it with any other.
+A token is shared if the inputs of the model (given experts included) and the scored targets are equal. It is scored
+once, so all examples that train it need equal inputs of the loss; their weights are added. An example that does not
+train the token (its weight or advantage is 0) can share it with any other.
 
 The trees depend on the examples alone, so the pool and the workers find the same ones. Letters: T tokens, K targets.
 """
@@ -123,6 +123,7 @@ class _Path:
         most = min(len(mine.tokens_T), len(its.tokens_T))
         differs_TK = mine.targets_TK[:most] != its.targets_TK[:most]
         differs_TK |= (mine.tokens_T[:most] != its.tokens_T[:most])[:, None]
+        differs_TK |= _routes_differ(mine, its, most)[:, None]
         both_TK = self.trained_TK[:most] & other.trained_TK[:most]
         for name, cells_TK in self.inputs_TK.items():
             here_TK, there_TK = cells_TK[:most], other.inputs_TK[name][:most]
@@ -150,6 +151,17 @@ def trained_cells(example: Example, loss: LossSpec) -> npt.NDArray[np.bool_]:
     for name in loss.masks:
         trained_TK &= given[name] != 0
     return trained_TK
+
+
+def _routes_differ(one: Example, other: Example, most: int) -> npt.NDArray[np.bool_]:
+    """Which of the first `most` tokens have other given experts in the other example, [most]."""
+    mine_Tn, its_Tn = one.routes_Tn, other.routes_Tn
+    if mine_Tn is None and its_Tn is None:
+        return np.zeros(most, bool)
+    if mine_Tn is not None and its_Tn is not None:
+        return np.asarray((mine_Tn[:most] != its_Tn[:most]).any(axis=1))
+    (only_Tn,) = (routes_Tn for routes_Tn in (mine_Tn, its_Tn) if routes_Tn is not None)
+    return np.asarray((only_Tn[:most] >= 0).any(axis=1))
 
 
 def _with_equal_images(one: Example, other: Example, most: int) -> int:

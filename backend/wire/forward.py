@@ -44,7 +44,7 @@ from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.spec.traced_work import loss_seconds
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.backend.wire.images import LOCATION_RULE, LOCATIONS, FindFiles, check_room, pixels
-from tinkerflow.backend.wire.provenance import attribute, sequences_named
+from tinkerflow.backend.wire.provenance import attribute, sequences_named, with_routes
 
 _TARGETS = "target_tokens"
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -189,7 +189,8 @@ class ForwardRead:
     """A ForwardBackwardRequest that is read in part, with the ids of everything that decoding it needs.
 
     loss_id: of the traced loss, when the loss is `custom`. sequence_ids: of sequences whose recorded stability
-    information the loss needs. image_tokens: an estimate of the tokens of its images; None without images.
+    information the loss or routing replay needs. image_tokens: an estimate of the tokens of its images; None without
+    images.
     """
 
     request: pb.ForwardBackwardRequest
@@ -200,10 +201,10 @@ class ForwardRead:
     image_tokens: int | None = None
 
 
-def read_forward(body: bytes) -> ForwardRead:
+def read_forward(body: bytes, *, replay: bool = False) -> ForwardRead:
     """A ForwardBackwardRequest, its loss, config and spans checked; UserError names the field, its value and the rule.
 
-    decode_forward reads the rest.
+    decode_forward reads the rest. replay: any loss with spans needs their records, for the experts of their tokens.
     """
     request = _parsed(pb.ForwardBackwardRequest(), body)
     loss = loss_named(request.loss_fn)
@@ -215,7 +216,7 @@ def read_forward(body: bytes) -> ForwardRead:
     config, loss_id = _read_config(loss, request)
     chunks = (chunk for datum in request.data for chunk in datum.model_input)
     images = [_counted_tokens(chunk) for chunk in chunks if chunk.WhichOneof("chunk") == "image"]
-    recorded = named if loss.recorded else frozenset()
+    recorded = named if loss.recorded or replay else frozenset()
     return ForwardRead(request, loss, config, loss_id, recorded, sum(images) if images else None)
 
 
@@ -262,9 +263,10 @@ def decode_forward(
         replace(_example(tokens_T, inputs, declared), images=images)
         for (tokens_T, inputs), images in zip(examples_read, pictures, strict=True)
     ]
-    if loss.recorded:
+    if read.sequence_ids:
+        complete = attribute if loss.recorded else with_routes
         both = enumerate(zip(examples, request.data, strict=True))
-        examples = [attribute(example, datum, i, recorded or {}) for i, (example, datum) in both]
+        examples = [complete(example, datum, i, recorded or {}) for i, (example, datum) in both]
     return Forward(
         request.model_id,
         tuple(examples),

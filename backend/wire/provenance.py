@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from tinkerflow.backend.core.errors import UserError, broken
-from tinkerflow.backend.spec.commands import Example, Int32, StabilityInfo
+from tinkerflow.backend.spec.commands import Example, Int16, Int32, StabilityInfo
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 Span = pb.PromptProvenanceSpan | pb.SampledProvenanceSpan
@@ -31,10 +31,10 @@ def sequences_named(datum: pb.Datum, index: int) -> set[str]:
 
 
 def attribute(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, StabilityInfo]) -> Example:
-    """The example with the sampler's logprobs, and with weight 0 on what was not sampled.
+    """The example with the sampler's logprobs and experts, and with weight 0 on what was not sampled.
 
-    UserError names a list that does not tile its field, a sampled span outside its sequence, and a token that is not
-    the one sampled there.
+    recorded: the sequences that its spans name. UserError names a list that does not tile its field, a sampled span
+    outside its sequence, and a token that is not the one sampled there.
     """
     if not example.flat:
         raise UserError(
@@ -42,25 +42,38 @@ def attribute(example: Example, datum: pb.Datum, index: int, recorded: Mapping[s
             "stable_reinforce takes [T], the tokens that were sampled"
         )
     _place(datum, index, "model_input_spans", example.tokens_T, recorded)
-    old_T, sampled_T = _place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)
+    old_T, sampled_T, routes_Tn = _place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)
     return replace(
         example,
         weights_TK=np.where(sampled_T[:, None], example.weights_TK, np.float32(0)),
         inputs={**example.inputs, "logprobs": old_T[:, None]},
+        routes_Tn=routes_Tn,
+    )
+
+
+def with_routes(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, StabilityInfo]) -> Example:
+    """The example with the experts that the sampler chose, where its datum has spans and one target per position.
+
+    recorded: the sequences that the spans name. UserError as in `attribute`.
+    """
+    if not datum.loss_fn_input_spans or not example.flat:
+        return example
+    return replace(
+        example, routes_Tn=_place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)[2]
     )
 
 
 def _place(
     datum: pb.Datum, index: int, field: str, tokens_T: Int32, recorded: Mapping[str, StabilityInfo]
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-    """Recorded logprobs and whether a position was sampled, both [T]."""
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]], np.ndarray[tuple[int], np.dtype[np.bool_]], Int16 | None]:
+    """Recorded logprobs and whether a position was sampled, both [T]; and the recorded experts, as in `Example`."""
     covered = sum(span.length for _, _, span in _spans(datum, index, field))
     if covered != len(tokens_T):
         raise UserError(
             f"data[{index}].{field} cover {covered} positions: must tile the field exactly, {len(tokens_T)}"
         )
     logprobs_T, sampled_T = np.zeros(covered, np.float32), np.zeros(covered, np.bool_)
-    start = 0
+    start, routes_Tn = 0, None
     for where, sampled, span in _spans(datum, index, field):
         here = slice(start, start + span.length)
         start += span.length
@@ -80,7 +93,11 @@ def _place(
                 f"but {info.tokens_T[there][at]} was sampled there in {span.sequence_id!r}"
             )
         logprobs_T[here], sampled_T[here] = info.logprobs_T[there], True
-    return logprobs_T, sampled_T
+        if info.routes_Tn is not None:
+            if routes_Tn is None:
+                routes_Tn = np.full((covered, info.routes_Tn.shape[1]), -1, np.int16)
+            routes_Tn[here] = info.routes_Tn[there]
+    return logprobs_T, sampled_T, routes_Tn
 
 
 def _spans(datum: pb.Datum, index: int, field: str) -> Iterator[tuple[str, bool, Span]]:

@@ -94,15 +94,16 @@ def sample_request(
     context_rule: str = MODEL_CONTEXT,
     processor: FindProcessor = lambda: None,
     blank: bool = False,
+    routes: bool = False,
 ) -> SampleRequest:
     """The command for a sample request; UserError names the field, its value and the rule.
 
     body, request_id, owner: of the request. vocab_size, max_context: of the model, in tokens. eos: the tokens that end
     a text. They stop a sequence when `stop` is absent, but not when `stop` is an empty list. context_rule: the reason
     for max_context, for errors. processor: finds the model's image processor, None if the model takes only text. blank:
-    images are measured, not decoded, see `ImageProcessor.read`. An absent max_tokens means the rest of the context. A
-    prompt that fills the context can be scored, and one token is sampled after it. The seed is brought to
-    0 <= seed < 2**64. The command samples the base model, until its sender names a snapshot.
+    images are measured, not decoded, see `ImageProcessor.read`. routes: see the command. An absent max_tokens means the
+    rest of the context. A prompt that fills the context can be scored, and one token is sampled after it. The seed is
+    brought to 0 <= seed < 2**64. The command samples the base model, until its sender names a snapshot.
     """
     scored = body.prompt_logprobs or body.topk_prompt_logprobs or body.prompt_alt_tokens_k
     full = bool(scored) or body.target_prompt_logprobs is not None
@@ -140,6 +141,7 @@ def sample_request(
         constraint=None if params.constraint is None else _constraint(params.constraint, eos),
         stream=body.stream,
         images=images,
+        routes=routes,
     )
 
 

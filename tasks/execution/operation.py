@@ -83,9 +83,9 @@ class ExecutionContext:
     owner: the project whose share of training is charged; "" if the commands serve all projects.
     most_drift: the mean `kl_sample_train` above which a forward_backward is logged; 0 for no limit. recheck_share: the
     share of intervals between snapshots that are executed a second time (recheck.py). max_stored_bytes: the quota of a
-    project that wants a fork, 0 for none. prefill_answers: see the setting. image_memory: quotas for images in
-    operations of models. full_models: the queue of samples of full-parameter models. forks: those that are being made,
-    by path.
+    project that wants a fork, 0 for none. prefill_answers, routing_replay: see the settings. image_memory: quotas for
+    images in operations of models. full_models: the queue of samples of full-parameter models. forks: those that are
+    being made, by path.
     """
 
     journal: Journal
@@ -102,6 +102,7 @@ class ExecutionContext:
     recheck_share: float = 0.0
     max_stored_bytes: int = 0
     prefill_answers: bool = True
+    routing_replay: bool = False
     image_memory: MemoryQuota = field(default_factory=MemoryQuota)
     full_models: FullModelQueue = field(default_factory=FullModelQueue)
     forks: SingleFlight[None] = field(default_factory=SingleFlight)

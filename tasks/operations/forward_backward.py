@@ -29,13 +29,19 @@ async def execute(execution: Execution) -> Outcome:
     """
     context, request = execution.context, execution.request
     card, size = context.card, len(request.payload)
-    read = await context.decode(request.owner, size, lambda: read_forward(request.payload))
+    replay = context.routing_replay and card.experts_per_token > 0
+    read = await context.decode(request.owner, size, lambda: read_forward(request.payload, replay=replay))
     custom, recorded = None, {}
     if read.loss_id is not None:
         stored = await context.read(context.journal.custom_losses.definition, read.loss_id, request.session_id)
         custom = load_custom_loss(stored)
     if read.sequence_ids:
-        recorded = await context.read(context.journal.custom_losses.stability, request.session_id, read.sequence_ids)
+        recorded = await context.read(
+            context.journal.custom_losses.stability,
+            request.session_id,
+            read.sequence_ids,
+            card.name if replay else None,
+        )
     processor = image_processor(card.path) if read.image_tokens is not None else None
 
     def decode() -> Forward:

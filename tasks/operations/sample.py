@@ -257,6 +257,7 @@ class _SampleOperation:
                 eos=card.eos_token_ids,
                 processor=processor,
                 blank=blank,
+                routes=sample.records and self._context.routing_replay and card.experts_per_token > 0,
             )
 
         # A check of a grammar takes longer than its size suggests, so it never runs in the event loop. The key
@@ -567,7 +568,7 @@ def _outcome(sample: _Sample, result: SampleResult) -> Outcome:
     if not sample.records:
         return outcome
     sequences = tuple(
-        StabilityInfo(f"{request.id}-{i}", sequence.tokens_T, sequence.logprobs_T)
+        StabilityInfo(f"{request.id}-{i}", sequence.tokens_T, sequence.logprobs_T, sequence.routes_Tn, base)
         for i, sequence in enumerate(result.sequences)
     )
     return replace(outcome, effects=(*outcome.effects, SequencesRecorded(session, sequences)))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from family import make_family
 from tinker import types
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
@@ -204,3 +205,21 @@ def test_an_inflight_sampler_takes_up_later_weights_and_a_snapshot_does_not(serv
     assert greedy(old) == greedy(new) == greedy(now) != before
     assert greedy(fixed) == before
     assert [len(one.tokens) for one in spanning.result().sequences] == [100] * 2
+
+
+@pytest.mark.thorough
+def test_tokens_train_through_the_experts_of_their_samples(tmp_path, start_server, monkeypatch):
+    monkeypatch.setenv("TINKERFLOW_ROUTING_REPLAY", "true")
+    folder = make_family(tmp_path / "qwen3_moe", "qwen3_moe")
+    (data_dir := tmp_path / "data").mkdir()
+    params = types.SamplingParams(max_tokens=8, temperature=1.0, seed=3, stop=[])
+    with start_server(data_dir, "--base-model", str(folder), prefect="off") as server, server.client() as service:
+        trainer = service.create_lora_training_client(str(folder), rank=8, seed=4).result()
+        recording = trainer.save_weights_and_get_sampling_client(record_stability_info=True).result()
+        sequences = recording.sample(PROMPT, 2, params).result().sequences
+        for loss in ("stable_reinforce", "importance_sampling"):
+            result = trainer.forward_backward([rollout(one, 1.0) for one in sequences], loss).result()
+            assert result.metrics["routing_agreement:mean"] > 0.9, "bfloat16 or float32, but the same weights"
+        silent = trainer.save_weights_and_get_sampling_client().result().sample(PROMPT, 1, params).result().sequences
+        with pytest.raises(tinker.TinkerError, match=silent[0].sequence_id):
+            trainer.forward_backward([rollout(silent[0], 1.0)], "importance_sampling").result()

@@ -10,11 +10,11 @@ from tinkerflow.backend.journal import SequencesRecorded
 from tinkerflow.backend.spec.commands import StabilityInfo
 
 
-def record(scene, session, *names):
+def record(scene, session, *names, infos=()):
     sampler = scene.sampler(session, len(scene.journal.samplers.of_session(session)))
     request = scene.sample(sampler, 0)
     pending = next(p for p in scene.journal.requests.pending_samples(10) if p.id == request)
-    infos = tuple(StabilityInfo(n, np.arange(3, dtype=np.int32), np.float32([-1, -2, -3])) for n in names)
+    infos += tuple(StabilityInfo(n, np.arange(3, dtype=np.int32), np.float32([-1, -2, -3])) for n in names)
     scene.journal.results.finish([pending.done(b"", "proto", SequencesRecorded(session, infos))])
 
 
@@ -49,3 +49,19 @@ def test_a_use_begins_its_day_anew(scene, clock):
     clock.advance(-24 * 3600)
     with pytest.raises(NotFoundError, match="'unused'"):
         scene.journal.custom_losses.stability(session, {"unused"})
+
+
+def test_experts_are_found_for_the_model_that_chose_them(scene):
+    session, routes_Tn = scene.session(), np.int16([[0, -1], [300, -1], [2, -1]])
+    known = StabilityInfo("req-1-0", np.arange(3, dtype=np.int32), np.float32([-1, -2, -3]), routes_Tn, "moe")
+    record(scene, session, "req-2-0", infos=(known,))
+
+    def found(name, base_model=None):
+        return scene.journal.custom_losses.stability(session, {name}, base_model)[name].routes_Tn
+
+    assert found("req-1-0", "moe").tolist() == routes_Tn.tolist()
+    assert found("req-1-0", "other") is None
+    assert found("req-1-0") is None
+    assert found("req-2-0", "moe") is None
+    with pytest.raises(NotFoundError, match="'req-1-0'"):
+        scene.journal.custom_losses.stability(scene.session(), {"req-1-0"}, "moe")

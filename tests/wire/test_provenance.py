@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,20 @@ def test_zero_length_spans_are_legal(body: Any) -> None:
 def test_spans_of_other_losses_are_checked_and_not_needed(body: Any) -> None:
     assert read_forward(body([attributed()], "ppo")).sequence_ids == frozenset()
     assert decode(body([attributed()], "ppo")).examples[0].inputs["logprobs"][1, 0] == -9
+
+
+@pytest.mark.parametrize("loss", ["stable_reinforce", "ppo"])
+def test_the_samplers_experts_stand_at_the_tokens_before_those_sampled(body: Any, loss: str) -> None:
+    """A token's experts computed the logits of the next token, so they lie where that token is the target."""
+    request = body([attributed(), rollout()] if loss == "ppo" else [attributed()], loss)
+    read, routes = read_forward(request, replay=True), np.arange(6, dtype=np.int16).reshape(3, 2)
+    assert read.sequence_ids == {"req-1-0"}
+    recorded = {"req-1-0": replace(RECORDED["req-1-0"], routes_Tn=routes)}
+    example, *others = decode_forward(read, vocab_size=10, max_context=16, recorded=recorded).examples
+    assert example.routes_Tn is not None
+    assert example.routes_Tn.tolist() == [[-1, -1], [0, 1], [2, 3], [4, 5]]
+    assert [one.routes_Tn for one in others] == [None] * len(others)
+    assert decode_forward(read, vocab_size=10, max_context=16, recorded=RECORDED).examples[0].routes_Tn is None
 
 
 @pytest.mark.parametrize(

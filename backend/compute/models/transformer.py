@@ -30,12 +30,13 @@ from tinkerflow.backend.compute.models.families import projections
 from tinkerflow.backend.compute.models.layer_loop import LayerPairs, LayerParams, over_layers
 from tinkerflow.backend.compute.models.layers import DecoderLayer
 from tinkerflow.backend.compute.models.layers.matrices import plain_name
-from tinkerflow.backend.compute.models.layers.step import LayerStep, Mixers, RopeTables
+from tinkerflow.backend.compute.models.layers.step import LayerStep, Mixers, RopeTables, Routing
 from tinkerflow.backend.compute.models.lora import Lora, LoraApply
 from tinkerflow.backend.compute.models.rotary import rope_table
 
 Shared = Mapping[str, tuple[jax.Array, jax.Array]]  # keys and values of the last layer of each pool
-Carry = tuple[jax.Array, Shared, jax.Array]  # from layer to layer: hidden states, shared keys and values, the number
+# From layer to layer: hidden states, shared keys and values, the number, and `ForwardInputs.routes_BTLk`'s agreement.
+Carry = tuple[jax.Array, Shared, jax.Array, jax.Array | None]
 
 
 class Keep(Enum):
@@ -124,6 +125,7 @@ class ForwardInputs:
     constrain: pins the sharding of [B, T, D] activations between layers.
     keep: the values that are saved for the backward pass.
     tokens_at_once: as in `LayerStep`; a backward pass computes these parts again.
+    routes_BTLk int32: the experts of each token in every layer, -1 = the router chooses; None = it always does.
     """
 
     tokens_BT: jax.Array
@@ -134,18 +136,25 @@ class ForwardInputs:
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x
     keep: Keep = Keep.RESULTS
     tokens_at_once: int = 0
+    routes_BTLk: jax.Array | None = None
 
 
-def forward(cfg: ModelConfig, mesh: Mesh, params: Params, lora: Lora, inputs: ForwardInputs) -> jax.Array:
-    """Final hidden states [B, T, D] for training, in the dtype of the weights.
+def forward(
+    cfg: ModelConfig, mesh: Mesh, params: Params, lora: Lora, inputs: ForwardInputs
+) -> tuple[jax.Array, jax.Array | None]:
+    """Final hidden states [B, T, D] for training, in the dtype of the weights; and the routers' agreement.
 
-    cfg, mesh, params: the base model and its devices. lora: an adapter, A and B in float32.
+    The agreement, int32 [B, T], counts the given experts in layers whose router chooses just these, in any order. None
+    without given experts. cfg, mesh, params: the base model and its devices. lora: an adapter, A and B in float32.
     """
     images, mixers, constrain, keep = inputs.images, inputs.mixers, inputs.constrain, inputs.keep
     rope = rope_tables(cfg, inputs.positions_BT if images is None else jnp.asarray(images.positions_BT3))
 
     def run(layer: DecoderLayer, carry: Carry, stacked: tuple[Any, LayerParams, LayerPairs]) -> Carry:
-        (x_BTD, shared, number), (place, weights, pairs) = carry, stacked
+        (x_BTD, shared, number, equal_BT), (place, weights, pairs) = carry, stacked
+        routing = None
+        if inputs.routes_BTLk is not None:
+            routing = Routing(jax.lax.dynamic_index_in_dim(inputs.routes_BTLk, number, axis=2, keepdims=False))
 
         def attend(
             q: jax.Array, k: jax.Array | None, v: jax.Array | None, *, window: int | None, sinks_H: jax.Array | None
@@ -166,17 +175,31 @@ def forward(cfg: ModelConfig, mesh: Mesh, params: Params, lora: Lora, inputs: Fo
             inputs.lora_apply,
             input_of_layer(inputs_LBTP, number),
             inputs.tokens_at_once,
+            routing=routing,
         )
         x_BTD = constrain(layer(step, x_BTD))
-        return x_BTD if images is None else add_deep_features(images, place, x_BTD), shared, number + 1
+        if equal_BT is not None and routing is not None:
+            equal_BT = equal_BT + _agrees(routing)
+        x_BTD = x_BTD if images is None else add_deep_features(images, place, x_BTD)
+        return x_BTD, shared, number + 1, equal_BT
 
     policy = jax.checkpoint_policies.save_only_these_names(*(kept_names(cfg) if keep is Keep.RESULTS else ()))
     kept = partial(jax.checkpoint, policy=policy)
     x_BTD = embed(cfg, params, inputs.tokens_BT, images)
     inputs_LBTP = layer_inputs(cfg, params, inputs.tokens_BT, x_BTD)
-    carry = (constrain(x_BTD), _nothing_shared(cfg, x_BTD), jnp.int32(0))
-    x_BTD, _, _ = over_layers(cfg, run, carry, params.layers, lora.layers, kept=kept, grouped=keep is Keep.GROUPS)
-    return final_hidden(cfg, params, x_BTD)
+    equal_BT = None if inputs.routes_BTLk is None else jnp.zeros(inputs.tokens_BT.shape, jnp.int32)
+    start = (constrain(x_BTD), _nothing_shared(cfg, x_BTD), jnp.int32(0), equal_BT)
+    grouped = keep is Keep.GROUPS
+    x_BTD, _, _, equal_BT = over_layers(cfg, run, start, params.layers, lora.layers, kept=kept, grouped=grouped)
+    return final_hidden(cfg, params, x_BTD), equal_BT
+
+
+def _agrees(routing: Routing) -> jax.Array:
+    """For tokens [B, T] whose given experts are the router's own choice: their number k, int32. Otherwise 0."""
+    if routing.own_BTk is None or routing.given_BTk is None:
+        return jnp.int32(0)
+    own_BTk, given_BTk = jnp.sort(routing.own_BTk), jnp.sort(routing.given_BTk)
+    return jnp.all(own_BTk == given_BTk, axis=-1) * jnp.int32(own_BTk.shape[-1])
 
 
 def embed(cfg: ModelConfig, params: Params, tokens_BT: Array, images: ImageFeatures | None = None) -> jax.Array:

@@ -31,7 +31,7 @@ from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSeq
 from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import Shapes
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.spec.commands import Candidates, NewTokens, SampleResult
+from tinkerflow.backend.spec.commands import Candidates, Int16, NewTokens, SampleResult
 
 _SHORT = 4  # sequences of short requests that are decoded together
 _PREFILL_STEPS = 3  # the most steps in a row that only prefill: a fuller batch decodes for the price of this one
@@ -55,6 +55,12 @@ class _TokensOf(NamedTuple):
         top_CSk, logprobs_CSk = self.decoded.top_CSk, self.decoded.top_logprobs_CSk
         assert top_CSk is not None and logprobs_CSk is not None
         return Candidates(np.asarray(top_CSk)[self.where][:count], np.asarray(logprobs_CSk)[self.where][:count])
+
+    def routes(self, count: int) -> Int16 | None:
+        """The experts behind the first `count` tokens, [N, L * k]; None in a model without experts."""
+        if self.decoded.routes_CSLk is None:
+            return None
+        return np.asarray(self.decoded.routes_CSLk)[self.where][:count].reshape(count, -1)
 
 
 class DecodeBatch:
@@ -328,7 +334,8 @@ class DecodeBatch:
             return
         start, tainted = len(sequence.tokens), new.finite < len(new.tokens_N)
         top = new.top(count) if sequence.parent.request.topk_sample else None
-        if sequence.append(new.tokens_N[:right], new.logprobs_N[:right], top):
+        routes_Nn = new.routes(count) if sequence.parent.request.routes else None
+        if sequence.append(new.tokens_N[:right], new.logprobs_N[:right], top, routes_Nn):
             # Tokens after the end may be NaN, although all tokens of the sequence are finite.
             self.scheduler.slots.remove(sequence, tainted=tainted)
             if self.scope_is_alive(sequence.parent.scope):

@@ -59,6 +59,7 @@ class Decoded:
     """tokens_CS int32 and their logprobs_CS float32; top_CSk int32 and top_logprobs_CSk float32, or None without.
 
     last_M int32: the last token of each slot, for the `before_M` of the next chunk; None in a chunk without one.
+    routes_CSLk int16: the experts of the token before each token; None if nobody asks.
     """
 
     tokens_CS: Array
@@ -66,6 +67,7 @@ class Decoded:
     top_CSk: Array | None = None
     top_logprobs_CSk: Array | None = None
     last_M: Array | None = None
+    routes_CSLk: Array | None = None
 
 
 def empty_rows(slots: int, pages: int, chunk: int, *, states: bool) -> Rows:
@@ -93,7 +95,7 @@ def decided(rows: Rows, chunk: int) -> Rows:
     return replace(rows, choice=replace(rows.choice, filters=rare or bool(rows.choice.any_filter)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), static_argnames="routes", donate_argnums=6)
 def decode(
     cfg: ModelConfig,
     mesh: Mesh,
@@ -104,6 +106,7 @@ def decode(
     cache: KVCache,
     rows: Rows,
     steps: jax.Array | None,
+    routes: bool = False,
 ) -> tuple[KVCache, Decoded]:
     """More tokens for every slot: the cache, updated in place, and the tokens [C, S], replicated.
 
@@ -112,14 +115,14 @@ def decode(
     params: the base model. lora: the stack of adapters. cache: the pages. If `params` is by layer, the stack and the
     cache must be too. rows: the start of each of the S slots. steps: int32 scalar, tokens to decode, at most C; the
     rest are 0. None: C tokens. On CPUs, each token that nobody needs costs a step. On GPUs, a loop whose turns only
-    the device knows makes the host wait for the whole chunk.
+    the device knows makes the host wait for the whole chunk. routes: whether the experts of tokens are returned.
     """
 
     def step(i: jax.Array, state: tuple[KVCache, States, jax.Array, AdjustedRows | None, Decoded]) -> Any:
         cache, states, last_S, adjust, decoded = state
         start_S, shift_S = i + rows.positions_S, rows.shift_S
         inputs = StepInputs(last_S[:, None], start_S, rows.tables_SW, rows.columns_S2, shift_S=shift_S)
-        cache, states, x_S1D = run_layers(cfg, mesh, params, lora, cache, states, inputs)
+        cache, states, x_S1D, experts_S1Lk = run_layers(cfg, mesh, params, lora, cache, states, inputs, routes)
         logits_SV = unembedded(mesh, params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # With unsplit rows on each device, drawing a token needs no collectives.
         logits_SV = by_rows(mesh, logits_SV)
@@ -132,6 +135,8 @@ def decode(
             chosen_S = jnp.take_along_axis(logits_SV, next_S[:, None], axis=-1)[:, 0]
             spread_S = chosen_S - logprob_S  # a listed token has exactly the logprob of a sampled one
             token = Decoded(next_S, logprob_S, top_Sk.astype(jnp.int32), values_Sk - spread_S[:, None])
+        if experts_S1Lk is not None:
+            token = replace(token, routes_CSLk=experts_S1Lk[:, 0])
         decoded = jax.tree.map(lambda chunk, new: jax.lax.dynamic_update_index_in_dim(chunk, new, i, 0), decoded, token)
         return cache, states, next_S, adjust, decoded
 
@@ -141,6 +146,7 @@ def decode(
         jnp.zeros((chunk, S), jnp.float32),
         jnp.zeros((chunk, S, top), jnp.int32) if top else None,
         jnp.zeros((chunk, S, top), jnp.float32) if top else None,
+        routes_CSLk=jnp.zeros((chunk, S, cfg.layers, cfg.experts_per_token), jnp.int16) if routes else None,
     )
     pool, cache = cache.states, replace(cache, states=None)
     fresh_S = jnp.asarray(rows.positions_S == 0)

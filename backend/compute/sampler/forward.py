@@ -19,7 +19,7 @@ from tinkerflow.backend.compute.models.families import projections
 from tinkerflow.backend.compute.models.layer_loop import over_layers
 from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES, DecoderLayer, DeltaRuleWeights
 from tinkerflow.backend.compute.models.layers.delta_rule import mix
-from tinkerflow.backend.compute.models.layers.step import LayerStep, Mixers
+from tinkerflow.backend.compute.models.layers.step import LayerStep, Mixers, Routing
 from tinkerflow.backend.compute.models.lora import Lora, LoraPair
 from tinkerflow.backend.compute.models.transformer import (
     ImageFeatures,
@@ -40,7 +40,8 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width
 from tinkerflow.backend.compute.sampler.states import States, state_of, with_layer
 from tinkerflow.backend.compute.weights.quantized import FourBit, Int8
 
-Carry = tuple[KVCache, States, jax.Array, jax.Array]  # from layer to layer, with hidden states and the layer's number
+# From layer to layer, with hidden states, the layer's number, and the experts of all layers so far.
+Carry = tuple[KVCache, States, jax.Array, jax.Array, jax.Array | None]
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,22 @@ class StepInputs:
 
 
 def run_layers(
-    cfg: ModelConfig, mesh: Mesh, params: Params, lora: Lora, cache: KVCache, states: States, inputs: StepInputs
-) -> tuple[KVCache, States, jax.Array]:
+    cfg: ModelConfig,
+    mesh: Mesh,
+    params: Params,
+    lora: Lora,
+    cache: KVCache,
+    states: States,
+    inputs: StepInputs,
+    routes: bool = False,
+) -> tuple[KVCache, States, jax.Array, jax.Array | None]:
     """The cache with the tokens' keys and values, the states after them, and their final hidden states [S, Q, D].
 
+    Then the experts of the tokens, int16 [S, Q, L, k], -1 in layers without experts; None unless `routes`.
     Hidden states are in the weights' dtype. The cache is carried through the loop over layers, so it is never copied.
     Between layers every device has the hidden states of all rows, but only its own part of the matrices. cfg, mesh,
-    params: the base model and its devices. lora: the stack of adapters. states: of the rows, from `gather_states`.
+    params: the base model and its devices. lora: the stack of adapters. cache: its pages. states: of the rows, from
+    `gather_states`. inputs: the tokens. routes: whether their experts are wanted; the model must have some.
     """
     tokens_SQ, start_S, tables_SW, images = inputs.tokens_SQ, inputs.start_S, inputs.tables_SW, inputs.images
     one, rows = sampling_mesh(mesh), cache_mesh(mesh, cfg.split_heads)
@@ -80,7 +90,7 @@ def run_layers(
     apply = stack_apply(inputs.columns_S2, width_of(lora), one_device=mesh.size == 1)
 
     def run(layer: DecoderLayer, state: Carry, stacked: Any) -> Carry:
-        cache, states, x_SQD, number = state
+        cache, states, x_SQD, number, chosen_LSQk = state
         place, weights, pairs = stacked
 
         def attend(
@@ -106,18 +116,25 @@ def run_layers(
                 attend_latents, cfg.latent, mesh, attend, inputs.columns_S2, width_of(lora)
             )
         mixers, input_SQP = Mixers(attend, delta_rule, latent_attend), input_of_layer(inputs_LSQP, number)
-        x_SQD = layer(LayerStep(one, weights, pairs, rope, mixers, apply, input_SQP), x_SQD)
+        routing = None if chosen_LSQk is None else Routing()
+        x_SQD = layer(LayerStep(one, weights, pairs, rope, mixers, apply, input_SQP, routing=routing), x_SQD)
+        if chosen_LSQk is not None and routing is not None and routing.own_BTk is not None:
+            chosen_LSQk = chosen_LSQk.at[number].set(routing.own_BTk.astype(chosen_LSQk.dtype))
         x_SQD = x_SQD if images is None else add_deep_features(images, place, x_SQD)
-        return cache, states, everywhere(x_SQD), number + 1
+        return cache, states, everywhere(x_SQD), number + 1, chosen_LSQk
 
     def everywhere(x_SQD: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x_SQD, replicated(mesh))
 
     x_SQD = everywhere(embed(cfg, params, tokens_SQ, images))
     inputs_LSQP = layer_inputs(cfg, params, tokens_SQ, x_SQD)
-    start = (cache, states, x_SQD, jnp.int32(0))
-    cache, states, x_SQD, _ = over_layers(cfg, run, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
-    return cache, states, final_hidden(cfg, params, x_SQD)
+    shape_LSQk = (cfg.layers, *tokens_SQ.shape, cfg.experts_per_token)
+    start = (cache, states, x_SQD, jnp.int32(0), jnp.full(shape_LSQk, -1, jnp.int16) if routes else None)
+    cache, states, x_SQD, _, chosen_LSQk = over_layers(
+        cfg, run, start, params.layers, lora.layers, _in_place(cfg, mesh, params)
+    )
+    chosen_SQLk = None if chosen_LSQk is None else jnp.moveaxis(chosen_LSQk, 0, 2)
+    return cache, states, final_hidden(cfg, params, x_SQD), chosen_SQLk
 
 
 def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:

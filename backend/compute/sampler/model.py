@@ -149,6 +149,7 @@ class SamplerModel:
         host decides. before: the chunk that is not read yet, with the last tokens of all sequences in flight.
         """
         most_listed = max(sequence.parent.request.topk_sample for _, sequence in slots)
+        routed = {"routes": True} if self.cfg.experts and any(row.parent.request.routes for _, row in slots) else {}
         chunk = steps if self._host_decides else self.chunk
         rows = self._rows(slots, S, chunk, steps, before)
         self.cache, on_devices = decode(
@@ -161,6 +162,7 @@ class SamplerModel:
             self._copied_cache(),
             decided(rows, self.chunk) if self._host_decides else rows,
             None if self._host_decides else np.int32(steps),
+            **routed,
         )
         return Chunk(slots, steps, on_devices)
 

@@ -127,7 +127,7 @@ def _through_layers(
     inputs = StepInputs(
         piece.tokens_BQ, start_B, piece.tables_BW, piece.columns_B2, valid_S=piece.valid_B, images=piece.images
     )
-    cache, states, x_BQD = run_layers(cfg, mesh, params, lora, cache, states, inputs)
+    cache, states, x_BQD, _ = run_layers(cfg, mesh, params, lora, cache, states, inputs)
     return replace(pin_cache(cfg, mesh, cache), states=scatter_states(cfg, mesh, pool, states, piece.states_B)), x_BQD
 
 

@@ -24,6 +24,7 @@ from tinkerflow.backend.compute.sampler.stops import StopDetector
 from tinkerflow.backend.spec.commands import (
     Candidates,
     Float32,
+    Int16,
     Int32,
     NewTokens,
     SampledSequence,
@@ -115,12 +116,12 @@ class ActiveRequest:
 class ActiveSequence:
     """Sample `index` of a request, with its tokens so far.
 
-    top: candidates at every token so far, k or more for a token. table: its pages, while it decodes. prompt_pages: the
-    prompt's pages, if pages of `table` are copies of them, until a chunk is decoded. Before, they might hold NaN.
-    unverified_from: no chunk was decoded from the pages of its table from this place on, so they might hold NaN; None
-    after a chunk. preempted: the sequence had to leave its slot before its end. matcher: its state in the request's
-    constraint, if any. in_flight: tokens that the devices were asked for and that the host has not read. The sequence
-    may have ended before them.
+    top: candidates at every token so far, k or more for a token. routes: experts, as in its result. table: its pages,
+    while it decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk is
+    decoded. Before, they might hold NaN. unverified_from: no chunk was decoded from the pages of its table from this
+    place on, so they might hold NaN; None after a chunk. preempted: the sequence had to leave its slot before its end.
+    matcher: its state in the request's constraint, if any. in_flight: tokens that the devices were asked for and that
+    the host has not read. The sequence may have ended before them.
     """
 
     parent: ActiveRequest
@@ -130,6 +131,7 @@ class ActiveSequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[Candidates] = field(default_factory=list)
+    routes: list[Int16] = field(default_factory=list)
     table: PageTable = field(default_factory=lambda: PageTable(0))
     prompt_pages: PageTable = field(default_factory=lambda: PageTable(0))
     unverified_from: int | None = None
@@ -183,14 +185,23 @@ class ActiveSequence:
         """The prompt and every token so far."""
         return np.concatenate([self.parent.request.prompt_T, np.asarray(self.tokens, np.int32)]).astype(np.int32)
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float], top: Candidates | None = None) -> bool:
+    def append(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        top: Candidates | None = None,
+        routes_Nn: Int16 | None = None,
+    ) -> bool:
         """Append decoded tokens up to the end of the sequence; True when it has ended.
 
         tokens, logprobs: of one chunk. top: the candidates at each of the tokens, when the request wants some.
+        routes_Nn: the experts behind each of them, likewise.
         """
         self.unverified_from = None
         if top is not None:
             self.top.append(top)
+        if routes_Nn is not None:
+            self.routes.append(routes_Nn)
         left = self.parent.max_tokens - len(self.tokens)
         tokens, logprobs = tokens[:left], logprobs[:left]
         end = self.stops.end_of(tokens)
@@ -203,6 +214,7 @@ class ActiveSequence:
             logprobs_T=np.asarray(self.logprobs, np.float32),
             stop_reason="length" if end is None else "stop",
             top=self._candidates(),
+            routes_Tn=np.concatenate(self.routes)[: len(self.tokens)] if self.routes else None,
         )
         return True
 

@@ -31,6 +31,7 @@ from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.compute.training.train import Steps, to_devices
 from tinkerflow.backend.core.errors import OUT_OF_MEMORY, AllocationError, ServerError
 from tinkerflow.backend.spec.commands import DeferredReply, Done, Float32, Forward, ForwardResult, LoraSpec, Reply
+from tinkerflow.backend.spec.drift import AGREEMENT
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.traced_work import examples_of_step, loss_steps
 
@@ -112,7 +113,7 @@ class ForwardRun:
         if not steps:
             losses.compute(range(len(command.examples)))
         judged = losses.result()
-        result = forward.copy_with(loss_sum=judged.loss_sum, metrics=judged.metrics)
+        result = forward.copy_with(loss_sum=judged.loss_sum, metrics={**forward.metrics, **judged.metrics})
         if not command.backward:
             self.done = True
             yield lambda: result
@@ -228,4 +229,17 @@ def _gather(command: Forward, batches: list[MicroBatch], on_devices: list[Scored
             example = command.examples[place.example]
             rows = scored.logprobs_BTK[place.row, place.columns]
             logprobs[place.example] = np.array(rows[:, 0] if example.flat else rows[:, : example.targets_TK.shape[1]])
-    return ForwardResult(tuple(logprobs), float(sum(np.float64(scored.loss) for scored in results)))
+    loss = float(sum(np.float64(scored.loss) for scored in results))
+    return ForwardResult(tuple(logprobs), loss, _agreement(command, batches, results))
+
+
+def _agreement(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> dict[str, float]:
+    """The share of given sets of experts that are the router's own choice; nothing if none are given."""
+    given = equal = 0
+    for batch, scored in zip(batches, results, strict=True):
+        for place in batch.places:
+            routes_Tn = command.examples[place.example].routes_Tn
+            if routes_Tn is not None and scored.equal_BT is not None:
+                given += int(np.count_nonzero(routes_Tn >= 0))
+                equal += int(scored.equal_BT[place.row, place.columns].sum())
+    return {AGREEMENT: equal / given} if given else {}

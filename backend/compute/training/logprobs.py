@@ -35,10 +35,14 @@ MOST_LOGITS = 2**24  # of one chunk on CPUs: 64 MiB in float32
 
 @flax.struct.dataclass
 class Scored:
-    """loss: float32 scalar, the sum over all tokens; logprobs_BTK: float32, of the full softmax."""
+    """loss: float32 scalar, the sum over all tokens; logprobs_BTK: float32, of the full softmax.
+
+    equal_BT: the routers' agreement (`transformer.forward`); None without given experts.
+    """
 
     loss: jax.Array
     logprobs_BTK: jax.Array
+    equal_BT: jax.Array | None = None
 
 
 def score(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tinkerflow.backend.spec.commands import Example, Float32, Int32
+from tinkerflow.backend.spec.commands import Example, Float32, Int16, Int32
 from tinkerflow.backend.spec.losses import LOSSES, LossSpec, packed_inputs
 from tinkerflow.backend.spec.packing import (
     ATTENTION_TOKENS,
@@ -47,7 +47,7 @@ class MicroBatch:
     ends_BT: the column where the subtree of each token ends. Where no tokens are shared, this is the end of the token's
     example, so it also identifies the example in its row. T in padding.
     inputs_BTK: the inputs of losses per token, in the order of `packed_inputs`. Weights are 0 in padding and for unused
-    targets.
+    targets. routes_BTn: the given experts (`Example.routes_Tn`), -1 = none; None = no example has any.
     """
 
     tokens_BT: Int32
@@ -57,6 +57,7 @@ class MicroBatch:
     targets_BTK: Int32
     inputs_BTK: Mapping[str, Float32]
     places: tuple[Place, ...]
+    routes_BTn: Int16 | None = None
 
     @property
     def shares(self) -> bool:
@@ -101,6 +102,9 @@ def _micro_batch(
     ends, targets = np.full((B, T), T, np.int32), np.zeros((B, T, K), np.int32)
     fills = packed_inputs()
     inputs = {name: np.full((B, T, K), fill, np.float32) for name, fill in fills.items()}
+    here = (examples[branch.example].routes_Tn for trees in rows for tree in trees for branch in tree)
+    given = next((routes_Tn for routes_Tn in here if routes_Tn is not None), None)
+    routes = None if given is None else np.full((B, T, given.shape[1]), -1, np.int16)
     places: list[Place] = []
     for row, trees in enumerate(rows):
         start = 0  # of the next token
@@ -115,12 +119,14 @@ def _micro_batch(
                 tokens[row, own], positions[row, own] = example.tokens_T[shared:], np.arange(shared, length)
                 parents[row, path[1:]] = path[:-1]
                 targets[row, own, :k] = example.targets_TK[shared:]
+                if routes is not None and example.routes_Tn is not None:
+                    routes[row, own] = example.routes_Tn[shared:]
                 _add_loss({name: cells[row] for name, cells in inputs.items()}, path, example, loss)
                 places.append(Place(branch.example, row, path, shared))
                 start += sizes.own_tokens(branch)
                 ends[row, own.stop : start] = np.arange(own.stop, start) + 1  # nothing sees padding
             ends[row, path] = start
-    return MicroBatch(tokens, positions, parents, ends, targets, inputs, tuple(places))
+    return MicroBatch(tokens, positions, parents, ends, targets, inputs, tuple(places), routes)
 
 
 def _add_loss(inputs: Mapping[str, Float32], path: Int32, example: Example, loss: LossSpec) -> None:

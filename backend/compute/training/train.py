@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar, cast
 
 import flax.struct
@@ -46,6 +47,7 @@ class DeviceBatch:
     Each array costs a copy to the devices, so there is one for each dtype. ints_BTI int32: tokens, positions, ends,
     then the K targets. floats_BTJK float32: the losses' inputs, in the order of `packed_inputs`. parents_BT: see
     `MicroBatch`; only where examples share tokens and need another program for that (`needs_tree_program`).
+    routes_BTn int16: see `MicroBatch`.
     """
 
     ints_BTI: Leaf
@@ -53,6 +55,7 @@ class DeviceBatch:
     choice: LossChoice
     images: ImageFeatures | None = None
     parents_BT: Leaf | None = None
+    routes_BTn: Leaf | None = None
 
     @property
     def tokens(self) -> jax.Array:
@@ -73,6 +76,13 @@ class DeviceBatch:
     def targets(self) -> jax.Array:
         """The tokens to score at each position, int32 [B, T, K]."""
         return cast(jax.Array, self.ints_BTI)[..., 3:]
+
+    def routes(self, cfg: ModelConfig) -> jax.Array | None:
+        """The given experts in every layer, int32 [B, T, L, k]; -1 = none, None = for no token."""
+        if self.routes_BTn is None:
+            return None
+        routes_BTn = cast(jax.Array, self.routes_BTn).astype(jnp.int32)
+        return routes_BTn.reshape(*routes_BTn.shape[:2], cfg.layers, cfg.experts_per_token)
 
     @property
     def inputs(self) -> TokenInputs:
@@ -108,7 +118,9 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
     def constrain(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, ROWS))
 
-    def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, keep: Keep, some: int = 0) -> jax.Array:
+    def hidden(
+        params: Params, lora: Lora, batch: DeviceBatch, *, keep: Keep, some: int = 0
+    ) -> tuple[jax.Array, jax.Array | None]:
         save_memory, delta_rule = keep is Keep.GROUPS, None
         positions_BT = None if batch.parents_BT is None else batch.positions
         if cfg.delta is not None:
@@ -124,6 +136,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
             constrain=constrain,
             keep=keep,
             tokens_at_once=some,
+            routes_BTLk=batch.routes(cfg),
         )
         return forward(cfg, mesh, params, lora, inputs)
 
@@ -151,21 +164,22 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         if isinstance(lora, Params):
             params, lora = in_compute_dtype(cfg, params, lora), _NO_ADAPTER
         lora = gathered(mesh, lora)
-        return at_head(score, params, lora, hidden(params, lora, batch, keep=Keep.RESULTS), batch)
+        hidden_BTD, equal_BT = hidden(params, lora, batch, keep=Keep.RESULTS)
+        return replace(at_head(score, params, lora, hidden_BTD, batch), equal_BT=equal_BT)
 
     def full_backward(base: Params, weights: Params, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
         params = in_compute_dtype(cfg, base, weights)
         # Without groups of layers: each would add gradients of all stacked weights.
         keep = kept(_NO_ADAPTER, base, batch, replace(budget, input_bytes=None))
 
-        def of(weights: Params) -> jax.Array:
+        def of(weights: Params) -> tuple[jax.Array, jax.Array | None]:
             return hidden(in_compute_dtype(cfg, base, weights), _NO_ADAPTER, batch, keep=keep)
 
-        hidden_BTD, pull = jax.vjp(of, weights)
+        hidden_BTD, pull, equal_BT = jax.vjp(of, weights, has_aux=True)
         scored, d_hidden_BTD, by_head = at_head(score_and_grads, params, _NO_ADAPTER, hidden_BTD, batch, by_head=True)
         (more,) = pull(d_hidden_BTD)
         more = add_head_gradient(more, by_head)
-        added = jax.tree.map(jnp.add, grads, more)
+        added, scored = jax.tree.map(jnp.add, grads, more), replace(scored, equal_BT=equal_BT)
         return constrain_trained(cfg, mesh, added), jax.lax.with_sharding_constraint(scored, whole)
 
     def backward_step(params: Params, lora: Trained, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
@@ -174,12 +188,13 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         lora = gathered(mesh, lora)
         keep = kept(lora, params, batch)
         some = tokens_at_a_time(keep)
-        hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, keep=keep, some=some), lora)
+        run = partial(hidden, params, batch=batch, keep=keep, some=some)
+        hidden_BTD, pull, equal_BT = jax.vjp(run, lora, has_aux=True)
         scored, d_hidden_BTD, d_unembed = at_head(score_and_grads, params, lora, hidden_BTD, batch)
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)
         added = constrain_trained(cfg, mesh, jax.tree.map(jnp.add, grads, d_lora))
-        return added, jax.lax.with_sharding_constraint(scored, whole)
+        return added, jax.lax.with_sharding_constraint(replace(scored, equal_BT=equal_BT), whole)
 
     def optimize(lora: Trained, grads: Trained, state: OptimizerState, hyper: Leaf) -> Stepped:
         return constrain_trained(cfg, mesh, step(lora, grads, state, cast(jax.Array, hyper)))
@@ -214,11 +229,12 @@ def to_devices(
         choice=choice,
         images=images,
         parents_BT=batch.parents_BT if trees and batch.shares else None,
+        routes_BTn=batch.routes_BTn,
     )
     rows = sharding(mesh, batch.tokens_BT.shape, ROWS)
     features = jax.tree.map(lambda _: rows, images)
-    parents = None if host.parents_BT is None else rows
-    return put(host, DeviceBatch(rows, rows, LossChoice(replicated(mesh)), features, parents))
+    parents, routes = (None if leaf is None else rows for leaf in (host.parents_BT, host.routes_BTn))
+    return put(host, DeviceBatch(rows, rows, LossChoice(replicated(mesh)), features, parents, routes))
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:

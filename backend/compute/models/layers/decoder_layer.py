@@ -122,18 +122,26 @@ class DecoderLayer:
 
     def __call__(self, step: LayerStep, x_BTD: jax.Array) -> jax.Array:
         """The layer's hidden states, [B, T, D] in the dtype of the weights. x_BTD: from the layer before."""
+        from tinkerflow.backend.compute.models.layers.step import Routing
+
         step = step.of_layer({plain_name(name): matrix for name, matrix in self.projections().items()})
         mixed = self.attention.mix(step, x_BTD, self.norm)
 
-        def after_mixing(x_BTD: jax.Array, mixed: jax.Array) -> jax.Array:
+        def after_mixing(
+            x_BTD: jax.Array, mixed: jax.Array, given_BTk: jax.Array | None
+        ) -> tuple[jax.Array, jax.Array | None]:
+            routing = None if step.routing is None else Routing(given_BTk)  # of these tokens
             o_BTD = self.attention.output(step, mixed.reshape(*x_BTD.shape[:2], -1))
             x_BTD = x_BTD + step.norm(self.norm, "attn_out_norm", o_BTD)
             y_BTD = step.norm(self.norm, "mlp_norm", x_BTD)
-            for term_BTD in self.feed_forward(step, x_BTD, y_BTD):
+            for term_BTD in self.feed_forward(replace(step, routing=routing), x_BTD, y_BTD):
                 x_BTD = x_BTD + step.norm(self.norm, "mlp_out_norm", term_BTD)
-            return x_BTD
+            return x_BTD, None if routing is None else routing.own_BTk
 
-        x_BTD = step.by_token(after_mixing, x_BTD, mixed)
+        given_BTk = None if step.routing is None else step.routing.given_BTk
+        x_BTD, own_BTk = step.by_token(after_mixing, x_BTD, mixed, given_BTk)
+        if step.routing is not None:
+            step.routing.own_BTk = own_BTk
         if self.layer_input is not None:
             x_BTD = self.layer_input.add(step, x_BTD)
         return x_BTD * step.weights(LayerScalar).layer_scalar if self.scaled else x_BTD

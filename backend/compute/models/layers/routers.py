@@ -63,7 +63,10 @@ class SoftmaxRouter:
         if weights.router_bias is not None:
             scores_BTE = scores_BTE + weights.router_bias
         chances_BTE = jax.nn.softmax(scores_BTE.astype(jnp.float32), axis=-1)
-        shares_BTk, chosen_BTk = jax.lax.top_k(chances_BTE, self.per_token)
+        shares_BTk, own_BTk = jax.lax.top_k(chances_BTE, self.per_token)
+        chosen_BTk = own_BTk if step.routing is None else step.routing.replayed(own_BTk)
+        if chosen_BTk is not own_BTk:
+            shares_BTk = _shares_of(chances_BTE, chosen_BTk)
         if self.normalized:
             shares_BTk = shares_BTk / jnp.sum(shares_BTk, axis=-1, keepdims=True)
         if weights.expert_scale is not None:
@@ -114,14 +117,20 @@ class SigmoidRouter:
             _, groups_BTj = jax.lax.top_k(best_BTg, self.groups_per_token)
             chosen_BTg = jnp.any(groups_BTj[..., None] == jnp.arange(self.groups), axis=-2)
             corrected_BTE = jnp.where(chosen_BTg[..., None], by_group_BTgn, -jnp.inf).reshape(corrected_BTE.shape)
-        _, chosen_BTk = jax.lax.top_k(corrected_BTE, self.per_token)
-        is_chosen_BTkE = chosen_BTk[..., None] == jnp.arange(
-            scores_BTE.shape[-1]
-        )  # a gather's gradient would be a scatter
-        shares_BTk = jnp.sum(jnp.where(is_chosen_BTkE, scores_BTE[..., None, :], 0), axis=-1)
+        _, own_BTk = jax.lax.top_k(corrected_BTE, self.per_token)
+        chosen_BTk = own_BTk if step.routing is None else step.routing.replayed(own_BTk)
+        shares_BTk = _shares_of(scores_BTE, chosen_BTk)
         if self.normalized:
             shares_BTk = shares_BTk / (jnp.sum(shares_BTk, axis=-1, keepdims=True) + _NOT_ZERO)
         return chosen_BTk, shares_BTk * self.scale
 
 
 Router = SoftmaxRouter | SigmoidRouter
+
+
+def _shares_of(scores_BTE: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
+    """The scores [B, T, k] of the chosen experts."""
+    import jax.numpy as jnp
+
+    is_chosen_BTkE = chosen_BTk[..., None] == jnp.arange(scores_BTE.shape[-1])  # a gather's gradient would be a scatter
+    return jnp.sum(jnp.where(is_chosen_BTkE, scores_BTE[..., None, :], 0), axis=-1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
@@ -98,6 +99,23 @@ class Linear(NamedTuple):
     pair: LoraPair | None
 
 
+@dataclass
+class Routing:
+    """The experts of one layer's tokens.
+
+    given_BTk int32: the experts that tokens go to instead of those that the router chooses, -1 = none are given for
+    the token; None = for no token. own_BTk int32: the router's choice, which the layer sets if it has experts.
+    """
+
+    given_BTk: jax.Array | None = None
+    own_BTk: jax.Array | None = None
+
+    def replayed(self, own_BTk: jax.Array) -> jax.Array:
+        """The experts that tokens go to. own_BTk: the router's choice, which is noted."""
+        self.own_BTk = own_BTk
+        return own_BTk if self.given_BTk is None else jnp.where(self.given_BTk >= 0, self.given_BTk, own_BTk)
+
+
 @dataclass(frozen=True)
 class LayerStep:
     """One layer's weights, and all other inputs of its computation besides hidden states.
@@ -111,6 +129,7 @@ class LayerStep:
     layer_input_BTP: the layer's part of `LayerInput.all_layers`; None in models without.
     tokens_at_once: how many tokens of each device go through matrices at a time, except around attention; 0 = all.
     matrices: maps plain names to the layer's declared matrices (`of_layer`).
+    routing: gets the experts of each token; None = nobody asks.
     """
 
     mesh: Mesh
@@ -122,6 +141,7 @@ class LayerStep:
     layer_input_BTP: jax.Array | None = None
     tokens_at_once: int = 0
     matrices: Mapping[str, Projection] = field(default_factory=dict)
+    routing: Routing | None = None
 
     def weights(self, kind: type[Weights], prefix: str = "") -> Weights:
         """The weights that `kind`, a named tuple, has as fields; None for those that the layer lacks.

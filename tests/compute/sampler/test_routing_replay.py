@@ -1,0 +1,139 @@
+"""Routing replay: tokens train through the experts that the sampler chose for them, and agreement is measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.compute.closeness import close_logprobs
+from tests.compute.test_experts import adapted_weights
+
+from tinkerflow.backend.compute.training import train
+from tinkerflow.backend.spec.commands import Example, ExportAdapter, ImportAdapter, PublishSnapshot
+from tinkerflow.backend.spec.drift import AGREEMENT
+
+PROMPT = list(range(3, 23))
+
+
+@pytest.fixture(scope="module")
+def executor(moe: Any, adapter: Any) -> Any:
+    executor = moe.executor()
+    adapter(executor, "a", train_unembed=False)
+    executor.execute(PublishSnapshot("a", "s"))
+    return executor
+
+
+def datum(sequence: Any, prompt: list[int] = PROMPT) -> Example:
+    """A sample as a datum with its experts."""
+    whole = np.asarray([*prompt, *sequence.tokens_T], np.int32)
+    routes_Tn = np.full((len(whole) - 1, sequence.routes_Tn.shape[1]), -1, np.int16)
+    routes_Tn[len(prompt) - 1 :] = sequence.routes_Tn
+    return Example(whole[:-1], whole[1:, None], np.ones((len(whole) - 1, 1), np.float32), routes_Tn=routes_Tn)
+
+
+def sampled(executor: Any, ask: Any, run_all: Any, count: int = 3, **more: Any) -> Any:
+    request = ask("r", PROMPT, 30, snapshot_id="s", temperature=1.0, seed=5, num_samples=count, **more)
+    return run_all(executor, request)["r"].sequences
+
+
+def random_routes(example: Example, layers: int, seed: int) -> Example:
+    """Three distinct experts of eight for each token of each layer; every fifth token has none."""
+    rng, T = np.random.default_rng(seed), len(example.tokens_T)
+    routes_TLk = rng.permuted(np.broadcast_to(np.arange(8, dtype=np.int16), (T, layers, 8)), axis=-1)[..., :3].copy()
+    routes_TLk[::5] = -1
+    return replace(example, routes_Tn=routes_TLk.reshape(T, -1))
+
+
+def test_own_experts_replayed_change_no_bit(executor, ask, run_all, forward, gradients):
+    plain = sampled(executor, ask, run_all)
+    routed = sampled(executor, ask, run_all, routes=True)
+    assert plain[0].routes_Tn is None
+    assert [one.tokens_T.tolist() for one in routed] == [one.tokens_T.tolist() for one in plain]
+    data = tuple(datum(one) for one in routed)
+    assert all(one.routes_Tn.min() >= 0 and one.routes_Tn.max() < 8 for one in routed)
+    assert {one.routes_Tn.shape for one in routed} == {(30, 2 * 3)}
+    state = executor.execute(ExportAdapter("a", optimizer=False))
+    results, slopes = [], []
+    for name, examples in (("without", tuple(replace(one, routes_Tn=None) for one in data)), ("with", data)):
+        executor.execute(ImportAdapter(name, state))
+        results.append(forward(executor, name, examples, backward=True))
+        slopes.append(gradients(executor, name))
+    without, replayed = results
+    assert AGREEMENT not in without.metrics
+    assert replayed.metrics[AGREEMENT] == 1.0
+    assert all(np.array_equal(*pair) for pair in zip(without.logprobs, replayed.logprobs, strict=True))
+    assert all(np.array_equal(slopes[0][name], slopes[1][name]) for name in slopes[0])
+    assert any(np.abs(slope).max() > 0 for slope in slopes[1].values())
+
+
+def test_planted_experts_as_torch_computes_them(moe, executor, examples, forward, gradients):
+    """Logprobs, and gradients of every adapter, with a gate that takes the given experts."""
+    data = tuple(random_routes(one, 2, seed) for seed, one in enumerate(examples((7, 30))))
+    state = executor.execute(ExportAdapter("a", optimizer=False))
+    executor.execute(ImportAdapter("planted", state))
+    result = forward(executor, "planted", data, backward=True)
+    weights = {name: torch.tensor(array, requires_grad=True) for name, array in state.weights.items()}
+    named, loss = adapted_weights(moe.model, weights), torch.zeros(())
+    for example, found in zip(data, result.logprobs, strict=True):
+        scored = planted_logprobs(moe.model, named, example)
+        close_logprobs(found, scored.detach().numpy()[:, 0])
+        loss = loss - (scored * torch.tensor(example.weights_TK)).sum()
+    loss.backward()
+    for name, array in gradients(executor, "planted").items():
+        wanted = weights[name].grad.numpy()
+        assert np.abs(array - wanted).max() < 2e-3 * max(1.0, np.abs(wanted).max()), name
+    unplanted = forward(executor, "planted", tuple(replace(one, routes_Tn=None) for one in data))
+    assert np.abs(unplanted.logprobs[1] - result.logprobs[1]).max() > 0.1
+    assert result.metrics[AGREEMENT] < 0.5
+
+
+def test_experts_follow_their_tokens_where_a_layer_computes_a_few_at_a_time(
+    moe, executor, examples, forward, monkeypatch
+):
+    monkeypatch.setattr(train, "tokens_at_a_time", lambda _: 8)
+    data = tuple(random_routes(one, 2, seed) for seed, one in enumerate(examples((30,))))
+    chunked = moe.executor()
+    chunked.execute(ImportAdapter("a", executor.execute(ExportAdapter("a", optimizer=False))))
+    whole, parts = forward(chunked, "a", data), forward(chunked, "a", data, backward=True)  # only backward has parts
+    close_logprobs(parts.logprobs[0], whole.logprobs[0])
+    assert parts.metrics == whole.metrics
+
+
+def planted_logprobs(model: Any, named: dict[str, torch.Tensor], example: Example) -> torch.Tensor:
+    routes_TLk = torch.tensor(example.routes_Tn.astype(np.int64)).reshape(len(example.tokens_T), 2, 3)
+
+    def choose(given_Tk: torch.Tensor) -> Any:
+        def hook(gate: Any, _: Any, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            chances_TE, _, own_Tk = result
+            chosen_Tk = torch.where(given_Tk >= 0, given_Tk, own_Tk)
+            shares_Tk = chances_TE.gather(1, chosen_Tk)
+            return chances_TE, shares_Tk / shares_Tk.sum(-1, keepdim=True), chosen_Tk
+
+        return hook
+
+    hooks = [
+        layer.mlp.gate.register_forward_hook(choose(routes_TLk[:, number]))
+        for number, layer in enumerate(model.model.layers)
+    ]
+    try:
+        ids = torch.tensor(example.tokens_T[None].astype(np.int64))
+        logits = torch.func.functional_call(model, named, (ids,)).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
+
+
+def test_other_experts_on_a_shared_beginning_are_not_merged(executor, examples, forward):
+    """Together, in a row with a shared beginning, each example has the logprobs that it has alone."""
+    (one,) = examples((40,))
+    first, second = random_routes(one, 2, 1), random_routes(one, 2, 2)
+    second.routes_Tn[:20] = first.routes_Tn[:20]
+    alone = [forward(executor, "a", (example,)).logprobs[0] for example in (first, second, one)]
+    together = forward(executor, "a", (first, second, one)).logprobs
+    for mine, found in zip(alone, together, strict=True):
+        close_logprobs(found, mine)
+    assert np.abs(alone[0] - alone[1])[20:].max() > 0.01
