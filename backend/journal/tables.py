@@ -447,10 +447,7 @@ class StabilityRow(Table, table=True):
 
 
 class WeightsShare(Table, table=True):
-    """A share of one checkpoint: the SHA-256 of its token's 256 random bits. The token itself is not stored.
-
-    It is valid only for the shared attempt: saving the path again creates another attempt.
-    """
+    """A share of one attempt at a checkpoint, not of a later save: the SHA-256 of its token's 256 random bits."""
 
     __tablename__ = "weights_share"
 

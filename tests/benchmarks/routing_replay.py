@@ -1,6 +1,6 @@
 """A mixture of experts in bfloat16 with and without routing replay: `python -m tests.benchmarks.routing_replay`.
 
-A random Qwen3-MoE (8 layers, 16 experts, 4 for each token) samples, and scores its samples as training does. Printed
+A random Qwen3-MoE (4 layers, 16 experts, 4 for each token) samples, and scores its samples as training does. Printed
 are the share of equal sets of experts between both, and the distance of their logprobs.
 """
 
@@ -29,8 +29,8 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.backend.spec.drift import AGREEMENT, KL_MAX, KL_MEAN, kl_sample_train
 
-LAYERS, EXPERTS, PER_TOKEN = 8, 16, 4
-PROMPT, ANSWER, SAMPLES = 32, 200, 8
+LAYERS, EXPERTS, PER_TOKEN = 4, 16, 4
+PROMPT, ANSWER, SAMPLES = 32, 200, 4
 
 
 def make_model(folder: Path) -> Path:
