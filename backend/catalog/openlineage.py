@@ -271,9 +271,9 @@ def run_event(
         jobType="TRAINING_RUN",
         emissionPattern=pattern,
     )
-    said = {"run": run.id, "rank": run.rank, "optimizer": run.optimizer, "seed": run.seed, **run.user_metadata}
+    named = {"run": run.id, "rank": run.rank, "optimizer": run.optimizer, "seed": run.seed, **run.user_metadata}
     parameter = facets.execution_parameters_run.ExecutionParameter
-    parameters = [parameter(key=key, value=str(value)) for key, value in said.items() if value is not None]
+    parameters = [parameter(key=key, value=str(value)) for key, value in named.items() if value is not None]
     run_facets = {
         "executionParameters": _facet(
             facets.execution_parameters_run.ExecutionParametersRunFacet, parameters=parameters

@@ -79,7 +79,15 @@ def test_a_checkpoint_before_the_run_whose_rows_are_not_known_is_named() -> None
             if "/a/" not in path:
                 raise NotFoundError("run 'b' has no history")
             load = base64.b64encode(b'{"path": "tinker://b/weights/x"}').decode()
-            row = {"seq_id": 0, "kind": "load_weights", "step": None, "payload": load, "result_hash": "", "error": None}
+            row = {
+                "seq_id": 0,
+                "request_id": "req-0",
+                "kind": "load_weights",
+                "step": None,
+                "payload": load,
+                "result_hash": "",
+                "error": None,
+            }
             return {"run": {}, "requests": [row], "next": None}
 
     unknown: list[str] = []
