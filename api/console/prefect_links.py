@@ -30,10 +30,13 @@ def prefect_pages(settings: Settings) -> str | None:
     return None
 
 
-def prefect_link(visit: Visit, flow_run: str = "") -> PrefectLink | None:
-    """The link to a flow run, or to Prefect's first page; None when the address of its pages is not known."""
+def prefect_link(visit: Visit, pages: str | None, flow_run: str = "") -> PrefectLink | None:
+    """The link to a flow run, or to Prefect's first page; None when the address of its pages is not known.
+
+    pages: their address (`prefect_pages`).
+    """
     services, path = visit.call.services, page_of(flow_run)
-    if (pages := prefect_pages(services.settings)) is None:
+    if pages is None:
         return None
     if services.settings.prefect == "external":
         return PrefectLink(f"{pages}{path}")

@@ -73,7 +73,7 @@ async def front_page(request: Request) -> Response:
 
     key = f"{KEY_PREFIX}any" if is_open else f"{KEY_PREFIX}..."
     found = await asyncio.to_thread(read)
-    link = await asyncio.to_thread(prefect_link, visit)
+    link = prefect_link(visit, prefect)
     values = {"facts": facts, "prefect": prefect, "prefect_link": link, "key": key, "is_open": is_open}
     return visit.page("overview.html", **values, **found)
 

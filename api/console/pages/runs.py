@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from tinkerflow.api.call import PageOffset
 from tinkerflow.api.console.curves import AXES, SMOOTHINGS, AsChartView, ChartView, RunCurves, charts, steps_by_place
 from tinkerflow.api.console.pages.events import events_of
-from tinkerflow.api.console.prefect_links import prefect_link
+from tinkerflow.api.console.prefect_links import prefect_link, prefect_pages
 from tinkerflow.api.console.render import NONE, number
 from tinkerflow.api.console.samples import shown, tokenizer_of
 from tinkerflow.api.console.upcoming import upcoming
@@ -90,6 +90,7 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
     ((run, name, _),), values = await _curves(visit, [run_id], view)
     checkpoints = await asyncio.to_thread(visit.journal.checkpoints.page, visit.owner, run_id=run_id, limit=_OF_A_RUN)
     events = await asyncio.to_thread(events_of, visit, run)
+    prefect = await asyncio.to_thread(prefect_pages, visit.call.services.settings) if run.flow_run else None
     return visit.page(
         "run.html",
         run=run,
@@ -99,7 +100,7 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
         examined=await _examined(visit, run),
         columns=COLUMNS,
         branch=_branch,
-        prefect_link=await asyncio.to_thread(prefect_link, visit, run.flow_run) if run.flow_run else None,
+        prefect_link=prefect_link(visit, prefect, run.flow_run or ""),
         **await asyncio.to_thread(_lineage, visit, run),
         **events,
         **values,
