@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +29,7 @@ from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.journal import AWAY, CheckpointView, Journal, ModelState, ModelView, RunSaves
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.backend.store import Store
-from tinkerflow.backend.tracking.journal_runs import LOOK_SECONDS, alone
+from tinkerflow.backend.tracking.journal_runs import ALL_SECONDS, LOOK_SECONDS, alone, look_at_runs
 from tinkerflow.backend.tracking.mirror import TrackerError
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAMESPACE = "tinkerflow"
-_ALL_SECONDS = 300.0  # between two looks at runs that take no work
 _MOST_READ = 16  # runs whose history is in memory; the others are read again from their beginning
 _PAGE = 500
 _ENDS: Mapping[ModelState, str] = {ModelState.UNLOADED: "COMPLETE", ModelState.FAILED: "FAIL", ModelState.LOST: "FAIL"}
@@ -89,7 +89,7 @@ class LineageMirror:
         self._read: dict[str, _ReadHistory] = {}
         self._live: set[str] = set()
         self._failures: dict[str, int] = {}
-        self._all_at = -_ALL_SECONDS
+        self._all_at = -ALL_SECONDS
 
     def keep(self, stop: threading.Event) -> None:
         """Send what is new until `stop` is set. UserError when another process does so."""
@@ -127,10 +127,8 @@ class LineageMirror:
         Runs whose events have failed come last, so that an event that the receiver refuses holds no other run up.
         """
         now = time.monotonic()
-        every = now - self._all_at >= _ALL_SECONDS
-        found = self._journal.ancestries.saves(self._projects, live_only=not every)
-        if not every and self._live - {run.id for run in found}:  # runs that have just ended
-            every, found = True, self._journal.ancestries.saves(self._projects, live_only=False)
+        read = partial(self._journal.ancestries.saves, self._projects)
+        found, every = look_at_runs(read, self._live, every=now - self._all_at >= ALL_SECONDS)
         for saves in sorted(found, key=lambda run: self._failures.get(run.id, 0)):
             if self._seen.get(saves.id) == saves:
                 continue

@@ -10,21 +10,25 @@ import fcntl
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.retry import Restarts
-from tinkerflow.backend.journal import AWAY, Extent, Journal, ModelState
+from tinkerflow.backend.journal import AWAY, Extent, Journal, ModelState, RunSaves
 from tinkerflow.backend.tracking.mirror import TrackerError, TrackerMirror
 from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 
 log = logging.getLogger(__name__)
 
+Run = TypeVar("Run", Extent, RunSaves)
+
 LOOK_SECONDS = 2.0
-_ALL_SECONDS = 300.0  # between two looks at runs that take no work: a client may store metrics of these, too
+ALL_SECONDS = 300.0  # between two looks at runs that take no work: a client may store metrics of these, too
 _IDLE_SECONDS = 300.0  # after which a run is closed, until it has new values
 _MOST_OPEN = 64
 _AT_ONCE = 5000  # rows
@@ -51,7 +55,7 @@ class JournalMirror:
         self._stored = Stored(folder / tracker.name / "stored.txt")
         self._open: dict[str, _OpenRun] = {}
         self._failing: dict[str, tuple[Restarts, float]] = {}  # by run, and when the next attempt is due
-        self._all_at = -_ALL_SECONDS
+        self._all_at = -ALL_SECONDS
 
     def keep(self, stop: threading.Event) -> None:
         """Mirror until `stop` is set, and close all runs. UserError when another process does so."""
@@ -75,10 +79,8 @@ class JournalMirror:
     def turn(self) -> None:
         """Write the values that are new. A run whose tracker fails is tried again later, after a growing pause."""
         now = time.monotonic()
-        every = now - self._all_at >= _ALL_SECONDS
-        extents = self._journal.run_values.extents(self._projects, live_only=not every)
-        if self._open.keys() - {extent.id for extent in extents}:  # runs that have just ended
-            every, extents = True, self._journal.run_values.extents(self._projects, live_only=False)
+        read = partial(self._journal.run_values.extents, self._projects)
+        extents, every = look_at_runs(read, self._open.keys(), every=now - self._all_at >= ALL_SECONDS)
         if every:
             self._all_at = now
         for extent in extents:
@@ -209,6 +211,17 @@ class Stored:
 def _line(extent: Extent) -> str:
     over = extent.state if extent.state in _OUTCOMES else ""
     return f"{extent.last_seq} {extent.metrics} {over}"
+
+
+def look_at_runs(read: Callable[..., list[Run]], known: Set[str], *, every: bool) -> tuple[list[Run], bool]:
+    """The runs that take work; or all runs, if `every`, or if a known one has just ended. And whether these are all.
+
+    read: reads them from the journal, with the argument `live_only`. known: ids of runs that took work before.
+    """
+    found = read(live_only=not every)
+    if every or known <= {run.id for run in found}:
+        return found, every
+    return read(live_only=False), True
 
 
 @contextmanager
