@@ -8,7 +8,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.accelerators.models import MODELS
 from tinkerflow.backend.compute import executor, platforms
 from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.planning.topologies import DEVICES, Device
-from tinkerflow.backend.spec.commands import GroupConfig
+from tinkerflow.backend.spec.commands import Example, GroupConfig, SampleRequest, SampleStep
 
 TINY = {
     **MODELS["0.6B"],
@@ -56,6 +56,12 @@ class Run:
     def left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
+
+    def has_time(self, name: str, least: float) -> bool:
+        """Whether `least` seconds are left. Otherwise the result of this name is noted as skipped."""
+        if self.left < least:
+            self.add(name, skipped="no time is left")
+        return self.left >= least
 
     def add(self, name: str, ok: bool | None = None, **figures: Any) -> None:
         """Print a result, and append it to results.jsonl. ok: whether it is right; None: it has no right value."""
@@ -157,6 +163,25 @@ def make_executor(fields: dict[str, Any], **config: Any) -> executor.Executor:
         "compile_cache_dir": "",
     }
     return executor.Executor(GroupConfig(**{**defaults, **config}), lambda _: None, 1, 0)
+
+
+def example(tokens: np.ndarray) -> Example:
+    """A training sequence that predicts each token after the first."""
+    drawn = tokens.astype(np.int32)
+    return Example(drawn[:-1], drawn[1:, None], np.ones((len(drawn) - 1, 1), np.float32))
+
+
+def sample(made: executor.Executor, requests: Sequence[SampleRequest]) -> dict[str, Any]:
+    """The results of these requests by id. RuntimeError if a request fails."""
+    results, progress = dict[str, Any](), reply_of(made, SampleStep(tuple(requests)))
+    while True:
+        for result in progress.finished:
+            if result.error:
+                raise RuntimeError(result.error)
+            results[result.request_id] = result
+        if not (progress.active or progress.waiting):
+            return results
+        progress = reply_of(made, SampleStep())
 
 
 def reply_of(made: executor.Executor, command: Any) -> Any:

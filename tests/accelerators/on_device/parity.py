@@ -11,19 +11,24 @@ from typing import Any
 
 import numpy as np
 from tests.accelerators.models import MODELS
-from tests.accelerators.on_device.measure import TINY, Run, make_executor, relative_error, reply_of
+from tests.accelerators.on_device.measure import (
+    TINY,
+    Run,
+    example,
+    make_executor,
+    relative_error,
+    reply_of,
+    sample,
+)
 
-from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.spec.commands import (
     CreateAdapter,
-    Example,
     ExportAdapter,
     Forward,
     LoraSpec,
     OptimStep,
     PublishSnapshot,
     SampleRequest,
-    SampleStep,
 )
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
@@ -59,7 +64,7 @@ def _compute(fields: dict[str, Any], dtype: str) -> dict[str, np.ndarray]:
     """Three steps of training, three greedy samples, and the trainer's logprobs of the sampled texts."""
     made, rng, vocab = make_executor(fields, dtype=dtype), np.random.default_rng(0), fields["vocab_size"]
     reply_of(made, CreateAdapter("a", LoraSpec(8), 0))
-    data = tuple(_example(rng.integers(0, vocab, size + 1)) for size in (200, 90, 33, 128))
+    data = tuple(example(rng.integers(0, vocab, size + 1)) for size in (200, 90, 33, 128))
     kept: dict[str, np.ndarray] = {}
     for step in range(3):
         result = reply_of(made, Forward("a", data, "cross_entropy"))
@@ -77,28 +82,10 @@ def _compute(fields: dict[str, Any], dtype: str) -> dict[str, np.ndarray]:
         prompt, (sequence,) = prompts[int(request_id)], result.sequences
         kept[f"tokens.{request_id}"], kept[f"sampled.{request_id}"] = sequence.tokens_T, sequence.logprobs_T
         kept[f"prompt.{request_id}"] = result.prompt_logprobs_T[1:]
-        text = _example(np.concatenate([prompt, sequence.tokens_T]))
+        text = example(np.concatenate([prompt, sequence.tokens_T]))
         scored = reply_of(made, Forward("a", (text,), "cross_entropy", backward=False)).logprobs[0]
         kept[f"trainer.{request_id}"] = scored[len(prompt) - 1 :].reshape(-1)
     return kept
-
-
-def sample(made: Executor, requests: list[SampleRequest]) -> dict[str, Any]:
-    """The results of these requests by id. RuntimeError if a request fails."""
-    results, progress = dict[str, Any](), reply_of(made, SampleStep(tuple(requests)))
-    while True:
-        for result in progress.finished:
-            if result.error:
-                raise RuntimeError(result.error)
-            results[result.request_id] = result
-        if not (progress.active or progress.waiting):
-            return results
-        progress = reply_of(made, SampleStep())
-
-
-def _example(tokens: np.ndarray) -> Example:
-    drawn = tokens.astype(np.int32)
-    return Example(drawn[:-1], drawn[1:, None], np.ones((len(drawn) - 1, 1), np.float32))
 
 
 def _compare_sampler(run: Run, kind: str, found: Mapping[str, np.ndarray], most: float) -> None:

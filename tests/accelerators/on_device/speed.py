@@ -15,13 +15,14 @@ from tests.accelerators.models import MODELS
 from tests.accelerators.on_device.measure import (
     TINY,
     Run,
+    example,
     make_executor,
     memory_gb,
     peaks,
     reply_of,
     same_bits,
+    sample,
 )
-from tests.accelerators.on_device.parity import sample
 
 from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.compute.models.families import parse_config
@@ -55,7 +56,7 @@ def measure(run: Run) -> None:
     spec = LoraSpec(8 if run.tiny else 32)
     for count, tokens in [(4, 64)] if run.tiny else [(64, 1024), (8, 8192), (1, 32768)]:
         with run.attempt(f"training of {count} x {tokens} tokens"):
-            if tokens <= made.context and _time_left(run, f"training of {count} x {tokens} tokens"):
+            if tokens <= made.context and run.has_time(f"training of {count} x {tokens} tokens", _LEAST_SECONDS):
                 _train(run, made, spec, count, tokens)
     with run.attempt("the same two steps twice"):
         _repeat(run, made, spec)
@@ -63,14 +64,8 @@ def measure(run: Run) -> None:
     reply_of(made, PublishSnapshot("s", "snapshot"))
     for rows in (1, 3) if run.tiny else (64, 1, 256):
         with run.attempt(f"decoding of {rows} sequences"):
-            if _time_left(run, f"decoding of {rows} sequences"):
+            if run.has_time(f"decoding of {rows} sequences", _LEAST_SECONDS):
                 _decode(run, made, rows)
-
-
-def _time_left(run: Run, name: str) -> bool:
-    if run.left < _LEAST_SECONDS:
-        run.add(name, skipped="no time is left")
-    return run.left >= _LEAST_SECONDS
 
 
 def _step(made: Executor, adapter: str, data: tuple[Example, ...]) -> tuple[float, float]:
@@ -82,8 +77,8 @@ def _step(made: Executor, adapter: str, data: tuple[Example, ...]) -> tuple[floa
 
 
 def _data(seed: int, vocab: int, sizes: list[int]) -> tuple[Example, ...]:
-    rows = [np.random.default_rng([seed, i]).integers(0, vocab, n + 1).astype(np.int32) for i, n in enumerate(sizes)]
-    return tuple(Example(row[:-1], row[1:, None], np.ones((len(row) - 1, 1), np.float32)) for row in rows)
+    draws = [np.random.default_rng([seed, number]) for number in range(len(sizes))]
+    return tuple(example(draw.integers(0, vocab, size + 1)) for draw, size in zip(draws, sizes, strict=True))
 
 
 def _train(run: Run, made: Executor, spec: LoraSpec, count: int, tokens: int) -> None:
