@@ -80,7 +80,7 @@ class _RunWriter:
             self._request(recorded)
             if recorded.seq_id == 0:
                 about = {"type": "get_info", "model_id": self._run.run_id}
-                if files := tokenizer_of(self._ask_again("POST", "get_info", about)):
+                if files := tokenizer_of(self._ask_again("POST", "get_info", about), set()):
                     self._writer.write(files)
         self._ask_again("GET", "get_server_capabilities")
         for path in self._loaded:

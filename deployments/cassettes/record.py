@@ -143,19 +143,19 @@ class Recorder:
         self._writer.write(FutureResult(request_id, media, content))
 
     def _record_tokenizer(self, content: bytes) -> None:
-        if (files := tokenizer_of(content)) is not None and files.folder not in self._folders:
-            self._folders.add(files.folder)
+        if (files := tokenizer_of(content, self._folders)) is not None:
             self._writer.write(files)
 
 
-def tokenizer_of(info: bytes) -> TokenizerFiles | None:
+def tokenizer_of(info: bytes, folders: set[str]) -> TokenizerFiles | None:
     """The tokenizer of a model that is a folder of this machine, because another machine does not have it; else None.
 
-    info: the answer to get_info.
+    info: the answer to get_info. folders: those of earlier calls, whose files are not read again; this one is added.
     """
     folder = str(msgspec.json.decode(info).get("model_data", {}).get("tokenizer_id", ""))
-    if not Path(folder).is_absolute():
+    if folder in folders or not Path(folder).is_absolute():
         return None
+    folders.add(folder)
     files = {name: Path(folder, name).read_bytes() for name in _TOKENIZER_FILES if Path(folder, name).is_file()}
     return TokenizerFiles(folder, files) if files else None
 

@@ -83,9 +83,10 @@ class HistoryReplay:
         execution = Execution(self._context, request, slot, as_of=past.answered_at, fork=self._adapter)
         try:
             outcome = await self._execute[kind](execution)
+            if kind not in _COMPARED or not past.result_hash:
+                return
             found = digest(outcome.result or b"")
-            differs = kind in _COMPARED and past.result_hash not in ("", found)
-            if differs and (self.differs is None or past.seq_id < self.differs.seq_id):
+            if found != past.result_hash and (self.differs is None or past.seq_id < self.differs.seq_id):
                 self.differs, self.found = past, found
         except GroupFailedError:
             raise

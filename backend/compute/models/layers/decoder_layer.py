@@ -122,15 +122,13 @@ class DecoderLayer:
 
     def __call__(self, step: LayerStep, x_BTD: jax.Array) -> jax.Array:
         """The layer's hidden states, [B, T, D] in the dtype of the weights. x_BTD: from the layer before."""
-        from tinkerflow.backend.compute.models.layers.step import Routing
-
         step = step.of_layer({plain_name(name): matrix for name, matrix in self.projections().items()})
         mixed = self.attention.mix(step, x_BTD, self.norm)
 
         def after_mixing(
             x_BTD: jax.Array, mixed: jax.Array, given_BTk: jax.Array | None
         ) -> tuple[jax.Array, jax.Array | None]:
-            routing = None if step.routing is None else Routing(given_BTk)  # of these tokens
+            routing = None if step.routing is None else replace(step.routing, given_BTk=given_BTk)  # of these tokens
             o_BTD = self.attention.output(step, mixed.reshape(*x_BTD.shape[:2], -1))
             x_BTD = x_BTD + step.norm(self.norm, "attn_out_norm", o_BTD)
             y_BTD = step.norm(self.norm, "mlp_norm", x_BTD)
