@@ -68,9 +68,6 @@ JAX = {"jax", "jaxlib", "flax", "optax"}
 # Classes of more than 250 lines, each with the reason.
 LONG_CLASSES = {
     "backend/settings.py Settings": "the table of all settings: one field, type, bound and help text after the other",
-    "backend/compute/sampler/batch.py DecodeBatch": "to be split",
-    "backend/compute/sampler/sampler.py Sampler": "to be split",
-    "backend/compute/sampler/scheduler.py Scheduler": "to be split",
 }
 MAY_LOAD_JAX = ("backend/compute/", "backend/pool/worker.py", "backend/pool/jax_setup.py")
 

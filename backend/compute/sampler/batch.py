@@ -1,4 +1,4 @@
-"""The steps of the decode batch: the next work of the devices, and the distribution of its tokens.
+"""The steps of the decode batch: the next work of the devices.
 
 A step prefills a bounded number of prompt tokens, or decodes one chunk for every slot (both, where there is little to
 prefill). So all steps take about the same time, and training commands and short requests between steps never wait long.
@@ -15,56 +15,29 @@ group agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from tinkerflow.backend.compute.sampler.answers import Answers
-from tinkerflow.backend.compute.sampler.decode import Decoded
+from tinkerflow.backend.compute.sampler.chunks import ChunkPipeline, TokensOf
 from tinkerflow.backend.compute.sampler.drafts import DraftedStep, Drafts
-from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
+from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PagePool
-from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores
-from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence
 from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import Shapes
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.spec.commands import Candidates, Int16, NewTokens, SampleResult
+from tinkerflow.backend.spec.commands import SampleResult
 
 _SHORT = 4  # sequences of short requests that are decoded together
 _PREFILL_STEPS = 3  # the most steps in a row that only prefill: a fuller batch decodes for the price of this one
 _WORTH = 4  # the batch waits only if at least one sequence joins for every so many that are in it
 
 
-class _TokensOf(NamedTuple):
-    """N decoded tokens of one sequence on the host. finite: how many of the first logprobs are finite.
-
-    where: their place in `decoded`, which has the most likely tokens, if any are listed.
-    """
-
-    tokens_N: list[int]
-    logprobs_N: list[float]
-    finite: int
-    decoded: Decoded
-    where: tuple[int | slice, int | list[int]]
-
-    def top(self, count: int) -> Candidates:
-        """The most likely tokens at the first `count` places."""
-        top_CSk, logprobs_CSk = self.decoded.top_CSk, self.decoded.top_logprobs_CSk
-        assert top_CSk is not None and logprobs_CSk is not None
-        return Candidates(np.asarray(top_CSk)[self.where][:count], np.asarray(logprobs_CSk)[self.where][:count])
-
-    def routes(self, count: int) -> Int16 | None:
-        """The experts behind the first `count` tokens, [N, L * k]; None in a model without experts."""
-        if self.decoded.routes_CSLk is None:
-            return None
-        return np.asarray(self.decoded.routes_CSLk)[self.where][:count].reshape(count, -1)
-
-
 class DecodeBatch:
-    """Runs the steps of one sampler. failed, streamed: results of the current step, which the caller collects."""
+    """Runs the steps of one sampler."""
 
     def __init__(
         self,
@@ -72,43 +45,42 @@ class DecodeBatch:
         model: SamplerModel,
         pool: PagePool,
         shapes: Shapes,
+        chunks: ChunkPipeline,
+        answers: Answers,
+        drafts: Drafts | None,
         *,
         prefill_budget: int,
         runs_ahead: bool,
         host_decides: bool,
-        weights: str,
-        drafts: Drafts | None = None,
     ) -> None:
         """An idle batch.
 
-        scheduler: its requests. model: the devices. pool: the pages. shapes: the sizes of dispatches. prefill_budget:
-        prompt tokens, padding included, that one step prefills. runs_ahead: a chunk is dispatched before the last one
-        is read. host_decides: as in `Platform`; then a dispatch decodes one token or a whole chunk. weights: names the
-        base weights in errors. drafts: None where each token is decoded by itself.
+        scheduler: its requests. model: the devices. pool: the pages. shapes: the sizes of dispatches. chunks: gives
+        sequences their tokens. answers: to prefill for the prefix cache. drafts: None where each token is decoded by
+        itself. prefill_budget: prompt tokens, padding included, that one step prefills. runs_ahead: a chunk is
+        dispatched before the last one is read. host_decides: as in `Platform`; then a dispatch decodes one token or a
+        whole chunk.
         """
-        self._drafts = drafts
-        self.scheduler, self.model = scheduler, model
+        self._chunks, self._answers, self._drafts = chunks, answers, drafts
+        self._scheduler, self._model = scheduler, model
         self._pool, self._shapes = pool, shapes
-        self._prefill_budget, self._runs_ahead, self._weights = prefill_budget, runs_ahead, weights
-        self._host_decides = host_decides
-        self.answers = Answers(pool, shapes)
-        self._in_flight: Chunk[ActiveSequence] | None = None  # dispatched, and not read yet
+        self._prefill_budget, self._runs_ahead, self._host_decides = prefill_budget, runs_ahead, host_decides
         self._last_prefill: PieceScores | jax.Array | None = None  # of the last step that only prefilled
         self._prefill_steps = 0  # in a row that only prefilled
         self._served_short = False  # in the last step
         self.dispatched: list[ActiveRequest] = []  # the requests of the last dispatch; the newest is the last one
-        self.failed: list[SampleResult] = []
-        self.streamed: list[NewTokens] = []
 
     def clear(self) -> None:
         """Forget everything about steps so far."""
-        self.failed, self.streamed, self._served_short = [], [], False
-        self.answers.clear()
+        self._served_short = False
+        self._chunks.clear()
+        self._answers.clear()
         self.forget_dispatches()
 
     def forget_dispatches(self) -> None:
         """The next step depends on no step before. Chunks that are not read are dropped."""
-        self._prefill_steps, self._in_flight, self._last_prefill = 0, None, None
+        self._prefill_steps, self._last_prefill = 0, None
+        self._chunks.forget_in_flight()
 
     def run_step(self, *, wait: bool) -> None:
         """One step. wait: until the devices have computed it."""
@@ -117,17 +89,17 @@ class DecodeBatch:
         if not self._served_short:
             self._prefill_or_decode()
         if wait:
-            self.read_in_flight()
-            jax.block_until_ready(self.model.last_piece)
+            self._chunks.read_in_flight()
+            jax.block_until_ready(self._model.last_piece)
 
     def prefill_answer(self) -> None:
         """Compute the next piece of an answer for the prefix cache. There must be no requests."""
-        if (group := self.answers.next_piece(self.scope_is_alive)) is not None:
+        if (group := self._answers.next_piece(self._chunks.scope_is_alive)) is not None:
             (job,) = group.jobs
-            self.model.snapshots.use([job.parent.snapshot] if job.parent.snapshot else [])
-            self.model.prefill_piece(group)
-            self.answers.keep(group)
-            jax.block_until_ready(self.model.last_piece)  # a command that comes meanwhile waits for one piece alone
+            self._model.snapshots.use([job.parent.snapshot] if job.parent.snapshot else [])
+            self._model.prefill_piece(group)
+            self._answers.keep(group)
+            jax.block_until_ready(self._model.last_piece)  # a command that comes meanwhile waits for one piece alone
 
     # ------------------------------------------------------------------ prefill, or a chunk of the batch
     def _prefill_or_decode(self) -> None:
@@ -137,52 +109,52 @@ class DecodeBatch:
             self._decode()
         else:
             self._prefill_steps += 1
-            self.read_in_flight()
-            before, self._last_prefill = self._last_prefill, self.model.last_piece
+            self._chunks.read_in_flight()
+            before, self._last_prefill = self._last_prefill, self._model.last_piece
             # A command between steps must not wait for several of them.
             jax.block_until_ready(before if self._runs_ahead else self._last_prefill)
 
     def _may_prefill_again(self) -> bool:
         """Whether one more step may only prefill: many sequences join soon, or none decodes."""
-        busy, group, steps = self.scheduler.slots.busy, self.scheduler.group, _PREFILL_STEPS - self._prefill_steps
+        busy, group, steps = self._scheduler.slots.busy, self._scheduler.group, _PREFILL_STEPS - self._prefill_steps
         if not busy:
             return True
         if group is not None and group.rows * group.remaining > steps * self._prefill_budget:
             return False
-        joining = self.scheduler.wanted_slots() - busy
+        joining = self._scheduler.wanted_slots() - busy
         return steps > 0 and joining * _WORTH >= busy
 
     def _prefill(self) -> int:
         """Compute as much of the waiting prompts as a step may: how many tokens, with padding."""
-        spent, scheduler = 0, self.scheduler
+        spent, scheduler = 0, self._scheduler
         while spent < self._prefill_budget and (group := scheduler.next_group()) is not None:
             self.dispatched = [job.parent for job in group.jobs]
-            self.model.snapshots.use(scheduler.snapshots())
+            self._model.snapshots.use(scheduler.snapshots())
             while group.remaining > 0 and spent < self._prefill_budget:
-                spent += self.model.prefill_piece(group)
+                spent += self._model.prefill_piece(group)
                 scheduler.keep_state()
             if group.remaining > 0:
                 break
-            self._fail_unscored(group)
+            self._chunks.fail_unscored(group)
             if scheduler.group is not None:
-                scheduler.start_group(self.scope_is_alive)
+                scheduler.start_group(self._chunks.scope_is_alive)
             if scheduler.group is not None:
                 break  # no more free slots: the rest of the group waits
         return spent
 
     def _decode(self) -> None:
         """Decode one chunk of every sequence, token by token for those that need the host."""
-        scheduler = self.scheduler
+        scheduler = self._scheduler
         self.dispatched = [sequence.parent for sequence in scheduler.slots.sequences] or self.dispatched
         if any(sequence.needs_host for sequence in scheduler.slots.running):
-            self.read_in_flight()
+            self._chunks.read_in_flight()
         while not scheduler.reserve_pages(steps := self._steps(scheduler.slots.running)):
-            self.read_in_flight()
+            self._chunks.read_in_flight()
         running = scheduler.slots.running
         if not running:  # a group in prefill has the pages: preempted sequences begin after it
-            self.read_in_flight()
+            self._chunks.read_in_flight()
             return
-        self.model.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
+        self._model.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
         stepwise = self._stepwise(running)
         self._decode_stepwise(stepwise, steps)
         served = set(stepwise)
@@ -190,7 +162,7 @@ class DecodeBatch:
         if others and self._drafts is not None:
             others, steps = self._decode_drafted(self._drafts, others, steps)
         if others:
-            self._dispatch(others, steps)
+            self._chunks.dispatch(others, steps)
 
     def _decode_drafted(
         self, drafts: Drafts, sequences: list[ActiveSequence], steps: int
@@ -203,7 +175,7 @@ class DecodeBatch:
             sequences = [
                 sequence
                 for sequence in sequences
-                if sequence in self.scheduler.slots.running
+                if sequence in self._scheduler.slots.running
                 and self._pool.reserve(
                     sequence.table, sequence.cached, sequence.cached + min(left - 1, sequence.remaining)
                 )
@@ -214,17 +186,17 @@ class DecodeBatch:
 
     def _verify(self, drafts: Drafts, step: DraftedStep) -> None:
         """Decode one token in each row of a step, and give each sequence those that are right."""
-        decoded = self.model.read_chunk(self.model.decode_chunk(step.slots, step.rows, 1, None))
+        decoded = self._model.read_chunk(self._model.decode_chunk(step.slots, step.rows, 1, None))
         for sequence, draft in step.drafts.items():
             where = 0, step.places[sequence]
             logprobs_N = np.asarray(decoded.logprobs_CS)[where]
             finite = int(np.append(np.isfinite(logprobs_N), False).argmin())
             tokens_N = np.asarray(decoded.tokens_CS)[where].tolist()
-            new = _TokensOf(tokens_N, logprobs_N.tolist(), finite, decoded, where)
+            new = TokensOf(tokens_N, logprobs_N.tolist(), finite, decoded, where)
             right = drafts.accept(sequence, draft, tokens_N)
             sequence.uniforms.give_back(step.numbers[sequence][right:])
-            if self.scheduler.is_active(sequence):  # otherwise another sample of its request has failed
-                self._append(sequence, new, right)
+            if self._scheduler.is_active(sequence):  # otherwise another sample of its request has failed
+                self._chunks.append(sequence, new, right)
 
     def _stepwise(self, running: list[ActiveSequence]) -> list[ActiveSequence]:
         """The sequences that decode token by token: constrained ones, whose last token decides which may be the next.
@@ -238,26 +210,26 @@ class DecodeBatch:
         """Decode `steps` tokens of each sequence, and read every token before the next one."""
         for _ in range(steps):
             self._advance_matchers(sequences)
-            sequences = [sequence for sequence in sequences if self.scheduler.is_active(sequence)]
+            sequences = [sequence for sequence in sequences if self._scheduler.is_active(sequence)]
             if not sequences:
                 return
-            self._dispatch(sequences, 1)
-            self.read_in_flight()
+            self._chunks.dispatch(sequences, 1)
+            self._chunks.read_in_flight()
 
     def _advance_matchers(self, sequences: list[ActiveSequence]) -> None:
         """Compute the allowed next tokens of constrained sequences. A request without any is answered with an error."""
         for sequence in sequences:
-            if sequence.matcher is None or not self.scheduler.is_active(sequence):
+            if sequence.matcher is None or not self._scheduler.is_active(sequence):
                 continue
             try:
                 sequence.matcher.advance(sequence.tokens)
             except UserError as error:
-                self.scheduler.remove_request(sequence.parent.id)
-                self.failed.append(SampleResult(sequence.parent.id, error=error.message))
+                self._scheduler.remove_request(sequence.parent.id)
+                self._chunks.failed.append(SampleResult(sequence.parent.id, error=error.message))
 
     def _steps(self, running: Sequence[ActiveSequence]) -> int:
         """How many tokens to decode: until the first sequence reaches its limit, but half a chunk to a whole one."""
-        chunk = self.model.chunk
+        chunk = self._model.chunk
         if not running:
             return 1
         remaining = [sequence.remaining for sequence in running]
@@ -267,98 +239,23 @@ class DecodeBatch:
 
     def _compiled_steps(self, steps: int) -> int:
         """The fewest steps that there is a program for, of at least `steps`."""
-        return self.model.chunk if self._host_decides and steps > 1 else steps
+        return self._model.chunk if self._host_decides and steps > 1 else steps
 
     def _serve_short(self) -> bool:
         """Decode up to `_SHORT` sequences that end within a chunk without the batch, if there is a batch.
 
         In the batch they would wait for a free slot, and then for a chunk of every sequence.
         """
-        scheduler = self.scheduler
-        group = scheduler.next_short_group(_SHORT, self.model.chunk)
+        scheduler = self._scheduler
+        group = scheduler.next_short_group(_SHORT, self._model.chunk)
         if group is None:
             return False
         self.dispatched = [job.parent for job in group.jobs]
         own = [job.parent.snapshot for job in group.jobs if job.parent.snapshot]
-        self.model.snapshots.use([*scheduler.snapshots(), *own])
+        self._model.snapshots.use([*scheduler.snapshots(), *own])
         while group.remaining > 0:
-            self.model.prefill_piece(group)
-        self._fail_unscored(group)
+            self._model.prefill_piece(group)
+        self._chunks.fail_unscored(group)
         if sequences := scheduler.start_short_group(group):
-            self._dispatch(sequences, self._compiled_steps(max(sequence.remaining for sequence in sequences)))
+            self._chunks.dispatch(sequences, self._compiled_steps(max(sequence.remaining for sequence in sequences)))
         return True
-
-    # ------------------------------------------------------------------ tokens
-    def _dispatch(self, sequences: Sequence[ActiveSequence], steps: int) -> None:
-        """Dispatch `steps` tokens of every sequence, and read the chunk before.
-
-        Where the batch does not run ahead, the new chunk is read immediately, too.
-        """
-        alone = self._host_decides and steps < self.model.chunk
-        sizes = self._shapes.slots_of_one_token if alone else self._shapes.slots
-        slots, assigned = self.scheduler.slots.assign(sequences, sizes)
-        before = self._in_flight
-        self._in_flight = self.model.decode_chunk(slots, assigned, steps, before)
-        for sequence in sequences:
-            sequence.in_flight += steps
-        if before is not None:
-            self._distribute(before)
-        if not self._runs_ahead:
-            self.read_in_flight()
-
-    def read_in_flight(self) -> None:
-        """Read the chunk in flight, if there is one. Then no sequence has tokens that are not read."""
-        chunk, self._in_flight = self._in_flight, None
-        if chunk is not None:
-            self._distribute(chunk)
-
-    def _distribute(self, chunk: Chunk[ActiveSequence]) -> None:
-        """Give each sequence its decoded tokens, as soon as they are computed. Sequences that end free their slots."""
-        decoded, steps = self.model.read_chunk(chunk), chunk.steps
-        finite_CS = np.isfinite(np.asarray(decoded.logprobs_CS)[:steps])
-        finite_S = np.where(finite_CS.all(axis=0), steps, finite_CS.argmin(axis=0)).tolist()  # tokens that are finite
-        tokens_SC = np.asarray(decoded.tokens_CS[:steps]).T.tolist()
-        logprobs_SC = np.asarray(decoded.logprobs_CS[:steps]).T.tolist()
-        for slot, sequence in chunk.slots:
-            sequence.in_flight -= steps
-            if self.scheduler.is_active(sequence):  # otherwise it ended in the chunk before, or its request is gone
-                where = slice(steps), slot
-                new = _TokensOf(tokens_SC[slot], logprobs_SC[slot], finite_S[slot], decoded, where)
-                self._append(sequence, new, steps)
-
-    def _append(self, sequence: ActiveSequence, new: _TokensOf, right: int) -> None:
-        """Append the first `right` of the tokens to a sequence, which may end at any of them."""
-        count = min(right, sequence.parent.max_tokens - len(sequence.tokens))
-        if new.finite < count:
-            self._fail(sequence.parent)
-            return
-        start, tainted = len(sequence.tokens), new.finite < len(new.tokens_N)
-        top = new.top(count) if sequence.parent.request.topk_sample else None
-        routes_Nn = new.routes(count) if sequence.parent.request.routes else None
-        if sequence.append(new.tokens_N[:right], new.logprobs_N[:right], top, routes_Nn):
-            # Tokens after the end may be NaN, although all tokens of the sequence are finite.
-            self.scheduler.slots.remove(sequence, tainted=tainted)
-            if self.scope_is_alive(sequence.parent.scope):
-                self.answers.add(sequence)
-        elif tainted:
-            self.scheduler.restart(sequence)  # a wrong draft left NaN where it will attend
-        if sequence.parent.request.stream:
-            self.streamed.append(sequence.new_tokens(start, top))
-        if self._drafts is not None:
-            self._drafts.note(sequence)
-
-    def _fail_unscored(self, group: PrefillGroup) -> None:
-        for parent in dict.fromkeys(job.parent for job in group.jobs if job.sequences):  # else it is gone, or started
-            if parent.scores is not None and not parent.scores.finite:
-                self._fail(parent)
-
-    def _fail(self, parent: ActiveRequest) -> None:
-        name = self._weights if parent.snapshot is None else f"snapshot {parent.snapshot.snapshot_id!r}"
-        text = f"{name} gave logits that are not finite for this prompt; its weights may have diverged"
-        self.scheduler.remove_request(parent.id, tainted=True)
-        self._pool.drop_keys(lambda scope: scope == parent.scope, tainted=True)
-        self.failed.append(SampleResult(parent.id, error=text))
-
-    def scope_is_alive(self, scope: PrefixScope) -> bool:
-        """Whether requests of a scope may still come: its snapshot is not dropped."""
-        return self.model.snapshots.alive(scope.snapshot)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import cached_property, lru_cache, partial
+from functools import partial
 
 from jax.sharding import Mesh
 
@@ -20,25 +20,22 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.params import by_layer
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.models.vision_tower import VisionTower, image_shift
+from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.platforms import on_cpu, platform
+from tinkerflow.backend.compute.sampler.admission import Admission
+from tinkerflow.backend.compute.sampler.answers import Answers
 from tinkerflow.backend.compute.sampler.batch import DecodeBatch
-from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
+from tinkerflow.backend.compute.sampler.chunks import ChunkPipeline
 from tinkerflow.backend.compute.sampler.drafts import Drafts
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE, PagePool
 from tinkerflow.backend.compute.sampler.programs import SamplerPrograms
-from tinkerflow.backend.compute.sampler.prompt_scores import prompt_scores
-from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope
-from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache, usual_spec
-from tinkerflow.backend.compute.sampler.stops import Decode, StopDetector, load_decode
 from tinkerflow.backend.compute.warming import Program
 from tinkerflow.backend.core.errors import OUT_OF_MEMORY, UserError
 from tinkerflow.backend.spec.commands import (
-    Constraint,
     GroupConfig,
     LoraSpec,
     SampleProgress,
@@ -46,7 +43,6 @@ from tinkerflow.backend.spec.commands import (
     SampleResult,
     SampleStep,
 )
-from tinkerflow.backend.spec.constraints import KEPT_CONSTRAINTS
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +84,7 @@ class Sampler:
         windows = {attention.window for attention in cfg.attentions}
         window = max((each for each in windows if each), default=None) if None not in windows else None
         self._pool = PagePool(pages, shards=shards, page=page, states=states, window=window)
-        self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
+        max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
         host_decides = platform().host_decides
         runs_ahead = not on_cpu()  # on CPUs, decoding after an end costs more than the host's work
@@ -99,7 +95,7 @@ class Sampler:
             shapes,
             pool=self._pool,
             chunk=config.decode_chunk,
-            max_context=self._max_context,
+            max_context=max_context,
             usual=usual,
             accelerated=runs_ahead,
             host_decides=host_decides,
@@ -124,7 +120,7 @@ class Sampler:
             self.snapshots,
             self._pool,
             chunk=config.decode_chunk,
-            max_context=self._max_context,
+            max_context=max_context,
             host_decides=host_decides,
             most_ahead=shapes.slots[-1] if runs_ahead else None,
             kv_cache=config.kv_cache,
@@ -133,18 +129,21 @@ class Sampler:
         # Linear attention cannot go back to the state before a wrong draft, nor a dispatch that is not read yet.
         may_draft = config.drafts and not states and not runs_ahead
         self.drafts = Drafts(shapes, self._pool) if may_draft else None
+        self._answers = Answers(self._pool, shapes)
+        shared = self._scheduler, self._model, self._pool, shapes
+        self._chunks = ChunkPipeline(
+            *shared, self._answers, self.drafts, runs_ahead=runs_ahead, host_decides=host_decides, weights=weights
+        )
         self._batch = DecodeBatch(
-            self._scheduler,
-            self._model,
-            self._pool,
-            shapes,
+            *shared,
+            self._chunks,
+            self._answers,
+            self.drafts,
             prefill_budget=prefill_budget or _BUDGET_PIECES * sizes[-1],
             runs_ahead=runs_ahead,
             host_decides=host_decides,
-            weights=weights,
-            drafts=self.drafts,
         )
-        self._matcher = lru_cache(KEPT_CONSTRAINTS)(self._new_matcher)
+        self._admission = Admission(cfg, config.model_path, self.snapshots, max_context=max_context)
 
     # ------------------------------------------------------------------ what it holds
     @property
@@ -206,12 +205,8 @@ class Sampler:
         self._drop_dead_prefixes()
 
     def _drop_dead_prefixes(self) -> None:
-
-        def dead(scope: PrefixScope) -> bool:
-            return not self._batch.scope_is_alive(scope)
-
-        self._pool.drop_keys(dead)
-        self._batch.answers.drop(dead)
+        for drop in (self._pool.drop_keys, self._answers.drop):
+            drop(lambda scope: not self._chunks.scope_is_alive(scope))
 
     def clear(self) -> None:
         """Forget all snapshots, all requests and cached prompts; programs stay compiled."""
@@ -226,7 +221,7 @@ class Sampler:
 
         Requests begin again with the tokens that they have; nothing stays that was computed with other weights.
         """
-        self._batch.read_in_flight()
+        self._chunks.read_in_flight()
         self._scheduler.requeue_all()
         self._forget_dispatches()
         self._model.replace_params(lambda: by_layer(self._cfg, load()))
@@ -237,7 +232,7 @@ class Sampler:
 
         If the command finds the sampler idle, prefill a piece of an answer for the prefix cache.
         """
-        batch, scheduler = self._batch, self._scheduler
+        batch, chunks, scheduler = self._batch, self._chunks, self._scheduler
         for request_id in command.cancel:
             scheduler.remove_request(request_id)
         for request in command.admit:
@@ -254,11 +249,11 @@ class Sampler:
         if failure:  # outside of `except`: its traceback keeps the old KV cache alive
             finished = scheduler.pop_finished()
             self._fail_step(failure)
-        finished += [*batch.failed, *scheduler.pop_finished()]
-        streamed, batch.failed, batch.streamed = tuple(batch.streamed), [], []
+        finished += [*chunks.failed, *scheduler.pop_finished()]
+        streamed, chunks.failed, chunks.streamed = tuple(chunks.streamed), [], []
         if not (scheduler.active or scheduler.waiting):
             self._become_idle()
-        return SampleProgress(tuple(finished), scheduler.active, scheduler.waiting, streamed, batch.answers.waiting)
+        return SampleProgress(tuple(finished), scheduler.active, scheduler.waiting, streamed, self._answers.waiting)
 
     def _fail_step(self, failure: str) -> None:
         """Answer the requests whose step failed. Without memory, only the newest of them; the others wait again.
@@ -276,9 +271,9 @@ class Sampler:
         else:
             log.error("every request of the sampler is answered with an error")
             text, failed = "the sampler's batch failed", self._scheduler.clear()
-        self._batch.answers.clear()
+        self._answers.clear()
         text += f" ({failure}); the same request may work later"
-        self._batch.failed += [SampleResult(request_id, error=text, category="server") for request_id in failed]
+        self._chunks.failed += [SampleResult(request_id, error=text, category="server") for request_id in failed]
         self._forget_dispatches()
         self._model.reset_cache()
 
@@ -286,41 +281,12 @@ class Sampler:
         if self._scheduler.has_request(request.request_id):
             return  # sent again: one result answers both
         try:
-            snapshot = None if request.snapshot_id is None else self.snapshots.find(request.snapshot_id)
-            decoder = self._decode_text if request.stop_strings else None
-            matcher = self._matcher(request.owner, request.constraint) if request.constraint else None
-            left = self._max_context - len(request.prompt_T)
-            if left < 0:
-                rule = f"must be at most {self._max_context}, the capacity of the KV cache"
-                raise UserError(f"prompt: {len(request.prompt_T)} tokens; {rule}")
+            parent, sequences = self._admission.begin(request)
         except UserError as error:
-            self._batch.failed.append(SampleResult(request.request_id, error=error.message))
+            self._chunks.failed.append(SampleResult(request.request_id, error=error.message))
             return
-        max_tokens = min(request.max_tokens, max(left, 1))  # the token after a full context never enters the model
-        parent = ActiveRequest(request, snapshot, max_tokens, scores=prompt_scores(request, self._cfg.vocab))
-        if request.images and self._cfg.vision is not None:
-            parent.rotary_shift = image_shift(self._cfg.vision, request.images)
-        stops = frozenset(request.stop_tokens).union(request.constraint.ends if request.constraint else ())
-        sequences = [
-            ActiveSequence(
-                parent,
-                index,
-                StopDetector(stops, request.stop_strings, decoder),
-                UniformStream(request.seed, index),
-                matcher=None if matcher is None else matcher.copy(),
-            )
-            for index in range(request.num_samples)
-        ]
         self._scheduler.admit(parent, sequences)
-        self._batch.answers.turn(parent)
-
-    @cached_property
-    def _decode_text(self) -> Decode:
-        return load_decode(self._config.model_path)
-
-    def _new_matcher(self, owner: str, constraint: Constraint) -> Matcher:
-        """Cached by owner: the time of an answer must not reveal constraints of other owners."""
-        return new_matcher(self._config.model_path, self._cfg.vocab, constraint)
+        self._answers.turn(parent)
 
     def _become_idle(self) -> None:
         """Reset all state that depends on past requests, so that the shapes of later ones depend on them alone."""

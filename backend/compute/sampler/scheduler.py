@@ -25,10 +25,11 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable
+from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup, PrefillJob, scope_for
+from tinkerflow.backend.compute.sampler.prompt_pages import PromptPages
 from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope
-from tinkerflow.backend.compute.sampler.shapes import Shapes, at_least
+from tinkerflow.backend.compute.sampler.shapes import Shapes
 from tinkerflow.backend.compute.sampler.slots import DecodeSlots
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 from tinkerflow.backend.compute.sampler.waiting import WaitingJobs
@@ -49,6 +50,7 @@ class Scheduler:
         self.group: PrefillGroup | None = None
         self._short_group: PrefillGroup | None = None  # short requests, until its sequences decode
         self.slots = DecodeSlots(shapes, max_slots, pool)
+        self._prompts = PromptPages(shapes, pool, self.slots)
 
     # ------------------------------------------------------------------ what it holds
     @property
@@ -112,7 +114,7 @@ class Scheduler:
                 if job.parent is parent:
                     job.sequences.clear()
                     job.score = False
-                    self._release_kept_states(job)
+                    self._prompts.release_states(job)
                     self._pool.release(job.table, tainted_from=0 if tainted else job.cached_tokens // self._pool.page)
             self._end_group_without_sequences()
 
@@ -178,7 +180,7 @@ class Scheduler:
                     break
                 free -= len(job.sequences)
                 fitting += 1
-        self.group = self._new_group(jobs[: self._shapes.together(fitting)])
+        self.group = self._begin_group(jobs[: self._shapes.together(fitting)])
         return self.group
 
     def next_short_group(self, most_sequences: int, most_tokens: int) -> PrefillGroup | None:
@@ -196,74 +198,19 @@ class Scheduler:
             if len(job.sequences) <= most_sequences and len(jobs) < self._shapes.rows[-1]:
                 jobs.append(job)
                 most_sequences -= len(job.sequences)
-        self._short_group = self._new_group(jobs) if jobs else None
+        self._short_group = self._begin_group(jobs) if jobs else None
         return self._short_group
 
-    def _new_group(self, jobs: list[PrefillJob]) -> PrefillGroup | None:
-        """The group of the first of these waiting jobs, as many as there are pages for; None without pages for one."""
-        cached, begun, emptiest = 0, 0, self._pool.emptiest_shard()
-        for number, job in enumerate(jobs):
-            tokens = self._reserve_prompt(job, scope_for(jobs), (emptiest + number) % self._pool.shards)
-            if tokens is None:
-                break
-            cached, begun = tokens, begun + 1
-        fewer = begun if begun in (0, len(jobs)) else self._shapes.together(begun)
-        for job in jobs[fewer:begun]:
-            self._pool.release(job.table)
-        jobs = jobs[:fewer]
-        if not jobs:
-            return None
-        self.waiting_jobs.serve(jobs)
-        group = PrefillGroup(jobs, at_least(self._shapes.rows, len(jobs)), scope_for(jobs))
-        rows, used = group.rows // self._pool.shards, [0] * self._pool.shards
-        for job in jobs:
-            job.row = job.table.shard * rows + used[job.table.shard]
-            used[job.table.shard] += 1
-        group.begin(cached)
+    def _begin_group(self, jobs: list[PrefillJob]) -> PrefillGroup | None:
+        group = self._prompts.begin_group(jobs)
+        if group is not None:
+            self.waiting_jobs.serve(group.jobs)
         return group
-
-    def _reserve_prompt(self, job: PrefillJob, scope: PrefixScope | None, shard: int) -> int | None:
-        """Give a job its pages: how many of its tokens they hold already. None when too few pages are free.
-
-        shard: where new pages are, unless the pages of its first tokens are cached in another shard.
-        """
-        pool, cached, ends = self._pool, 0, [0]
-        if scope is None:
-            job.table = PageTable(shard)
-        else:
-            job.table = pool.find_prefix(job.keys(scope))
-            pages = len(job.table.pages)
-            covered = job.length if pages == len(job.digests) else pages * pool.page
-            ends = [min(border, job.length) for border in job.borders]
-            ends = [end for end in ends if end <= covered and not job.wants_scores(0, end)]
-            if pool.states:
-                job.state_branch = ends[-1]
-                ends = [end for end in ends if not end or self._find_state(job, scope, end)]
-            cached = max(ends)
-            pool.truncate(job.table, cached)
-        spare = self.slots.pages_to_spare(job.table.shard)
-        spare += len(job.sequences) if self.slots.sequences and job.positions == job.length else 0
-        if not pool.reserve(job.table, cached, job.positions, spare=spare) and cached % pool.page:
-            # Possibly only the copy of its last cached page needs a page. That page is computed again.
-            cached = max(end for end in ends if end <= cached // pool.page * pool.page)
-            if pool.states and not (cached and scope and self._find_state(job, scope, cached)):
-                pool.release_state(job.table)
-            pool.truncate(job.table, cached)
-        if not pool.reserve(job.table, cached, job.positions, spare=spare):
-            pool.release(job.table)
-            return None
-        return cached
-
-    def _find_state(self, job: PrefillJob, scope: PrefixScope, end: int) -> bool:
-        return self._pool.find_state(Key(scope, job.state_digests[end]), job.table)
 
     def keep_state(self) -> None:
         """Remember the state that the group's prompt has now, if other prompts may continue it."""
-        group = self.group
-        if self._pool.states and group is not None and group.scope is not None and group.remaining > 0:
-            (job,) = group.jobs
-            if job.keeps_state(group.start):
-                job.kept_states.append((group.start, self._pool.fork_state(job.table)))
+        if self.group is not None:
+            self._prompts.keep_state(self.group)
 
     def start_group(self, alive: Callable[[PrefixScope], bool]) -> None:
         """Give free slots to the sequences of the prefilled group; when all have one, the group ends.
@@ -274,9 +221,9 @@ class Scheduler:
         assert group is not None, "no group is in prefill"
         scope, group.scope = group.scope, None
         if scope is not None and scope == scope_for(group.jobs) and alive(scope):
-            self._keep_prompt(group.jobs[0], scope)
+            self._prompts.keep_prompt(group.jobs[0], scope)
         for job in group.jobs:
-            self._release_kept_states(job)
+            self._prompts.release_states(job)
             free = self.slots.free
             while job.sequences and free > 0 and (table := self.slots.fork_table(job)) is not None:
                 self.slots.add(job.sequences.popleft(), job, table)
@@ -284,14 +231,6 @@ class Scheduler:
             if not job.sequences:
                 self._pool.release(job.table)
         self._end_group_without_sequences()
-
-    def _keep_prompt(self, job: PrefillJob, scope: PrefixScope) -> None:
-        keys = job.keys(scope)
-        if job.sequences[0].preempted:  # it shares only pages that it never writes
-            keys = keys[: job.length // self._pool.page]
-        self._pool.keep_prefix(keys, job.table)
-        for border, table in [*job.kept_states, (job.length, job.table)]:
-            self._pool.keep_state(Key(scope, job.state_digests[border]), table)
 
     def start_short_group(self, group: PrefillGroup) -> list[ActiveSequence]:
         """Let the sequences of a short group decode a chunk, in which they end. Those without pages wait again."""
@@ -311,11 +250,6 @@ class Scheduler:
                 self._requeue(sequence)
                 started.remove(sequence)
         return started
-
-    def _release_kept_states(self, job: PrefillJob) -> None:
-        for _, table in job.kept_states:
-            self._pool.release_state(table)
-        job.kept_states.clear()
 
     def _end_group_without_sequences(self) -> None:
         if self.group is not None and not any(job.sequences for job in self.group.jobs):

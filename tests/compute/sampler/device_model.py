@@ -18,6 +18,7 @@ import pytest
 
 from tinkerflow.backend.compute.mesh import FSDP
 from tinkerflow.backend.compute.platforms import CPU, CUDA
+from tinkerflow.backend.compute.sampler import admission
 from tinkerflow.backend.compute.sampler import requests as requests_module
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.pages import PageTable
@@ -282,11 +283,11 @@ def modeled_sampler(
         "cache_mesh": lambda mesh, _: mesh,
         "usual_spec": lambda *_: None,
         "SamplerPrograms": lambda *_, **__: None,
-        "new_matcher": Matcher,
         "on_cpu": lambda: not ahead,
         "platform": lambda: replace(like, host_decides=host_decides, prefill_tokens=pieces or like.prefill_tokens),
     }.items():
         monkeypatch.setattr(sampler_module, name, stand_in)
+    monkeypatch.setattr(admission, "new_matcher", Matcher)
     monkeypatch.setattr(requests_module.ActiveRequest, "wild", False, raising=False)
     config: Any = SimpleNamespace(
         sample_slots=slots,

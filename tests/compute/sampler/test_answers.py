@@ -132,7 +132,7 @@ def test_dropped_weights_are_not_held_by_answers(
     sampler.drop_snapshot("mine")  # while it decodes
     while sampler.step(SampleStep()).active:
         pass
-    assert not sampler._batch.answers._answers
+    assert not sampler._answers._answers
     computed_sizes()
     assert rest(sampler) == 0 and computed_sizes() == ()
 

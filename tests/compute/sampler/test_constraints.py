@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.compute.sampler.tokenizer import END, save_tokenizer
 
-from tinkerflow.backend.compute.sampler import sampler as sampler_module
+from tinkerflow.backend.compute.sampler import admission
 from tinkerflow.backend.compute.sampler.constraints import everything, new_matcher, words
 from tinkerflow.backend.compute.sampler.decode import decode
 from tinkerflow.backend.compute.sampler.model import SamplerModel
@@ -66,9 +66,9 @@ def test_a_constraint_is_compiled_once_for_each_owner(
         made.append(constraint)
         return new_matcher(where, vocab, constraint)
 
-    monkeypatch.setattr(sampler_module, "new_matcher", counted)
+    monkeypatch.setattr(admission, "new_matcher", counted)
     for name, owner, constraint in [("a", "x", REGEX), ("b", "x", REGEX), ("c", "x", LARK), ("d", "y", REGEX)]:
-        sampler._admit(ask(name, [1, 2], owner=owner, constraint=constraint))
+        sampler._admission.begin(ask(name, [1, 2], owner=owner, constraint=constraint))
     assert made == [REGEX, LARK, REGEX]
 
 

@@ -10,6 +10,7 @@ import jax
 import pytest
 from tests.compute.closeness import close_logprobs
 
+from tinkerflow.backend.compute.sampler import admission
 from tinkerflow.backend.compute.sampler import model as model_module
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.constraints import everything
@@ -103,7 +104,7 @@ def test_a_request_that_is_done_before_its_step_fails_is_answered(
 ) -> None:
     matcher = SimpleNamespace(allowed=everything(1, qwen.cfg.vocab)[0], advance=lambda _: None)
     matcher.copy = lambda: matcher
-    monkeypatch.setattr(sampler_module, "new_matcher", lambda *_: matcher)
+    monkeypatch.setattr(admission, "new_matcher", lambda *_: matcher)
     sampler, real = qwen.sampler(sample_slots=8, decode_chunk=4), SamplerModel.decode_chunk
 
     def short_of_memory(model: SamplerModel, *args: Any) -> Any:

@@ -1,0 +1,160 @@
+"""Chunks of decoded tokens: dispatched, read, and distributed to their sequences.
+
+Off CPUs a chunk is dispatched before the chunk before it is read (`batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tinkerflow.backend.compute.sampler.answers import Answers
+from tinkerflow.backend.compute.sampler.decode import Decoded
+from tinkerflow.backend.compute.sampler.drafts import Drafts
+from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
+from tinkerflow.backend.compute.sampler.pages import PagePool
+from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope
+from tinkerflow.backend.compute.sampler.scheduler import Scheduler
+from tinkerflow.backend.compute.sampler.shapes import Shapes
+from tinkerflow.backend.spec.commands import Candidates, Int16, NewTokens, SampleResult
+
+
+class TokensOf(NamedTuple):
+    """N decoded tokens of one sequence on the host. finite: how many of the first logprobs are finite.
+
+    where: their place in `decoded`, which has the most likely tokens, if any are listed.
+    """
+
+    tokens_N: list[int]
+    logprobs_N: list[float]
+    finite: int
+    decoded: Decoded
+    where: tuple[int | slice, int | list[int]]
+
+    def top(self, count: int) -> Candidates:
+        """The most likely tokens at the first `count` places."""
+        top_CSk, logprobs_CSk = self.decoded.top_CSk, self.decoded.top_logprobs_CSk
+        assert top_CSk is not None and logprobs_CSk is not None
+        return Candidates(np.asarray(top_CSk)[self.where][:count], np.asarray(logprobs_CSk)[self.where][:count])
+
+    def routes(self, count: int) -> Int16 | None:
+        """The experts behind the first `count` tokens, [N, L * k]; None in a model without experts."""
+        if self.decoded.routes_CSLk is None:
+            return None
+        return np.asarray(self.decoded.routes_CSLk)[self.where][:count].reshape(count, -1)
+
+
+class ChunkPipeline:
+    """Dispatches chunks, and gives each sequence its tokens. failed, streamed: results that the caller collects."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model: SamplerModel,
+        pool: PagePool,
+        shapes: Shapes,
+        answers: Answers,
+        drafts: Drafts | None,
+        *,
+        runs_ahead: bool,
+        host_decides: bool,
+        weights: str,
+    ) -> None:
+        """No chunk in flight. The arguments are those of `DecodeBatch`.
+
+        answers: gets the sequences that end. weights: names the base weights in errors.
+        """
+        self._scheduler, self._model, self._pool, self._shapes = scheduler, model, pool, shapes
+        self._answers, self._drafts = answers, drafts
+        self._runs_ahead, self._host_decides, self._weights = runs_ahead, host_decides, weights
+        self._in_flight: Chunk[ActiveSequence] | None = None  # dispatched, and not read yet
+        self.failed: list[SampleResult] = []
+        self.streamed: list[NewTokens] = []
+
+    def clear(self) -> None:
+        """Forget all results, and the chunk in flight."""
+        self.failed, self.streamed = [], []
+        self.forget_in_flight()
+
+    def forget_in_flight(self) -> None:
+        """Drop the chunk that is not read."""
+        self._in_flight = None
+
+    def dispatch(self, sequences: Sequence[ActiveSequence], steps: int) -> None:
+        """Dispatch `steps` tokens of every sequence, and read the chunk before.
+
+        Where the batch does not run ahead, the new chunk is read immediately, too.
+        """
+        alone = self._host_decides and steps < self._model.chunk
+        sizes = self._shapes.slots_of_one_token if alone else self._shapes.slots
+        slots, assigned = self._scheduler.slots.assign(sequences, sizes)
+        before = self._in_flight
+        self._in_flight = self._model.decode_chunk(slots, assigned, steps, before)
+        for sequence in sequences:
+            sequence.in_flight += steps
+        if before is not None:
+            self._distribute(before)
+        if not self._runs_ahead:
+            self.read_in_flight()
+
+    def read_in_flight(self) -> None:
+        """Read the chunk in flight, if there is one. Then no sequence has tokens that are not read."""
+        chunk, self._in_flight = self._in_flight, None
+        if chunk is not None:
+            self._distribute(chunk)
+
+    def _distribute(self, chunk: Chunk[ActiveSequence]) -> None:
+        """Give each sequence its decoded tokens, as soon as they are computed. Sequences that end free their slots."""
+        decoded, steps = self._model.read_chunk(chunk), chunk.steps
+        finite_CS = np.isfinite(np.asarray(decoded.logprobs_CS)[:steps])
+        finite_S = np.where(finite_CS.all(axis=0), steps, finite_CS.argmin(axis=0)).tolist()  # tokens that are finite
+        tokens_SC = np.asarray(decoded.tokens_CS[:steps]).T.tolist()
+        logprobs_SC = np.asarray(decoded.logprobs_CS[:steps]).T.tolist()
+        for slot, sequence in chunk.slots:
+            sequence.in_flight -= steps
+            if self._scheduler.is_active(sequence):  # otherwise it ended in the chunk before, or its request is gone
+                where = slice(steps), slot
+                new = TokensOf(tokens_SC[slot], logprobs_SC[slot], finite_S[slot], decoded, where)
+                self.append(sequence, new, steps)
+
+    def append(self, sequence: ActiveSequence, new: TokensOf, right: int) -> None:
+        """Append the first `right` of the tokens to a sequence, which may end at any of them."""
+        count = min(right, sequence.parent.max_tokens - len(sequence.tokens))
+        if new.finite < count:
+            self._fail(sequence.parent)
+            return
+        start, tainted = len(sequence.tokens), new.finite < len(new.tokens_N)
+        top = new.top(count) if sequence.parent.request.topk_sample else None
+        routes_Nn = new.routes(count) if sequence.parent.request.routes else None
+        if sequence.append(new.tokens_N[:right], new.logprobs_N[:right], top, routes_Nn):
+            # Tokens after the end may be NaN, although all tokens of the sequence are finite.
+            self._scheduler.slots.remove(sequence, tainted=tainted)
+            if self.scope_is_alive(sequence.parent.scope):
+                self._answers.add(sequence)
+        elif tainted:
+            self._scheduler.restart(sequence)  # a wrong draft left NaN where it will attend
+        if sequence.parent.request.stream:
+            self.streamed.append(sequence.new_tokens(start, top))
+        if self._drafts is not None:
+            self._drafts.note(sequence)
+
+    def fail_unscored(self, group: PrefillGroup) -> None:
+        """Fail the requests of a prefilled group whose scores are not finite."""
+        for parent in dict.fromkeys(job.parent for job in group.jobs if job.sequences):  # else it is gone, or started
+            if parent.scores is not None and not parent.scores.finite:
+                self._fail(parent)
+
+    def _fail(self, parent: ActiveRequest) -> None:
+        """Answer a request with the error that its weights gave NaN or infinity. No prompt of them stays cached."""
+        name = self._weights if parent.snapshot is None else f"snapshot {parent.snapshot.snapshot_id!r}"
+        text = f"{name} gave logits that are not finite for this prompt; its weights may have diverged"
+        self._scheduler.remove_request(parent.id, tainted=True)
+        self._pool.drop_keys(lambda scope: scope == parent.scope, tainted=True)
+        self.failed.append(SampleResult(parent.id, error=text))
+
+    def scope_is_alive(self, scope: PrefixScope) -> bool:
+        """Whether requests of a scope may still come: its snapshot is not dropped."""
+        return self._model.snapshots.alive(scope.snapshot)
