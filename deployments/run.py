@@ -31,6 +31,7 @@ from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
+from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 
@@ -74,9 +75,12 @@ def run(
         for change in changes:
             words += [] if change.startswith("resume=") else ["--set", change]
         again = shlex.join([*words, *(("--data-dir", str(data_dir)) if data_dir else ())]) + " --set resume="
-        page, completed = run_and_show(console, find(pipeline), values, prefect, again)
+        server = "" if parameters.connection else server_from_environment(settings)[0].rstrip("/")
+        page, completed = run_and_show(console, find(pipeline), values, prefect, again, server)
     if starts:
         print_line(console, see_again(page, settings.data_dir))
+    else:
+        print_line(console, f"see it in Prefect: {prefect.link(page, time.time())}")
     return completed
 
 
@@ -94,6 +98,8 @@ def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: 
         page, completed = run_and_show(console, find(name), values, prefect)
     if stack.settings.prefect == "embedded":
         print_line(console, see_again(page, data_dir))
+    else:
+        print_line(console, f"see it in Prefect: {prefect.link(page, time.time())}")
     return completed
 
 
@@ -222,25 +228,32 @@ def _result(state: State[BaseModel]) -> dict[str, Any]:
 
 
 def run_and_show(
-    console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess, again: str = ""
+    console: Console,
+    pipeline: Pipeline,
+    values: Mapping[str, Any],
+    prefect: PrefectAccess,
+    again: str = "",
+    server: str = "",
 ) -> tuple[str, bool]:
     """Run the pipeline and show its result; the path of the run's page in Prefect, and whether the run completed.
 
-    again: the command that goes on with a run, up to the run's name; "" = there is none.
+    again: the command that goes on with a run, up to the run's name; "" = there is none. server: the address of the
+    service, for a link to the run's page in the console; "" = it ends with this command, or is not known.
     """
     state = _run(console, pipeline, values, prefect)
     if state.is_completed():
         table = Table(show_header=False, box=None)
-        for name, value in _result(state).items():
+        result = _result(state)
+        for name, value in result.items():
             table.add_row(name, Text(as_text(value)))
         console.print(table, highlight=False)
+        if server and result.get("training_run"):
+            print_line(console, f"see it in the console: {server}/training_runs/{result['training_run']}")
     else:
         _show_failure(console, pipeline.name, state)
         if again and state.is_cancelled():
             print_line(console, f"to go on: {again}{values.get('resume') or state.state_details.flow_run_id}")
-    page = f"/runs/flow-run/{state.state_details.flow_run_id}"
-    print_line(console, f"see it in Prefect: {prefect.link(page, time.time())}")
-    return page, state.is_completed()
+    return f"/runs/flow-run/{state.state_details.flow_run_id}", state.is_completed()
 
 
 _PREFECTS_WORDS = re.compile(r"^(Flow|Task) run encountered an exception:? (UserError: )?")

@@ -122,6 +122,9 @@ class RunReport:
         self._usual.add(made.grad_norm, loss)
 
     def _step_made(self, made: StepMeasured) -> None:
+        if not self._tokens:
+            reason = "no forward_backward has succeeded since the step before"
+            self._say(f"step {made.step} has no gradients: {reason}; only momentum moved the weights", logging.WARNING)
         loss = self._loss / self._weight if self._weight else self._loss
         self._compare(made, loss)
         figures = {"loss": loss, "gradient norm": made.grad_norm, "learning rate": made.learning_rate}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinkerflow.backend.core.errors import StoreError
+from tinkerflow.backend.core.ids import LOCAL_OWNER
 from tinkerflow.backend.journal import CheckpointSaved, Journal
 from tinkerflow.backend.store import RECOVERY, CheckpointPath, Store
 
@@ -18,11 +19,13 @@ class Rebuilt:
     damaged: tuple[str, ...]
 
 
-def rebuild(journal: Journal, store: Store) -> Rebuilt:
+def rebuild(journal: Journal, store: Store, project: str = LOCAL_OWNER) -> Rebuilt:
     """Insert rows for all committed checkpoints in the store. Existing rows stay as they are.
 
     Repeating the call after a crash continues the work. Recovery snapshots are left out, because they are useless
     without the later requests.
+
+    project: the owner of the checkpoints that were saved without a key.
     """
     restored, known, damaged = [], 0, []
     for path in store.upkeep.paths():
@@ -35,7 +38,9 @@ def rebuild(journal: Journal, store: Store) -> Rebuilt:
             continue
         if saved is None:
             continue
-        if journal.imports.restore(CheckpointSaved.of(saved), saved.meta.public, saved.meta.run_metadata):
+        row = CheckpointSaved.of(saved)
+        row = replace(row, owner=project) if row.owner == LOCAL_OWNER else row
+        if journal.imports.restore(row, saved.meta.public, saved.meta.run_metadata):
             restored.append(path)
         else:
             known += 1

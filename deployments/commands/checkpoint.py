@@ -139,7 +139,13 @@ def _strays(settings: Settings, found: Sequence[Snapshot]) -> list[tuple[Snapsho
 
 
 @app.command("rebuild-index")
-def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
+def rebuild_index(
+    project: Annotated[
+        str, typer.Option(help="project of the checkpoints that were saved without a key")
+    ] = LOCAL_OWNER,
+    store: StoreUrl = None,
+    data_dir: DataDir = None,
+) -> None:
     """Add every checkpoint in the store to the database, for example after its loss; existing rows stay.
 
     The store does not hold keys, tokens for checkpoints, names and labels of sessions, usage and the audit log.
@@ -150,7 +156,7 @@ def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
 
     settings = settings_with(data_dir=data_dir, store=store)
     with open_journal(settings) as journal:
-        done = rebuild(journal, Store.open(settings.store_url))
+        done = rebuild(journal, Store.open(settings.store_url), project)
     for path in done.restored:
         print(path)
     print(f"restored {len(done.restored)}, known {done.known}, damaged {len(done.damaged)}")

@@ -194,6 +194,17 @@ def test_rebuild_index_makes_the_rows_again(tmp_path: Path, store: Store) -> Non
         }
 
 
+def test_rebuild_index_gives_checkpoints_without_a_key_to_a_project(tmp_path: Path, store: Store) -> None:
+    saved = store.save(
+        "copy-2:train:0", "weights", "a", AdapterState(LoraSpec(4), 2, {}, {}), CheckpointMeta("tiny", "local")
+    )
+    assert "restored 3" in checkpoint(tmp_path, "rebuild-index", "--project", "research").stdout
+    with open_journal(Settings(data_dir=tmp_path)) as journal:
+        assert [row.path for row in journal.checkpoints.page("research").rows] == [saved.path]
+        assert journal.models.runs("research", limit=9, offset=0).total == 1
+        assert len(journal.checkpoints.page("team").rows) == 2
+
+
 def test_rebuild_index_names_what_it_cannot_restore_and_restores_the_rest(tmp_path: Path, store: Store) -> None:
     (tmp_path / "store" / "runs" / RUN / "sampler_weights" / "b" / "commit.json").write_bytes(b"{")
     done = checkpoint(tmp_path, "rebuild-index")

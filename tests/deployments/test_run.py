@@ -157,21 +157,27 @@ def test_a_server_that_ends_with_the_run_is_not_promised(
     asked: list[Any] = []
     access = PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555")
 
-    def fake(console: Console, pipeline: Any, values: Any, prefect: PrefectAccess, again: str) -> tuple[str, bool]:
-        asked.append((pipeline.name, values, prefect, again))
+    def fake(
+        console: Console, pipeline: Any, values: Any, prefect: PrefectAccess, again: str, server: str
+    ) -> tuple[str, bool]:
+        asked.append((pipeline.name, values, prefect, again, server))
         return "/runs/flow-run/1", True
 
     monkeypatch.setattr(module, "prefect_api", api)
     monkeypatch.setattr(module, "run_and_show", fake)
     monkeypatch.setattr(module, "check_server", lambda *_: None)
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:4321")
     monkeypatch.setattr(sys, "path", list(sys.path))  # `run` adds the folder of the configuration
     rows = example_file("colours-train.jsonl")
     (tmp_path / "sft.yaml").write_text(f"name: mine\ndata: {{url: {rows}}}")
     console = quiet()
     assert run(console, "sft", tmp_path / "sft.yaml", example=False, changes=["name=other"], data_dir=tmp_path)
     again = f"tinkerflow run sft --config {tmp_path}/sft.yaml --set name=other --data-dir {tmp_path} --set resume="
-    assert asked == [("sft", {"name": "other", "data": {"url": str(rows)}}, access, again)]
-    assert ("tinkerflow up --data-dir" in console.file.getvalue()) == ends  # type: ignore[attr-defined]
+    server = "http://127.0.0.1:4321"
+    assert asked == [("sft", {"name": "other", "data": {"url": str(rows)}}, access, again, server)]
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("tinkerflow up --data-dir" in shown) == ends
+    assert ("see it in Prefect" in shown) != ends, "a link of a server that has ended"
 
 
 def test_results_read_well() -> None:

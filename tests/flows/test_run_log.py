@@ -37,7 +37,7 @@ async def test_restores_saves_and_alarms_are_events_and_steps_are_not(client: An
         await outcome
 
     path = f"tinker://{run}/weights/seen"
-    await answered(StepMeasured(run, 1, 1, 0.5, 1e-4))
+    await answered(LossMeasured(run, 4, 3.0, 6.0), StepMeasured(run, 1, 1, 0.5, 1e-4))
     saved = CheckpointSaved(path, run, CheckpointKind.WEIGHTS, "seen", "local", "tiny", 8, True, True, True, 1, 2**20)
     await answered(saved)
     await answered(LossMeasured(run, 4, 3.0, math.nan))

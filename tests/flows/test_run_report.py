@@ -141,6 +141,15 @@ def test_tokens_whose_gradients_a_checkpoint_replaced_are_not_of_the_budget() ->
     assert told.events == []
 
 
+def test_a_step_without_gradients_is_reported() -> None:
+    told = Told()
+    told.step(1)
+    told.answered(StepMeasured(RUN, 2, 2, 0.0, 1e-4))  # its forward_backward was refused
+    told.step(3)
+    warnings = [text for level, text in told.lines if level == logging.WARNING]
+    assert [line.split(":")[0] for line in warnings] == ["step 2 has no gradients"]
+
+
 def test_an_unusual_step_is_reported() -> None:
     told = Told()
 
