@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, ParamSpec, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
@@ -93,8 +93,8 @@ class Services:
     urgent: threads for key checks and heartbeats. They must not queue behind the journal calls of thousands of polls
     that arrive together, which use the event loop's default threads. slow: threads for tokenising, compiling and
     bodies of medium size. heavy: threads for large bodies. memories: of bodies.
-    limits: of one project. samplers: of the endpoints without sessions. tokenizers: of the base models. imports: a
-    thread for uploaded adapters, so that only one is in memory at a time.
+    limits: of a project that has none of its own. samplers: of the endpoints without sessions. tokenizers: of the base
+    models. imports: a thread for uploaded adapters, so that only one is in memory at a time.
     """
 
     settings: Settings
@@ -138,6 +138,11 @@ class Call:
     def admin(self) -> bool:
         """Whether the key may read the audit log and the bills of all projects; True where no key is needed."""
         return self.identity.admin
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the key's project: its own ones, else those of the settings."""
+        return replace(self.services.limits, **self.identity.limits)
 
     @property
     def journal(self) -> Journal:

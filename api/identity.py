@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
@@ -24,8 +24,8 @@ from tinkerflow.api.tokens import (
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.core.hosts import is_loopback
 from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER
-from tinkerflow.backend.journal import Journal, KeyView
-from tinkerflow.backend.journal.keys import hash_key
+from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.journal.keys import UsableKey, hash_key
 from tinkerflow.backend.settings import Settings
 
 T = TypeVar("T")
@@ -48,6 +48,7 @@ class Identity:
     owner: the project whose rows the sender reads and writes. key_id: the key, "" on a server that needs no key.
     admin: whether the sender may read the rows of all projects. name: of the key. expires: when the token that the
     sender showed ends, None for a key. sign_in: the sign-in to the console that it belongs to, "" for none.
+    limits: those that the project has of its own, by the names of fields of `Limits`.
     """
 
     owner: str
@@ -56,6 +57,7 @@ class Identity:
     name: str = ""
     expires: datetime | None = None
     sign_in: str = ""
+    limits: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def number(self) -> int:
@@ -246,8 +248,8 @@ class Authenticator:
         return self._open
 
 
-def _of_row(key: KeyView) -> Identity:
-    return Identity(key.owner, key.id, key.admin, key.name)
+def _of_row(key: UsableKey) -> Identity:
+    return Identity(key.owner, key.id, key.admin, key.name, limits=key.limits or {})
 
 
 def _too_many() -> HTTPException:

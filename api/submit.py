@@ -113,7 +113,7 @@ async def submit_for_model(
             # A save without a name is kept for sampling only, and not stored.
             stores=kind in _SAVES and values.get("path") is not None,
         )
-        return response(call.journal.requests.submit(request, call.services.limits), model_id=address.model_id)
+        return response(call.journal.requests.submit(request, call.limits), model_id=address.model_id)
 
     return await call.on_body(len(payload), submit)
 
@@ -133,7 +133,7 @@ def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
         error=error or checked(NumSamples.from_values, values)[1],
         interactive=values.get("priority") == "interactive",
     )
-    return call.journal.requests.submit(request, call.services.limits)
+    return call.journal.requests.submit(request, call.limits)
 
 
 # ------------------------------------------------------------------ base models

@@ -33,6 +33,7 @@ OVERVIEW = {
     },
     "Manage": {
         "key": ("key", "create, list and revoke API keys"),
+        "limit": ("limit", "give projects limits of their own"),
         "checkpoint": ("checkpoint", "list, verify, import, merge and share checkpoints"),
         "champion": ("champion", "list the best weights of pipelines, and roll one back"),
         "models": ("models", "make or download base models"),

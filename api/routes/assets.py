@@ -71,7 +71,7 @@ def _keep(call: Call, file: bytes) -> AssetStored:
     assets, store = call.journal.assets, call.services.store
     digest = hashlib.sha256(call.owner.encode() + b"\0" + file).hexdigest()
     asset_id = f"asset-{digest[:32]}"
-    if not assets.begin(asset_id, call.owner, len(file), call.services.limits).piece:
+    if not assets.begin(asset_id, call.owner, len(file), call.limits).piece:
         name = new_id("put")
         store.uploads.write_piece(asset_id, name, 0, file)
         try:

@@ -72,13 +72,13 @@ async def give_feedback(call: Authorised) -> FeedbackKept:
     body = await call.parsed(Feedback, 8 * _LONGEST)
     if body.reward is None and body.label is None and body.text is None:
         raise UserError("reward, label and text are all absent: at least one must be given")
-    await asyncio.to_thread(call.journal.feedback.check, call.owner, call.services.limits)  # before the work
+    await asyncio.to_thread(call.journal.feedback.check, call.owner, call.limits)  # before the work
     request_id, index = _parts(body.id)
     view = await asyncio.to_thread(_sample, call, request_id)
     card = await asyncio.to_thread(base_model_card, call.journal, view.base_model)
     tokenizer = await call.services.tokenizers.load(card)
     new = await call.slowly(_new, call, body, view, index, tokenizer)
-    kept = await asyncio.to_thread(call.journal.feedback.add, new, call.services.limits)
+    kept = await asyncio.to_thread(call.journal.feedback.add, new, call.limits)
     return FeedbackKept(id=kept, sample_id=new.sample_id)
 
 

@@ -96,7 +96,7 @@ def _open(call: Call, body: CreateSamplingSession) -> str:
     card = base_model_card(journal, base_model)
     new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
     new = NewSampler(new_id, body.session_id, owner, card.name, body.model_path)
-    return journal.samplers.open(new, call.services.limits)
+    return journal.samplers.open(new, call.limits)
 
 
 @router.post("/join_sampling_session", openapi_extra=takes(JoinSamplingSession))

@@ -66,9 +66,7 @@ async def create_session(call: Authorised) -> SessionCreated:
         display_name=body.display_name,
         key_id=call.key_id,
     )
-    return SessionCreated(
-        session_id=await asyncio.to_thread(call.journal.sessions.create, session, call.services.limits)
-    )
+    return SessionCreated(session_id=await asyncio.to_thread(call.journal.sessions.create, session, call.limits))
 
 
 @router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))

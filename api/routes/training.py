@@ -96,7 +96,7 @@ async def forward_backward(call: Authorised) -> Response:
 
 
 def _submit_chunk(call: Call, body: bytes) -> Response:
-    header, limits = forward_backward_header(body), call.services.limits
+    header, limits = forward_backward_header(body), call.limits
     if not header.model_id or "\0" in header.model_id or header.seq_id < 1:
         raise UserError(
             f"model_id is {header.model_id!r}, seq_id {header.seq_id}: must both be given, model_id without NUL "
@@ -142,7 +142,7 @@ def _keep_loss(call: Call, body: bytes) -> Response:
         content_hash=content_hash(values),
         error=error,
     )
-    return response(call.journal.custom_losses.submit(new, call.services.limits))
+    return response(call.journal.custom_losses.submit(new, call.limits))
 
 
 @router.post("/create_model", openapi_extra=takes(OnNewModel, CreateModel))
@@ -180,7 +180,7 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
         seq_id=0,
         error=error,
     )
-    request_id = call.journal.models.create(model or known, request, call.services.limits)
+    request_id = call.journal.models.create(model or known, request, call.limits)
     return response(request_id, model_id=new_id)
 
 

@@ -30,6 +30,7 @@ class AuditedEvent(StrEnum):
     PROJECT_KEY_CREATED = "project_key_created"
     PROJECT_KEY_REVOKED = "project_key_revoked"
     PROJECT_KEY_REFUSED = "project_key_refused"
+    PROJECT_LIMITS_SET = "project_limits_set"
     PROJECT_SIGNED_IN = "project_signed_in"
     PROJECT_SIGNED_OUT = "project_signed_out"
     PROJECT_SAMPLE_READ = "project_sample_read"

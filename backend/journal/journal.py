@@ -26,6 +26,7 @@ from tinkerflow.backend.journal.keys import Keys
 from tinkerflow.backend.journal.leases import Leases
 from tinkerflow.backend.journal.migrate import check_revision
 from tinkerflow.backend.journal.notify import RECHECK_SECONDS, Notifier
+from tinkerflow.backend.journal.project_limits import ProjectLimits
 from tinkerflow.backend.journal.queue import Queue
 from tinkerflow.backend.journal.recovery import Recovery
 from tinkerflow.backend.journal.requests import Requests
@@ -79,6 +80,7 @@ class Journal:
         self.upkeep = Upkeep(*parts)
         self.usage = UsageReports(*parts)
         self.keys = Keys(*parts)
+        self.project_limits = ProjectLimits(*parts)
         self.audit = Audit(*parts)
         self.base_models = BaseModels(*parts)
         self.recovery = Recovery(*parts)

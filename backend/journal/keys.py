@@ -18,13 +18,19 @@ from sqlmodel import col
 from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, Table, as_view, columns, insert_if_absent, missing
+from tinkerflow.backend.journal.project_limits import ProjectLimit
 from tinkerflow.backend.journal.tables import ApiKey, EndedToken, ServiceSecret
 
 _SHOWN = len(KEY_PREFIX) + 6
 _USE_NOTED_EVERY = timedelta(minutes=1)  # so that most checks of a key only read
 
-_USABLE = sa.select(ApiKey).where(col(ApiKey.id) == sa.bindparam("key_id"), col(ApiKey.revoked_at).is_(None))
-_FIND = sa.select(ApiKey).where(col(ApiKey.key_hash) == sa.bindparam("hashed"), col(ApiKey.revoked_at).is_(None))
+_WITH_LIMITS = (
+    sa.select(ApiKey, col(ProjectLimit.limits))
+    .outerjoin(ProjectLimit, col(ProjectLimit.project) == col(ApiKey.project))
+    .where(col(ApiKey.revoked_at).is_(None))
+)
+_USABLE = _WITH_LIMITS.where(col(ApiKey.id) == sa.bindparam("key_id"))
+_FIND = _WITH_LIMITS.where(col(ApiKey.key_hash) == sa.bindparam("hashed"))
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,13 @@ class KeyView:
     def owner(self) -> str:
         """The owner of the rows that this key reads and writes: its project."""
         return self.project
+
+
+@dataclass(frozen=True)
+class UsableKey(KeyView):
+    """A key that is not revoked. limits: those that its project has of its own, None: none."""
+
+    limits: dict[str, int] | None
 
 
 class Keys(Aggregate):
@@ -89,7 +102,7 @@ class Keys(Aggregate):
             raise missing(ApiKey, key_id)
         return as_view(KeyView, row)
 
-    def verify(self, secret: str) -> KeyView | None:
+    def verify(self, secret: str) -> UsableKey | None:
         """The key with this secret; None if it is unknown or revoked. Its use is recorded once a minute."""
         hashed = hash_key(secret)
         with self._read() as connection:
@@ -97,7 +110,7 @@ class Keys(Aggregate):
         # The look-up is by a hash that clients cannot choose. The comparison does not rely on the index.
         return self._used(row if row is not None and hmac.compare_digest(row.key_hash, hashed) else None)
 
-    def usable(self, key_id: str) -> KeyView | None:
+    def usable(self, key_id: str) -> UsableKey | None:
         """The key with this id, which a token contains; None if it was revoked. Its use is recorded once a minute."""
         with self._read() as connection:
             row = connection.execute(_USABLE, {"key_id": key_id}).one_or_none()
@@ -129,14 +142,14 @@ class Keys(Aggregate):
             of_name = sa.select(col(ServiceSecret.value)).where(col(ServiceSecret.name) == name)
             return connection.execute(of_name).scalar_one()
 
-    def _used(self, row: sa.Row[Any] | None) -> KeyView | None:
+    def _used(self, row: sa.Row[Any] | None) -> UsableKey | None:
         if row is None:
             return None
         now = self._now()
         if row.last_used_at is None or now - row.last_used_at >= _USE_NOTED_EVERY:
             with self._write() as connection:
                 connection.execute(sa.update(ApiKey).where(col(ApiKey.id) == row.id).values(last_used_at=now))
-        return as_view(KeyView, row)
+        return as_view(UsableKey, row)
 
 
 def _adopt_local_rows(connection: sa.Connection, project: str) -> None:

@@ -46,7 +46,8 @@ async def make_fork(context: ExecutionContext, row: CheckpointView, execute: Map
 
 async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping[Kind, Execute]) -> None:
     began = context.clock.monotonic()
-    quota = Limits(stored_bytes=context.max_stored_bytes)
+    setting = Limits(stored_bytes=context.max_stored_bytes)
+    quota = await context.read(context.journal.project_limits.of, row.owner, setting)
     await context.read(context.journal.checkpoints.check_storage, row.owner, quota)
     model = await context.read(context.journal.models.get, row.run_id, None)
     last, adapter_id = await _last_request(context, row), f"{row.run_id}@{row.step}"

@@ -12,6 +12,8 @@ from tests.api.conftest import BASE
 from tests.api.test_futures import PARAMS, PROMPT, calls_of, sample, sampler
 from tinker import types
 
+from tinkerflow.api import identity
+
 
 def test_samples_over_the_limit_wait_in_the_client(start: Any, engine: Any) -> None:
     server = start(max_sampling_requests=2)
@@ -59,3 +61,23 @@ def test_training_over_the_limits_fails_its_future_and_the_next_works(start: Any
         sampling = training.save_weights_and_get_sampling_client().result()  # kept for sampling only, not stored
         assert sampling.sample(PROMPT, 1, PARAMS).result().sequences
         training.optim_step(types.AdamParams()).result()
+
+
+def test_a_project_can_have_limits_of_its_own(start: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "REMEMBERED_SECONDS", 0.0)
+    server = start(max_live_models=2)
+    keys = {project: server.journal.keys.create("key", project)[1] for project in ("small", "others")}
+    server.journal.project_limits.set("small", {"max_live_models": 1, "max_stored_bytes": 1})
+
+    def train(project: str, models: int) -> None:
+        with tinker.ServiceClient(base_url=server.url, api_key=keys[project]) as service:
+            runs = [service.create_lora_training_client(BASE, rank=8).result() for _ in range(models)]
+            for name in ("one", "two"):
+                runs[0].save_state(name).result()
+
+    train("others", 2)
+    with pytest.raises(tinker.RequestFailedError, match=r"at most 1 \(max_live_models\)"):
+        train("small", 2)
+    server.journal.project_limits.set("small", {"max_live_models": 0})
+    with pytest.raises(tinker.RequestFailedError, match="nothing is saved from 1 on"):
+        train("small", 3)

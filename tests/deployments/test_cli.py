@@ -57,6 +57,22 @@ def test_keys_are_shown_once(tmp_path):
         ]
 
 
+def test_limits_of_a_project_are_set_and_listed(tmp_path):
+    def limit(*words):
+        return CliRunner().invoke(every_command(), ["limit", *words, "--data-dir", str(tmp_path)])
+
+    assert (
+        limit("set", "search", "max_live_models=2", "max_sessions=5").stdout
+        == "search: max_live_models=2, max_sessions=5\n"
+    )
+    assert "search has no key yet" in limit("set", "search", "max_sessions=default").stderr
+    assert (
+        "search" in (listed := limit("list").stdout) and "max_live_models=2" in listed and "max_sessions" not in listed
+    )
+    for wrong in ("max_live_models", "max_live_models=two", "max_live_models=-1"):
+        assert f"limit {wrong!r}: must be NAME=VALUE" in str(limit("set", "search", wrong).exception)
+
+
 def test_up_names_a_base_model_that_cannot_be(tmp_path):
     done = tinkerflow("up", "--port", "0", "--data-dir", str(tmp_path), "--base-model", str(tmp_path / "nothing"))
     assert done.returncode == 1

@@ -339,6 +339,7 @@ BOUNDS = {
     "suspect": "requests that wait",
     "process": "parts of the service",
     "project_total": "one for each project that has a key",
+    "project_limit": "made on the command line alone",
     "ended_token": "a sign-out each; they go when the token expires",
 }
 

@@ -1,0 +1,21 @@
+"""Limits that a project has of its own. No project has any before."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "v0020"
+down_revision = "v0019"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Bring the schema here, in place. No row changes."""
+    op.create_table(
+        "project_limit",
+        sa.Column("project", sa.String(), nullable=False),
+        sa.Column("limits", sa.JSON(), nullable=False),
+        sa.PrimaryKeyConstraint("project", name="pk_project_limit"),
+    )

@@ -1,0 +1,68 @@
+"""Limits that a project has of its own, in the place of those of the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+import sqlalchemy as sa
+from sqlmodel import Field, col
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Json, Table, Text
+from tinkerflow.backend.journal.quotas import Limits
+
+SETTINGS = [f"max_{limit.name}" for limit in fields(Limits)]
+_MOST = 2**62
+
+
+class ProjectLimit(Table, table=True):
+    """The limits of a project of its own: values by the names of fields of `Limits`."""
+
+    __tablename__ = "project_limit"
+
+    project: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
+    limits: dict[str, int] = Field(sa_type=Json())
+
+
+class ProjectLimits(Aggregate):
+    """The limits of projects."""
+
+    def set(self, project: str, changes: Mapping[str, int | None], actor: str = audit.SERVICE) -> Mapping[str, int]:
+        """Change limits of a project, and return all that it has of its own.
+
+        changes: by setting (`max_stored_bytes`). 0 is no limit; None: the setting's value applies again. actor: for the
+        audit log. UserError: a name is no limit of projects, or a value is out of range.
+        """
+        for name, value in changes.items():
+            if name not in SETTINGS:
+                raise UserError(f"limit {name!r}: must be one of {', '.join(SETTINGS)}{did_you_mean(name, SETTINGS)}")
+            if value is not None and not 0 <= value <= _MOST:
+                raise UserError(f"limit {name}: {value} must be from 0 to {_MOST}")
+        short = {name.removeprefix("max_"): value for name, value in changes.items()}
+        with self._write() as connection:
+            before = connection.execute(_OF_PROJECT, {"project": project}).scalar_one_or_none()
+            after = {name: value for name, value in ((before or {}) | short).items() if value is not None}
+            connection.execute(sa.delete(ProjectLimit).where(col(ProjectLimit.project) == project))
+            if after:
+                connection.execute(sa.insert(ProjectLimit).values(project=project, limits=after))
+            event = audit.AuditedEvent.PROJECT_LIMITS_SET
+            audit.write_event(connection, self._now(), owner=project, event=event, actor=actor, details={**changes})
+        return after
+
+    def all(self) -> dict[str, dict[str, int]]:
+        """The limits of all projects that have any of their own, by project."""
+        with self._read() as connection:
+            rows = connection.execute(sa.select(ProjectLimit).order_by(col(ProjectLimit.project)))
+            return {row.project: row.limits for row in rows}
+
+    def of(self, project: str, settings: Limits) -> Limits:
+        """The limits that apply to a project. settings: those of projects without limits of their own."""
+        with self._read() as connection:
+            own = connection.execute(_OF_PROJECT, {"project": project}).scalar_one_or_none()
+        return replace(settings, **(own or {}))
+
+
+_OF_PROJECT = sa.select(col(ProjectLimit.limits)).where(col(ProjectLimit.project) == sa.bindparam("project"))

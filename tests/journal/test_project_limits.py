@@ -1,0 +1,35 @@
+"""Limits that a project has of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.journal import Limits
+
+
+def test_limits_of_a_project_replace_those_of_the_settings(scene: Any) -> None:
+    own, settings = scene.journal.project_limits, Limits(live_models=9, sessions=7)
+    assert own.set("search", {"max_live_models": 2, "max_stored_bytes": 2**40}) == {
+        "live_models": 2,
+        "stored_bytes": 2**40,
+    }
+    assert own.set("search", {"max_stored_bytes": None, "max_sessions": 0}) == {"live_models": 2, "sessions": 0}
+    assert own.of("search", settings) == Limits(live_models=2, sessions=0)
+    assert own.of("other", settings) == settings
+    _, secret = scene.journal.keys.create("laptop", "search")
+    assert scene.journal.keys.verify(secret).limits == {"live_models": 2, "sessions": 0}
+    own.set("search", {"max_live_models": None, "max_sessions": None})
+    assert own.all() == {} and scene.journal.keys.verify(secret).limits is None
+    events = [(one.event, one.actor) for one in scene.journal.audit.entries("search")]
+    assert events.count(("project_limits_set", "service")) == 3
+
+
+def test_wrong_limits_are_refused_by_name(scene: Any) -> None:
+    with pytest.raises(UserError, match=r"'max_live_model': must be one of .*did you mean 'max_live_models'"):
+        scene.journal.project_limits.set("search", {"max_live_model": 2})
+    with pytest.raises(UserError, match="max_live_models: -1 must be from 0"):
+        scene.journal.project_limits.set("search", {"max_live_models": -1})
+    assert scene.journal.project_limits.all() == {}
