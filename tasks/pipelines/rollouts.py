@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from tinkerflow.tasks.pipelines.rows import Message, Row, shorten
 
 if TYPE_CHECKING:
     import tinker
+    from tinker.types import ProvenanceSpans
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +40,15 @@ class FailedRowError(Exception):
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """One sampled answer: its prompt's tokens, its own tokens [N], and the log probabilities [N] of their sampling."""
+    """One sampled answer: its prompt's tokens, its own tokens [N], and the log probabilities [N] of their sampling.
+
+    sequence_id: the server's name of the answer, under which it keeps the record of the sampling.
+    """
 
     prompt: Sequence[int]
     answer: Sequence[int]
     logprobs: npt.NDArray[np.float64]
+    sequence_id: str
 
     @property
     def tokens(self) -> list[int]:
@@ -86,7 +91,10 @@ class Trajectory:
         return np.array([logprobs[place - len(tokens)] for place in places_N], np.float64)
 
     def datum(self, advantages_N: npt.NDArray[np.float64], weight: float | None = None) -> tinker.Datum:
-        """The input of a policy's loss; only sampled tokens are learnt. weight: of each of them; None = not sent."""
+        """The input of a policy's loss, with its provenance; only sampled tokens are learnt.
+
+        advantages_N: of sampled tokens. weight: of each of them; None = not sent.
+        """
         import tinker
 
         tokens, places_N = self.tokens, self.answers
@@ -96,7 +104,7 @@ class Trajectory:
             values_T[places_N - 1] = values_N
             return tinker.TensorData.from_numpy(values_T)
 
-        return tinker.Datum(
+        datum = tinker.Datum(
             model_input=tinker.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={
                 "target_tokens": tinker.TensorData.from_numpy(np.array(tokens[1:], np.int64)),
@@ -105,6 +113,23 @@ class Trajectory:
                 **({} if weight is None else {"weights": placed(np.full(len(places_N), weight))}),
             },
         )
+        first, *between, last = self._spans()
+        inputs = [first, *between, replace(last, length=last.length - 1)]
+        targets = [replace(first, offset=1, length=first.length - 1), *between, last]
+        return datum.with_provenance(inputs, targets)
+
+    def _spans(self) -> ProvenanceSpans:
+        """The origin of all tokens: for each turn what is new in its prompt, and its answer."""
+        from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
+
+        spans: ProvenanceSpans = []
+        known = 0
+        for turn in self.turns:
+            of_prompt, of_answer = len(turn.prompt) - known, len(turn.answer)
+            spans.append(PromptProvenanceSpan(sequence_id=turn.sequence_id, offset=known, length=of_prompt))
+            spans.append(SampledProvenanceSpan(sequence_id=turn.sequence_id, length=of_answer))
+            known += of_prompt + of_answer
+        return spans
 
 
 @dataclass
@@ -278,7 +303,7 @@ class Rollouts:
             waiting[prompt] = sampler.sample(tinker.ModelInput.from_ints(list(prompt)), prompts.count(prompt), params)
         sequences = {prompt: iter((await future).sequences) for prompt, future in waiting.items()}
         return [
-            SampledTurn(prompt, sampled.tokens, np.array(sampled.logprobs, np.float64))
+            SampledTurn(prompt, sampled.tokens, np.array(sampled.logprobs, np.float64), sampled.sequence_id)
             for prompt, sampled in ((prompt, next(sequences[prompt])) for prompt in prompts)
         ]
 

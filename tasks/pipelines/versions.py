@@ -70,4 +70,5 @@ class WeightVersions:
             else:
                 sampler.set_result(request.result())
 
-        asyncio.ensure_future(client.save_weights_and_get_sampling_client()).add_done_callback(pass_on)
+        saved = client.save_weights_and_get_sampling_client(record_stability_info=True)  # data name these samples
+        asyncio.ensure_future(saved).add_done_callback(pass_on)

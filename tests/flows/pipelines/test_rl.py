@@ -52,7 +52,8 @@ class Sampler:
         if self._sampled is not None:
             self._sampled.append(self._version)
         texts = [self._tokenizer.encode(text, add_special_tokens=False) for text in NUMBERS[:num_samples]]
-        return SimpleNamespace(sequences=[SimpleNamespace(tokens=text, logprobs=[-1.0] * len(text)) for text in texts])
+        sequences = [SimpleNamespace(tokens=text, logprobs=[-1.0] * len(text), sequence_id="sampled") for text in texts]
+        return SimpleNamespace(sequences=sequences)
 
     async def compute_logprobs(self, tokens: Any, prompt_logprobs_last_n: int) -> list[float]:
         return [-2.0] * prompt_logprobs_last_n
@@ -66,7 +67,7 @@ class Client:
         self.sent: list[tuple[list[tinker.Datum], str, dict[str, float] | None]] = []
         self.sampled: list[int] = []  # the versions of the weights, in the order of the samples
 
-    async def save_weights_and_get_sampling_client(self) -> Sampler:
+    async def save_weights_and_get_sampling_client(self, record_stability_info: bool = False) -> Sampler:
         return Sampler(self._tokenizer, self.version, self.sampled)
 
     async def forward_backward(self, data: list[tinker.Datum], loss: str, config: dict[str, float] | None) -> Any:

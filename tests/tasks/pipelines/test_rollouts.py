@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from tests.tasks.pipelines.conftest import parse
+from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines import Renderer, Row
@@ -39,7 +40,10 @@ class Echo:
     def sample(self, prompt: Any, num_samples: int, params: Any) -> Any:
         self.asked.append((self.tokenizer.decode(prompt.to_ints()), num_samples, params.seed))
         texts = [self.tokenizer.encode(f"{i}", add_special_tokens=False) for i in range(num_samples)]
-        sequences = [SimpleNamespace(tokens=text, logprobs=[-1.0] * len(text)) for text in texts]
+        sequences = [
+            SimpleNamespace(tokens=text, logprobs=[-1.0] * len(text), sequence_id=f"{params.seed}-{i}")
+            for i, text in enumerate(texts)
+        ]
 
         async def answer() -> Any:
             return SimpleNamespace(sequences=sequences)
@@ -58,7 +62,8 @@ class Saying:
         tokens = self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False)
 
         async def answer() -> Any:
-            return SimpleNamespace(sequences=[SimpleNamespace(tokens=tokens, logprobs=[-1.0] * len(tokens))])
+            sequence = SimpleNamespace(tokens=tokens, logprobs=[-1.0] * len(tokens), sequence_id="said")
+            return SimpleNamespace(sequences=[sequence])
 
         return answer()
 
@@ -130,8 +135,8 @@ async def test_an_environment_rewards_a_conversation_that_it_did_not_end(tokeniz
     assert [one.parts["turns"] for one in group] == [2.5, 1.0, 2.5]
 
 
-FIRST = SampledTurn([5, 6, 7], [8, 9], np.array([-0.5, -1.5]))
-SECOND = SampledTurn([5, 6, 7, 8, 9, 4], [3], np.array([-2.5]))
+FIRST = SampledTurn([5, 6, 7], [8, 9], np.array([-0.5, -1.5]), "req-1-0")
+SECOND = SampledTurn([5, 6, 7, 8, 9, 4], [3], np.array([-2.5]), "req-2-0")
 
 
 def test_only_the_answer_is_learnt() -> None:
@@ -153,9 +158,23 @@ def test_turns_that_extend_the_tokens_before_are_one_datum() -> None:
     assert inputs["advantages"] == [0.0, 0.0, 1.0, 2.0, 0.0, 3.0]
 
 
+def test_data_name_the_samples_of_all_their_tokens() -> None:
+    def new(turn: SampledTurn, offset: int, length: int) -> PromptProvenanceSpan:
+        return PromptProvenanceSpan(sequence_id=turn.sequence_id, offset=offset, length=length)
+
+    def answered(turn: SampledTurn, length: int) -> SampledProvenanceSpan:
+        return SampledProvenanceSpan(sequence_id=turn.sequence_id, length=length)
+
+    one, both = (Trajectory(turns).datum(np.ones(n)) for turns, n in (([FIRST], 2), ([FIRST, SECOND], 3)))
+    assert one.model_input_spans == [new(FIRST, 0, 3), answered(FIRST, 1)]
+    assert one.loss_fn_input_spans == [new(FIRST, 1, 2), answered(FIRST, 2)]
+    assert both.model_input_spans == [new(FIRST, 0, 3), answered(FIRST, 2), new(SECOND, 5, 1), answered(SECOND, 0)]
+    assert both.loss_fn_input_spans == [new(FIRST, 1, 2), answered(FIRST, 2), new(SECOND, 5, 1), answered(SECOND, 1)]
+
+
 def test_a_turn_whose_prompt_drops_tokens_begins_a_datum() -> None:
-    dropped = SampledTurn([5, 6, 7, 9, 4], [3], np.array([-2.5]))
-    longer = SampledTurn([5, 6, 7, 9, 4, 3, 1], [2], np.array([-1.0]))
+    dropped = SampledTurn([5, 6, 7, 9, 4], [3], np.array([-2.5]), "req-2-0")
+    longer = SampledTurn([5, 6, 7, 9, 4, 3, 1], [2], np.array([-1.0]), "req-3-0")
     found = Episode(turns=[FIRST, dropped, longer]).trajectories()
     assert [each.turns for each in found] == [[FIRST], [dropped, longer]]
 
