@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tinkerflow.backend.journal import BaseModelView, ProcessView, ServiceFigures, UsageKind
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -28,7 +29,6 @@ _WAITING = {
 _OLDEST = "Seconds since the oldest request without an answer was submitted, by kind: samples, training. 0: none waits."
 _TOKENS = "Tokens of training, of prompts (computed, and found in the cache), and of samples."
 _UNSAVED = "Seconds since the last recovery snapshot of the model whose changes have waited longest for one."
-_DRIFT = "The largest kl_sample_train:mean of the newest steps of live models, in nats."
 _GENERATION = "Number of the current worker group, which is one more than the number of earlier groups."
 _MEMORY = "Bytes of each device that are set aside, by use."
 # Fields of CompileStatus, counted since the worker group's start.
@@ -121,7 +121,9 @@ def _of_journal(known: Known) -> Iterable[Metric]:
     yield _gauge("tinkerflow_models_live", "Models that take work.", "base_model", observed.live.items())
     unsaved = [(name, (known.now - since).total_seconds()) for name, since in observed.unsaved_since.items()]
     yield _gauge("tinkerflow_unsaved_seconds", _UNSAVED, "base_model", unsaved)
-    yield _gauge("tinkerflow_kl_sample_train", _DRIFT, "base_model", observed.drift.items())
+    for figure in DRIFT_FIGURES:
+        worst = observed.drift.get(figure.name, {})
+        yield _gauge(f"tinkerflow_{figure.name}", figure.meaning, "base_model", worst.items())
     beats = [(part.name, (known.now - part.beat_at).total_seconds()) for part in known.parts]
     yield _gauge("tinkerflow_beat_age_seconds", "Seconds since the last heartbeat of a part.", "part", beats)
 

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from tinkerflow.backend.core.ids import base_model_name
 from tinkerflow.backend.core.joining import parse_address
 from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.backend.spec.drift import DriftLimits
 from tinkerflow.backend.spec.formats import BaseWeights, CacheFormat, Dtype, PlatformName
 from tinkerflow.backend.spec.ranks import RankRule
 
@@ -119,6 +120,13 @@ class Settings(BaseSettings):
         ge=0,
         description="nats of kl_sample_train:mean above which a forward_backward is logged as a warning with its worst "
         "tokens, and Prefect gets the event tinkerflow.run.drift; 0 = never",
+    )
+    least_agreement: float = Field(
+        default=0.8,
+        ge=0,
+        le=1,
+        description="routing_agreement:mean below which a forward_backward is logged as a warning, and Prefect gets "
+        "the event tinkerflow.run.routing; 0 = never",
     )
     routing_replay: bool = Field(
         default=False,
@@ -290,6 +298,11 @@ class Settings(BaseSettings):
         """How many worker groups run at a time."""
         models = max(1, len(self.base_models))
         return min(self.max_groups or models, models)
+
+    @property
+    def drift_limits(self) -> DriftLimits:
+        """The limits of the figures that compare the sampler with the trainer."""
+        return DriftLimits(self.most_drift, self.least_agreement)
 
     @property
     def journal_url(self) -> str:

@@ -58,7 +58,7 @@ class Dispatcher:
         self._snapshots = SnapshotPolicy(settings.snapshot_steps, settings.snapshot_seconds)
         self._served = {model.card.name: model for model in served}
         self._sweeps = Sweeps(settings, journal, served)
-        self._run_logs = RunLogs(journal, SystemClock(), settings.budget_tokens, settings.most_drift)
+        self._run_logs = RunLogs(journal, SystemClock(), settings.budget_tokens, settings.drift_limits)
         self._runners: dict[str, ModelRunner | None] = {}  # None: it is being opened
         self._adopted: dict[str, UUID] = {}  # by model: the flow run in which it is taken up again
         self._group: asyncio.TaskGroup | None = None  # of the runners

@@ -146,7 +146,7 @@ async def _open_mirror(
         journal=journal,
         api_url=api_url,
         budget_tokens=settings.budget_tokens,
-        most_drift=settings.most_drift,
+        drift_limits=settings.drift_limits,
         store=store,
     )
     await mirror.reconcile()
@@ -178,7 +178,7 @@ def _serve_base_model(
         answers,
         saves,
         Snapshots(saves),
-        most_drift=settings.most_drift,
+        drift_limits=settings.drift_limits,
         recheck_share=settings.recheck_share,
         max_stored_bytes=settings.max_stored_bytes,
         prefill_answers=settings.prefill_answers,

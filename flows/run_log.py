@@ -10,6 +10,7 @@ from uuid import UUID
 
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.journal import Journal, Outcome, RunEvent, Trained
+from tinkerflow.backend.spec.drift import DriftLimits
 from tinkerflow.flows.observers import Batch
 from tinkerflow.flows.run_report import INTERRUPTED, RunReport, restored_line
 from tinkerflow.tasks.execution.operation import Operation
@@ -22,16 +23,16 @@ _MOST_WAITING = 1000  # events of all runs in memory; when more wait for the jou
 class RunLogs:
     """The events of all runs of an engine that the journal does not have yet."""
 
-    def __init__(self, journal: Journal, clock: Clock, budget_tokens: int, most_drift: float) -> None:
-        """budget_tokens, most_drift: see the settings."""
+    def __init__(self, journal: Journal, clock: Clock, budget_tokens: int, drift_limits: DriftLimits) -> None:
+        """budget_tokens: see the settings. drift_limits: of `DRIFT_FIGURES`."""
         self._journal, self._clock = journal, clock
-        self._budget, self._most_drift = budget_tokens, most_drift
+        self._budget, self._drift_limits = budget_tokens, drift_limits
         self._waiting: deque[tuple[str, RunEvent]] = deque(maxlen=_MOST_WAITING)
         self.some = asyncio.Event()  # there are events to write
 
     def observe(self, model_id: str, trained: Trained) -> RunLog:
         """The observer of one model's training run. trained: before this engine."""
-        return RunLog(self, self._clock, model_id, trained, self._budget, self._most_drift)
+        return RunLog(self, self._clock, model_id, trained, self._budget, self._drift_limits)
 
     def add(self, run_id: str, text: str, level: int) -> None:
         """Keep an event, which happens now, for the next `write`."""
@@ -54,12 +55,12 @@ class RunLog:
     flow_run: UUID | None = None
 
     def __init__(
-        self, logs: RunLogs, clock: Clock, model_id: str, trained: Trained, budget: int, most_drift: float
+        self, logs: RunLogs, clock: Clock, model_id: str, trained: Trained, budget: int, drift_limits: DriftLimits
     ) -> None:
-        """logs: keeps the events. clock, trained, budget, most_drift: see `RunReport`. model_id: of the run."""
+        """logs: keeps the events. clock, trained, budget, drift_limits: see `RunReport`. model_id: of the run."""
         self._logs, self._model_id = logs, model_id
         self._report = RunReport(
-            clock, self._note, lambda *_, **__: None, trained, budget, most_drift, says_steps=False
+            clock, self._note, lambda *_, **__: None, trained, budget, drift_limits, says_steps=False
         )
 
     def started(self, batch: Batch, operations: Sequence[Operation]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.journal import CheckpointSaved, LossMeasured, ModelLive, Outcome, StepMeasured, Trained
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES, DriftLimits
 from tinkerflow.backend.spec.outliers import UsualSteps
 from tinkerflow.tasks.execution.restore import Restored
 
@@ -32,7 +33,7 @@ class RunReport:
         tell: Tell,
         trained: Trained,
         budget: int,
-        most_drift: float,
+        drift_limits: DriftLimits,
         *,
         says_steps: bool = True,
     ) -> None:
@@ -40,7 +41,7 @@ class RunReport:
 
         clock: paces the lines. say: adds a line of a level to the run's logs. tell: emits an event with a payload.
         trained: the tokens that the run was trained on before. budget: of tokens, after which an event is emitted; 0
-        for no budget. most_drift: see the setting; 0 for no limit. says_steps: whether steps are lines, too.
+        for no budget. drift_limits: of `DRIFT_FIGURES`. says_steps: whether steps are lines, too.
         """
         self._says_steps = says_steps
         self._clock, self._say, self._tell = clock, say, tell
@@ -51,7 +52,7 @@ class RunReport:
         self._said_at = -math.inf
         self._said_step = 0
         self._unsaid = ""
-        self._most_drift, self._drifts = most_drift, False
+        self._drift_limits, self._drifts = drift_limits, set[str]()  # the second: figures beyond their limit
         self._finite = True  # whether the last loss was finite; several other losses in a row are one event
         self._usual = UsualSteps()
 
@@ -68,7 +69,7 @@ class RunReport:
                         self._say(f"the loss is {effect.loss}, not a finite number", logging.ERROR)
                         self._tell("tinkerflow.run.nan", loss=str(effect.loss))
                     self._finite = math.isfinite(effect.loss)
-                    self._measure_drift(effect.kl)
+                    self._measure_drift(effect)
                 case ModelLive():  # a checkpoint has no gradients
                     self._loss = self._weight = 0.0
                     self._tokens = 0
@@ -95,15 +96,19 @@ class RunReport:
             self._say(self._unsaid, logging.INFO)
             self._unsaid = ""
 
-    def _measure_drift(self, kl: float | None) -> None:
-        """Report samples of another policy, once until one of the next is near enough. kl: None = not measured."""
-        if kl is None or not self._most_drift:
-            return
-        if kl > self._most_drift and not self._drifts:
-            cause = "the samples are of older weights or computed differently"
-            self._say(f"kl_sample_train is {kl:.3g}, above {self._most_drift:g}: {cause}", logging.WARNING)
-            self._tell("tinkerflow.run.drift", kl=kl, most=self._most_drift)
-        self._drifts = kl > self._most_drift
+    def _measure_drift(self, measured: LossMeasured) -> None:
+        """Report samples of another policy, once until some are within the limits again."""
+        for figure in DRIFT_FIGURES:
+            value: float | None = getattr(measured, figure.column)
+            if value is None:
+                continue
+            if not figure.is_wrong(value, self._drift_limits):
+                self._drifts.discard(figure.column)
+            elif figure.column not in self._drifts:
+                self._drifts.add(figure.column)
+                self._say(figure.alarm(value, self._drift_limits), logging.WARNING)
+                bound = {"least" if figure.falls else "most": figure.limit(self._drift_limits)}
+                self._tell(figure.event, **{figure.column: value}, **bound)
 
     def _spend(self, tokens: int) -> None:
         """Count the tokens of a step, and emit an event for the step that reaches the budget."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from operator import attrgetter
 from typing import Annotated, Literal
 from urllib.parse import urlencode
 
@@ -17,6 +18,7 @@ from tinkerflow.api.console.charts import chart
 from tinkerflow.backend.core.plot import Line
 from tinkerflow.backend.journal import Curve, Metric, StepFigures
 from tinkerflow.backend.journal.curves import EVERY_STEP, Span
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 Axis = Literal["step", "time", "tokens"]
 AXES: dict[Axis, str] = {"step": "step", "time": "hours since the run was created", "tokens": "trained tokens"}
@@ -26,7 +28,7 @@ _FIGURES: dict[str, Callable[[StepFigures], float | None]] = {
     "Loss per weight": lambda point: point.loss,
     "Gradient norm": lambda point: point.grad_norm,
     "Learning rate": lambda point: point.learning_rate,
-    "KL(sampler, trainer)": lambda point: point.kl,
+    **{one.title: attrgetter(one.column) for one in DRIFT_FIGURES},
     "Tokens per second": lambda point: point.tokens_per_second,
 }
 _Step = Annotated[int, Query(ge=0, lt=2**53)] | Literal[""]  # "" is an empty field of the form

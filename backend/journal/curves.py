@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate, get_owned
 from tinkerflow.backend.journal.tables import UNMADE, Model, TrainingStep
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 MOST = 500  # points of one curve, more than a screen shows
 Span = tuple[int, int]  # the first and the last step
@@ -28,7 +30,15 @@ _TOKENS_BEFORE = sa.select(sa.cast(sa.func.coalesce(sa.func.sum(col(TrainingStep
     *_OF_RUN, col(TrainingStep.step) < FIRST_STEP
 )
 _LOSS = col(TrainingStep.loss) / sa.func.nullif(col(TrainingStep.weight), 0.0)
-_KL_TOKENS = sa.case((col(TrainingStep.kl).is_not(None), col(TrainingStep.tokens)))
+
+
+def _mean(name: str) -> sa.ColumnElement[Any]:
+    """The mean over the tokens of steps in which the figure was measured. name: of its column."""
+    column = col(getattr(TrainingStep, name))
+    tokens = sa.func.sum(sa.case((column.is_not(None), col(TrainingStep.tokens))))
+    return sa.func.sum(column) / sa.func.nullif(tokens, 0)
+
+
 _PART = ((_SEQ - sa.bindparam("first")) // sa.bindparam("width")).label("part")
 _FIGURES = (
     sa.select(
@@ -39,7 +49,7 @@ _FIGURES = (
         sa.func.avg(_LOSS).label("loss"),
         sa.func.min(_LOSS).label("loss_low"),
         sa.func.max(_LOSS).label("loss_high"),
-        (sa.func.sum(col(TrainingStep.kl)) / sa.func.nullif(sa.func.sum(_KL_TOKENS), 0)).label("kl"),
+        *(_mean(one.column).label(one.column) for one in DRIFT_FIGURES),
         sa.func.avg(col(TrainingStep.grad_norm)).label("grad_norm"),
         sa.func.avg(col(TrainingStep.learning_rate)).label("learning_rate"),
     )
@@ -81,8 +91,8 @@ class Trained:
 class StepFigures:
     """The figures of one step, or the means over neighboring steps up to this one.
 
-    loss: for each unit of weight, between loss_low and loss_high. tokens_per_second: since the point before, None for
-    the first. A figure that was not measured is None.
+    loss: for each unit of weight, between loss_low and loss_high. kl, agreement: of `DRIFT_FIGURES`.
+    tokens_per_second: since the point before, None for the first. A figure that was not measured is None.
     """
 
     step: int
@@ -92,6 +102,7 @@ class StepFigures:
     loss_low: float | None
     loss_high: float | None
     kl: float | None
+    agreement: float | None
     grad_norm: float | None
     learning_rate: float | None
     tokens_per_second: float | None

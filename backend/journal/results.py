@@ -44,6 +44,7 @@ from tinkerflow.backend.journal.tables import (
     UsageKind,
 )
 from tinkerflow.backend.journal.topics import CLONE_BLOCK, answered
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 PAGE = 1000
 DROPPED, EXPIRED = "the result was dropped", "the result expired"  # errors of results without bytes begin with these
@@ -102,12 +103,12 @@ _ADD_USAGE = sa.text(
     " ON CONFLICT (session_id, bucket_start, base_model, kind)"
     " DO UPDATE SET quantity = usage_bucket.quantity + excluded.quantity"
 ).bindparams(sa.bindparam("bucket_start", type_=sa.inspect(UsageBucket).local_table.c.bucket_start.type))
+_SUMS = ("tokens", "weight", "loss", *(one.column for one in DRIFT_FIGURES))
 _ADD_LOSS = sa.text(
-    "INSERT INTO training_step (model_id, seq_id, step, at, tokens, weight, loss, kl)"
-    " VALUES (:model_id, :seq_id, :step, :at, :tokens, :weight, :loss, :kl)"
-    " ON CONFLICT (model_id, seq_id) DO UPDATE SET"
-    " tokens = training_step.tokens + excluded.tokens, weight = training_step.weight + excluded.weight,"
-    " loss = training_step.loss + excluded.loss, kl = training_step.kl + excluded.kl"
+    f"INSERT INTO training_step (model_id, seq_id, step, at, {', '.join(_SUMS)})"
+    f" VALUES (:model_id, :seq_id, :step, :at, {', '.join(f':{name}' for name in _SUMS)})"
+    " ON CONFLICT (model_id, seq_id) DO UPDATE SET "
+    + ", ".join(f"{name} = training_step.{name} + excluded.{name}" for name in _SUMS)
 ).bindparams(sa.bindparam("at", type_=sa.inspect(TrainingStep).local_table.c.at.type))
 _MADE = ("seq_id", "step", "at", "grad_norm", "learning_rate")
 _MAKE_STEP = (
@@ -152,8 +153,8 @@ class Used:
 class LossMeasured:
     """The figures of one forward_backward.
 
-    tokens: their number. weight: the sum of their weights. loss: the sum over the tokens. kl: the mean divergence from
-    the policy that sampled the tokens to the model; None if it was not measured.
+    tokens: their number. weight: the sum of their weights. loss: the sum over the tokens. kl, agreement: of
+    `DRIFT_FIGURES`, means over the tokens; None if not measured.
     """
 
     model_id: str
@@ -161,11 +162,14 @@ class LossMeasured:
     weight: float
     loss: float
     kl: float | None = None
+    agreement: float | None = None
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
         """Add the figures to the step that is still accumulating gradients."""
-        kl = None if self.kl is None else _finite(self.kl * self.tokens)
-        figures = {"tokens": self.tokens, "weight": self.weight, "loss": _finite(self.loss), "kl": kl}
+        figures: dict[str, float | None] = {"tokens": self.tokens, "weight": self.weight, "loss": _finite(self.loss)}
+        for figure in DRIFT_FIGURES:
+            mean = getattr(self, figure.column)
+            figures[figure.column] = None if mean is None else _finite(mean * self.tokens)
         connection.execute(_ADD_LOSS, {"model_id": self.model_id, "seq_id": UNMADE, "step": 0, "at": now, **figures})
         return ()
 

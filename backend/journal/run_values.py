@@ -13,6 +13,7 @@ from sqlmodel import col
 from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.run_metrics import RunMetric, RunMetricValue
 from tinkerflow.backend.journal.tables import TAKES_WORK, Model, ModelState, TrainingStep
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 _SEQ = col(TrainingStep.seq_id)
 _LAST_SEQ = (
@@ -107,9 +108,13 @@ def chosen_runs(runs: sa.Select[Any], projects: Collection[str], *, live_only: b
 def _made(row: sa.Row[tuple[TrainingStep]]) -> MadeStep:
     figures = {
         "loss": row.loss / row.weight if row.loss is not None and row.weight else None,
-        "kl_sample_train": row.kl / row.tokens if row.kl is not None and row.tokens else None,
+        **{one.name: _mean(getattr(row, one.column), row.tokens) for one in DRIFT_FIGURES},
         "grad_norm": row.grad_norm,
         "learning_rate": row.learning_rate,
         "training_tokens": float(row.tokens),
     }
     return MadeStep(row.seq_id, row.step, row.at, {name: v for name, v in figures.items() if v is not None})
+
+
+def _mean(total: float | None, tokens: int) -> float | None:
+    return total / tokens if total is not None and tokens else None

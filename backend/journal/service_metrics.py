@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
@@ -19,6 +20,7 @@ from tinkerflow.backend.journal.tables import (
     TrainingStep,
     UsageBucket,
 )
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 _USED = sa.select(
     col(UsageBucket.base_model), col(UsageBucket.kind), sa.cast(sa.func.sum(col(UsageBucket.quantity)), sa.BigInteger)
@@ -51,9 +53,17 @@ _NEWEST_STEP = (
     .scalar_subquery()
 )
 _DRIFT = (
-    sa.select(col(Model.base_model), sa.func.max(col(TrainingStep.kl) / col(TrainingStep.tokens)))
+    sa.select(
+        col(Model.base_model),
+        *(
+            (sa.func.min if one.falls else sa.func.max)(
+                col(getattr(TrainingStep, one.column)) / col(TrainingStep.tokens)
+            )
+            for one in DRIFT_FIGURES
+        ),
+    )
     .join(TrainingStep, sa.and_(col(TrainingStep.model_id) == col(Model.id), col(TrainingStep.seq_id) == _NEWEST_STEP))
-    .where(col(Model.state) == ModelState.LIVE, col(TrainingStep.kl).is_not(None), col(TrainingStep.tokens) > 0)
+    .where(col(Model.state) == ModelState.LIVE, col(TrainingStep.tokens) > 0)
     .group_by(col(Model.base_model))
 )
 _FIRST = sa.func.min(col(Request.created_at))
@@ -72,14 +82,15 @@ class ServiceFigures:
     used: by base model and UsageKind, since the beginning. live: models in training by base model. unsaved_since: by
     base model, the newest recovery snapshot of the model whose changes have waited longest for one; absent without such
     changes. waiting_since: of `samples` and of `training`, when the oldest request without an answer was submitted, or
-    None. drift: by base model, the largest `kl_sample_train` of the newest steps of its models; absent if none has it.
+    None. drift: by name of DRIFT_FIGURES and by base model, the worst value of the newest steps of its models; absent
+    if none has it.
     """
 
     used: Mapping[tuple[str, str], int]
     live: Mapping[str, int]
     unsaved_since: Mapping[str, datetime]
     waiting_since: Mapping[str, datetime | None]
-    drift: Mapping[str, float]
+    drift: Mapping[str, Mapping[str, float]]
 
 
 class ServiceMetrics(Aggregate):
@@ -93,5 +104,12 @@ class ServiceMetrics(Aggregate):
                 {base: int(count) for base, count in connection.execute(_LIVE)},
                 {row[0]: row[1] for row in connection.execute(_OLDEST)},
                 {row[0]: row[1] for row in connection.execute(_WAITING)},
-                {base: float(kl) for base, kl in connection.execute(_DRIFT)},
+                _drift(connection.execute(_DRIFT).all()),
             )
+
+
+def _drift(rows: Sequence[sa.Row[Any]]) -> dict[str, dict[str, float]]:
+    return {
+        one.name: {base: float(values[place]) for base, *values in rows if values[place] is not None}
+        for place, one in enumerate(DRIFT_FIGURES)
+    }

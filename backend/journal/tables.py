@@ -533,8 +533,8 @@ class TrainingStep(Table, table=True):
     """The figures of one optimizer step of a model, for its curves. They stay when the results are dropped.
 
     seq_id: of the optim_step, or UNMADE while the gradients of the step are being accumulated. at: when it was
-    answered. weight: the sum of the weights of the step's tokens. loss, kl: sums over the tokens. Figures that were not
-    measured, or are not finite, are NULL.
+    answered. weight: the sum of the weights of the step's tokens. loss, kl, agreement: sums over the tokens. Figures
+    that were not measured, or are not finite, are NULL.
     """
 
     __tablename__ = "training_step"
@@ -547,6 +547,7 @@ class TrainingStep(Table, table=True):
     weight: float
     loss: float | None = None
     kl: float | None = None
+    agreement: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
 

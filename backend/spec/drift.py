@@ -1,12 +1,14 @@
-"""The distance between the sampling policy and the trained policy: `kl_sample_train` of a forward_backward.
+"""The distance between the sampling policy and the trained policy, in each forward_backward: DRIFT_FIGURES.
 
 A trainer and a sampler that compute the same text differently (or samples that are older than the weights) bias every
-policy gradient, and no other metric shows it.
+policy gradient, and no other metric shows it. Each figure is a metric of results, a column of training steps, a curve
+of the console, a value of trackers, a series of Prometheus, and an alarm with its event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,81 @@ AGREEMENT = "routing_agreement:mean"  # the share of equal sets of experts
 WORST = 5  # tokens of a report
 _MOST = 20.0  # the largest difference of logprobs that is counted; its exp is 5e8
 
+
+@dataclass(frozen=True)
+class DriftLimits:
+    """The values of DRIFT_FIGURES from which on they are alarms, by column; 0 = never."""
+
+    kl: float = 0.0
+    agreement: float = 0.0
+
+
+UNLIMITED = DriftLimits()
+
+
+@dataclass(frozen=True)
+class DriftFigure:
+    """A figure that compares the sampler with the trainer.
+
+    column: of the training step, where the figure is summed over tokens. metric: its name in results. title: of its
+    curve. event: of its alarm. falls: whether the alarm is below the limit, and not above it. unit: in words. cause: a
+    sentence for its alarm.
+    """
+
+    column: str
+    metric: str
+    title: str
+    event: str
+    falls: bool
+    unit: str
+    cause: str
+
+    @property
+    def name(self) -> str:
+        """Its name in trackers and in Prometheus."""
+        return self.metric.partition(":")[0]
+
+    @property
+    def meaning(self) -> str:
+        """The sentence for its series."""
+        worst = "smallest" if self.falls else "largest"
+        return f"The {worst} {self.metric} of the newest steps of live models, {self.unit}."
+
+    def limit(self, limits: DriftLimits) -> float:
+        """The limit of this figure, 0 = none."""
+        return float(getattr(limits, self.column))
+
+    def is_wrong(self, value: float | None, limits: DriftLimits) -> bool:
+        """Whether a value is beyond the limit. None: it was not measured."""
+        limit = self.limit(limits)
+        return value is not None and limit > 0 and (value < limit if self.falls else value > limit)
+
+    def alarm(self, value: float, limits: DriftLimits) -> str:
+        """The line of an alarm."""
+        side = "below" if self.falls else "above"
+        return f"{self.name} is {value:.3g}, {side} {self.limit(limits):g}: {self.cause}"
+
+
+DRIFT_FIGURES = (
+    DriftFigure(
+        column="kl",
+        metric=KL_MEAN,
+        title="KL(sampler, trainer)",
+        event="tinkerflow.run.drift",
+        falls=False,
+        unit="in nats",
+        cause="the samples are of older weights or computed differently",
+    ),
+    DriftFigure(
+        column="agreement",
+        metric=AGREEMENT,
+        title="Routing agreement",
+        event="tinkerflow.run.routing",
+        falls=True,
+        unit="a share of sets of experts",
+        cause="the routers of the trainer choose other experts than the sampler did",
+    ),
+)
 
 DriftTokens = tuple[Floats, Floats, npt.NDArray[np.bool_]]
 

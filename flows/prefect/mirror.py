@@ -26,6 +26,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pendin
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import CheckpointSaved, Journal, Kind, ModelState, Outcome, Trained
+from tinkerflow.backend.spec.drift import UNLIMITED, DriftLimits
 from tinkerflow.backend.store import Store
 from tinkerflow.flows.observers import Batch, RunControls
 from tinkerflow.flows.prefect.assets import asset_events
@@ -58,18 +59,18 @@ class Mirror:
         journal: Journal | None = None,
         api_url: str = "",
         budget_tokens: int = 0,
-        most_drift: float = 0.0,
+        drift_limits: DriftLimits = UNLIMITED,
         store: Store | None = None,
     ) -> None:
         """Nothing is shown yet.
 
         connection, pacing: to Prefect, and of task runs. journal: for the artifacts of training runs, and the states of
         runs that an earlier engine left; None: neither. api_url: of our console. budget_tokens: training tokens of a
-        run after which Prefect gets an event; 0: never. most_drift: see the setting. store: of histories.
+        run after which Prefect gets an event; 0: never. drift_limits: of `DRIFT_FIGURES`. store: of histories.
         """
         self.connection = connection
         self._journal, self._api_url, self._store = journal, api_url, store
-        self.budget_tokens, self.most_drift = budget_tokens, most_drift
+        self.budget_tokens, self.drift_limits = budget_tokens, drift_limits
         self.pacing = pacing
 
     @property
@@ -205,7 +206,9 @@ class RunMirror:
         self._draw_next: asyncio.TimerHandle | None = None
         if adopted is not None or self._connection.reachable:
             self._begin_flow_run(adopted)
-        self._report = RunReport(SystemClock(), self.log, self._emit, trained, mirror.budget_tokens, mirror.most_drift)
+        self._report = RunReport(
+            SystemClock(), self.log, self._emit, trained, mirror.budget_tokens, mirror.drift_limits
+        )
         self._connection.on_reachable(self._on_reachable)
 
     @property

@@ -53,6 +53,7 @@ from tinkerflow.backend.spec.commands import (
     OptimStep,
     Reply,
 )
+from tinkerflow.backend.spec.drift import UNLIMITED, DriftLimits
 from tinkerflow.backend.store import Store
 from tinkerflow.tasks.execution.full_model_queue import FullModelQueue
 from tinkerflow.tasks.execution.memory_quota import MemoryQuota
@@ -81,7 +82,7 @@ class ExecutionContext:
 
     generation: of the only worker group that may execute these commands; None for any group that serves.
     owner: the project whose share of training is charged; "" if the commands serve all projects.
-    most_drift: the mean `kl_sample_train` above which a forward_backward is logged; 0 for no limit. recheck_share: the
+    drift_limits: those of `DRIFT_FIGURES` from which on a forward_backward is logged. recheck_share: the
     share of intervals between snapshots that are executed a second time (recheck.py). max_stored_bytes: the quota of a
     project that wants a fork, 0 for none. prefill_answers, routing_replay: see the settings. image_memory: quotas for
     images in operations of models. full_models: the queue of samples of full-parameter models. forks: those that are
@@ -98,7 +99,7 @@ class ExecutionContext:
     snapshots: Snapshots
     generation: int | None = None
     owner: str = ""
-    most_drift: float = 0.0
+    drift_limits: DriftLimits = UNLIMITED
     recheck_share: float = 0.0
     max_stored_bytes: int = 0
     prefill_answers: bool = True

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from tinkerflow.backend.catalog.model_card import image_processor
 from tinkerflow.backend.journal import Effect, LossMeasured, Outcome, UsageKind, Used
 from tinkerflow.backend.spec.commands import Forward, ForwardResult
-from tinkerflow.backend.spec.drift import KL_MEAN, worst_tokens
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES, KL_MEAN, worst_tokens
 from tinkerflow.backend.wire import (
     decode_forward,
     drift_metrics,
@@ -71,22 +71,20 @@ async def execute(execution: Execution) -> Outcome:
             result = await reply
 
     def encode() -> tuple[bytes, dict[str, float], list[str]]:
-        drift = drift_metrics(command, result)
-        drifts = 0 < context.most_drift < drift.get(KL_MEAN, 0.0)
-        worst = worst_tokens(sampled_tokens(command, result)) if drifts else []
-        return encode_forward(result.copy_with(metrics={**result.metrics, **drift})), drift, worst
+        metrics = {**result.metrics, **drift_metrics(command, result)}
+        means = {one.column: metrics[one.metric] for one in DRIFT_FIGURES if one.metric in metrics}
+        wrong = [one for one in DRIFT_FIGURES if one.is_wrong(means.get(one.column), context.drift_limits)]
+        alarms = [one.alarm(means[one.column], context.drift_limits) for one in wrong]
+        if alarms and KL_MEAN in metrics:
+            alarms += worst_tokens(sampled_tokens(command, result))
+        return encode_forward(result.copy_with(metrics=metrics)), means, alarms
 
-    answer, drift, worst = await context.decode(request.owner, sum(array.nbytes for array in result.logprobs), encode)
-    if worst:
-        log.warning(
-            "model %s trains on samples of another policy, of older weights or computed differently: %s; %s",
-            execution.model_id,
-            ", ".join(f"{name} {value:.3g}" for name, value in drift.items()),
-            "; ".join(worst),
-        )
+    answer, means, alarms = await context.decode(request.owner, sum(array.nbytes for array in result.logprobs), encode)
+    if alarms:
+        log.warning("model %s trains on samples of another policy: %s", execution.model_id, "; ".join(alarms))
     tokens = sum(len(example.tokens_T) for example in command.examples)
     effects: list[Effect] = [Used(request.session_id, card.name, UsageKind.TRAINING, tokens)]
     if command.backward:
         weight = float(sum(example.weights_TK.sum(dtype=float) for example in command.examples))
-        effects.append(LossMeasured(execution.model_id, tokens, weight, result.loss_sum, drift.get(KL_MEAN)))
+        effects.append(LossMeasured(execution.model_id, tokens, weight, result.loss_sum, **means))
     return request.done(answer, "proto", *effects)

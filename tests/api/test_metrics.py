@@ -22,7 +22,8 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     ]
     used = {("a/b", "sample"): 12, ("a/b", "training"): 5, ("a/b", "checkpoint"): 2}
     earlier = now - timedelta(seconds=90)
-    observed = ServiceFigures(used, {"a/b": 4}, {"a/b": earlier}, {"samples": earlier, "training": None}, {"a/b": 0.25})
+    drift = {"kl_sample_train": {"a/b": 0.25}, "routing_agreement": {"a/b": 0.75}}
+    observed = ServiceFigures(used, {"a/b": 4}, {"a/b": earlier}, {"samples": earlier, "training": None}, drift)
     parts = [ProcessView("engine", now, now)]
     text = Metrics().page(Known(bases, {"samples": 1, "models": 2}, observed, parts, now)).decode()
     lines = text.splitlines()
@@ -37,6 +38,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     assert 'tinkerflow_oldest_wait_seconds{kind="samples"} 90.0' in lines
     assert 'tinkerflow_oldest_wait_seconds{kind="training"} 0.0' in lines
     assert 'tinkerflow_kl_sample_train{base_model="a/b"} 0.25' in lines
+    assert 'tinkerflow_routing_agreement{base_model="a/b"} 0.75' in lines
     assert 'tinkerflow_beat_age_seconds{part="engine"} 0.0' in lines
     assert 'tinkerflow_worker_group_generation{base_model="a/b"} 3.0' in lines
     assert 'tinkerflow_kv_pages{base_model="a/b",state="used"} 10.0' in lines

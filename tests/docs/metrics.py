@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from tinkerflow.api.metrics import Answered, Known, Metrics
 from tinkerflow.backend.journal import BaseModelView, ProcessView, ServiceFigures
 from tinkerflow.backend.spec.commands import CompileStatus
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ def families() -> list[Family]:
     now, status = datetime.now(UTC), CompileStatus(**dict.fromkeys(CompileStatus.__struct_fields__, 1))
     base = BaseModelView("a/b", "", now, status, {"generation": 1, "memory": {"weights": 1}})
     used = {("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}
-    observed = ServiceFigures(used, {"a/b": 1}, {"a/b": now}, {"samples": None}, {"a/b": 0.0})
+    drift = {figure.name: {"a/b": 0.0} for figure in DRIFT_FIGURES}
+    observed = ServiceFigures(used, {"a/b": 1}, {"a/b": now}, {"samples": None}, drift)
     parts = [ProcessView("engine", now, now)]
     page = metrics.page(Known([base], {"samples": 0, "models": 0}, observed, parts, now)).decode()
     found = []

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.journal import Kind
+from tinkerflow.backend.spec.drift import DriftLimits
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.tasks.execution.operation import ExecutionContext
 
 
 @pytest.fixture
 def context(context: ExecutionContext) -> ExecutionContext:
-    return replace(context, most_drift=0.01)
+    return replace(context, drift_limits=DriftLimits(kl=0.01))
 
 
 def rollout(model: str, seq_id: int, logprob: float) -> bytes:
@@ -60,7 +61,7 @@ async def test_drift_is_reported_and_logged(
         with caplog.at_level(logging.WARNING, "tinkerflow.tasks"):
             moved = await drift(-9.0)
             assert moved > 1
-            assert f"model {model} trains on samples of another policy" in caplog.text
+            assert f"model {model} trains on samples of another policy: kl_sample_train is " in caplog.text
             assert "; datum 0, token 0: sampled at -9, trained at -" in caplog.text
             caplog.clear()
             assert abs(await drift(moved - 9.0)) < 1e-5

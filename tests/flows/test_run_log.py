@@ -19,6 +19,7 @@ from tinkerflow.backend.journal import (
     StepMeasured,
     Trained,
 )
+from tinkerflow.backend.spec.drift import UNLIMITED
 from tinkerflow.flows.observers import Batch
 from tinkerflow.flows.run_log import RunLogs
 from tinkerflow.tasks.execution.restore import Restored
@@ -26,7 +27,7 @@ from tinkerflow.tasks.execution.restore import Restored
 
 async def test_restores_saves_and_alarms_are_events_and_steps_are_not(client: Any) -> None:
     run, _ = client.submit_create(0)
-    logs = RunLogs(client.journal, ManualClock(), budget_tokens=0, most_drift=0.0)
+    logs = RunLogs(client.journal, ManualClock(), budget_tokens=0, drift_limits=UNLIMITED)
     log = logs.observe(run, Trained())
 
     async def answered(*effects: Effect) -> None:

@@ -19,6 +19,7 @@ from tinkerflow.backend.journal import (
     StepMeasured,
     Trained,
 )
+from tinkerflow.backend.spec.drift import DriftLimits
 from tinkerflow.backend.spec.outliers import BlamedRow
 from tinkerflow.flows.prefect.drawing import Drawing
 from tinkerflow.flows.run_report import LINE_SECONDS, RunReport
@@ -39,7 +40,7 @@ class Told:
             lambda event, **payload: self.events.append((event, payload)),
             trained,
             budget,
-            most_drift=0.1,
+            drift_limits=DriftLimits(kl=0.1, agreement=0.8),
         )
 
     def step(self, number: int, loss: float = 6.0, *, seconds: float = 0.0) -> None:
@@ -79,15 +80,23 @@ def test_a_loss_that_is_not_a_number_is_told_once_until_it_is_one_again() -> Non
     ]
 
 
-def test_samples_of_another_policy_are_an_event_once_until_they_are_near_again() -> None:
+@pytest.mark.parametrize(
+    ("column", "event", "bound", "values", "alarms", "line"),
+    [
+        ("kl", "tinkerflow.run.drift", {"most": 0.1}, (0.05, 0.2, 0.3, None, 0.01, 0.5), (0.2, 0.5),
+         "kl_sample_train is {}, above 0.1: the samples are of older weights or computed differently"),
+        ("agreement", "tinkerflow.run.routing", {"least": 0.8}, (1.0, 0.75, 0.5, None, 0.8, 0.25), (0.75, 0.25),
+         "routing_agreement is {}, below 0.8: the routers of the trainer choose other experts than the sampler did"),
+    ],
+)  # fmt: skip
+def test_a_figure_beyond_its_limit_is_an_event_once_until_it_is_within_again(
+    column: str, event: str, bound: Any, values: Any, alarms: Any, line: str
+) -> None:
     told = Told()
-    for kl in (0.05, 0.2, 0.3, None, 0.01, 0.5):
-        told.answered(LossMeasured(RUN, 4, 3.0, 6.0, kl))
-    assert told.events == [("tinkerflow.run.drift", {"kl": kl, "most": 0.1}) for kl in (0.2, 0.5)]
-    assert [text for level, text in told.lines if level == logging.WARNING] == [
-        f"kl_sample_train is {kl}, above 0.1: the samples are of older weights or computed differently"
-        for kl in (0.2, 0.5)
-    ]
+    for value in values:
+        told.answered(LossMeasured(RUN, 4, 3.0, 6.0, **{column: value}))
+    assert told.events == [(event, {column: value, **bound}) for value in alarms]
+    assert [text for level, text in told.lines if level == logging.WARNING] == [line.format(one) for one in alarms]
 
 
 def test_a_checkpoint_is_said_and_told() -> None:

@@ -44,18 +44,18 @@ def test_what_waits_longest_is_known_by_kind_until_it_is_answered(scene, clock):
     assert scene.journal.metrics.now().waiting_since["training"] == clock.now()
 
 
-def test_the_drift_is_the_largest_of_the_newest_steps(scene):
-    def train(model, seq, kl):
+def test_the_drift_is_the_worst_of_the_newest_steps(scene):
+    def train(model, seq, kl, agreement=None):
         scene.submit(model, seq)
         (pending,) = scene.journal.requests.ready(model)
-        effects = LossMeasured(model, 4, 4.0, 1.0, kl), StepMeasured(model, seq, seq, 1.0, 1e-4)
+        effects = LossMeasured(model, 4, 4.0, 1.0, kl, agreement), StepMeasured(model, seq, seq, 1.0, 1e-4)
         scene.journal.results.finish([replace(pending.done(b"r", "proto", *effects), replays=True)])
 
     one, other = scene.model(), scene.model()
     train(one, 1, None)
-    assert scene.journal.metrics.now().drift == {}
+    assert scene.journal.metrics.now().drift == {"kl_sample_train": {}, "routing_agreement": {}}
     train(one, 2, 0.5)
-    train(other, 1, 0.125)
-    assert scene.journal.metrics.now().drift == {"tiny": 0.5}
-    train(one, 3, 0.0625)
-    assert scene.journal.metrics.now().drift == {"tiny": 0.125}
+    train(other, 1, 0.125, 0.75)
+    assert scene.journal.metrics.now().drift == {"kl_sample_train": {"tiny": 0.5}, "routing_agreement": {"tiny": 0.75}}
+    train(one, 3, 0.0625, 0.5)
+    assert scene.journal.metrics.now().drift == {"kl_sample_train": {"tiny": 0.125}, "routing_agreement": {"tiny": 0.5}}
