@@ -38,17 +38,19 @@ class AdapterPrograms:
         *,
         max_context: int,
         trees: bool,
+        routes: bool,
     ) -> None:
         """Nothing is compiled yet.
 
         cfg, params: of the base model, on the mesh. budget: of training. sampler: publishes weights. tower: of images.
         warm_up: compiles programs before they are needed. progress: called with a line of text when a command may wait
         for a compilation. max_context: the longest sequence in tokens. trees: shared beginnings of examples have a
-        program of their own.
+        program of their own. routes: so have recorded experts.
         """
         self._cfg, self._mesh, self._params = cfg, mesh, params
         self._sampler, self._tower, self._warm_up, self._progress = sampler, tower, warm_up, progress
         self._max_context, self._microbatch_tokens, self._trees = max_context, budget.microbatch_tokens, trees
+        self._routes = routes
         self._steps = StepsByShape(partial(make_steps, cfg, mesh, budget), memory_maps_used, self._forget)
         self._wanted: set[tuple[LoraSpec, Optimizer]] = set()
         self._announced: set[tuple[str, LoraSpec, tuple[int, ...]]] = set()
@@ -80,6 +82,7 @@ class AdapterPrograms:
                 max_context=self._max_context,
                 tower=self._tower,
                 trees=self._trees,
+                routes=self._cfg.layers * self._cfg.experts_per_token if self._routes else 0,
             ),
             owner=spec,
         )

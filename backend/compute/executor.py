@@ -124,6 +124,7 @@ class Executor:
             progress,
             max_context=self._config.max_context,
             trees=bool(self.branch_tokens) and trees,
+            routes=config.routing_replay,
         )
         self._trainer = AdapterTrainer(
             Training(

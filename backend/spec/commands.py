@@ -562,6 +562,7 @@ class GroupConfig:
     store_mark: str = ""  # from `Store.mark`: on another host, the same URL may be a different folder
     kv_cache: CacheFormat = "full"
     drafts: bool = False  # verify several likely tokens in one step, where the host reads each chunk first
+    routing_replay: bool = False  # compile the programs of recorded experts ahead, in models with experts
     share_prefixes: bool = True  # train equal beginnings of examples once, in models that can (`spec.prefix_trees`)
 
 

@@ -20,6 +20,7 @@ from tinkerflow.backend.spec.commands import (
     CompileStatus,
     CreateAdapter,
     DropSnapshot,
+    Example,
     ExportAdapter,
     ImportAdapter,
     LoadSnapshot,
@@ -30,6 +31,7 @@ from tinkerflow.backend.spec.commands import (
     SampleRequest,
     SampleStep,
 )
+from tinkerflow.backend.spec.drift import AGREEMENT
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.spec.packing import micro_batch_shapes
 
@@ -96,6 +98,41 @@ def test_nothing_is_compiled_for_mixed_traffic_after_the_warm_up(
 
     forward(executor, "a", (random_example(rng, 8, targets=3),))  # not among what is planned
     assert warmth().late > 0
+
+
+@pytest.mark.thorough
+def test_nothing_is_compiled_for_recorded_experts_after_the_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward, run_all
+) -> None:
+    monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)
+    monkeypatch.setattr(executor_module, "memory_maps_used", lambda: 0.0)  # other tests leave programs here
+    executor = build(tmp_path, "qwen3_moe", tied=True).executor(
+        max_context=CONTEXT, microbatch_tokens=32, sample_slots=2, warm_up=True, routing_replay=True
+    )
+
+    def warmth() -> CompileStatus:
+        reply = executor.execute(ReadCompileStatus())
+        assert isinstance(reply, CompileStatus)
+        return reply
+
+    executor.execute(CreateAdapter("a", LoraSpec(32), 0))
+    wait_for(lambda: warmth().ready == warmth().planned)
+    assert warmth().failed == 0
+    before = warmth().needed
+    prompt_T = np.arange(3, 12, dtype=np.int32)
+    for step in range(2):
+        executor.execute(PublishSnapshot("a", f"s{step}"))
+        request = SampleRequest("r", "owner", f"s{step}", prompt_T, 2, 9, 1.0, -1, 1.0, seed=step, routes=True)
+        data = []
+        for sequence in run_all(executor, request)["r"].sequences:
+            whole = np.concatenate([prompt_T, sequence.tokens_T])
+            routes_Tn = np.full((len(whole) - 1, sequence.routes_Tn.shape[1]), -1, np.int16)
+            routes_Tn[len(prompt_T) - 1 :] = sequence.routes_Tn
+            weights_TK = np.ones((len(whole) - 1, 1), np.float32)
+            data.append(Example(whole[:-1], whole[1:, None], weights_TK, routes_Tn=routes_Tn))
+        assert AGREEMENT in forward(executor, "a", tuple(data), backward=True).metrics
+        executor.execute(OptimStep("a", AdamParams(learning_rate=1e-3)))
+    assert (warmth().needed, warmth().late) == (before, 0)
 
 
 def test_packing_makes_no_shape_that_is_not_listed() -> None:

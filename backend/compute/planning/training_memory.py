@@ -154,6 +154,8 @@ def _step(
         chunks = 4 * tokens * heads * (6 * wide + 4 * chunk + states * state)
     layer += _scores(cfg, config, tokens)
     ends = 3 * tokens * (cfg.hidden + cfg.layers * (cfg.layer_input.width if cfg.layer_input else 0)) * item
+    if config.routing_replay:  # the recorded experts as int16, and as int32 for the layers
+        ends += 6 * tokens * cfg.layers * cfg.experts_per_token
     before = 0
     if cfg.vision is not None:  # the features of images; the tower ends before the step begins
         before = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)

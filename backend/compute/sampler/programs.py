@@ -46,7 +46,7 @@ class SamplerPrograms:
     shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
     of a sequence. usual: the shape of most adapters. accelerated: whether a chunk is dispatched before the last one is
     read, and the base model alone has programs without adapters. host_decides: as in `Platform`. kv_cache: the format
-    of the pages. tower: of models with images.
+    of the pages. routes: whether the experts of tokens are recorded. tower: of models with images.
     """
 
     cfg: ModelConfig
@@ -60,6 +60,7 @@ class SamplerPrograms:
     accelerated: bool
     host_decides: bool
     kv_cache: CacheFormat
+    routes: bool
     tower: VisionTower | None = None
 
     def all(self) -> Iterator[Program]:
@@ -85,6 +86,9 @@ class SamplerPrograms:
                     run = partial(self._decode, slots, width, **variant)
                     name = f"{kind}, {slots} slots, {width} columns"
                     yield Program(name, _distance(distance + further, width), run)
+                    if self.routes:
+                        routed = partial(run, routes=True)
+                        yield Program(f"{name}, with experts", _distance(distance + further + 1, width), routed)
         yield Program("copies of pages", 0, partial(self._copies, copied))
         if self.pool.states:
             yield Program("copies of states", 0, partial(self._copies, copied_states))
@@ -133,7 +137,14 @@ class SamplerPrograms:
         score.lower(self.mesh, PLAIN, self.params, self._stack(width), x_BQD, columns_B2, queries).compile()
 
     def _decode(
-        self, S: int, width: int, *, chunk: int | None = None, filters: bool = False, adjusted: bool = False
+        self,
+        S: int,
+        width: int,
+        *,
+        chunk: int | None = None,
+        filters: bool = False,
+        adjusted: bool = False,
+        routes: bool = False,
     ) -> None:
         most, chunk = self.shapes.slots[-1], chunk or self.chunk
         rows = replace(
@@ -148,7 +159,8 @@ class SamplerPrograms:
         if self.host_decides:
             rows.choice.top_k_S[:] = 1 if filters else -1
             rows = decided(rows, self.chunk)
-        decode.lower(self.cfg, self.mesh, chunk, 0, self.params, stack, cache, rows, steps).compile()
+        routed = {"routes": True} if routes else {}  # as `decode_chunk` gives it: a default is another program to JAX
+        decode.lower(self.cfg, self.mesh, chunk, 0, self.params, stack, cache, rows, steps, **routed).compile()
 
     def _copies(self, program: Any) -> None:
         places = np.zeros(COPIES, np.int32)

@@ -100,6 +100,7 @@ class Sampler:
             accelerated=runs_ahead,
             host_decides=host_decides,
             kv_cache=config.kv_cache,
+            routes=config.routing_replay and bool(cfg.experts),
             tower=tower,
         )
         self.snapshots = SnapshotCache(

@@ -93,13 +93,15 @@ def training_programs(
     max_context: int,
     tower: VisionTower | None = None,
     trees: bool = False,
+    routes: int = 0,
 ) -> Iterator[Program]:
     """The programs of an adapter like `lora` with one target per position; full micro-batches of short rows first.
 
     mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
     optimizer: of the adapter. microbatch_tokens: the most padded tokens of a micro-batch. max_context: the most tokens
     of an example. tower: of a model with images; adds the programs of batches with images. trees: adds the programs of
-    full micro-batches with shared tokens.
+    full micro-batches with shared tokens. routes: the experts of a token in all layers; adds the programs of all these
+    batches with recorded experts. 0 = none are recorded.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)
@@ -117,6 +119,9 @@ def training_programs(
             kinds.append((" with images", replace(batch, images=features_like(tower, mesh, B, T))))
         if trees and microbatch_tokens < 2 * B * T:
             kinds.append((" with shared tokens", replace(batch, parents_BT=tokens_like(mesh, B, T))))
+        if routes:
+            given = jax.ShapeDtypeStruct((B, T, routes), np.int16, sharding=sharding(mesh, (B, T), ROWS))
+            kinds += [(f"{what} with recorded experts", replace(batch, routes_BTn=given)) for what, batch in kinds]
         for what, batch in kinds:
             backward = partial(result_of, steps.backward, params, lora, lora, batch)
             yield Program(f"forward_backward of {B}x{T} tokens{what}, {of}", distance, backward)
