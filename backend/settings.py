@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_origin
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinkerflow.backend.core.ids import base_model_name
@@ -22,12 +22,23 @@ from tinkerflow.backend.spec.formats import BaseWeights, CacheFormat, Dtype, Pla
 from tinkerflow.backend.spec.ranks import RankRule
 
 _PREFIX = "TINKERFLOW_"
+_FORMS = {  # the texts of settings that hold several values
+    tuple: 'names with commas between them, as in a,b, or a JSON list, as in ["a", "b"]',
+    dict: 'a JSON object, as in {"a": 1}',
+}
+
+
+def variable_of(setting: str) -> str:
+    """The environment variable of a setting."""
+    return _PREFIX + setting.upper()
 
 
 class Settings(BaseSettings):
     """Settings of every part. An unknown key, in an argument or as a `TINKERFLOW_*` variable, is an error."""
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True, enable_decoding=False
+    )
 
     data_dir: Path = Path("~/.tinkerflow")
     """folder of the database, downloaded models, caches and logs"""
@@ -245,6 +256,20 @@ class Settings(BaseSettings):
     openlineage_url: str = ""
     """OpenLineage server (https://...) or file (file:///...) that gets the lineage of training runs; empty = none"""
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _decoded(cls, value: object, info: ValidationInfo) -> object:
+        """A list or an object from the text of a variable, which is JSON, or names with commas between them."""
+        kind = get_origin(cls.model_fields[str(info.field_name)].annotation)
+        if not isinstance(value, str) or kind not in _FORMS:
+            return value
+        if kind is tuple and not value.lstrip().startswith("["):
+            return tuple(filter(None, map(str.strip, value.split(","))))
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"must be {_FORMS[kind]}") from error
+
     @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
@@ -279,7 +304,7 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _no_unknown_variables(cls, values: object) -> object:
-        known = {_PREFIX + name.upper() for name in cls.model_fields}
+        known = set(map(variable_of, cls.model_fields))
         unknown = sorted(k for k in os.environ if k.startswith(_PREFIX) and k not in known)
         if unknown:
             near = did_you_mean(unknown[0], known)
@@ -348,6 +373,6 @@ class Settings(BaseSettings):
     def environment(self) -> dict[str, str]:
         """The same settings as environment variables, for child processes."""
         return {
-            _PREFIX + name.upper(): value if isinstance(value, str) else json.dumps(value)
+            variable_of(name): value if isinstance(value, str) else json.dumps(value)
             for name, value in self.model_dump(mode="json").items()
         }

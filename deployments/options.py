@@ -6,12 +6,15 @@ The help of every command imports this module, so it imports pydantic and rich o
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.deployments.setting_help import describe
 
@@ -39,10 +42,20 @@ DataDir = Annotated[Path | None, setting("data_dir")]
 
 
 def settings_with(**given: Any) -> Settings:
-    """Settings from the environment, with those options on top that were given, which are not None."""
-    from tinkerflow.backend.settings import Settings
+    """Settings from the environment, with those options on top that were given, which are not None.
 
-    return Settings(**{name: value for name, value in given.items() if value is not None})
+    Raises UserError for a wrong value; it names the variable of a value from the environment.
+    """
+    from pydantic import ValidationError
+
+    from tinkerflow.backend.settings import Settings, variable_of
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        return Settings(**chosen)
+    except ValidationError as error:
+        names = {name: variable_of(name) for name in Settings.model_fields if name not in chosen}
+        raise UserError(explain(error, names=names)) from error
 
 
 def export_data_dir(data_dir: Path | None) -> None:
@@ -79,27 +92,30 @@ def database_of(settings: Settings) -> str:
     return settings.journal_url.rsplit("@", 1)[-1].partition("?")[0]
 
 
-def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+def explain(
+    error: ValidationError, model: type[BaseModel] | None = None, *, names: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """The error as a line for people: the place, the value and the rule of each wrong value.
 
-    model: the owner of the parameters, to suggest names for unknown ones.
+    model: the owner of the parameters, to suggest names for unknown ones. names: other names of outermost places.
     """
-    return "; ".join(_explain(wrong, model) for wrong in error.errors(include_url=False))
+    return "; ".join(_explain(wrong, model, names) for wrong in error.errors(include_url=False))
 
 
-def _explain(wrong: Any, model: type[BaseModel] | None) -> str:
-    *outer, last = wrong["loc"] or ("settings",)
-    place = ".".join(map(str, (*outer, last)))
+def _explain(wrong: Any, model: type[BaseModel] | None, names: Mapping[str, str]) -> str:
+    first, *inner = map(str, wrong["loc"] or ("settings",))
+    *outer, last = first, *inner
+    place = ".".join((names.get(first, first), *inner))
     if wrong["type"] == "extra_forbidden":
         known = [
             *_fields(model, outer),
             *(f"{name}.{last}" for name in _fields(model, []) if last in _fields(model, [name])),
         ]
-        return f"{place}: is not a parameter{did_you_mean(str(last), known)}"
+        return f"{place}: is not a parameter{did_you_mean(last, known)}"
     message = wrong["msg"].removeprefix("Value error, ")
     value = wrong["input"]
     # A URL may contain a password. Some messages begin with the value.
-    hidden = "url" in str(last) or message.startswith(repr(value))
+    hidden = "url" in last or message.startswith(repr(value))
     simple = isinstance(value, str | int | float | bool) and not hidden
     return f"{place}: {value!r}: {message}" if simple else f"{place}: {message}"
 

@@ -31,6 +31,7 @@ from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
+from tinkerflow.deployments.options import settings_with
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
@@ -64,7 +65,7 @@ def run(
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # read when Prefect is imported; errors are shown below
     if config is None:
         return _run_example(console, pipeline, changes, data_dir)
-    settings = Settings(data_dir=data_dir) if data_dir else Settings()
+    settings = settings_with(data_dir=data_dir)
     sys.path.insert(0, str(config.resolve().parent))  # rewards and environments may be modules beside the file
     values = read_config(config, changes)
     parameters = parameters_of(pipeline, values)

@@ -61,12 +61,12 @@ def record_run(run_id: str, output: Path, server: str, *, report: Report) -> Non
     NotFoundError: there is no such run with a history. UserError: a result differs from the recorded one, or the file
     cannot be written.
     """
-    from tinkerflow.backend.settings import Settings
     from tinkerflow.deployments.cassettes.from_history import write_run
+    from tinkerflow.deployments.options import settings_with
     from tinkerflow.deployments.recorded_run import Api, RecordedRun
     from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
-    url, key = server_from_environment(Settings())
+    url, key = server_from_environment(settings_with())
     with Api(server or url, key) as api, CassetteWriter(output) as writer:
         try:
             recorded = write_run(RecordedRun.find(api, run_id), writer)
@@ -110,9 +110,9 @@ def _recorded(requests: int, output: Path, digest: str) -> str:
 
 
 def _own_service() -> str:
-    from tinkerflow.backend.settings import Settings
+    from tinkerflow.deployments.options import settings_with
 
-    settings = Settings()
+    settings = settings_with()
     return f"http://{settings.host}:{settings.port}"
 
 

@@ -24,6 +24,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import die_with_parent
 from tinkerflow.deployments.keeper import FOR_PEOPLE, Part
 from tinkerflow.deployments.launching import Launcher, Plan, Say, own_address
+from tinkerflow.deployments.options import settings_with
 from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
 
 _PLACING_SECONDS = 15.0  # between two progress lines about the placement
@@ -74,7 +75,7 @@ def main() -> None:
     pulse = Pulse()
     pulse.start()
     try:
-        asyncio.run(_hold(Plan.of(Settings(), os.environ), pulse))
+        asyncio.run(_hold(Plan.of(settings_with(), os.environ), pulse))
     except UserError as error:
         sys.exit(f"{FOR_PEOPLE}{error.message}")
 

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import Field, ValidationError
 from typer.testing import CliRunner
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.commands import every_command
-from tinkerflow.deployments.options import plain_console, setting, settings_with
+from tinkerflow.deployments.options import explain, plain_console, setting, settings_with
 from tinkerflow.deployments.setting_help import _fields, describe
 
 
@@ -56,6 +58,44 @@ def test_options_that_were_given_win_over_the_environment(tmp_path: Path, monkey
     monkeypatch.setenv("TINKERFLOW_HOST", "0.0.0.0")
     settings = settings_with(port=9001, host=None, data_dir=tmp_path)
     assert (settings.port, settings.host, settings.data_dir) == (9001, "0.0.0.0", tmp_path)
+    with pytest.raises(UserError, match=r"^port: -1: Input should be .*; TINKERFLOW_PROCESSES: 'two': Input"):
+        monkeypatch.setenv("TINKERFLOW_PROCESSES", "two")
+        settings_with(port=-1)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", ()),
+        ("mlflow", ("mlflow",)),
+        ("mlflow, wandb,", ("mlflow", "wandb")),
+        ('["a,b", "c"]', ("a,b", "c")),
+        (' ["a"]', ("a",)),
+    ],
+)
+def test_a_variable_with_names_is_a_list_or_json(
+    text: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKERFLOW_TRACKERS", text)
+    settings = Settings()
+    assert settings.trackers == names
+    for name, value in settings.environment().items():
+        monkeypatch.setenv(name, value)
+    assert Settings() == settings
+
+
+class WithObject(Settings):
+    shares: dict[str, int] = Field(default_factory=dict)
+
+
+@pytest.mark.parametrize("text", ["a", "a=1", "{"])
+def test_a_variable_with_an_object_is_json(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERFLOW_SHARES", '{"a": 1}')
+    assert WithObject().shares == {"a": 1}
+    monkeypatch.setenv("TINKERFLOW_SHARES", text)
+    with pytest.raises(ValidationError, match="must be a JSON object, as in") as error:
+        WithObject()
+    assert explain(error.value).startswith(f"shares: {text!r}: must be a JSON object")
 
 
 def test_the_console_prints_texts_as_they_are() -> None:

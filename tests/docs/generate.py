@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import annotated_types
 import typer
@@ -88,6 +88,8 @@ def _allowed(field: FieldInfo) -> str:
     found = [text.format(rule) for rule in field.metadata for kind, text in bounds.items() if isinstance(rule, kind)]
     if field.annotation is bool:
         choices = ("true", "false")
+    if get_origin(field.annotation) is tuple:
+        found.append("names: `a,b`")
     return ", ".join([*(f"`{choice}`" for choice in choices), *found])
 
 
