@@ -273,7 +273,11 @@ class Settings(BaseSettings):
     @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
-        return value.expanduser().resolve()
+        folder = value.expanduser().resolve()
+        for path in (folder, *folder.parents):
+            if os.path.isfile(path):  # noqa: PTH113  Path.is_file raises PermissionError below another user's folder
+                raise ValueError(f"must be a folder, and '{path}' is a file")
+        return folder
 
     @field_validator("base_models")
     @classmethod

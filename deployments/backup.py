@@ -32,14 +32,20 @@ _DRAFT = ".partial"
 def write_backup(settings: Settings, file: Path) -> Iterator[str]:
     """Write a backup of the data dir to a new file; yields lines for people.
 
-    Raises UserError when the file exists, or there is nothing to copy.
+    Raises UserError when the file exists or cannot be written, or there is no data dir with a database.
     """
     if file.exists():
         raise UserError(f"backup {file}: exists; give a new name")
     if not settings.data_dir.is_dir():
         raise UserError(f"data dir {settings.data_dir}: does not exist")
+    if not settings.has_journal:
+        raise UserError(f"data dir {settings.data_dir}: has no database {settings.journal_file}: check --data-dir")
     draft = file.with_name(file.name + _DRAFT)
-    with open_private(draft, "wb") as out, tarfile.open(fileobj=out, mode="w") as tar:
+    try:
+        opened = open_private(draft, "wb")
+    except OSError as error:
+        raise UserError(f"backup {file}: cannot be written in its folder ({error.strerror})") from error
+    with opened as out, tarfile.open(fileobj=out, mode="w") as tar:
         now = datetime.now(UTC).isoformat()
         manifest = {"version": __version__, "made_at": now, "data_dir": str(settings.data_dir)}
         _add_bytes(tar, MANIFEST, json.dumps(manifest).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -90,7 +91,16 @@ def _served(data_dir: Path, by: str) -> UserError:
 
 
 def _unusable(data_dir: Path, error: OSError) -> UserError:
-    return UserError(f"data_dir '{data_dir}': cannot be written ({error.strerror}); choose another --data-dir")
+    return UserError(f"data_dir '{data_dir}': cannot be written ({error.strerror}): {fix_of(error)}")
+
+
+def fix_of(error: OSError) -> str:
+    """Advice for a person after a file of the data dir could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "make space, or choose another --data-dir"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "run as its owner, or choose another --data-dir"
+    return "choose another --data-dir"
 
 
 def read_owner(data_dir: Path) -> Owner | None:

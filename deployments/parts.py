@@ -24,6 +24,7 @@ from tinkerflow.backend.journal import AWAY, Journal, migrate
 from tinkerflow.backend.pool import HostConfig, serve_group
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import die_with_parent
+from tinkerflow.deployments.data_dir import make_data_dir
 from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
 
 
@@ -116,6 +117,7 @@ def with_base_models(settings: Settings) -> Settings:
     folder = embedded_model(settings)
     if not (folder / "config.json").exists():
         say(f"making the embedded tiny model in {folder}")
+        make_data_dir(settings.data_dir)
         make_folder(folder.parent)
         make_tiny(folder)
     base_models = tuple(str(folder) if name == EMBEDDED else name for name in named)
@@ -136,7 +138,7 @@ def embedded_model(settings: Settings) -> Path:
 @contextmanager
 def open_journal(settings: Settings) -> Iterator[Journal]:
     """The journal, after its database is made or migrated; for commands that read or change the journal."""
-    make_folder(settings.data_dir)
+    make_data_dir(settings.data_dir)
     migrate(settings.journal_url)
     journal = Journal.open(settings.journal_url)
     try:

@@ -46,6 +46,8 @@ def usage_line(error: Any, words: Sequence[str]) -> str:
         place = param.opts[-1] if param.param_type_name == "option" else param.name.upper()
         given = _value(param, words)
         rule = " ".join(error.message.removeprefix("Value error, ").rstrip(".").split())
+        if rule.endswith("is not readable"):
+            rule += ": run as its owner"
         return f"{command}: {place}{'' if given is None else f' {given!r}'}: {rule}"
     text = error.format_message().rstrip(".")
     return _with_fix(f"{command}: {text[:1].lower()}{' '.join(text[1:].split())}", command)

@@ -62,12 +62,14 @@ def one_line(error: Exception) -> str | None:
         return error.message
     from pydantic import ValidationError
 
+    from tinkerflow.deployments.data_dir import fix_of
+
     match error:
         case ValidationError():
             return explain(error)
         case OSError(errno=number) if number in _DISK_ERRORS:
             where = f" {error.filename!r}" if error.filename else ""
-            return f"the file{where} cannot be written ({error.strerror}): make space, or choose another --data-dir"
+            return f"the file{where} cannot be written ({error.strerror}): {fix_of(error)}"
     if type(error).__module__.startswith("sqlalchemy.") and (cause := getattr(error, "orig", None)) is not None:
         return f"the journal's database cannot be used: {' '.join(str(cause).split())}"
     return None

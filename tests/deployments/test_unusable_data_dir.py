@@ -1,0 +1,104 @@
+"""A data dir that cannot be used is one line from every command, and so is a backup that cannot be made."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from tests.docs.generate import command_line, parameters
+
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments import cli
+from tinkerflow.deployments.commands import one_line
+from tinkerflow.deployments.data_dir import make_data_dir
+from tinkerflow.deployments.parts import open_journal
+
+GIVEN = {"path": "tinker://a:train:0/weights/b", "pipeline": "sft", "url": __file__, "file": __file__, "step": "1"}
+WITH_DATA_DIR = {  # `verify` needs a receipt first
+    path: command
+    for path, command in command_line().items()
+    if any(parameter.name == "data_dir" for parameter in parameters(command)) and path != "tinkerflow verify"
+}
+MAKE_IT = ("key create me", "key list", "checkpoint shares", "checkpoint rebuild-index", "models fetch", "up")
+
+
+def line_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The line with which a command ends."""
+    monkeypatch.setattr(sys, "argv", ["tinkerflow", *words])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("TINKERFLOW_DATA_DIR", "PREFECT_LOGGING_LEVEL"):  # `serve` and `run` would set them
+        monkeypatch.setenv(name, "CRITICAL")
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    line = str(end.value.code)
+    assert "\n" not in line, line
+    return line.removeprefix("tinkerflow: ")
+
+
+@pytest.mark.parametrize("path", WITH_DATA_DIR)
+def test_every_command_refuses_a_file_as_data_dir(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    words = path.split()[1:]
+    for one in parameters(WITH_DATA_DIR[path]):
+        if one.required or one.name == "url":
+            option = [one.opts[0]] if one.param_type_name == "option" else []
+            words += [*option, GIVEN.get(one.name, "x")]
+    if path == "tinkerflow run":
+        words += ["--config", __file__]
+    line = line_of([*words, "--data-dir", str(file / "below")], monkeypatch)
+    assert line == f"data_dir: must be a folder, and '{file}' is a file"
+
+
+@pytest.mark.parametrize("command", MAKE_IT)
+def test_a_data_dir_that_cannot_be_made(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = line_of([*command.split(), "--data-dir", "/proc/x"], monkeypatch)
+    assert line.startswith("data_dir '/proc/x': cannot be written (") and line.endswith("choose another --data-dir")
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "make space, or choose another --data-dir"),
+        (errno.EROFS, "choose another --data-dir"),
+        (errno.EACCES, "run as its owner, or choose another --data-dir"),
+    ],
+)
+def test_the_advice_fits_the_fault(number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = OSError(number, os.strerror(number), "x")
+    line = f"cannot be written ({os.strerror(number)}): {advice}"
+    assert one_line(fault) == f"the file 'x' {line}"
+
+    def fails(_: Path) -> None:
+        raise fault
+
+    monkeypatch.setattr("tinkerflow.deployments.data_dir.make_folder", fails)
+    with pytest.raises(Exception, match="cannot be written") as error:
+        make_data_dir(tmp_path)
+    assert str(error.value) == f"data_dir '{tmp_path}': {line}"
+
+
+def test_a_folder_of_another_user_has_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert line_of(["key", "list", "--data-dir", str(tmp_path)], monkeypatch) == "2"
+    assert capsys.readouterr().err.endswith(f"'{tmp_path}' is not readable: run as its owner\n")
+
+
+def test_a_backup_of_nothing_and_a_backup_into_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    words = ["backup", str(tmp_path / "no" / "b.tar"), "--data-dir", str(data)]
+    line = f"data dir {data}: has no database {data / 'journal.db'}: check --data-dir"
+    assert line_of(words, monkeypatch) == line
+    with open_journal(Settings(data_dir=data)):
+        pass
+    line = f"backup {words[1]}: cannot be written in its folder (No such file or directory)"
+    assert line_of(words, monkeypatch) == line
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
