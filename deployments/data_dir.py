@@ -10,25 +10,16 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
 from tinkerflow.backend.core.disk import OTHERS, make_folder, make_private, open_private
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.service import LOCK, Owner, read_owner
 
-LOCK = "up.lock"
 NEEDED_BYTES = 100 * 2**20
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The process that serves a data dir, and its API, once that is known."""
-
-    pid: int
-    since: str
-    api_url: str = ""
 
 
 @contextmanager
@@ -101,19 +92,6 @@ def fix_of(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM):
         return "run as its owner, or choose another --data-dir"
     return "choose another --data-dir"
-
-
-def read_owner(data_dir: Path) -> Owner | None:
-    """The process that serves a data dir; None when none does."""
-    try:
-        with (data_dir / LOCK).open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return Owner(**json.loads(lock.read()))
-    except (OSError, ValueError, TypeError):
-        pass
-    return None
 
 
 def open_to_others(folder: Path) -> list[Path]:

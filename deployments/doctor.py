@@ -10,8 +10,7 @@ import shlex
 import shutil
 import subprocess
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -23,12 +22,13 @@ from rich.text import Text
 from tinkerflow.backend.core.clock import Clock, SystemClock
 from tinkerflow.backend.core.errors import StoreError, TinkerflowError, UserError
 from tinkerflow.backend.core.prefect_access import server_for_clients
-from tinkerflow.backend.journal import AWAY, Journal, NoTablesError
+from tinkerflow.backend.journal import AWAY
 from tinkerflow.backend.pool.host.devices import accelerator, expected, seen
+from tinkerflow.backend.service import opened_journal, refuse_other_service, service_url
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.store.blobs import open_blobs
-from tinkerflow.deployments.data_dir import NEEDED_BYTES, open_to_others, read_owner
+from tinkerflow.deployments.data_dir import NEEDED_BYTES, open_to_others
 from tinkerflow.deployments.options import database_of, minute
 
 _PLUGINS = {"cuda": ("gpu", ("jax-cuda13-plugin", "jax-cuda12-plugin")), "tpu": ("tpu", ("libtpu",))}  # by platform
@@ -138,20 +138,6 @@ def check_recovery(settings: Settings) -> str:
     return "; ".join(lines) or "no snapshots of models"
 
 
-@contextmanager
-def opened_journal(settings: Settings) -> Iterator[Journal | None]:
-    """The journal as it is; None: there is no database, or it has no tables. ServerError: of another version."""
-    journal = None
-    if settings.has_journal:
-        with suppress(NoTablesError):
-            journal = Journal.open(settings.journal_url)
-    try:
-        yield journal
-    finally:
-        if journal is not None:
-            journal.close()
-
-
 def check_store(settings: Settings) -> str:
     """Write, read and remove an object, through the code that saves checkpoints.
 
@@ -197,18 +183,15 @@ def _compile_status(status: CompileStatus) -> str:
 
 def check_api(settings: Settings) -> str:
     """Whether the API answers at its address. UserError when another program, or another data dir's API, answers."""
-    owner = read_owner(settings.data_dir)
-    url = f"{owner.api_url if owner else f'http://{settings.host}:{settings.port}'}/api/v1/healthz"
+    service = service_url(settings)
+    url = f"{service}/api/v1/healthz"
     try:
         answer = httpx.get(url, timeout=3).raise_for_status().json()["status"]
     except httpx.ConnectError:
         return f"{url}: not running; `tinkerflow up` starts it"
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{url}: another program answers ({error}): choose another --port") from error
-    with opened_journal(settings) as journal:
-        beats = {} if journal is None else journal.recovery.health().beats
-    if owner is None and not any(part.startswith("api") for part in beats):
-        raise UserError(f"{url}: serves another data dir: choose another --port, or that --data-dir")
+    refuse_other_service(settings, service)
     return f"{url}: {answer}"
 
 

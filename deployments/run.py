@@ -69,6 +69,7 @@ def run(
     sys.path.insert(0, str(config.resolve().parent))  # rewards and environments may be modules beside the file
     values = read_config(config, changes)
     parameters = parameters_of(pipeline, values)
+    print_line(console, f"service: {_service(parameters.connection, settings)}")
     check_first_rows(parameters)
     check_server(parameters, settings)
     with prefect_api(console, settings) as (prefect, starts):
@@ -83,6 +84,14 @@ def run(
     else:
         print_line(console, f"see it in Prefect: {prefect.link(page, time.time())}")
     return completed
+
+
+def _service(block: str, settings: Settings) -> str:
+    """The service that a run uses, for people. UserError when it serves another data dir."""
+    if block:
+        return f"as Prefect's block {block!r} names it"
+    url, _ = server_from_environment(settings)
+    return f"{url} (TINKER_BASE_URL)" if "TINKER_BASE_URL" in os.environ else f"{url} (data dir {settings.data_dir})"
 
 
 def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: Path | None) -> bool:
@@ -157,7 +166,11 @@ def prefect_api(console: Console, settings: Settings) -> Iterator[tuple[PrefectA
         return
     from tinkerflow.flows.prefect.server import listen, start_server
 
-    console.print("  no Prefect server is running: one is started for this run", style="dim")
+    line = f"  no Prefect server runs for data dir {settings.data_dir}: one is started for this run"
+    console.print(line, style="dim", highlight=False, soft_wrap=True)
+    if "TINKER_BASE_URL" in os.environ:
+        fix = "  to use the service's own, name its data dir with --data-dir or TINKERFLOW_DATA_DIR"
+        console.print(fix, style="dim", highlight=False, soft_wrap=True)
     with asyncio.run(listen(0)) as listener:
         server = asyncio.run(start_server(settings.data_dir, listener))
         try:

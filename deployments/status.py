@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.backend.core.errors import ServerError, TinkerflowError, UserError
 from tinkerflow.backend.journal import AWAY, Journal
+from tinkerflow.backend.service import api_answers, opened_journal, read_owner, refuse_other_service, service_url
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.data_dir import read_owner
-from tinkerflow.deployments.doctor import opened_journal
 
 
 def show_status(settings: Settings, console: Console) -> bool:
-    """Print the state of the service; return whether its API answers."""
-    owner = read_owner(settings.data_dir)
-    url = owner.api_url if owner and owner.api_url else f"http://{settings.host}:{settings.port}"
-    answers = _answers(url)
+    """Print the state of the service; return whether its own API answers."""
+    owner, url = read_owner(settings.data_dir), service_url(settings)
+    problem = _problem(settings, url)
     table = Table(show_header=False, box=None)
 
     def show(name: str, value: str, style: str = "") -> None:
@@ -29,7 +27,7 @@ def show_status(settings: Settings, console: Console) -> bool:
 
     show("data dir", f"{settings.data_dir}, {shutil.disk_usage(_existing(settings)).free / 2**30:.1f} GiB free")
     show("served by", f"process {owner.pid} since {owner.since}" if owner else "no `tinkerflow up` of this data dir")
-    show("API", f"{url}: {'answers' if answers else 'does not answer'}", "green" if answers else "red")
+    show("API", problem or f"{url}: answers", "red" if problem else "green")
     try:
         with opened_journal(settings) as journal:
             if journal is None:
@@ -39,7 +37,7 @@ def show_status(settings: Settings, console: Console) -> bool:
     except (TinkerflowError, *AWAY) as error:
         show("journal", f"cannot be read: {error}", "red")
     console.print(table)
-    return answers
+    return not problem
 
 
 def _show_work(journal: Journal, show: Callable[[str, str], None]) -> None:
@@ -55,11 +53,16 @@ def _show_work(journal: Journal, show: Callable[[str, str], None]) -> None:
     show("keys", f"{len(keys)} usable" if keys or journal.keys.has_any() else "none: loopback accepts every tml- key")
 
 
-def _answers(url: str) -> bool:
+def _problem(settings: Settings, url: str) -> str:
+    """Why the service's API cannot be used; "" when it answers."""
+    if not api_answers(url):
+        return f"{url}: does not answer"
     try:
-        return httpx.get(f"{url}/api/v1/healthz", timeout=3).is_success
-    except httpx.HTTPError:
-        return False
+        with suppress(ServerError, *AWAY):  # the line about the journal shows them
+            refuse_other_service(settings, url)
+    except UserError as error:
+        return error.message
+    return ""
 
 
 def _existing(settings: Settings) -> str:

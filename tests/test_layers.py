@@ -24,7 +24,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "supervise spec",
         "settings",
         "compute store journal",
-        "wire tracking",
+        "wire tracking service",
         "pool",
         "catalog",
     ),

@@ -82,6 +82,11 @@ class Leases(Aggregate):
         """The last heartbeats of the engine and of the API, if they ever ran. One statement."""
         return self._views(ProcessView, sa.select(Process).order_by(col(Process.name)))
 
+    def has_api(self) -> bool:
+        """Whether the API has beaten within PAUSE_SECONDS."""
+        oldest = self._now() - timedelta(seconds=PAUSE_SECONDS)
+        return any(view.name == API and view.beat_at >= oldest for view in self.beats())
+
     def _check_held(self) -> int:
         if self._database.epoch is None:
             raise ValueError("the engine's lease was never acquired: call acquire first")

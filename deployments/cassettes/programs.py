@@ -21,12 +21,14 @@ def record_program(command: Sequence[str], output: Path, server: str, *, report:
     """Run a program behind a recorder, and return its exit status.
 
     command: the program and its arguments. output: the file. server: URL of the service; "" = TINKER_BASE_URL, or the
-    service of this machine. report: gets lines for people.
+    service of the data dir. report: gets lines for people.
     UserError: no service answers, the file cannot be written, or the program made no request.
     """
+    from tinkerflow.backend.settings import Settings
     from tinkerflow.deployments.cassettes.record import Recorder, answers, is_http
+    from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
-    url = server or os.environ.get("TINKER_BASE_URL") or _own_service()
+    url, _ = server_from_environment(Settings(), server)
     if not is_http(url):
         raise broken("the URL of the service", url, "an http or https URL")
     if not asyncio.run(answers(url)):
@@ -56,7 +58,7 @@ def record_program(command: Sequence[str], output: Path, server: str, *, report:
 def record_run(run_id: str, output: Path, server: str, *, report: Report) -> None:
     """Make the cassette of a run from its history (from_history.py).
 
-    run_id: the run. output: the file. server: URL of the service; "" = TINKER_BASE_URL, or the service of this machine.
+    run_id: the run. output: the file. server: URL of the service; "" = TINKER_BASE_URL, or the service of the data dir.
     report: gets lines for people.
     NotFoundError: there is no such run with a history. UserError: a result differs from the recorded one, or the file
     cannot be written.
@@ -66,8 +68,7 @@ def record_run(run_id: str, output: Path, server: str, *, report: Report) -> Non
     from tinkerflow.deployments.recorded_run import Api, RecordedRun
     from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
-    url, key = server_from_environment(settings_with())
-    with Api(server or url, key) as api, CassetteWriter(output) as writer:
+    with Api(*server_from_environment(settings_with(), server)) as api, CassetteWriter(output) as writer:
         try:
             recorded = write_run(RecordedRun.find(api, run_id), writer)
         except BaseException:
@@ -107,13 +108,6 @@ def serve_cassette(
 def _recorded(requests: int, output: Path, digest: str) -> str:
     size = output.stat().st_size
     return f"recorded {requests} requests in {output}: {size:,} bytes, SHA-256 {digest[:16]}"
-
-
-def _own_service() -> str:
-    from tinkerflow.deployments.options import settings_with
-
-    settings = settings_with()
-    return f"http://{settings.host}:{settings.port}"
 
 
 def _wait() -> int:

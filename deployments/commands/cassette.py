@@ -10,6 +10,7 @@ import typer
 import typer.core
 
 from tinkerflow.backend.core.ids import session_of
+from tinkerflow.deployments.options import DataDir, export_data_dir
 
 app = typer.Typer(help="Record a program's requests, and replay them without a model.", no_args_is_help=True)
 app.callback()(lambda: None)
@@ -36,8 +37,9 @@ def record(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="file to write")],
     server: Annotated[
-        str | None, typer.Option(help="service that answers (default: TINKER_BASE_URL, or the service of this machine)")
+        str | None, typer.Option(help="service that answers (default: TINKER_BASE_URL, or the service of the data dir)")
     ] = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Run a program that uses the tinker SDK, and record its requests with their answers.
 
@@ -49,6 +51,7 @@ def record(
     """
     from tinkerflow.deployments.cassettes.programs import record_program, record_run
 
+    export_data_dir(data_dir)
     if len(command) == 1 and _is_run(command[0]):
         record_run(command[0], output, server or "", report=typer.echo)
         return

@@ -58,8 +58,8 @@ def run(
 ) -> None:
     """Run a fine-tuning pipeline now, and show its progress.
 
-    It uses the service at TINKER_BASE_URL, and the Prefect server at PREFECT_API_URL. Where that is not set, it uses
-    the Prefect server of this machine, or starts one for this run.
+    It uses the service at TINKER_BASE_URL, and the Prefect server at PREFECT_API_URL. Where a variable is not set, it
+    uses the service or the Prefect server of the data dir. If no Prefect server runs there, it starts one for this run.
     """
     from tinkerflow.deployments.run import run as run_pipeline
 

@@ -91,7 +91,7 @@ def address(block: str = "") -> tuple[str, str]:
 async def connect(block: str = "", *, close_seconds: float = CLOSE_SECONDS) -> AsyncIterator[ServerClients]:
     """Clients of the server that the Prefect block `block` names, or else of TINKER_BASE_URL and TINKER_API_KEY.
 
-    Without these variables: the server on this machine, at the host and port of the settings. close_seconds: the most
+    Without these variables: the service of the data dir (`server_from_environment`). close_seconds: the most
     that the end of the session is waited for.
     """
     os.environ.setdefault("TINKER_TELEMETRY", "0")

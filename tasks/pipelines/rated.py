@@ -1,6 +1,6 @@
 """Rows from people's ratings of answers: the data source `journal://`.
 
-    journal://?rated=true&since=7d            the server of TINKER_BASE_URL, or of this machine
+    journal://?rated=true&since=7d            the server of TINKER_BASE_URL, or of the data dir
     journal://BLOCK?rated=true&since=2026-01-31    the server of a Tinkerflow Connection block
 
 An answer's newest feedback counts. A better text that somebody wrote is the best answer; otherwise answers are ordered

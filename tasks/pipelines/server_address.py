@@ -7,15 +7,28 @@ from collections.abc import Collection
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.backend.service import api_answers, refuse_other_service, service_url
 from tinkerflow.backend.settings import Settings
 
 API_KEY = "tml-local"  # accepted by a server on loopback that has no keys
 
 
-def server_from_environment(settings: Settings) -> tuple[str, str]:
-    """URL and key from TINKER_BASE_URL and TINKER_API_KEY, or of the server on this machine."""
-    url = os.environ.get("TINKER_BASE_URL") or f"http://{settings.host}:{settings.port}"
+def server_from_environment(settings: Settings, server: str = "") -> tuple[str, str]:
+    """URL and key from TINKER_BASE_URL and TINKER_API_KEY, or of the service of the data dir.
+
+    server: a URL that replaces TINKER_BASE_URL. UserError when no service of the data dir runs, and the API at the
+    settings' host and port serves another one.
+    """
+    url = server or os.environ.get("TINKER_BASE_URL") or _own_service(settings)
     return url, os.environ.get("TINKER_API_KEY") or API_KEY
+
+
+def _own_service(settings: Settings) -> str:
+    url = service_url(settings)
+    if api_answers(url):
+        fix = f"name the service's own with --data-dir or TINKERFLOW_DATA_DIR, or set TINKER_BASE_URL={url}"
+        refuse_other_service(settings, url, fix)
+    return url
 
 
 def offered_name(wanted: str, offered: Collection[str]) -> str:

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import Kind, NewModel, NewRequest, NewSession
+from tinkerflow.backend.service import LOCK, read_owner
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.backup import restore_backup, write_backup
 from tinkerflow.deployments.commands import command_line
 from tinkerflow.deployments.commands.key import _id_of
-from tinkerflow.deployments.data_dir import LOCK, open_to_others, owned, read_owner
+from tinkerflow.deployments.data_dir import open_to_others, owned
 from tinkerflow.deployments.doctor import check_data_dir
 from tinkerflow.deployments.options import plain_console
 from tinkerflow.deployments.parts import open_journal

@@ -23,6 +23,7 @@ from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import doctor
 from tinkerflow.deployments.options import plain_console
 from tinkerflow.deployments.parts import open_journal
+from tinkerflow.deployments.status import show_status
 
 
 class Healthy(BaseHTTPRequestHandler):
@@ -165,11 +166,15 @@ def test_devices_are_found_without_opening_them(tmp_path: Path, monkeypatch: pyt
 
 def test_the_api_runs_or_is_to_be_started(tmp_path: Path, port: int) -> None:
     settings = Settings(data_dir=tmp_path, port=port)
-    with pytest.raises(UserError, match="serves another data dir: choose another --port"):
+    with pytest.raises(UserError, match=r"serves another data dir than .*: choose another --port"):
         doctor.check_api(settings)
+    shown = io.StringIO()
+    assert not show_status(settings, plain_console(file=shown, width=200))
+    assert "serves another data dir than" in shown.getvalue()
     with open_journal(settings) as journal:
         journal.leases.beat()
     assert doctor.check_api(settings).endswith("/api/v1/healthz: ok")
+    assert show_status(settings, plain_console(file=shown, width=200))
     idle = Settings(data_dir=tmp_path, port=free_port())
     assert doctor.check_api(idle).endswith("not running; `tinkerflow up` starts it")
 

@@ -116,7 +116,11 @@ def test_the_prefect_server_is_the_named_one_that_of_the_data_dir_or_a_new_one(
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as stranger:
         Thread(target=stranger.serve_forever, daemon=True).start()
         settings = Settings(data_dir=tmp_path, prefect_port=stranger.server_port)
-        with prefect_api(quiet(), settings) as (prefect, ends):  # a stranger's server on our port is not used
+        monkeypatch.setenv("TINKER_BASE_URL", "http://service")
+        console = quiet()
+        with prefect_api(console, settings) as (prefect, ends):  # a stranger's server on our port is not used
+            lines = console.file.getvalue()  # type: ignore[attr-defined]
+            assert f"no Prefect server runs for data dir {tmp_path}" in lines and "name its data dir" in lines
             assert (prefect, ends, started) == (new, True, [str(tmp_path)])
         stranger.shutdown()
     assert started == [str(tmp_path), "stopped"]
@@ -166,16 +170,16 @@ def test_a_server_that_ends_with_the_run_is_not_promised(
     monkeypatch.setattr(module, "prefect_api", api)
     monkeypatch.setattr(module, "run_and_show", fake)
     monkeypatch.setattr(module, "check_server", lambda *_: None)
-    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:4321")
     monkeypatch.setattr(sys, "path", list(sys.path))  # `run` adds the folder of the configuration
     rows = example_file("colours-train.jsonl")
     (tmp_path / "sft.yaml").write_text(f"name: mine\ndata: {{url: {rows}}}")
+    monkeypatch.setenv("TINKER_BASE_URL", "http://service")
     console = quiet()
     assert run(console, "sft", tmp_path / "sft.yaml", example=False, changes=["name=other"], data_dir=tmp_path)
     again = f"tinkerflow run sft --config {tmp_path}/sft.yaml --set name=other --data-dir {tmp_path} --set resume="
-    server = "http://127.0.0.1:4321"
-    assert asked == [("sft", {"name": "other", "data": {"url": str(rows)}}, access, again, server)]
+    assert asked == [("sft", {"name": "other", "data": {"url": str(rows)}}, access, again, "http://service")]
     shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.startswith("service: http://service (TINKER_BASE_URL)\n")
     assert ("tinkerflow up --data-dir" in shown) == ends
     assert ("see it in Prefect" in shown) != ends, "a link of a server that has ended"
 

@@ -1,0 +1,72 @@
+"""The service that commands and pipelines use: that of TINKER_BASE_URL, or of the data dir, and never a stranger's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.supervise.processes import free_port
+from tinkerflow.deployments.data_dir import owned
+from tinkerflow.deployments.parts import open_journal
+from tinkerflow.tasks.pipelines.server_address import server_from_environment
+
+
+class SomeApi(BaseHTTPRequestHandler):
+    """Answers every GET with 200, as the API's health."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of an API."""
+    with HTTPServer(("127.0.0.1", 0), SomeApi) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def no_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+
+
+def test_the_service_of_the_data_dir_is_used_at_its_own_port(tmp_path: Path, port: int) -> None:
+    with owned(tmp_path, "http://127.0.0.1:8137"):
+        assert server_from_environment(Settings(data_dir=tmp_path, port=port)) == ("http://127.0.0.1:8137", "tml-local")
+
+
+def test_the_service_of_another_data_dir_is_refused_unless_it_is_named(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, url = Settings(data_dir=tmp_path, port=port), f"http://127.0.0.1:{port}"
+    fix = f"--data-dir or TINKERFLOW_DATA_DIR, or set TINKER_BASE_URL={url}"
+    with pytest.raises(UserError, match=rf"{url}: serves another data dir than '{tmp_path}': .*{fix}"):
+        server_from_environment(settings)
+    assert server_from_environment(settings, "http://given")[0] == "http://given"
+    monkeypatch.setenv("TINKER_BASE_URL", url)
+    assert server_from_environment(settings)[0] == url
+
+
+def test_a_service_that_runs_as_parts_beats_in_the_journal(tmp_path: Path, port: int) -> None:
+    settings = Settings(data_dir=tmp_path, port=port)
+    with open_journal(settings) as journal:
+        journal.leases.beat()
+    assert server_from_environment(settings)[0] == f"http://127.0.0.1:{port}"
+
+
+def test_where_nothing_answers_the_address_is_that_of_the_settings(tmp_path: Path) -> None:
+    idle = free_port()
+    assert server_from_environment(Settings(data_dir=tmp_path, port=idle))[0] == f"http://127.0.0.1:{idle}"
