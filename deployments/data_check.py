@@ -23,7 +23,7 @@ from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.options import explain
 from tinkerflow.tasks.pipelines.data import DataCheckError, DataReport, Use, inspect, read_source, refuse_bad
-from tinkerflow.tasks.pipelines.parameters import PARAMETERS, AnyParameters
+from tinkerflow.tasks.pipelines.parameters import PARAMETERS, RULES, AnyParameters, RlParameters
 from tinkerflow.tasks.pipelines.render import Format, Renderer, TokenizedExample
 from tinkerflow.tasks.pipelines.server_address import offered_name, server_from_environment
 from tinkerflow.tasks.pipelines.sources import DataSource
@@ -51,7 +51,15 @@ def parameters_of(pipeline: str, values: Mapping[str, Any]) -> AnyParameters:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise UserError(explain(error, model)) from error
+        raise UserError(explain(error, model, rules=RULES)) from error
+
+
+def check_code(parameters: AnyParameters) -> None:
+    """Raise UserError when the reward or the environment of a run cannot be imported."""
+    from tinkerflow.tasks.pipelines.adapters import adapter_named, environment_maker
+
+    if isinstance(parameters, RlParameters) and adapter_named(parameters.environment.partition(":")[0]) is None:
+        environment_maker(parameters.reward, parameters.environment)
 
 
 def check_first_rows(parameters: AnyParameters) -> None:

@@ -93,16 +93,21 @@ def database_of(settings: Settings) -> str:
 
 
 def explain(
-    error: ValidationError, model: type[BaseModel] | None = None, *, names: Mapping[str, str] = MappingProxyType({})
+    error: ValidationError,
+    model: type[BaseModel] | None = None,
+    *,
+    names: Mapping[str, str] = MappingProxyType({}),
+    rules: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """The error as a line for people: the place, the value and the rule of each wrong value.
 
     model: the owner of the parameters, to suggest names for unknown ones. names: other names of outermost places.
+    rules: texts for people, by the patterns that values must match.
     """
-    return "; ".join(_explain(wrong, model, names) for wrong in error.errors(include_url=False))
+    return "; ".join(_explain(wrong, model, names, rules) for wrong in error.errors(include_url=False))
 
 
-def _explain(wrong: Any, model: type[BaseModel] | None, names: Mapping[str, str]) -> str:
+def _explain(wrong: Any, model: type[BaseModel] | None, names: Mapping[str, str], rules: Mapping[str, str]) -> str:
     first, *inner = map(str, wrong["loc"] or ("settings",))
     *outer, last = first, *inner
     place = ".".join((names.get(first, first), *inner))
@@ -112,7 +117,7 @@ def _explain(wrong: Any, model: type[BaseModel] | None, names: Mapping[str, str]
             *(f"{name}.{last}" for name in _fields(model, []) if last in _fields(model, [name])),
         ]
         return f"{place}: is not a parameter{did_you_mean(last, known)}"
-    message = wrong["msg"].removeprefix("Value error, ")
+    message = rules.get(wrong.get("ctx", {}).get("pattern"), wrong["msg"]).removeprefix("Value error, ")
     value = wrong["input"]
     # A URL may contain a password. Some messages begin with the value.
     hidden = "url" in last or message.startswith(repr(value))

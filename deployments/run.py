@@ -30,7 +30,7 @@ from tinkerflow.backend.core.prefect_access import PrefectAccess, server_for_cli
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import read_config
-from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
+from tinkerflow.deployments.data_check import check_code, check_first_rows, check_server, parameters_of
 from tinkerflow.deployments.options import settings_with
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
@@ -70,6 +70,7 @@ def run(
     values = read_config(config, changes)
     parameters = parameters_of(pipeline, values)
     print_line(console, f"service: {_service(parameters.connection, settings)}")
+    check_code(parameters)
     check_first_rows(parameters)
     check_server(parameters, settings)
     with prefect_api(console, settings) as (prefect, starts):
@@ -138,7 +139,7 @@ def logs_in_prefect() -> Iterator[None]:
 
 def print_line(console: Console, line: str) -> None:
     """Print a line for copying, without folds and colors."""
-    console.print(line, highlight=False, soft_wrap=True)
+    console.print(Text(line), soft_wrap=True)
 
 
 def find(name: str) -> Pipeline:
@@ -264,22 +265,33 @@ def run_and_show(
         if server and result.get("training_run"):
             print_line(console, f"see it in the console: {server}/training_runs/{result['training_run']}")
     else:
-        _show_failure(console, pipeline.name, state)
+        show_failure(console, pipeline.name, state)
         if again and state.is_cancelled():
             print_line(console, f"to go on: {again}{values.get('resume') or state.state_details.flow_run_id}")
     return f"/runs/flow-run/{state.state_details.flow_run_id}", state.is_completed()
 
 
-_PREFECTS_WORDS = re.compile(r"^(Flow|Task) run encountered an exception:? (UserError: )?")
+_PREFECTS_WORDS = re.compile(r"^(?:Flow|Task) run encountered an exception:? ")
 
 
-def _show_failure(console: Console, name: str, state: State[BaseModel]) -> None:
+def _class_names(error: type[TinkerflowError] = TinkerflowError) -> Iterator[str]:
+    yield error.__name__
+    for kind in error.__subclasses__():
+        yield from _class_names(kind)
+
+
+def show_failure(console: Console, name: str, state: State[BaseModel]) -> None:
     """Print the error of a run in a line, with the traceback unless a person can fix it."""
     error = state.data if isinstance(state.data, Exception) else None
     if error is not None and not isinstance(error, TinkerflowError):
-        console.print("".join(traceback.format_exception(error)), highlight=False)
-    reason = error.message if isinstance(error, TinkerflowError) else _PREFECTS_WORDS.sub("", state.message or "")
-    console.print(f"{name}: {state.name}: {reason}", highlight=False, soft_wrap=True)
+        console.print(Text("".join(traceback.format_exception(error))))
+    if isinstance(error, TinkerflowError):
+        reason = error.message
+    else:
+        reason = _PREFECTS_WORDS.sub("", state.message or "")
+        kind, separator, text = reason.partition(": ")
+        reason = text if separator and kind in _class_names() else reason
+    console.print(Text(f"{name}: {state.name}: {reason}"), soft_wrap=True)  # no emoji for :b: in module:b: of a reward
 
 
 def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess) -> State[BaseModel]:

@@ -18,6 +18,7 @@ TinkerflowError            category
     ├── JournalBusyError            another writer held the journal for too long
     ├── NoTablesError               the journal's database is empty (backend/journal/migrate.py)
     ├── TrackerError                a tracker of runs failed (backend/tracking/mirror.py)
+    ├── EnvironmentUnavailableError an environment of `rl` failed (tasks/pipelines/environments.py)
     └── StoreError                  a checkpoint could not be read or written
         └── StoreAwayError          the checkpoint store could not be reached
 """

@@ -244,6 +244,7 @@ async def rl(parameters: RlParameters) -> TrainingResult:
             rows,
             replace(
                 rollouts_of(run, parameters, make),
+                judge=f"reward {parameters.reward}" if parameters.reward else f"environment {parameters.environment}",
                 max_turns=parameters.max_turns,
                 environment_seconds=parameters.environment_seconds,
                 environment_retries=parameters.environment_retries,

@@ -15,6 +15,7 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 from pydantic import Field, SecretStr
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.log_levels import logging_at
 from tinkerflow.backend.settings import Settings
 from tinkerflow.tasks.pipelines.server_address import offered_name, server_from_environment
 
@@ -107,6 +108,8 @@ async def connect(block: str = "", *, close_seconds: float = CLOSE_SECONDS) -> A
         yield ServerClients(service, tinker.RestClient(base_url=url, api_key=key), url, key)
     finally:
         try:
-            await asyncio.to_thread(service.close("success").result, close_seconds)
+            # The SDK reports samples that it can no longer cancel. The server ends them with the session.
+            with logging_at(logging.CRITICAL, "tinker"):
+                await asyncio.to_thread(service.close("success").result, close_seconds)
         except TimeoutError:  # a task of the SDK may miss that it is cancelled, and is then waited for without end
             log.warning("the session of this run was not closed within %g s; the server ends it", close_seconds)

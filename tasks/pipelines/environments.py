@@ -5,7 +5,6 @@ Both are given by import path, `package.module:name`, and run with the rights of
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import math
@@ -18,8 +17,9 @@ from typing import Any, Protocol
 
 import httpx
 
-from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.tasks.pipelines.rows import Json, Message, Row
+from tinkerflow.tasks.pipelines.user_code import call_in_thread, import_named
 
 MAY_IMPORT = "PIPELINES_MAY_IMPORT"  # import paths, divided by spaces
 REWARDS = "tinkerflow.tasks.pipelines.rewards"
@@ -42,7 +42,7 @@ class Reply:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-class EnvironmentUnavailableError(Exception):
+class EnvironmentUnavailableError(ServerError):
     """Raised by an environment whose infrastructure failed: its sandbox died, or its server cannot be reached.
 
     The conversation says nothing about the model. It is begun again, and is left out if that fails, too.
@@ -75,10 +75,18 @@ EnvironmentMaker = Callable[[Facts], Environment]
 
 @dataclass(frozen=True)
 class Asked:
-    """A conversation of one question and one answer, which a function rewards."""
+    """A conversation of one question and one answer, which a function rewards.
+
+    An `async def` is called in the event loop, any other function in a thread.
+    """
 
     facts: Facts
     reward: Reward
+
+    @property
+    def plain(self) -> bool:
+        """Whether the function is not an `async def`, nor an object that is called like one."""
+        return not any(map(inspect.iscoroutinefunction, (self.reward, type(self.reward).__call__)))
 
     async def begin(self) -> Sequence[Message]:
         """Ask the row's prompt."""
@@ -86,13 +94,20 @@ class Asked:
 
     async def answered(self, text: str) -> Reply:
         """Reward the answer and end the conversation."""
-        reward = self.reward(self.facts, text)
+        if self.plain:
+            reward = await call_in_thread(self.reward, self.facts, text)
+        else:
+            reward = self.reward(self.facts, text)
         return Reply(await reward if inspect.isawaitable(reward) else reward)
 
 
 def unrewarded(facts: Facts) -> Environment:
     """A conversation of one question and one answer, with the reward 0."""
-    return Asked(facts, lambda _facts, _text: 0.0)
+
+    async def nothing(_facts: Facts, _text: str) -> float:
+        return 0.0
+
+    return Asked(facts, nothing)
 
 
 def facts_of(row: Row) -> Facts:
@@ -103,17 +118,13 @@ def facts_of(row: Row) -> Facts:
 
 
 def load(field: str, path: str) -> Callable[..., Any]:
-    """Import `package.module:name`; UserError, which names `field`, when that fails or the object is not callable.
+    """Import `package.module:name`. UserError, as `import_named` and `refuse_code`, or when it is not callable.
 
-    Raises UserError as `refuse_code`, except for our own rewards.
+    Our own rewards are never refused.
     """
-    module, _, name = path.partition(":")
-    if module != REWARDS:
+    if path.partition(":")[0] != REWARDS:
         refuse_code(field, path)
-    try:
-        loaded: object = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{field} {path!r}: cannot be imported ({error})") from error
+    loaded = import_named(field, path)
     if not callable(loaded):
         raise UserError(f"{field} {path!r}: must be a function or a class")
     return loaded
@@ -146,8 +157,8 @@ def called_tools(text: str) -> tuple[str, list[Json]]:
     return text, calls
 
 
-def checked_reward(value: object) -> float:
-    """The reward as a number; UserError when it is not a finite number."""
+def checked_reward(value: object, what: str = "reward") -> float:
+    """The reward as a number; UserError when it is not a finite number. what: the value, as the error names it."""
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
-    raise UserError(f"reward {value!r}: must be a finite number")
+    raise UserError(f"its {what} is {value!r}: must be a finite number")

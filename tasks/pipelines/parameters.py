@@ -21,6 +21,7 @@ from tinkerflow.tasks.pipelines.rows import Schema
 from tinkerflow.tasks.pipelines.sources import DataSource
 
 NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
+NAME_OR_NONE = rf"^$|{NAME}"
 PATH = r"^(tinker://.+)?$"
 WEIGHTS = r"^(tinker://.+|[^/]+)?$"
 Metric = Literal["loss", "exact_match"]
@@ -28,6 +29,15 @@ PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "
 MOST_POINTS = 256  # of a sweep
 IMPORT = r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$"
 ENVIRONMENT = r"^([A-Za-z_][A-Za-z0-9_.-]*:\S+)?$"
+RESUME = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$"
+RULES = {  # of these patterns, for people
+    **dict.fromkeys((NAME, NAME_OR_NONE), "must have only small letters, digits and single dashes between them"),
+    PATH: "must be a path that begins with tinker://",
+    WEIGHTS: "must be a path that begins with tinker://, or the id of a training run",
+    IMPORT: "write module:function, as in rewards:vowels",
+    ENVIRONMENT: "write module:Class, as in games:Guessing, or LIBRARY:NAME",
+    RESUME: "must begin with a letter or digit, and have only these, dots, dashes and underscores, 128 at most",
+}
 
 
 def _tracker_names(value: object) -> object:
@@ -120,7 +130,7 @@ class PipelineParameters(RunParameters):
 
     resume: str = Field(
         "",
-        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$",
+        pattern=RESUME,
         description="A run resumes where the last run with the same value here ended; empty = only retries resume.",
     )
     data: DataSource = Field(description="Rows to learn from.")
@@ -308,7 +318,7 @@ class EvaluateParameters(RunParameters):
         "", pattern=WEIGHTS, description="Sampler weights to compare with, as `weights`; empty = none."
     )
     champion: str = Field(
-        "", pattern=rf"^$|{NAME}", max_length=40, description="A champion to compare with; empty = none."
+        "", pattern=NAME_OR_NONE, max_length=40, description="A champion to compare with; empty = none."
     )
     data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
     format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")

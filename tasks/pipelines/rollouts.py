@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.tasks.pipelines.artifacts import log_line
 from tinkerflow.tasks.pipelines.environments import (
     UNAVAILABLE,
+    Asked,
     Environment,
     EnvironmentMaker,
     EnvironmentUnavailableError,
@@ -24,6 +27,7 @@ from tinkerflow.tasks.pipelines.environments import (
 )
 from tinkerflow.tasks.pipelines.render import Renderer
 from tinkerflow.tasks.pipelines.rows import Message, Row, shorten
+from tinkerflow.tasks.pipelines.user_code import described, user_frames
 
 if TYPE_CHECKING:
     import tinker
@@ -156,7 +160,7 @@ class Episode:
         """Add a reply's reward and its parts; UserError when one of them is not a finite number."""
         self.reward += checked_reward(reply.reward)
         for name, part in reply.parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + checked_reward(part)
+            self.parts[name] = self.parts.get(name, 0.0) + checked_reward(part, f"part {name!r} of the reward")
 
     def trajectories(self) -> list[Trajectory]:
         """The turns in order, as few sequences as possible.
@@ -195,22 +199,28 @@ class Rollouts:
     Tokens are sampled at temperature 1 from the model's whole distribution, as the losses assume. A conversation ends
     when its next prompt and answer may exceed `max_context` tokens.
 
-    max_bad_fraction: share of rows whose environment or reward may fail; `failures` has their prompts and errors.
-    environment_seconds: for each call of an environment or reward. environment_retries: how many times a conversation
-    is begun again whose environment was not available. After that it is left out of its group, and so is a group that
-    has too few others to compare with.
+    judge: the reward or environment, as errors name it. max_bad_fraction: share of rows whose environment or reward may
+    fail; `failures` has their prompts and errors. environment_seconds: for each call of an environment or reward.
+    environment_retries: how many times a conversation is begun again whose environment was not available. After that it
+    is left out of its group, and so is a group that has too few others to compare with.
+
+    interruptions: the reasons that were logged. plain_calls: plain functions are called one after another, in the order
+    of samples. So a function with a state, such as a random generator, gives the same rewards again.
     """
 
     renderer: Renderer
     make: EnvironmentMaker
     group_size: int
     max_tokens: int
+    judge: str = "environment"
     max_turns: int = 1
     max_context: int = 2**31
     max_bad_fraction: float = 0.0
     environment_seconds: float = 600.0
     environment_retries: int = 2
     failures: dict[str, str] = field(default_factory=dict)
+    interruptions: set[str] = field(default_factory=set)
+    plain_calls: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def groups(
         self, sampler: tinker.SamplingClient, rows: Sequence[Row], seed: Sequence[int], lost: list[Lost] | None = None
@@ -219,22 +229,26 @@ class Rollouts:
 
         A row whose environment fails has no group. lost: a list that gets the conversations that are begun again or
         left out. UserError: no row has a group. EnvironmentUnavailableError: no row has one, because no environment
-        was available.
+        was available within `environment_seconds`.
         """
         lost = [] if lost is None else lost
         conversations = [self._group(sampler, row, [*seed, i], lost) for i, row in enumerate(rows)]
         results = await asyncio.gather(*conversations, return_exceptions=True)
-        for row, result in zip(rows, results, strict=True):
-            if isinstance(result, FailedRowError):
-                self._note_failure(row, result)
-                lost.append(Lost(shorten(row.prompt[-1]["content"]), str(result)))
-            elif isinstance(result, BaseException):
+        failed = [(shorten(row.prompt[-1]["content"]), result) for row, result in zip(rows, results, strict=True)
+                  if isinstance(result, FailedRowError)]  # fmt: skip
+        for prompt, error in failed:
+            self._note_failure(prompt, error)
+            lost.append(Lost(prompt, str(error)))
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, FailedRowError):
                 raise result
         groups = [result for result in results if isinstance(result, list) and len(result) >= min(2, self.group_size)]
+        if not groups and failed:
+            prompt, error = failed[0]
+            raise UserError(f"all {len(rows)} rows of this step failed; first: {prompt!r}: {error}")
         if not groups:
-            if not any(isinstance(result, FailedRowError) for result in results):
-                raise EnvironmentUnavailableError(f"no environment of the step's {len(rows)} rows was available")
-            raise UserError(f"all {len(rows)} rows of this step failed; first: {next(iter(self.failures.items()))}")
+            reason = lost[-1].reason
+            raise EnvironmentUnavailableError(f"all conversations of this step were interrupted; last: {reason}")
         return groups
 
     def refuse_failures(self, rows: int) -> None:
@@ -244,11 +258,13 @@ class Rollouts:
             allowed = f"max_bad_fraction allows {self.max_bad_fraction:.1%}"
             raise UserError(f"{len(self.failures)} of {rows} rows failed, {allowed}; first: {prompt!r}: {error}")
 
-    def _note_failure(self, row: Row, error: FailedRowError) -> None:
-        prompt = shorten(row.prompt[-1]["content"])
+    def _note_failure(self, prompt: str, error: FailedRowError) -> None:
         if prompt not in self.failures:
             self.failures[prompt] = str(error)
-            log.warning("row %r is left out: %s", prompt, error)
+            line = f"row {prompt!r} is left out: {error}"
+            log.warning(line)
+            frames = traceback.format_list(user_frames(error.__cause__)) if error.__cause__ else []
+            log_line("\n".join([line, *frames]), logging.WARNING)
 
     async def _group(
         self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], lost: list[Lost]
@@ -273,14 +289,14 @@ class Rollouts:
         """`count` conversations that begin with a row; some may be interrupted."""
         episodes = [Episode(tools=row.tools) for _ in range(count)]
         try:
-            await asyncio.gather(*(self._begin(episode, row) for episode in episodes))
+            await _all(self._begin(episode, row) for episode in episodes)
             for turn in range(self.max_turns):
                 going = [episode for episode in episodes if self._continues(episode)]
                 if not going:
                     break
                 answers = await self._answers(sampler, going, [*seed, turn])
-                await asyncio.gather(*map(self._take, going, answers))
-            await asyncio.gather(*map(self._stop, episodes))
+                await _all(map(self._take, going, answers))
+            await _all(map(self._stop, episodes))
         finally:
             await asyncio.gather(*(self._close(episode.environment) for episode in episodes))
         return episodes
@@ -324,14 +340,14 @@ class Rollouts:
         return fits
 
     async def _begin(self, episode: Episode, row: Row) -> None:
-        async with self._asking(episode, "environment"):
+        async with self._asking(episode):
             episode.environment = self.make(facts_of(row))
             episode.messages += await episode.environment.begin()
 
     async def _take(self, episode: Episode, turn: SampledTurn) -> None:
         assert episode.environment is not None, "only conversations that have begun have turns"
         text = self.renderer.text(turn.answer)
-        async with self._asking(episode, "reward"):
+        async with self._asking(episode, text):
             reply = await episode.environment.answered(text)
             episode.add_reward(reply)
             episode.turns.append(turn)
@@ -343,20 +359,29 @@ class Rollouts:
         """Ask an environment that did not end the conversation for its last reward."""
         stopped = getattr(episode.environment, "stopped", None)
         if stopped is not None and not (episode.ended or episode.interrupted):
-            async with self._asking(episode, "reward"):
+            async with self._asking(episode):
                 episode.add_reward(await stopped())
 
     @asynccontextmanager
-    async def _asking(self, episode: Episode, part: str) -> AsyncIterator[None]:
-        """Inside, the environment is called, and has `environment_seconds`. It may turn out to be unavailable."""
-        try:
-            async with asyncio.timeout(self.environment_seconds):
-                with _of_row(part):
-                    yield
-        except UNAVAILABLE as error:
-            reason = f"{type(error).__name__}: {error}"
-            log.warning("a conversation is interrupted, its environment is not available: %s", reason)
-            episode.interrupted = reason
+    async def _asking(self, episode: Episode, answer: str | None = None) -> AsyncIterator[None]:
+        """Inside, the environment is called, and has `environment_seconds`. It may turn out to be unavailable.
+
+        answer: that it is to reward; None: none.
+        """
+        plain = isinstance(episode.environment, Asked) and episode.environment.plain and answer is not None
+        async with self.plain_calls if plain else nullcontext():
+            limit = asyncio.timeout(self.environment_seconds)
+            try:
+                async with limit:
+                    with _of_row(self.judge, answer):
+                        yield
+            except UNAVAILABLE as error:
+                late = f"took longer than environment_seconds, {self.environment_seconds:g} s"
+                reason = f"{late}: raise it, or make the code faster" if limit.expired() else described(error)
+                episode.interrupted = f"{self.judge}: {reason}"
+                if episode.interrupted not in self.interruptions:  # the first of many
+                    self.interruptions.add(episode.interrupted)
+                    log.warning("a conversation is interrupted: %s", episode.interrupted)
 
     async def _close(self, environment: Environment | None) -> None:
         if (close := getattr(environment, "close", None)) is not None:
@@ -368,11 +393,22 @@ class Rollouts:
 
 
 @contextmanager
-def _of_row(part: str) -> Iterator[None]:
-    """Errors in the block, which are those of a person's code on one row, become FailedRowError."""
+def _of_row(part: str, answer: str | None = None) -> Iterator[None]:
+    """Errors in the block, which are those of a person's code on one row, become FailedRowError.
+
+    part: the code, as the error names it. answer: of the model, which the code was given.
+    """
     try:
         yield
     except UNAVAILABLE:
         raise
     except Exception as error:
-        raise FailedRowError(f"{part}: {type(error).__name__}: {error}") from error
+        reason = error.message if isinstance(error, UserError) else described(error)
+        raise FailedRowError(f"{part}: {reason}{'' if answer is None else f'; answer: {shorten(answer)!r}'}") from error
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait until all calls have ended, and raise the first error: no call goes on after its row has failed."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if result is not None:
+            raise result

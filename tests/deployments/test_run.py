@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from prefect.states import Failed
 from rich.console import Console
 
 from tinkerflow.backend.core.errors import ServerError, UserError
@@ -22,7 +23,17 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import run as module
 from tinkerflow.deployments.config import read_config, read_yaml
-from tinkerflow.deployments.run import as_text, example_file, find, prefect_api, run, see_again, wait_for_prefect
+from tinkerflow.deployments.run import (
+    as_text,
+    example_file,
+    find,
+    prefect_api,
+    run,
+    see_again,
+    show_failure,
+    wait_for_prefect,
+)
+from tinkerflow.tasks.pipelines.environments import EnvironmentUnavailableError
 
 
 @pytest.fixture(autouse=True)
@@ -220,3 +231,18 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
     assert lines == ["sft: step 1 of 3  loss 1", "sft: step 3 of 3  loss 0.3333"]
     assert logging.getLogger("tinker").level == level, "the SDK's warnings stay hidden after the run"
     assert lines_of_runs.propagate and not lines_of_runs.isEnabledFor(logging.INFO)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("Task run encountered an exception UserError: all 2 rows failed", "all 2 rows failed"),
+        ("Flow run encountered an exception: EnvironmentUnavailableError: reward a:b: late", "reward a:b: late"),
+        ("Flow run encountered an exception: KeyError: 'x'", "KeyError: 'x'"),
+    ],
+)
+def test_an_error_of_ours_is_shown_without_the_name_of_its_class(message: str, shown: str) -> None:
+    console = quiet()
+    assert issubclass(EnvironmentUnavailableError, ServerError)
+    show_failure(console, "rl", Failed(message=message))
+    assert console.file.getvalue() == f"rl: Failed: {shown}\n"  # type: ignore[attr-defined]

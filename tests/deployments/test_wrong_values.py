@@ -20,7 +20,7 @@ from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import cli
 from tinkerflow.deployments.commands import every_command
 from tinkerflow.deployments.config import read_config
-from tinkerflow.deployments.data_check import check_first_rows, check_server, parameters_of
+from tinkerflow.deployments.data_check import check_code, check_first_rows, check_server, parameters_of
 from tinkerflow.deployments.options import database_of
 from tinkerflow.deployments.overview import MODULES, overview
 from tinkerflow.deployments.run import example_file
@@ -43,8 +43,8 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("sft", "training.learning_rate", 2, "training.learning_rate: 2: "),
     ("sft", "training.schedule", "cosin", "training.schedule: 'cosin': Input should be 'constant', 'linear' or"),
     ("sft", "training", [1], "training: "),
-    ("sft", "name", "My Run", "name: 'My Run': String should match pattern"),
-    ("sft", "model.start_from", "a/b", "model.start_from: 'a/b': String should match pattern"),
+    ("sft", "name", "My Run", "name: 'My Run': must have only small letters, digits and single dashes"),
+    ("sft", "model.start_from", "a/b", "model.start_from: 'a/b': must be a path that begins with tinker://"),
     ("sft", "model.format", "chatml", "model.format: 'chatml': Input should be 'chat' or 'text'"),
     ("sft", "data.url", "", "data.url: "),
     ("sft", "data.url", "rows.jsn", "does not exist (did you mean 'rows.jsonl'?)"),
@@ -62,13 +62,15 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("sft", "tracking", 3, "tracking: 3: Input should be a valid list"),
     ("dpo", "beta", 0, "beta: 0: Input should be greater than 0"),
     ("dpo", "data.url", "rows.jsonl", "schema chat: dpo needs preference"),
-    ("rl", "reward", "a.b", "reward: 'a.b': String should match pattern"),
+    ("rl", "reward", "a.b", "reward: 'a.b': write module:function, as in rewards:vowels"),
+    ("rl", "reward", "rewardz:vowels", "reward 'rewardz:vowels': there is no module 'rewardz'"),
+    ("rl", "reward", "math:pi", "reward 'math:pi': must be a function or a class"),
     ("rl", "environment", "m:E", "give either reward or environment"),
     ("rl", "loss", "cross_entropy", "loss: 'cross_entropy': Input should be 'importance_sampling', 'ppo', 'cispo', "),
     ("distill", "teacher.weight", "x", "teacher.weight: is not a parameter (did you mean 'weights'?)"),
-    ("evaluate", "weights", "a/b", "weights: 'a/b': String should match pattern"),
+    ("evaluate", "weights", "a/b", "weights: 'a/b': must be a path that begins with tinker://, or the id of"),
     ("nightly", "metric", "accuracy", "metric: 'accuracy': Input should be 'loss' or 'exact_match'"),
-    ("nightly", "champion", "A B", "champion: 'A B': String should match pattern"),
+    ("nightly", "champion", "A B", "champion: 'A B': must have only small letters, digits and single dashes"),
     ("sweep", "grid.momentum", [0.9], "grid.momentum: is not a parameter"),
     ("sweep", "grid", {}, "grid: list values for at least one parameter"),
 ]  # fmt: skip
@@ -97,7 +99,9 @@ def test_a_wrong_parameter_path_or_row_of_a_pipeline(
     section[last] = value
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(UserError) as error:
-        check_first_rows(parameters_of(pipeline, read_config(folder / "run.yaml")))
+        parameters = parameters_of(pipeline, read_config(folder / "run.yaml"))
+        check_code(parameters)
+        check_first_rows(parameters)
     assert line in error.value.message and "\n" not in error.value.message
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -200,8 +202,6 @@ async def test_rewards_are_named_by_their_import_path() -> None:
     assert (await unrewarded(facts).answered("It is green.")).reward == 0.0
     assert (is_answer(facts, " Green\n"), is_answer(facts, "green"), holds_answer(facts, "red")) == (1.0, 0.0, 0.0)
     assert facts_of(parse({"prompt": "a", "completion": "b"}))["completion"] == "b"
-    with pytest.raises(UserError, match=r"reward 'no\.such:thing': cannot be imported"):
-        environment_maker("no.such:thing", "")
     with pytest.raises(UserError, match=r"environment 'math:pi': must be a function or a class"):
         environment_maker("", "math:pi")
 
@@ -240,8 +240,87 @@ async def test_a_row_that_fails_is_left_out_while_the_data_allows_it(
     rollouts.refuse_failures(2)
     with pytest.raises(UserError, match=r"1 of 3 rows failed, max_bad_fraction allows 0\.0%; first: 'Bad'"):
         Rollouts(renderer, Failing, 2, 4, failures=rollouts.failures).refuse_failures(3)
-    with pytest.raises(UserError, match="all 1 rows of this step failed"):
-        await rollouts.groups(Echo(tokenizer), [bad], [1])
+    earlier = {"Worse": "a row that failed in another step"}
+    with pytest.raises(UserError, match="all 1 rows of this step failed; first: 'Bad': "):
+        await Rollouts(renderer, Failing, 2, 4, failures=earlier).groups(Echo(tokenizer), [bad], [1])
+
+
+def missing(facts: Facts, text: str) -> float:
+    return float(facts["missing"])
+
+
+def not_a_number(facts: Facts, text: str) -> float:
+    return float("nan")
+
+
+def scored_by(reward: Any, **changes: Any) -> dict[str, Any]:
+    return {"make": lambda facts: Asked(facts, reward), "judge": f"reward {__name__}:{reward.__name__}"} | changes
+
+
+async def test_an_error_of_a_reward_names_its_place_and_the_answer(
+    tokenizer: Any, renderer: Renderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("tinkerflow.tasks.pipelines.rollouts.log_line", lambda text, level: lines.append(text))
+    place = f"{__file__}:{missing.__code__.co_firstlineno + 1}"
+    line = f"reward {__name__}:missing: KeyError: 'missing' ({place}); answer: '0'"
+    rollouts = Rollouts(renderer, **scored_by(missing), group_size=2, max_tokens=4)
+    with pytest.raises(UserError, match=rf"of this step failed; first: 'Which .*': {re.escape(line)}$"):
+        await rollouts.groups(Echo(tokenizer), [ROW], [1])
+    assert line in caplog.text and "return float(facts[" in lines[0]
+    rollouts = Rollouts(renderer, **scored_by(not_a_number), group_size=2, max_tokens=4)
+    with pytest.raises(UserError, match=r":not_a_number: its reward is nan: must be a finite number; answer: '0'$"):
+        await rollouts.groups(Echo(tokenizer), [ROW], [1])
+
+
+async def test_plain_rewards_are_called_in_threads_in_the_order_of_samples(tokenizer: Any, renderer: Renderer) -> None:
+    threads, numbers = set(), iter(range(100))
+
+    def reward(facts: Facts, text: str) -> float:
+        threads.add(threading.current_thread())
+        return float(next(numbers))
+
+    groups = await Rollouts(renderer, **scored_by(reward), group_size=3, max_tokens=4).groups(
+        Echo(tokenizer), [ROW, ROW], [1]
+    )
+    assert [[one.reward for one in group] for group in groups] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert threading.main_thread() not in threads
+
+
+async def test_a_reward_over_its_limit_is_named_with_the_limit(
+    tokenizer: Any, renderer: Renderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    over = threading.Event()
+
+    def plain(facts: Facts, text: str) -> float:
+        return float(over.wait())
+
+    async def asynchronous(facts: Facts, text: str) -> float:
+        return float(await asyncio.get_running_loop().create_future())
+
+    for reward in (plain, asynchronous):
+        rollouts = Rollouts(renderer, **scored_by(reward, environment_seconds=0.05), group_size=2, max_tokens=4)
+        caplog.clear()
+        reason = rf"reward {__name__}:{reward.__name__}: took longer than environment_seconds, 0\.05 s: raise it, or "
+        with pytest.raises(EnvironmentUnavailableError, match=f"all conversations of this step .* last: {reason}"):
+            await rollouts.groups(Echo(tokenizer), [ROW], [1])
+        assert len(caplog.records) == 1, "six conversations are interrupted for one reason"
+    over.set()
+
+
+async def test_no_reward_is_asked_after_its_row_has_failed(tokenizer: Any, renderer: Renderer) -> None:
+    asked = []
+
+    async def reward(facts: Facts, text: str) -> float:
+        if text == "0":
+            raise ValueError("no")
+        await asyncio.sleep(0)
+        asked.append(text)
+        return 1.0
+
+    with pytest.raises(UserError, match="ValueError: no"):
+        await Rollouts(renderer, **scored_by(reward), group_size=3, max_tokens=4).groups(Echo(tokenizer), [ROW], [1])
+    assert asked == ["1", "2"]
 
 
 class Unavailable(Counting):
@@ -299,7 +378,7 @@ async def test_a_conversation_without_an_environment_is_left_out_of_its_group(
     assert (one.attempt, other.attempt) == (1, 1)
     monkeypatch.setattr(Unavailable, "left", ["begin"] * 100)
     earlier = {"Bad": "a row that failed in another step"}
-    with pytest.raises(EnvironmentUnavailableError, match="no environment of the step's 1 rows"):
+    with pytest.raises(EnvironmentUnavailableError, match="interrupted; last: environment: EnvironmentUnavailable"):
         await Rollouts(renderer, Unavailable, 3, 4, failures=earlier).groups(Echo(tokenizer), [ROW], [1])
 
 

@@ -1,0 +1,92 @@
+"""Rewards and environments as Python code of a user: import it, call it in a thread, and show where it failed."""
+
+from __future__ import annotations
+
+import asyncio
+import pkgutil
+import site
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import copy_context
+from importlib import import_module
+from typing import TypeVar
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
+
+T = TypeVar("T")
+
+_NOT_THEIRS = ("tinkerflow", "importlib")  # packages
+
+
+def import_named(field: str, path: str) -> object:
+    """The object at `package.module:name`.
+
+    UserError, which names `field`: there is no such module or name, or the module's own code fails.
+    """
+    module, _, name = path.partition(":")
+    try:
+        loaded = import_module(module)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module}.".startswith(f"{missing}."):
+            raise UserError(f"{field} {path!r}: the module fails when it is imported: {described(error)}") from error
+        raise UserError(f"{field} {path!r}: {_not_found(missing, name)}") from error
+    if not hasattr(loaded, name):
+        known = [known for known in vars(loaded) if not known.startswith("_")]
+        raise UserError(f"{field} {path!r}: {loaded.__file__} has no {name!r}{did_you_mean(name, known)}")
+    found: object = getattr(loaded, name)
+    return found
+
+
+def _not_found(module: str, name: str) -> str:
+    """Why a module cannot be imported: the folders that were searched, and a module with nearly its name."""
+    package, _, last = module.rpartition(".")
+    parent = sys.modules.get(package)
+    if parent is not None and last == "py":
+        return f"a module is named without .py: write {package}:{name}"
+    installed = {sysconfig.get_path("stdlib"), *site.getsitepackages(), sysconfig.get_path("purelib")}
+    folders = [*getattr(parent, "__path__", sys.path)]
+    near = [found.name for found in pkgutil.iter_modules(folders)]
+    own = [folder or "." for folder in folders if folder not in installed and not folder.endswith((".zip", "-dynload"))]
+    searched = f"searched {', '.join(own)}, and installed packages" if parent is None else f"searched {', '.join(own)}"
+    return f"there is no module {module!r}{did_you_mean(last, near)}; {searched}"
+
+
+async def call_in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """The value of a plain function, which does not block the event loop.
+
+    The thread does not end when the call is cancelled. It is a daemon, so that it does not keep the process alive.
+    """
+    future, context = Future[T](), copy_context()
+
+    def call() -> None:
+        try:
+            value = context.run(function, *arguments)
+        except BaseException as error:  # noqa: BLE001  raised where the call is awaited
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    future.set_running_or_notify_cancel()  # so that a cancelled call can still set its value
+    threading.Thread(target=call, name="call of a reward", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of an error in the user's file: the first file that is not ours. Frames of libraries are left out."""
+    walked = traceback.walk_tb(error.__traceback__)
+    own = [(frame, line) for frame, line in walked if frame.f_globals["__name__"].partition(".")[0] not in _NOT_THEIRS]
+    file = own[0][0].f_code.co_filename if own else ""
+    return [*traceback.StackSummary.extract(one for one in own if one[0].f_code.co_filename == file)]
+
+
+def described(error: BaseException) -> str:
+    """The kind of an error, its message, and the place in the user's file, on one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    frames = user_frames(error)
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
