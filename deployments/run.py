@@ -16,6 +16,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel
@@ -31,7 +32,9 @@ from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.data_check import check_code, check_first_rows, check_server, parameters_of
+from tinkerflow.deployments.data_dir import read_owner
 from tinkerflow.deployments.options import settings_with
+from tinkerflow.tasks.pipelines.parameters import AnyParameters
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
@@ -73,6 +76,8 @@ def run(
     check_code(parameters)
     check_first_rows(parameters)
     check_server(parameters, settings)
+    if warning := other_data_dir(parameters, settings):
+        print_line(console, warning)
     with prefect_api(console, settings) as (prefect, starts):
         words = ["tinkerflow", "run", pipeline, "--config", str(config)]
         for change in changes:
@@ -93,6 +98,19 @@ def _service(block: str, settings: Settings) -> str:
         return f"as Prefect's block {block!r} names it"
     url, _ = server_from_environment(settings)
     return f"{url} (TINKER_BASE_URL)" if "TINKER_BASE_URL" in os.environ else f"{url} (data dir {settings.data_dir})"
+
+
+def other_data_dir(parameters: AnyParameters, settings: Settings) -> str:
+    """A warning when the service of a run is on this machine, and is not that of the run's data dir; else ""."""
+    url, owner = server_from_environment(settings)[0], read_owner(settings.data_dir)
+    address, own = urlsplit(url), urlsplit(owner.api_url) if owner is not None else None
+    local = not parameters.connection and address.hostname in ("localhost", "127.0.0.1", "::1")
+    if not local or parameters.work or settings.pipelines or (own is not None and own.port == address.port):
+        return ""
+    return (
+        f"warning: the service at {url} is not that of the data dir {settings.data_dir}, so its console does not show "
+        "the rollouts of this run: give the --data-dir of its `tinkerflow up`"
+    )
 
 
 def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: Path | None) -> bool:

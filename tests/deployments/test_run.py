@@ -23,10 +23,13 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import run as module
 from tinkerflow.deployments.config import read_config, read_yaml
+from tinkerflow.deployments.data_check import parameters_of
+from tinkerflow.deployments.data_dir import owned
 from tinkerflow.deployments.run import (
     as_text,
     example_file,
     find,
+    other_data_dir,
     prefect_api,
     run,
     see_again,
@@ -246,3 +249,18 @@ def test_an_error_of_ours_is_shown_without_the_name_of_its_class(message: str, s
     assert issubclass(EnvironmentUnavailableError, ServerError)
     show_failure(console, "rl", Failed(message=message))
     assert console.file.getvalue() == f"rl: Failed: {shown}\n"  # type: ignore[attr-defined]
+
+
+def test_a_service_of_another_data_dir_is_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINKERFLOW_PIPELINES", raising=False)
+    parameters = parameters_of("sft", read_config(example_file("sft.yaml")))
+    settings = Settings(data_dir=tmp_path)
+    monkeypatch.setenv("TINKER_BASE_URL", "http://localhost:8123")
+    assert f"8123 is not that of the data dir {tmp_path}" in other_data_dir(parameters, settings)
+    with owned(tmp_path, "http://127.0.0.1:8123"):
+        assert not other_data_dir(parameters, settings)
+    with owned(tmp_path, "http://127.0.0.1:8124"):
+        assert "give the --data-dir of its `tinkerflow up`" in other_data_dir(parameters, settings)
+    assert not other_data_dir(parameters.model_copy(update={"work": "gs://bucket"}), settings)
+    monkeypatch.setenv("TINKER_BASE_URL", "https://tinkerflow.example.com")
+    assert not other_data_dir(parameters, settings), "it may share the folder under another path"

@@ -86,7 +86,9 @@ async def rollouts_page(
         await record(visit.call.services, AuditedEvent.PROJECT_SAMPLE_READ, visit.identity, run.owner, samples=seen)
     tokenizer = await tokenizer_of(visit, run.base_model) if wanted.chances else None
     groups = [] if found is None else await asyncio.to_thread(_groups, found, wanted, tokenizer)
-    return visit.page("rollouts.html", run=run, steps=steps, found=found, wanted=wanted, groups=groups,
+    url = visit.call.services.settings.pipelines_url
+    where = {"work": url, "searched": f"{url}/rollouts/{run.id}"}
+    return visit.page("rollouts.html", **where, run=run, steps=steps, found=found, wanted=wanted, groups=groups,
                       shaded=tokenizer is not None)  # fmt: skip
 
 

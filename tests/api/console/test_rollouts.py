@@ -49,7 +49,10 @@ def put_rollouts(server: Any, run: str, step: int = 3) -> None:
 def test_a_step_shows_its_groups_and_what_was_dropped(browser: Any, server: Any, furnish: Any, lettered: Any) -> None:
     run = furnish().run
     where = f"/training_runs/{run}/rollouts"
-    assert "No rollouts are here" in browser.get(where).text
+    work = server.settings.pipelines_url
+    page = browser.get(where).text
+    assert f"No rollouts are in <code>{work}/rollouts/{run}</code>" in page and f"must be <code>{work}</code>" in page
+    assert "the <code>--data-dir</code> of <code>tinkerflow up</code>" in page
     for step in (3, 4):
         put_rollouts(server, run, step)
     page = browser.get(where).text
