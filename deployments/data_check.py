@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,15 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.options import explain
-from tinkerflow.tasks.pipelines.data import DataCheckError, DataReport, Use, inspect, read_source, refuse_bad
+from tinkerflow.tasks.pipelines.data import (
+    DataCheckError,
+    DataReport,
+    Use,
+    inspect,
+    read_source,
+    refuse_bad,
+    refuse_unknown_fields,
+)
 from tinkerflow.tasks.pipelines.parameters import PARAMETERS, RULES, AnyParameters, RlParameters
 from tinkerflow.tasks.pipelines.render import Format, Renderer, TokenizedExample
 from tinkerflow.tasks.pipelines.server_address import offered_name, server_from_environment
@@ -34,12 +43,13 @@ _ANY_SCHEMA = Use("data check", ("chat", "prompt_completion", "preference", "pro
 
 @dataclass(frozen=True)
 class Checked:
-    """A data set to check. name: data or held_out."""
+    """A data set to check. name: data or held_out. of_options: command-line options describe it, not a file."""
 
     name: str
     source: DataSource
     use: Use
     format: Format
+    of_options: bool = False
 
 
 def parameters_of(pipeline: str, values: Mapping[str, Any]) -> AnyParameters:
@@ -72,17 +82,15 @@ def check_first_rows(parameters: AnyParameters) -> None:
         if _is_remote(source):
             continue  # remote data is checked when the run begins
         read = read_source(source, checked.use, min(source.limit or _FIRST_ROWS, _FIRST_ROWS))
-        total = len(read.good) + len(read.bad)
-        if read.bad and (total < _FIRST_ROWS or not read.good):
-            first = read.bad[0]
+        bad = len(read.quarantine)
+        total = len(read.good) + bad
+        if not total or (bad and (total < _FIRST_ROWS or not read.good)):
             report = DataReport(
-                url=source.url, schema_name=read.reader.schema, digest="", rows=len(read.good), bad_rows=len(read.bad),
-                duplicates=0, characters=0, first_errors=[first],
+                url=source.url, schema_name=read.reader.schema, digest="", rows=len(read.good), bad_rows=bad,
+                duplicates=0, characters=0, first_errors=read.bad[:1],
             )  # fmt: skip
             refuse_bad(source, report)
         read.refuse_schema(source, checked.use)
-        if not total:
-            raise UserError(f"data.url {source.url!r}: contains no rows")
 
 
 def _is_remote(source: DataSource) -> bool:
@@ -104,8 +112,10 @@ def sources_of(url: str | None, config: Path | None, pipeline: str, options: Map
         return data_sets(parameters_of(pipeline or _pipeline_of(values), values))
     for pair in options["column"]:
         if "=" not in pair:
-            raise UserError(f"--column {pair!r}: must be FIELD=COLUMN")
+            raise UserError(f"--column {pair!r}: must be FIELD=COLUMN, as in prompt=question")
     columns = dict(pair.split("=", 1) for pair in options["column"])
+    if not pipeline:  # the fields that a reward takes are known only to its pipeline
+        refuse_unknown_fields("--column ", columns)
     data = {"url": url, "kind": options["kind"], "columns": columns, "ignore": options["ignore"]}
     use = _ANY_SCHEMA
     if pipeline:
@@ -118,7 +128,7 @@ def sources_of(url: str | None, config: Path | None, pipeline: str, options: Map
         source = DataSource.model_validate(data)
     except ValidationError as error:
         raise UserError(explain(error, DataSource)) from error
-    return [Checked("data", source, replace(use, max_tokens=options["max_tokens"]), options["format"])]
+    return [Checked("data", source, replace(use, max_tokens=options["max_tokens"]), options["format"], True)]
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> str:
@@ -148,7 +158,9 @@ def check_files(
         report, read, tokenized = inspect(checked.source, renderer, checked.use)
         _print_report(console, checked, report)
         for bad in report.first_errors:
-            console.print(Text(f"wrong  {bad.where}: {bad.error}", "red"), soft_wrap=True)
+            console.print(Text(f"wrong  {bad}", "red"), soft_wrap=True)
+        if checked.of_options and (flags := _flags(report)):
+            console.print(Text(f"fix    add to this command, for example: {flags}", "yellow"), soft_wrap=True)
         for note in report.notes:
             console.print(Text(f"note   {note}", "yellow"), soft_wrap=True)
         for example in tokenized.examples[:show]:
@@ -215,10 +227,19 @@ def _compare(
     return not bad
 
 
+def _flags(report: DataReport) -> str:
+    """The options of `data check` that would make wrong rows right; empty when there are none."""
+    columns = next((bad.columns for bad in report.first_errors if bad.columns), {})
+    ignored = dict.fromkeys(name for bad in report.first_errors for name in bad.ignore)
+    pairs = [("--column", f"{name}={column}") for name, column in columns.items()]
+    pairs += [("--ignore", name) for name in ignored]
+    return shlex.join(word for pair in pairs for word in pair)
+
+
 def _print_report(console: Console, checked: Checked, report: DataReport) -> None:
     lengths = "shortest {}, median {}, 95 % up to {}, longest {}".format(*report.lengths) if report.lengths else "none"
     facts = {
-        "form": f"{report.form} (schema {report.schema_name}) for {checked.use.name}",
+        "form": f"{report.form} (schema {report.schema_name}) for {checked.use.name}" if report.form else "none",
         "rows": f"{report.rows} good, {report.bad_rows} wrong, {report.duplicates} duplicates",
         "tokens": f"{report.tokens}, of which {report.trained_tokens} are trained on",
         "sequences": f"{lengths}; {report.too_long} over {checked.use.max_tokens} tokens are left out",

@@ -23,7 +23,7 @@ from tinkerflow.backend.core.prefect_access import PrefectAccess
 from tinkerflow.deployments.local import API_KEY, running_stack
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson
 from tinkerflow.deployments.run import page_command, print_line, quiet_client
-from tinkerflow.tasks.pipelines.rows import shorten
+from tinkerflow.tasks.pipelines.row_errors import shorten
 
 if TYPE_CHECKING:
     import tinker

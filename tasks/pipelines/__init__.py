@@ -15,7 +15,8 @@ from tinkerflow.tasks.pipelines.data import (
     read_source,
 )
 from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
-from tinkerflow.tasks.pipelines.rows import Form, Message, Row, RowError, RowReader, Schema, guess_form
+from tinkerflow.tasks.pipelines.row_errors import RowError
+from tinkerflow.tasks.pipelines.rows import Form, Message, Row, RowReader, Schema, guess_form
 from tinkerflow.tasks.pipelines.sources import DataSource
 
 __all__ = [

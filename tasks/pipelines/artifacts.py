@@ -159,8 +159,8 @@ def data_page(name: str, report: DataReport) -> str:
     lines = [f"## {name}: `{report.url}`", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in facts.items())]
     lines += ["", *(f"- {cell(note)}" for note in report.notes)] if report.notes else []
     if report.first_errors:
-        lines += ["", "| row | error |", "|---|---|"]
-        lines += [f"| {cell(bad.where)} | {cell(bad.error)} |" for bad in report.first_errors]
+        lines += ["", "| first row | rows | error |", "|---|---|---|"]
+        lines += [f"| {cell(bad.where)} | {bad.rows} | {cell(bad.error)} |" for bad in report.first_errors]
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
@@ -17,17 +17,8 @@ from pydantic import BaseModel, Field
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
-from tinkerflow.tasks.pipelines.rows import (
-    ALL_FIELDS,
-    Form,
-    Row,
-    RowError,
-    RowReader,
-    Schema,
-    guess_form,
-    shorten,
-    show,
-)
+from tinkerflow.tasks.pipelines.row_errors import RowError, shorten, show
+from tinkerflow.tasks.pipelines.rows import ALL_FIELDS, Form, Row, RowReader, Schema, forms_of, guess_form
 from tinkerflow.tasks.pipelines.sources import DataSource, Item, RawRow, read_rows
 from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
 
@@ -61,17 +52,33 @@ class Use:
 
 
 class BadRow(BaseModel):
-    """A row that was left out."""
+    """Rows with the same problem, which are left out."""
 
-    where: str
+    where: str = Field(description="the first of the rows")
     error: str
+    rows: int = 1
+    columns: dict[str, str] = Field({}, description="an example of columns that would make the rows right")
+    ignore: list[str] = Field([], description="fields without which the rows would be right")
+
+    def __str__(self) -> str:
+        """The problem for people."""
+        if self.rows == 1:
+            return f"{self.where}: {self.error}"
+        return f"{self.rows} rows: {self.error}; first at {self.where}"
+
+
+@dataclass
+class _Problem:
+    where: str
+    error: RowError | str
+    rows: int = 0
 
 
 class DataReport(BaseModel):
     """The result of a check. digest: names the good rows by content; `load_rows` reads them from the work folder."""
 
     url: str
-    form: str = Field("", description="how the rows are written")
+    form: str = Field("", description="how the rows are written; empty = no form has their fields")
     schema_name: str
     digest: str
     rows: int
@@ -99,17 +106,40 @@ class DataCheckError(UserError):
 
 @dataclass
 class ReadRows:
-    """The rows of a source: `good` ones with their content, and `bad` ones with their errors."""
+    """The rows of a source: `good` ones with their content, and in `quarantine` each bad one with its error."""
 
     reader: RowReader
     good: list[tuple[RawRow, Row]] = field(default_factory=list)
-    bad: list[BadRow] = field(default_factory=list)
     quarantine: list[bytes] = field(default_factory=list)
+    _problems: dict[str, _Problem] = field(default_factory=dict)
 
-    def refuse(self, raw: RawRow, error: str) -> None:
-        """Add a bad row."""
-        self.bad.append(BadRow(where=raw.where, error=error))
-        row = {"where": raw.where, "error": error, "row": raw.value}
+    @property
+    def bad(self) -> list[BadRow]:
+        """The problems of bad rows, in the order of their first rows."""
+        return [
+            BadRow(where=one.where, error=one.error, rows=one.rows)
+            if isinstance(one.error, str)
+            else BadRow(
+                where=one.where,
+                error=one.error.of(self.reader.parameter),
+                rows=one.rows,
+                columns=one.error.columns,
+                ignore=one.error.ignore,
+            )
+            for one in self._problems.values()
+        ]
+
+    def refuse(self, raw: RawRow, error: RowError | str) -> None:
+        """Add a bad row. Unused fields of all rows become one problem."""
+        message = error if isinstance(error, str) else error.of(self.reader.parameter)
+        key = error if isinstance(error, str) else error.problem
+        problem = self._problems.setdefault(key, _Problem(raw.where, error))
+        problem.rows += 1
+        if isinstance(error, RowError) and isinstance(problem.error, RowError) and not error.columns:
+            more = [name for name in error.ignore if name not in problem.error.ignore]
+            if more:
+                problem.error = self.reader.unused(dict.fromkeys([*problem.error.ignore, *more]))
+        row = {"where": raw.where, "error": message, "row": raw.value}
         try:
             text = json.dumps(row, default=repr, skipkeys=True)
         except RecursionError:
@@ -122,7 +152,11 @@ class ReadRows:
         """Raise UserError when there are rows, of a schema that the pipeline does not take."""
         if self.good and self.reader.schema not in use.schemas:
             wanted = " or ".join(use.schemas)
-            raise UserError(f"data {source.url}: schema {self.reader.schema}: {use.name} needs {wanted}")
+            names = list(self.good[0][0].value) if isinstance(self.good[0][0].value, dict) else []
+            raise UserError(
+                f"{source.parameter} {source.url}: schema {self.reader.schema}: {use.name} needs {wanted}; "
+                f"its first row has {', '.join(names)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -156,7 +190,7 @@ class Tokenized:
         """The sequences that `pack` wrote."""
         with np.load(io.BytesIO(data)) as arrays:
             tokens, weights, ends = arrays["tokens"], arrays["weights"], np.cumsum(arrays["lengths"])
-            starts = [0, *ends[:-1]]
+            starts = ends - arrays["lengths"]
             examples = [TokenizedExample(tokens[a:b], weights[a:b]) for a, b in zip(starts, ends, strict=True)]
             errors = dict(orjson.loads(arrays["errors"].tobytes()))
             return Tokenized(examples, arrays["counts"].tolist(), errors, int(arrays["too_long"]))
@@ -185,29 +219,38 @@ def tokenize(rows: Sequence[Row], renderer: Renderer, use: Use) -> Tokenized:
 
 def read_source(source: DataSource, use: Use, most: int = 0) -> ReadRows:
     """Read and validate rows, without tokens. most: rows to read; 0 = as many as the source allows."""
-    usable = (*ALL_FIELDS, *(use.extra or ()))
-    for name in source.columns:
-        if use.extra is not None and name not in usable:
-            raise UserError(f"data.columns.{name}: must be one of {', '.join(usable)}{did_you_mean(name, usable)}")
+    if use.extra is not None:
+        refuse_unknown_fields(f"{source.parameter}.columns.", source.columns, use.extra)
     items = islice(read_rows(source), most or source.limit or None)
     first = list(islice(items, _GUESSED_FROM))
-    reader = RowReader("chat", source.columns, frozenset(source.ignore), use.extra, use.name)
-    read = ReadRows(replace(reader, form=_form(source, first, use)))
+    form, guessed = _form(source, first, use)
+    forms = () if guessed else forms_of(use.schemas)
+    reader = RowReader(form, source.columns, frozenset(source.ignore), use.extra, use.name, forms, source.parameter)
+    read = ReadRows(reader)
     for item in chain(first, items):
         if isinstance(item, tuple):
-            read.refuse(item[0], item[1].message)
+            read.refuse(*item)
             continue
         try:
             read.good.append((item, read.reader.parse(item.value)))
         except RowError as error:
-            read.refuse(item, error.message)
+            read.refuse(item, error)
     return read
 
 
-def _form(source: DataSource, first: Sequence[Item], use: Use) -> Form:
-    """The form of most of the first rows, of those forms that the pipeline takes if there are any."""
+def refuse_unknown_fields(where: str, fields: Iterable[str], extra: Iterable[str] = ()) -> None:
+    """Raise UserError for a field that no form has, and that is not in `extra`. where: the beginning of their names."""
+    usable = (*ALL_FIELDS, *extra)
+    for name in fields:
+        if name not in usable:
+            near = did_you_mean(name, usable)
+            raise UserError(f"{where}{name}: no form has this field; must be one of {', '.join(usable)}{near}")
+
+
+def _form(source: DataSource, first: Sequence[Item], use: Use) -> tuple[Form, bool]:
+    """The form of most of the first rows, of those forms that the pipeline takes if there are any; else no form."""
     if source.kind != "auto":
-        return source.kind
+        return source.kind, True
     forms = Counter[Form]()
     for item in first:
         if isinstance(item, RawRow):
@@ -216,7 +259,7 @@ def _form(source: DataSource, first: Sequence[Item], use: Use) -> Form:
             except RowError:
                 continue
     taken = [form for form in forms if RowReader(form).schema in use.schemas]
-    return max(taken or forms, key=lambda form: forms[form], default=use.schemas[0])
+    return max(taken or forms, key=lambda form: forms[form], default=use.schemas[0]), bool(forms)
 
 
 def _renamed(raw: object, source: DataSource) -> object:
@@ -252,11 +295,11 @@ def inspect(
     notes = Counter(note for _, row in read.good for note in _notes(row, use))
     report = DataReport(
         url=source.url,
-        form=read.reader.form,
+        form="" if read.reader.forms else read.reader.form,
         schema_name=schema,
         digest=digest(schema, *lines),
         rows=len(lines),
-        bad_rows=len(read.bad),
+        bad_rows=len(read.quarantine),
         too_long=tokenized.too_long,
         duplicates=sum(count - 1 for count in Counter(lines).values()),
         characters=sum(_characters(row) for _, row in read.good),
@@ -292,7 +335,7 @@ def check_source(source: DataSource, work_url: str, renderer: Renderer, use: Use
     sequence is short enough, or the pipeline does not take the schema.
     """
     report, read, tokenized = inspect(source, renderer, use, work_url)
-    if read.bad:
+    if read.quarantine:
         report.quarantine = f"quarantine/{digest(*read.quarantine)}.jsonl"
         create_once(open_work(work_url), report.quarantine, b"\n".join(read.quarantine) + b"\n")
     refuse_bad(source, report)
@@ -307,16 +350,19 @@ def check_source(source: DataSource, work_url: str, renderer: Renderer, use: Use
 def refuse_bad(source: DataSource, report: DataReport) -> None:
     """Raise DataCheckError when more rows are wrong, or fewer good, than the source allows."""
     total = report.rows + report.bad_rows
+    if not total:
+        raise DataCheckError(f"{source.parameter}.url {source.url!r}: is empty: it contains no rows", report)
     first = f"; first: {report.first_errors[0].where}: {report.first_errors[0].error}" if report.first_errors else ""
-    if total and report.bad_rows > source.max_bad_fraction * total:
+    if report.bad_rows > source.max_bad_fraction * total:
         raise DataCheckError(
-            f"data {source.url}: {report.bad_rows} of {total} rows are wrong, "
+            f"{source.parameter} {source.url}: {report.bad_rows} of {total} rows are wrong, "
             f"max_bad_fraction allows {source.max_bad_fraction:.1%}{first}",
             report,
         )
     if report.rows < source.min_rows:
         raise DataCheckError(
-            f"data {source.url}: {report.rows} good rows, min_rows asks for {source.min_rows}{first}", report
+            f"{source.parameter} {source.url}: {report.rows} good rows, min_rows asks for {source.min_rows}{first}",
+            report,
         )
 
 

@@ -18,7 +18,7 @@ from tinkerflow.backend.tracking.trackers import trackers_named
 from tinkerflow.tasks.pipelines.data import Use
 from tinkerflow.tasks.pipelines.render import Format
 from tinkerflow.tasks.pipelines.rows import Schema
-from tinkerflow.tasks.pipelines.sources import DataSource
+from tinkerflow.tasks.pipelines.sources import DataSource, HeldOutSource
 
 NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
 NAME_OR_NONE = rf"^$|{NAME}"
@@ -128,13 +128,19 @@ class PipelineParameters(RunParameters):
         """The base model that is wanted, empty = the first one, and the format of rows."""
         return self.model.base_model, self.model.format
 
+    @model_validator(mode="after")
+    def _held_out_like_data(self) -> Self:
+        if self.held_out is not None:
+            self.held_out = self.held_out.like(self.data)
+        return self
+
     resume: str = Field(
         "",
         pattern=RESUME,
         description="A run resumes where the last run with the same value here ended; empty = only retries resume.",
     )
     data: DataSource = Field(description="Rows to learn from.")
-    held_out: DataSource | None = Field(None, description="Rows that are measured after each segment.")
+    held_out: HeldOutSource | None = Field(None, description="Rows that are measured after each segment.")
     tracking: Annotated[list[str], BeforeValidator(_tracker_names)] = Field(
         [], description="Trackers that show the run, such as mlflow or wandb: one or a list."
     )
@@ -152,7 +158,7 @@ class SftParameters(PipelineParameters):
 
     pipeline = "sft"
     data: DataSource = Field(description="Rows with answers (chat, ShareGPT, Alpaca, prompt/completion), or texts.")
-    held_out: DataSource | None = Field(None, description="Rows whose loss is measured after each segment.")
+    held_out: HeldOutSource | None = Field(None, description="Rows whose loss is measured after each segment.")
     on_outlier: Literal["report", "skip"] = Field(
         "report", description="After a step with an unusual gradient norm or loss. report: train on. skip: go back to "
         "the state before, and train on without the rows that caused it; the run then keeps a history."
@@ -164,7 +170,7 @@ class DpoParameters(PipelineParameters):
 
     pipeline = "dpo"
     data: DataSource = Field(description="Preferences: a prompt, the chosen and the rejected answer.")
-    held_out: DataSource | None = Field(None, description="Preferences that are measured after each segment.")
+    held_out: HeldOutSource | None = Field(None, description="Preferences that are measured after each segment.")
     beta: float = Field(
         0.1,
         gt=0,
@@ -224,7 +230,7 @@ class RlParameters(SamplingParameters):
     pipeline = "rl"
     uses_fields = None
     data: DataSource = Field(description="Prompts; the other fields of a row are for the reward.")
-    held_out: DataSource | None = Field(None, description="Prompts whose reward is measured after each segment.")
+    held_out: HeldOutSource | None = Field(None, description="Prompts whose reward is measured after each segment.")
     group_size: int = Field(8, ge=2, le=1024, description="Answers that are sampled for each prompt of a step.")
     reward: str = Field(
         "",
@@ -299,7 +305,7 @@ class DistillParameters(SamplingParameters):
     pipeline = "distill"
     uses_fields = frozenset({"answer"})
     data: DataSource = Field(description="Prompts, or rows of which only the prompts are used.")
-    held_out: DataSource | None = Field(None, description="Prompts on which the divergence is measured, too.")
+    held_out: HeldOutSource | None = Field(None, description="Prompts on which the divergence is measured, too.")
     teacher: TeacherParameters = Field(default_factory=TeacherParameters, description="The model to learn from.")
 
 
@@ -341,7 +347,7 @@ class NightlyParameters(SftParameters):
     """A fine-tune whose result is promoted only if it is better."""
 
     pipeline = "nightly"
-    held_out: DataSource = Field(description="Rows on which the result and the champion are compared.")
+    held_out: HeldOutSource = Field(description="Rows on which the result and the champion are compared.")
     champion: str = Field(pattern=NAME, max_length=40, description="The name under which the best weights are kept.")
     metric: Metric = Field("loss", description="The score that decides.")
     margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
@@ -374,7 +380,7 @@ class SweepParameters(SftParameters):
     """A fine-tune for every combination of some parameters' values; the best is named."""
 
     pipeline = "sweep"
-    held_out: DataSource = Field(description="Rows on which the results are compared.")
+    held_out: HeldOutSource = Field(description="Rows on which the results are compared.")
     grid: GridParameters = Field(description="The values to try.")
     metric: Metric = Field("loss", description="The score that decides.")
     at_once: int = Field(2, ge=1, le=64, description="Fine-tunes that run at the same time.")

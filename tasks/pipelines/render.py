@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines.rows import Message, Row, RowError
+from tinkerflow.tasks.pipelines.row_errors import RowError
+from tinkerflow.tasks.pipelines.rows import Message, Row
 from tinkerflow.tasks.pipelines.template_check import TemplateCheck, holds_text
 from tinkerflow.tasks.pipelines.work import digest
 

@@ -19,7 +19,8 @@ from tinkerflow.backend.catalog.rollouts import (
     write_rollouts,
 )
 from tinkerflow.tasks.pipelines.rollouts import Episode, Lost, SampledTurn
-from tinkerflow.tasks.pipelines.rows import Message, shorten
+from tinkerflow.tasks.pipelines.row_errors import shorten
+from tinkerflow.tasks.pipelines.rows import Message
 from tinkerflow.tasks.pipelines.work import open_work
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ from tinkerflow.tasks.pipelines.environments import (
     facts_of,
 )
 from tinkerflow.tasks.pipelines.render import Renderer
-from tinkerflow.tasks.pipelines.rows import Message, Row, shorten
+from tinkerflow.tasks.pipelines.row_errors import shorten
+from tinkerflow.tasks.pipelines.rows import Message, Row
 from tinkerflow.tasks.pipelines.user_code import described, user_frames
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, get_args
 
-from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.tasks.pipelines.row_errors import RowError, shorten
 
 Schema = Literal["chat", "prompt_completion", "preference", "prompt", "text"]
 Form = Literal["chat", "sharegpt", "alpaca", "preference", "prompt_completion", "prompt", "text"]
@@ -31,7 +31,7 @@ Json: TypeAlias = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_DEPTH = 64
-_SHOWN = 80  # characters of a wrong value that an error shows
+_NAMED = 400  # characters of the names of fields that an error lists
 _REQUIRED: Mapping[Form, tuple[str, ...]] = {
     "chat": ("messages",),
     "sharegpt": ("conversations",),
@@ -50,6 +50,16 @@ _OPTIONAL: Mapping[Form, tuple[str, ...]] = {
     "prompt": ("tools",),
     "text": (),
 }
+_IN_WORDS: Mapping[Form, str] = {
+    "chat": "a chat",
+    "sharegpt": "a chat of ShareGPT",
+    "alpaca": "a row of Alpaca",
+    "preference": "a preference",
+    "prompt_completion": "a question with its answer",
+    "prompt": "a prompt",
+    "text": "a text",
+}
+_EXAMPLES: tuple[Form, ...] = ("prompt_completion", "preference", "prompt", "text")  # whose fields hold plain texts
 _WRITTEN_AS_JSON = ("messages", "conversations", "tools", "history")  # files without lists store them as JSON texts
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _SPEAKERS = {
@@ -69,14 +79,6 @@ class Message(TypedDict):
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
     weight: NotRequired[int]
-
-
-class RowError(UserError):
-    """A row is refused; the message names the field, the value and the rule."""
-
-    def __init__(self, name: str, value: object, rule: str) -> None:
-        """`name`: the field, as in messages[2].content."""
-        super().__init__(f"{name}: {shorten(show(value))}: {rule}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ class RowReader:
 
     form: how the rows are written. columns: field of the form -> column of the data, where they differ. ignore: paths
     of fields that are left out on purpose, such as `id` or `messages.refusal`; `*` is every field that the form does
-    not have. extra: the other fields that are used; None = all of them. user: the pipeline, for errors.
+    not have. extra: the other fields that are used; None = all of them. user: the pipeline, for errors. forms: when the
+    form is unknown, those that the pipeline takes, for errors. parameter: data or held_out, for errors.
     """
 
     form: Form
@@ -133,6 +136,8 @@ class RowReader:
     ignore: frozenset[str] = frozenset()
     extra: frozenset[str] | None = frozenset()
     user: str = "this form"
+    forms: tuple[Form, ...] = ()
+    parameter: str = "data"
 
     @property
     def schema(self) -> Schema:
@@ -146,18 +151,15 @@ class RowReader:
             values = self._fields(raw)
         except RecursionError:
             raise RowError("row", "...", f"must not be nested more than {MAX_DEPTH} levels deep") from None
-        for name in _REQUIRED[self.form]:
-            if values.get(name) is None:
-                has = shorten(", ".join(values)) or "no fields"
-                rule = f"is missing; a {self.form} row has {', '.join(_REQUIRED[self.form])}, and this row has {has}"
-                raise RowError(name, None, f"{rule} (data.columns maps fields to columns)")
+        missing = [name for name in _REQUIRED[self.form] if values.get(name) is None]
+        if missing:
+            raise self._incomplete(missing, values)
         known = fields_of(self.form)
         extra = {name: value for name, value in values.items() if name not in known}
-        for name, value in extra.items():
-            if self.extra is not None and name not in self.extra and value is not None:
-                usable = (*known, *self.extra)
-                raise RowError(name, value, f"is not used by {self.user}{did_you_mean(name, usable)}; {_fix(name)}")
         if self.extra is not None:
+            unused = {name: value for name, value in extra.items() if name not in self.extra and value is not None}
+            if unused:
+                raise self.unused(unused)
             extra = {name: value for name, value in extra.items() if value is not None}
         tools = tuple(_tools(values.get("tools")))
         prompt, chosen, rejected = self._conversation(values)
@@ -166,6 +168,42 @@ class RowReader:
         text = _text("text", values["text"]) if self.form == "text" else ""
         return Row(prompt, chosen, rejected, extra, tools, text)
 
+    def unused(self, fields: Mapping[str, object]) -> RowError:
+        """The error about fields of a row that nothing uses, and their values. All such errors have one `problem`."""
+        if len(fields) > 1:
+            error = RowError(", ".join(fields), None, f"are not used by {self.user}", ignore=list(fields))
+        else:
+            ((name, value),) = fields.items()
+            near = did_you_mean(name, (*fields_of(self.form), *(self.extra or ())))
+            error = RowError(name, value, f"is not used by {self.user}{near}", ignore=[name])
+        error.problem = "not used"
+        return error
+
+    def _incomplete(self, missing: Sequence[str], values: Json) -> RowError:
+        """The error about a row without required fields, with an example of columns for them."""
+        forms = self.forms or (self.form,)
+        has = [name for name, value in values.items() if value is not None]
+        wanted = dict.fromkeys(name for form in forms for name in _REQUIRED[form])
+        for name in has:
+            if name not in wanted and (near := did_you_mean(name, [name for name in wanted if name not in has])):
+                return RowError(name, None, f"is no field of a row{near}")
+        columns, ignore = {}, []
+        example = next((form for form in forms if form in _EXAMPLES), None)
+        if example and not self.columns:
+            free = [name for name in has if name not in fields_of(example)]
+            fields = [name for name in _REQUIRED[example] if name not in has]
+            if len(free) >= len(fields):
+                columns = dict(zip(fields, free, strict=False))
+                ignore = free[len(fields) :] if self.extra is not None else []
+        needed = "; ".join(f"{_IN_WORDS[form]} has {', '.join(_REQUIRED[form])}" for form in forms)
+        if not self.forms:
+            rule, row = f"{'is' if len(missing) == 1 else 'are'} missing; {needed}", f", and this row has {_names(has)}"
+            return RowError(", ".join(missing), None, rule, row=row, columns=columns, ignore=ignore)
+        rule = f"no form has these fields: {needed}"
+        error = RowError(_names(has), None, rule, columns=columns, ignore=ignore)
+        error.problem = rule
+        return error
+
     def _fields(self, raw: object) -> Json:
         """The row under the form's names, without ignored fields; every value can be written as JSON."""
         if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
@@ -173,11 +211,12 @@ class RowReader:
         values = dict(raw)
         for name, column in self.columns.items():
             if column not in raw:
-                raise RowError(
-                    column, None, f"is missing or empty; data.columns.{name} names it{did_you_mean(column, raw)}"
-                )
+                where, near = f"{self.parameter}.columns.{name}", did_you_mean(column, raw)
+                row = f", and this row has {_names(raw)}{near}"
+                raise RowError(where, column, "the column is missing or empty", row=row)
             if name in raw and name not in self.columns.values():
-                raise RowError(name, raw[name], f"is in the row, but data.columns.{name} is {column!r}; {_fix(name)}")
+                rule = f"is in the row, but {self.parameter}.columns.{name} is {column!r}"
+                raise RowError(name, raw[name], rule, ignore=[name])
             values.pop(column, None)
         values |= {name: raw[column] for name, column in self.columns.items()}
         for name in _WRITTEN_AS_JSON:
@@ -224,25 +263,17 @@ def guess_form(raw: object) -> Form:
     raise RowError("row", sorted(map(str, names)) if names else raw, rule)
 
 
+def forms_of(schemas: Sequence[Schema]) -> tuple[Form, ...]:
+    """The forms that rows of some schemas have, in the order of the schemas."""
+    return tuple(form for schema in schemas for form in get_args(Form) if RowReader(form).schema == schema)
+
+
 def fields_of(form: Form) -> tuple[str, ...]:
     """The names that a form has, the required ones first."""
     return (*_REQUIRED[form], *_OPTIONAL[form])
 
 
 ALL_FIELDS = tuple(sorted({name for form in get_args(Form) for name in fields_of(form)}))
-
-
-def shorten(text: str, most: int = _SHOWN) -> str:
-    """The text, cut after `most` characters."""
-    return text[:most] + "..." if len(text) > most else text
-
-
-def show(value: object) -> str:
-    """`repr(value)`, or "..." for a value that is nested too deeply for `repr`."""
-    try:
-        return repr(value)
-    except RecursionError:
-        return "..."
 
 
 def strict_json(text: str) -> Any:
@@ -271,17 +302,19 @@ def path_pattern(path: Iterable[str | int]) -> str:
     return ".".join(parts)
 
 
-def _fix(path: str) -> str:
-    return f"add {path!r} to data.ignore to train without it"
+def _names(names: Iterable[object]) -> str:
+    return shorten(", ".join(map(str, names)), _NAMED) or "no fields"
 
 
 def _known(name: str, value: Json, known: Sequence[str]) -> Json:
     """The fields of an object that are not null; RowError for a field that is not known."""
-    for key, held in value.items():
-        if key not in known and held is not None:
-            path = "".join(part.partition("]")[2] if "]" in part else part for part in name.split("["))
-            rule = f"is not used{did_you_mean(key, known)}; {_fix(f'{path}.{key}')}"
-            raise RowError(f"{name}.{key}", held, rule)
+    unknown = [key for key, held in value.items() if key not in known and held is not None]
+    if unknown:
+        path = "".join(part.partition("]")[2] if "]" in part else part for part in name.split("["))
+        ignore, first = [f"{path}.{key}" for key in unknown], unknown[0]
+        if len(unknown) > 1:
+            raise RowError(name, unknown, "has fields that are not used", ignore=ignore)
+        raise RowError(f"{name}.{first}", value[first], f"is not used{did_you_mean(first, known)}", ignore=ignore)
     return {key: held for key, held in value.items() if held is not None}
 
 

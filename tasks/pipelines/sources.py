@@ -12,10 +12,12 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal
+from typing import IO, Any, ClassVar, Literal
 from urllib.parse import unquote
 
 import fsspec
@@ -26,7 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.tasks.pipelines.adapters import adapter_named
-from tinkerflow.tasks.pipelines.rows import RowError, strict_json
+from tinkerflow.tasks.pipelines.row_errors import RowError
+from tinkerflow.tasks.pipelines.rows import strict_json
 
 JOURNAL = "journal://"
 _LINES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
@@ -35,6 +38,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ENDINGS = ".jsonl, .ndjson, .json, .csv, .tsv, .txt (also compressed), .parquet or .arrow"
 MAX_ROW_BYTES = 16 * 2**20
 _MAX_DOCUMENT_BYTES = 2**30  # of a .json file, which is read as a whole
+_UTF_8 = "must be UTF-8; a file of Latin-1 becomes UTF-8 with `iconv -f latin1 -t utf-8 FILE > NEW_FILE`"
 _BATCH = 1024  # rows of a Parquet file in memory at a time
 
 
@@ -42,6 +46,7 @@ class DataSource(BaseModel):
     """Where rows come from, how they are written, and the checks that they must pass."""
 
     model_config = ConfigDict(extra="forbid")
+    parameter: ClassVar[str] = "data"  # its name, for errors
 
     url: str = Field(
         min_length=1,
@@ -52,7 +57,7 @@ class DataSource(BaseModel):
     )
     split: str = Field("", description="In a folder: read only what is named for this split, such as 'train'.")
     kind: Literal["auto", "chat", "sharegpt", "alpaca", "preference", "prompt_completion", "prompt", "text"] = Field(
-        "auto", title="Form", description="The form of the rows; auto: the form of the first row that has one."
+        "auto", title="Form", description="The form of the rows; auto: the form of most of the first 100 rows."
     )
     columns: dict[str, str] = Field(
         {}, description="Field of the form: name of the column that holds it, as in {prompt: question}."
@@ -70,6 +75,17 @@ class DataSource(BaseModel):
         0.02, ge=0, le=1, description="Share of rows that may be wrong and are left out; the check fails when more are."
     )
     min_rows: int = Field(1, ge=1, description="The check fails when fewer good rows than this are left.")
+
+
+class HeldOutSource(DataSource):
+    """Its `columns` and `ignore` are those of `data`, unless they are given."""
+
+    parameter: ClassVar[str] = "held_out"
+
+    def like(self, data: DataSource) -> HeldOutSource:
+        """The same with the `columns` and `ignore` of `data`, as far as they are not given here."""
+        shared = {"columns", "ignore"} - self.model_fields_set
+        return self.model_copy(update={name: getattr(data, name) for name in shared})
 
 
 @dataclass(frozen=True)
@@ -100,7 +116,7 @@ def read_rows(source: DataSource) -> Iterator[Item]:
     try:
         filesystem, path = url_to_fs(url)
     except (ValueError, ImportError) as error:
-        raise UserError(f"data.url {source.url!r}: {error}") from error
+        raise UserError(f"{source.parameter}.url {source.url!r}: {error}") from error
     for file in _files(filesystem, path, source):
         try:
             yield from _read(filesystem, file)
@@ -108,7 +124,9 @@ def read_rows(source: DataSource) -> Iterator[Item]:
             raise
         except Exception as error:  # codecs and pyarrow have errors of their own
             reason = " ".join(str(error).split())
-            raise UserError(f"data.url {source.url!r}: {PurePosixPath(file).name} cannot be read: {reason}") from error
+            raise UserError(
+                f"{source.parameter}.url {source.url!r}: {PurePosixPath(file).name} cannot be read: {reason}"
+            ) from error
 
 
 def _made_rows(origin: str, rows: Iterable[object]) -> Iterator[RawRow]:
@@ -122,7 +140,7 @@ def _files(filesystem: AbstractFileSystem, path: str, source: DataSource) -> lis
         return [path]
     if not filesystem.exists(path):
         near = did_you_mean(Path(path).name, _names_in(filesystem, str(Path(path).parent)))
-        raise UserError(f"data.url {source.url!r}: does not exist{near}")
+        raise UserError(f"{source.parameter}.url {source.url!r}: does not exist{near}")
     saved = _saved_to_disk(filesystem, path, source.split)
     if saved is not None:
         return saved
@@ -132,7 +150,7 @@ def _files(filesystem: AbstractFileSystem, path: str, source: DataSource) -> lis
         files = [file for file in files if any(_is_named_for(part, source.split) for part in parts[file])]
     if not files:
         of_split = f" of the split {source.split!r}" if source.split else ""
-        raise UserError(f"data.url {source.url!r}: contains no file{of_split} that ends in {ENDINGS}")
+        raise UserError(f"{source.parameter}.url {source.url!r}: contains no file{of_split} that ends in {ENDINGS}")
     return files
 
 
@@ -152,7 +170,7 @@ def _saved_to_disk(filesystem: AbstractFileSystem, folder: str, split: str) -> l
     if filesystem.exists(f"{folder}/dataset_dict.json"):
         splits = json.loads(filesystem.cat_file(f"{folder}/dataset_dict.json"))["splits"]
         if split not in splits and not (split == "" and len(splits) == 1):
-            raise UserError(f"data.split {split!r}: must be one of {', '.join(splits)}{did_you_mean(split, splits)}")
+            raise UserError(f"split {split!r}: must be one of {', '.join(splits)}{did_you_mean(split, splits)}")
         return _saved_to_disk(filesystem, f"{folder}/{split or splits[0]}", "")
     if not filesystem.exists(f"{folder}/state.json"):
         return None
@@ -170,7 +188,7 @@ def _kind(path: str) -> str:
 def _read(filesystem: AbstractFileSystem, path: str) -> Iterator[Item]:
     name, kind = PurePosixPath(path).name, _kind(path)
     if not kind:
-        raise UserError(f"data.url: {name}: must end in {ENDINGS}")
+        raise UserError(f"data file {name}: must end in {ENDINGS}")
     with filesystem.open(path, "rb", compression=fsspec.utils.infer_compression(path)) as file:
         match kind:
             case "lines":
@@ -189,7 +207,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[Item]:
     for number, line in enumerate(_cut_lines(file), 1):
         where = f"{name}:{number}"
         if len(line) > MAX_ROW_BYTES:
-            yield _wrong(where, "", f"must have at most {MAX_ROW_BYTES} bytes")
+            yield _wrong(where, None, f"must have at most {MAX_ROW_BYTES} bytes")
             continue
         text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
         if text.strip():
@@ -212,30 +230,32 @@ def _cut_lines(file: IO[bytes]) -> Iterator[bytes]:
 def _row(where: str, text: bytes) -> Item:
     try:
         return RawRow(where, strict_json(text.decode()))
-    except (ValueError, RecursionError) as error:  # also when the bytes are not UTF-8
+    except UnicodeDecodeError:
+        return _wrong(where, text.decode(errors="replace").rstrip("\n"), _UTF_8)
+    except (ValueError, RecursionError) as error:
         return _wrong(where, text.decode(errors="replace").rstrip("\n"), f"must be JSON ({error})")
 
 
-def _wrong(where: str, text: str, rule: str) -> tuple[RawRow, RowError]:
-    return RawRow(where, text), RowError("line", text, rule)
+def _wrong(where: str, text: str | None, rule: str) -> tuple[RawRow, RowError]:
+    return RawRow(where, text or ""), RowError("line", text, rule)
 
 
 def _document(file: IO[bytes], name: str) -> Iterator[Item]:
     data = file.read(_MAX_DOCUMENT_BYTES + 1)
     if len(data) > _MAX_DOCUMENT_BYTES:
-        raise UserError(f"data.url: {name}: must have at most {_MAX_DOCUMENT_BYTES} bytes; use .jsonl for more")
+        raise UserError(f"data file {name}: must have at most {_MAX_DOCUMENT_BYTES} bytes; use .jsonl for more")
     data = data.removeprefix(b"\xef\xbb\xbf")
     try:
         rows = strict_json(data.decode())
     except (ValueError, RecursionError) as error:
         lines = _elements(data)
         if lines is None:
-            raise UserError(f"data.url: {name}: must be JSON ({error})") from error
+            raise UserError(f"data file {name}: must be JSON ({error})") from error
         for number, line in enumerate(lines, 1):
             yield _row(f"{name}:{number}", line)
         return
     if not isinstance(rows, list):
-        raise UserError(f"data.url: {name}: must be a list of rows; a file with a row on each line ends in .jsonl")
+        raise UserError(f"data file {name}: must be a list of rows; a file with a row on each line ends in .jsonl")
     for number, row in enumerate(rows, 1):
         yield RawRow(f"{name}:{number}", row)
 
@@ -263,11 +283,14 @@ def _elements(data: bytes) -> list[bytes] | None:
     return None
 
 
-def _csv(file: IO[bytes], name: str, delimiter: str) -> Iterator[Item]:
-    """Rows of a CSV file; an empty cell counts as absent."""
+def _csv(file: IO[bytes], name: str, usual: str) -> Iterator[Item]:
+    """Rows of a CSV file; an empty cell is absent. usual: its separator, unless line 1 has more of another."""
     csv.field_size_limit(MAX_ROW_BYTES)
     lines = (line.decode(errors="surrogateescape").removeprefix("\ufeff") for line in file)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    first = next(lines, "")
+    counts = Counter(re.sub('"[^"]*"', "", first))
+    delimiter = max((usual, *",;\t"), key=lambda sign: counts[sign])
+    reader = csv.reader(chain([first] if first else [], lines), delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
         where = f"{name}:{reader.line_num + 1}"
@@ -276,29 +299,37 @@ def _csv(file: IO[bytes], name: str, delimiter: str) -> Iterator[Item]:
         except StopIteration:
             return
         except csv.Error as error:
-            cause = "a quote opens here and is not closed" if "unexpected end" in str(error) else error
-            yield _wrong(where, "", f"must be CSV ({cause})")
+            cause = 'a quote (") opens here and is not closed' if "unexpected end" in str(error) else error
+            yield _wrong(where, None, f"must be CSV: {cause}")
             continue
         if not header:
             header = cells
+            if not first.isascii() and _has_bytes(cells):
+                raise UserError(f"data file {name}: the first line {_UTF_8}")
             if len(set(header)) < len(header) or not all(header):
-                raise UserError(f"data.url: {name}: the first line must name every column once, not {header}")
+                raise UserError(f"data file {name}: the first line must name every column once, not {header}")
         elif len(cells) != len(header) and cells:
             yield _wrong(where, delimiter.join(cells), f"must have {len(header)} cells, not {len(cells)}")
-        elif any("\udc80" <= character <= "\udcff" for cell in cells for character in cell):
-            yield _wrong(where, ascii(delimiter.join(cells)), "must be UTF-8")
+        elif _has_bytes(cells):
+            text = delimiter.join(cells).encode(errors="surrogateescape").decode(errors="replace")
+            yield _wrong(where, text, _UTF_8)
         elif cells:
             yield RawRow(where, {column: cell for column, cell in zip(header, cells, strict=True) if cell})
+
+
+def _has_bytes(cells: Iterable[str]) -> bool:
+    """Whether texts that were decoded with `surrogateescape` have bytes that are not UTF-8."""
+    return any("\udc80" <= character <= "\udcff" for cell in cells for character in cell)
 
 
 def _text_row(file: IO[bytes], name: str) -> Item:
     data = file.read(_MAX_DOCUMENT_BYTES + 1)
     if len(data) > _MAX_DOCUMENT_BYTES:
-        return _wrong(name, "", f"must have at most {_MAX_DOCUMENT_BYTES} bytes")
+        return _wrong(name, None, f"must have at most {_MAX_DOCUMENT_BYTES} bytes")
     try:
         return RawRow(name, {"text": data.decode("utf-8-sig")})
     except UnicodeDecodeError as error:
-        return _wrong(name, repr(data[:80]), f"must be UTF-8 ({error})")
+        return _wrong(name, data[:80].decode(errors="replace"), f"{_UTF_8} ({error})")
 
 
 def _table(file: IO[bytes], name: str, kind: str) -> Iterator[Item]:
@@ -319,7 +350,7 @@ def _table(file: IO[bytes], name: str, kind: str) -> Iterator[Item]:
                 value = batch.slice(i, 1).to_pylist()[0] if row is None else row
                 yield RawRow(f"{name}:{number}", _without_nulls(value))
             except unreadable as error:
-                yield _wrong(f"{name}:{number}", "", f"must be UTF-8 and values of Python ({error})")
+                yield _wrong(f"{name}:{number}", None, f"must be UTF-8 and values of Python ({error})")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Protocol
 
-from tinkerflow.tasks.pipelines.rows import Message, RowError, path_pattern
+from tinkerflow.tasks.pipelines.row_errors import RowError
+from tinkerflow.tasks.pipelines.rows import Message, path_pattern
 
-RULE = "the model's chat template does not show it; add {path!r} to data.ignore to train without it"
+RULE = "the model's chat template does not show it"
 Path = tuple[str | int, ...]
 
 
@@ -44,7 +45,7 @@ class TemplateCheck:
         for path in self._missing(messages, tools):
             if not self._is_shown(messages, tools, path) and not _is_repeated_name(messages, path):
                 name = "messages" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-                raise RowError(name, _value(messages, path), RULE.format(path=path_pattern(("messages", *path))))
+                raise RowError(name, _value(messages, path), RULE, ignore=[path_pattern(("messages", *path))])
         self._shown_shapes.add(shape)
 
     def _missing(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Path]:
@@ -91,7 +92,7 @@ class TemplateCheck:
                 shown = True  # the template needs the keyword
             if not shown:
                 name = "tools" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-                raise RowError(name, value, RULE.format(path=pattern))
+                raise RowError(name, value, RULE, ignore=[pattern])
             self._shown_tools.add(pattern)
 
 

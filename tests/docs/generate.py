@@ -194,9 +194,10 @@ def _flat(model: type[BaseModel]) -> dict[str, FieldInfo]:
             kind = next((kind for kind in (field.annotation, *get_args(field.annotation)) if _is_model(kind)), None)
             if kind is None:
                 found[prefix + name] = field
-            elif kind in told:
+            elif (base := next((one for one in told if issubclass(kind, one)), None)) is not None:
                 again = copy(field)
-                again.description = f"{field.description or ''} Fields as in `{told[kind]}`."
+                differs = "" if kind is base else f" {(kind.__doc__ or '').splitlines()[0]}"
+                again.description = f"{field.description or ''} Fields as in `{told[base]}`.{differs}"
                 found[prefix + name] = again
             else:
                 told[kind] = prefix + name

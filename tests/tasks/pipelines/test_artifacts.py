@@ -91,4 +91,4 @@ def test_data_cannot_break_a_table() -> None:
     )
     page = data_page("held_out", report)
     assert page.startswith("## held_out: `rows.jsonl`") and "| good rows | 3 |" in page
-    assert page.endswith("| rows.jsonl:2 | bad \\| worse |")
+    assert page.endswith("| rows.jsonl:2 | 1 | bad \\| worse |")

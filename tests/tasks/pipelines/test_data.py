@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tinkerflow.tasks.pipelines import (
     load_examples,
     load_rows,
 )
+from tinkerflow.tasks.pipelines.parameters import SftParameters
 from tinkerflow.tasks.pipelines.sources import MAX_ROW_BYTES
 from tinkerflow.tasks.pipelines.work import open_work
 
@@ -125,7 +127,9 @@ def test_texts_and_other_forms_and_columns_are_understood(
     assert check([{"instruction": "a", "output": "b"}]).schema_name == "prompt_completion"
     mapped = check([{"q": "a", "a": "b", "id": 1}], columns={"prompt": "q", "completion": "a"}, ignore=["id"])
     assert (mapped.form, mapped.rows) == ("prompt_completion", 1)
-    with pytest.raises(UserError, match=r"data\.columns\.promt: must be one of .*did you mean 'prompt'"):
+    with pytest.raises(
+        UserError, match=r"data\.columns\.promt: no form has this field; must be one of .*did you mean 'prompt'"
+    ):
         check(ROWS, columns={"promt": "q"})
 
 
@@ -219,7 +223,66 @@ def test_a_bad_row_of_a_json_list_is_a_bad_row(tmp_path: Path, work: str, render
     (tmp_path / "rows.json").write_bytes(b"\xef\xbb\xbf[" + b",\n".join(rows) + b"]\n")
     report = check_source(DataSource(url=str(tmp_path / "rows.json"), max_bad_fraction=1), work, renderer, SFT)
     assert (report.rows, report.bad_rows) == (2, len(lines) + 2)
-    assert [bad.where for bad in report.first_errors] == [f"rows.json:{n}" for n in range(2, len(lines) + 4)]
+    bad = [json.loads(line)["where"] for line in open_work(work).read(report.quarantine).splitlines()]
+    assert bad == [f"rows.json:{n}" for n in range(2, len(lines) + 4)]
+    assert sum(problem.rows for problem in report.first_errors) == len(bad)
+
+
+def test_equal_problems_of_many_rows_are_one_and_name_the_fix(check: Check) -> None:
+    """A file of questions and answers whose columns have other names, with cells that are empty here and there."""
+    rows = [{"Frage": "a?", "Antwort": "a", **({"Kapitel": i} if i % 2 else {})} for i in range(60)]
+    with pytest.raises(DataCheckError, match="60 of 60 rows are wrong") as error:
+        check(rows)
+    (problem,) = error.value.report.first_errors
+    assert error.value.report.form == "" and problem.columns == {"prompt": "Frage", "completion": "Antwort"}
+    text = "60 rows: Frage, Antwort: no form has these fields: a chat has messages; .*a question with its answer has p"
+    assert re.match(text, str(problem)) and str(problem).endswith("; first at rows.jsonl:1")
+    assert "for example data.columns: {prompt: Frage, completion: Antwort}" in problem.error
+    with pytest.raises(DataCheckError, match=r"first: rows\.jsonl:1: data\.columns\.prompt: 'Question': the column"):
+        check(rows, columns={"prompt": "Question", "completion": "Antwort"})
+    rows = [*ROWS, *({**ROWS[0], name: i} for i, name in enumerate(["id", "source", "id", "note"]))]
+    report = check(rows, max_bad_fraction=1)
+    (problem,) = report.first_errors
+    assert (problem.rows, problem.ignore) == (4, ["id", "source", "note"])
+
+
+def test_a_csv_file_of_a_spreadsheet_in_another_language(tmp_path: Path, work: str, renderer: Renderer) -> None:
+    lines = ["prompt;completion", '"a; b, c, d";x', "f;y"]
+    for separator in ";,\t":
+        (tmp_path / "rows.csv").write_text("\n".join(lines).replace(";", separator))
+        report = check_source(DataSource(url=str(tmp_path / "rows.csv")), work, renderer, SFT)
+        assert [row.chosen[0]["content"] for row in load_rows(work, report)] == ["x", "y"]
+    for text in ("prompt,Stra\xdfe\na,b\n", "prompt,completion\nStra\xdfe?,b\n"):
+        (tmp_path / "rows.csv").write_text(text, encoding="latin-1")
+        with pytest.raises(UserError, match=r"must be UTF-8; a file of Latin-1 .*iconv -f latin1 -t utf-8") as error:
+            check_source(DataSource(url=str(tmp_path / "rows.csv")), work, renderer, SFT)
+        assert "udc" not in error.value.message
+    (tmp_path / "rows.csv").write_text('prompt,completion\na,b\n"c,d\n')
+    with pytest.raises(
+        UserError, match=r"rows\.csv:3: line: must be CSV: a quote \(\"\) opens here and is not closed$"
+    ):
+        check_source(DataSource(url=str(tmp_path / "rows.csv")), work, renderer, SFT)
+    for text in ("", "prompt,completion\n"):
+        (tmp_path / "rows.csv").write_text(text)
+        with pytest.raises(UserError, match=r"rows\.csv': is empty: it contains no rows"):
+            check_source(DataSource(url=str(tmp_path / "rows.csv")), work, renderer, SFT)
+
+
+def test_held_out_rows_are_written_as_the_data_unless_they_say_otherwise(
+    tmp_path: Path, work: str, renderer: Renderer
+) -> None:
+    data = {"url": "a.csv", "columns": {"prompt": "q", "completion": "a"}, "ignore": ["id"]}
+    held_out = SftParameters.model_validate({"data": data, "held_out": {"url": "b.csv"}}).held_out
+    assert held_out is not None and (held_out.columns, held_out.ignore) == (data["columns"], ["id"])
+    own = {"url": str(tmp_path / "b.csv"), "columns": {}, "kind": "chat"}
+    held_out = SftParameters.model_validate({"data": data, "held_out": own}).held_out
+    assert held_out is not None and (held_out.columns, held_out.ignore) == ({}, ["id"])
+    (tmp_path / "b.csv").write_text("q,a\nb,c\n")
+    with pytest.raises(UserError, match=r"held_out .*b\.csv: 1 of 1 rows are wrong"):
+        check_source(held_out, work, renderer, SFT)
+    mapped = held_out.model_copy(update={"columns": {"messages": "r"}})
+    with pytest.raises(UserError, match=r"held_out\.columns\.messages: 'r': the column is missing"):
+        check_source(mapped, work, renderer, SFT)
 
 
 def test_tokens_are_made_once_for_each_content(

@@ -106,13 +106,36 @@ def test_a_misspelled_field_gets_a_suggestion_and_a_star_ignores_all_of_a_row() 
     assert read({"prompt": "hi", "answer": 4, "id": 7}, extra=None).extra == {"answer": 4, "id": 7}
 
 
+def test_a_misspelled_required_field_gets_a_suggestion() -> None:
+    for forms in ((), ("chat", "text")):
+        with pytest.raises(RowError, match=r"massages: is no field of a row \(did you mean 'messages'\?\)"):
+            read({"massages": [U, A]}, "chat", forms=forms)
+
+
+def test_all_unused_fields_of_a_row_are_named_at_once() -> None:
+    with pytest.raises(
+        RowError, match=r"^id, source: are not used by sft; add 'id', 'source' to data\.ignore to train without them"
+    ):
+        read({"messages": [U, A], "id": 7, "source": "x", "score": None}, user="sft")
+    with pytest.raises(RowError, match=r"^messages\[1\]: .* has fields that are not used") as error:
+        read({"messages": [U, {**A, "refusal": "x", "audio": "y"}]})
+    assert error.value.ignore == ["messages.refusal", "messages.audio"]
+
+
 def test_columns_are_mapped_to_fields() -> None:
     columns = {"prompt": "question", "completion": "reply"}
-    fix = r"messages: None: is missing; a chat row has messages, and this row has question, reply \(data\.columns maps"
-    with pytest.raises(RowError, match=fix):
+    with pytest.raises(
+        RowError, match=r"^messages: is missing; a chat has messages, and this row has question, reply$"
+    ):
         read({"question": "hi", "reply": "hello"}, "chat")
+    with pytest.raises(
+        RowError, match=r"^prompt, completion: are missing; .*; for example data\.columns: {prompt: q, comp"
+    ):
+        read({"q": "hi", "reply": "hello"}, "prompt_completion")
     assert read({"question": "hi", "reply": "hello"}, "prompt_completion", columns=columns) == Row((U,), (A,))
-    with pytest.raises(RowError, match=r"question: None: is missing or empty; data\.columns\.prompt names it"):
+    with pytest.raises(
+        RowError, match=r"data\.columns\.prompt: 'question': the column is missing or empty, and this row has"
+    ):
         read({"reply": "hello"}, "prompt_completion", columns=columns)
     with pytest.raises(RowError, match=r"prompt: 'x': is in the row, but data\.columns\.prompt is 'question'"):
         read({"question": "hi", "reply": "hello", "prompt": "x"}, "prompt_completion", columns=columns)
@@ -144,12 +167,12 @@ def test_a_result_of_an_unknown_call_is_refused() -> None:
 
 WRONG: list[tuple[Any, str, str]] = [
     ([1], "chat", "row: [1]: must be an object"),
-    ({"prompt": "hi"}, "prompt_completion", "completion: None: is missing"),
+    ({"prompt": "hi"}, "prompt_completion", "completion: is missing; a question with its"),
     ({"messages": []}, "chat", "messages: []: must be a text or a list of messages, not empty"),
     ({"messages": [U]}, "chat", "messages: ['user']: must contain an assistant message"),
     ({"messages": [A]}, "chat", "messages[0].role: 'assistant': must be another role"),
     ({"messages": [U, {**A, "role": "bot"}]}, "chat", "messages[1].role: 'bot': must be one of"),
-    ({"messages": [U, {"role": "assistant"}]}, "chat", "messages[1].content: None: must be a text"),
+    ({"messages": [U, {"role": "assistant"}]}, "chat", "messages[1].content: must be a text"),
     ({"messages": [U, "hello"]}, "chat", "messages[1]: 'hello': must be an object with role and content"),
     ({"messages": "[{"}, "chat", "messages: '[{': must be a list, or a list as JSON"),
     ({"messages": [{**U, "tool_calls": [CALL]}, A]}, "chat", "messages[0].tool_calls: "),
@@ -157,19 +180,19 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"messages": [U, {**A, "weight": 0.5}]}, "chat", "messages[1].weight: 0.5: must be 0"),
     ({"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]}, "chat",
      "messages[1].tool_calls[0].arguments: [1]: must be an object"),
-    ({"messages": [U, {**A, "tool_calls": [{"arguments": {}}]}]}, "chat", "messages[1].tool_calls[0].name: None"),
+    ({"messages": [U, {**A, "tool_calls": [{"arguments": {}}]}]}, "chat", "messages[1].tool_calls[0].name: must be"),
     ({"messages": [U, {**A, "tool_calls": [{**CALL, "type": "x"}]}]}, "chat", "messages[1].tool_calls[0].type: 'x'"),
     ({"messages": [{**U, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, A]}, "chat",
      "messages[0].content[0].type: 'image_url': must be 'text'"),
-    ({"messages": [U, A], "tools": [{"type": "retrieval"}]}, "chat", "tools[0].name: None: must be a text"),
+    ({"messages": [U, A], "tools": [{"type": "retrieval"}]}, "chat", "tools[0].name: must be a text"),
     ({"prompt": "  ", "completion": "x"}, "prompt_completion", "prompt: '  ': must be a text that is not blank"),
     ({"prompt": "hi", "completion": [U]}, "prompt_completion", "completion[0].role: 'user': must be assistant"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "preference", "rejected: 'b': must differ from chosen"),
-    ({"chosen": "b", "rejected": "c"}, "preference", "prompt: None: is missing, and chosen and rejected do not"),
+    ({"chosen": "b", "rejected": "c"}, "preference", "prompt: is missing, and chosen and rejected do not"),
     ({"conversations": [{"from": "me", "value": "x"}]}, "sharegpt", "conversations[0].from: 'me': must be one of"),
     ({"instruction": "a", "output": "b", "history": [["a"]]}, "alpaca", "history[0]: ['a']: must be a pair"),
     ({"instruction": "a", "output": "b", "history": 0}, "alpaca", "history: 0: must be a list"),
-    ({"messages": [U, A], "tools": [{"type": "function", "function": None}]}, "chat", "tools[0].name: None"),
+    ({"messages": [U, A], "tools": [{"type": "function", "function": None}]}, "chat", "tools[0].name: must be a text"),
     ({"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}]}, "chat",
      "messages[1].tool_calls[0].arguments: "),
     ({"prompt": "a", "chosen": [CALLS, RESULT, A], "rejected": [CALLS, {**RESULT, "tool_call_id": "c2"}, A]},

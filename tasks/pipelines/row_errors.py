@@ -1,0 +1,68 @@
+"""The errors of rows that are refused, and their fixes: columns to map and fields to ignore."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import yaml
+
+from tinkerflow.backend.core.errors import UserError
+
+_SHOWN = 80  # characters of a wrong value that an error shows
+
+
+class RowError(UserError):
+    """A row is refused; the message names the field, the value and the rule.
+
+    problem: the same for equal problems of other rows, whose values differ.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        value: object,
+        rule: str,
+        *,
+        row: str = "",
+        columns: Mapping[str, str] | None = None,
+        ignore: Sequence[str] = (),
+    ) -> None:
+        """An error of one row.
+
+        name: the field, as in messages[2].content. value: it is not shown if it is None. rule: it ends the message.
+        row: the rest of the rule, which is about this row only. columns, ignore: a fix, as in `DataSource`.
+        """
+        self.columns, self.ignore = dict(columns or {}), list(ignore)
+        self.problem = re.sub(r"\[\d+\]", "", name) + rule
+        self._text = f"{name}: {'' if value is None else f'{shorten(show(value))}: '}{rule}{row}"
+        super().__init__(self.of("data"))
+
+    def of(self, parameter: str) -> str:
+        """The message with the fix for a data set: `parameter` is data or held_out."""
+        if self.columns:
+            ignored = f" and {parameter}.ignore: {_flow(self.ignore)}" if self.ignore else ""
+            return f"{self._text}; for example {parameter}.columns: {_flow(self.columns)}{ignored}"
+        if self.ignore:
+            names, them = ", ".join(map(repr, self.ignore)), "it" if len(self.ignore) == 1 else "them"
+            return f"{self._text}; add {names} to {parameter}.ignore to train without {them}"
+        return self._text
+
+
+def shorten(text: str, most: int = _SHOWN) -> str:
+    """The text, cut after `most` characters."""
+    return text[:most] + "..." if len(text) > most else text
+
+
+def show(value: object) -> str:
+    """`repr(value)`, or "..." for a value that is nested too deeply for `repr`."""
+    try:
+        return repr(value)
+    except RecursionError:
+        return "..."
+
+
+def _flow(value: object) -> str:
+    """A list or a mapping as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=2**20, sort_keys=False)
+    return str(text).strip()
