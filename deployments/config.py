@@ -39,6 +39,26 @@ def read_yaml(text: str) -> Any:
     return yaml.load(text, _ConfigLoader)
 
 
+_HINTS = {  # the parser's problem: its usual cause
+    "mapping values are not allowed": "a value that contains ': ' needs quotes, and a name must begin in the column "
+    "of the names above it",
+    "could not find expected ':'": "a name and its value are written as `name: value`",
+    "expected <block end>": "names of one section must begin in one column",
+    "cannot start any token": "indent with spaces; a value that begins with @, ` or % needs quotes",
+    "expected ',' or": "a bracket is opened and not closed, or a value between brackets needs quotes",
+    "unexpected end of stream": "a quote is opened and not closed",
+}
+
+
+def _in_words(error: yaml.YAMLError) -> str:
+    """The place and the problem of wrong YAML on one line, with its usual cause."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    hint = next((f"; {hint}" for problem, hint in _HINTS.items() if problem in str(error.problem)), "")
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{hint}"
+
+
 def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     """The parameters of a YAML file; relative paths of data in the file are relative to the file.
 
@@ -50,9 +70,10 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     except FileNotFoundError as error:
         near = [path.name for path in file.parent.iterdir()] if file.parent.is_dir() else []
         raise UserError(f"config {file}: does not exist{did_you_mean(file.name, near)}") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        quotes = "; names with ? : , # [ ] { } need quotes" if isinstance(error, yaml.YAMLError) else ""
-        raise UserError(f"config {file}: {' '.join(str(error).split())}{quotes}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"config {file}: {_in_words(error)}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"config {file}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise UserError(f"config {file}: must hold names and values")
     for change in changes:
@@ -68,7 +89,7 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
         try:
             section[last] = read_yaml(value)
         except yaml.YAMLError as error:
-            raise UserError(f"--set {change!r}: {' '.join(str(error).split())}") from error
+            raise UserError(f"--set {change!r}: {_in_words(error)}") from error
     make_absolute(file.resolve().parent, values)
     return values
 

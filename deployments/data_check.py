@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +32,7 @@ from tinkerflow.tasks.pipelines.data import (
     refuse_bad,
     refuse_unknown_fields,
 )
-from tinkerflow.tasks.pipelines.parameters import PARAMETERS, RULES, AnyParameters, RlParameters
+from tinkerflow.tasks.pipelines.parameters import PARAMETERS, AnyParameters, RlParameters
 from tinkerflow.tasks.pipelines.render import Format, Renderer, TokenizedExample
 from tinkerflow.tasks.pipelines.server_address import offered_name, server_from_environment
 from tinkerflow.tasks.pipelines.sources import DataSource
@@ -61,7 +61,7 @@ def parameters_of(pipeline: str, values: Mapping[str, Any]) -> AnyParameters:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise UserError(explain(error, model, rules=RULES)) from error
+        raise UserError(explain(error, model)) from error
 
 
 def check_code(parameters: AnyParameters) -> None:
@@ -276,7 +276,7 @@ def _tokenizer(settings: Settings, name: str) -> Any:
 
 
 def check_server(parameters: AnyParameters, settings: Settings) -> None:
-    """Raise UserError, with the fix, when the server does not answer, or refuses the key or the base model."""
+    """Raise UserError, with the fix, when no server answers, or it refuses the key, the base model or a checkpoint."""
     if parameters.connection:
         return  # a Prefect block names the server
     url, key = server_from_environment(settings)
@@ -290,3 +290,19 @@ def check_server(parameters: AnyParameters, settings: Settings) -> None:
     wanted, _ = parameters.base_model_and_format()
     if answer.is_success and wanted:
         offered_name(wanted, [model["model_name"] for model in answer.json().get("supported_models", [])])
+    for name, path in _checkpoints_of(parameters.model_dump()):
+        found = httpx.post(
+            f"{url}/api/v1/weights_info", json={"tinker_path": path}, headers={"X-API-Key": key}, timeout=10
+        )
+        if found.is_client_error:
+            reason = found.json().get("detail", found.text[:200])
+            raise UserError(f"{name}: {reason}; `tinkerflow checkpoint list` shows the checkpoints")
+
+
+def _checkpoints_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The checkpoints that parameters name, after the names of the parameters."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _checkpoints_of(value, f"{prefix}{name}.")
+        elif name in ("start_from", "weights", "against") and str(value).startswith("tinker://"):
+            yield f"{prefix}{name}", str(value)

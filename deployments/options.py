@@ -97,17 +97,15 @@ def explain(
     model: type[BaseModel] | None = None,
     *,
     names: Mapping[str, str] = MappingProxyType({}),
-    rules: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """The error as a line for people: the place, the value and the rule of each wrong value.
 
     model: the owner of the parameters, to suggest names for unknown ones. names: other names of outermost places.
-    rules: texts for people, by the patterns that values must match.
     """
-    return "; ".join(_explain(wrong, model, names, rules) for wrong in error.errors(include_url=False))
+    return "; ".join(_explain(wrong, model, names) for wrong in error.errors(include_url=False))
 
 
-def _explain(wrong: Any, model: type[BaseModel] | None, names: Mapping[str, str], rules: Mapping[str, str]) -> str:
+def _explain(wrong: Any, model: type[BaseModel] | None, names: Mapping[str, str]) -> str:
     first, *inner = map(str, wrong["loc"] or ("settings",))
     *outer, last = first, *inner
     place = ".".join((names.get(first, first), *inner))
@@ -117,8 +115,12 @@ def _explain(wrong: Any, model: type[BaseModel] | None, names: Mapping[str, str]
             *(f"{name}.{last}" for name in _fields(model, []) if last in _fields(model, [name])),
         ]
         return f"{place}: is not a parameter{did_you_mean(last, known)}"
-    message = rules.get(wrong.get("ctx", {}).get("pattern"), wrong["msg"]).removeprefix("Value error, ")
+    message = wrong["msg"].removeprefix("Value error, ")
     value = wrong["input"]
+    if wrong["type"] == "model_type" and (known := _fields(model, wrong["loc"])):
+        if isinstance(value, str) and "url" in known:
+            return f"{place}: must be a section: write {place}: {{url: {value if '@' not in value else '...'}}}"
+        return f"{place}: must be a section with names such as {', '.join(known[:3])}"
     # A URL may contain a password. Some messages begin with the value.
     hidden = "url" in last or message.startswith(repr(value))
     simple = isinstance(value, str | int | float | bool) and not hidden

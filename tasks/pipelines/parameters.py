@@ -6,10 +6,11 @@ This module does not import Prefect, so that `tinkerflow run` can refuse a wrong
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
@@ -20,24 +21,41 @@ from tinkerflow.tasks.pipelines.render import Format
 from tinkerflow.tasks.pipelines.rows import Schema
 from tinkerflow.tasks.pipelines.sources import DataSource, HeldOutSource
 
-NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
-NAME_OR_NONE = rf"^$|{NAME}"
-PATH = r"^(tinker://.+)?$"
-WEIGHTS = r"^(tinker://.+|[^/]+)?$"
+
+def _matches(pattern: str, rule: str) -> AfterValidator:
+    """A check of a text by a regular expression, whose error is the rule in words."""
+
+    def check(value: str) -> str:
+        if re.search(pattern, value) is None:
+            raise ValueError(rule)
+        return value
+
+    return AfterValidator(check)
+
+
+_NAME = r"[a-z0-9]+(-[a-z0-9]+)*"
+_NAME_RULE = "must be small letters and digits, with dashes between them, as in my-run"
+Name: TypeAlias = Annotated[str, _matches(rf"^{_NAME}$", _NAME_RULE)]
+NameOrEmpty: TypeAlias = Annotated[str, _matches(rf"^({_NAME})?$", _NAME_RULE)]
+PATH_RULE = "must be the tinker:// path of a checkpoint, as `tinkerflow checkpoint list` shows it"
+Path: TypeAlias = Annotated[str, _matches(r"^(tinker://.+)?$", PATH_RULE)]
+PathOrRun: TypeAlias = Annotated[str, _matches(r"^(tinker://.+|[^/]+)?$", f"{PATH_RULE}, or the id of a training run")]
+Resume: TypeAlias = Annotated[
+    str,
+    _matches(
+        r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$",
+        "must be at most 128 letters, digits, dots, dashes and underscores, with a letter or a digit first",
+    ),
+]
 Metric = Literal["loss", "exact_match"]
 PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 MOST_POINTS = 256  # of a sweep
-IMPORT = r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$"
-ENVIRONMENT = r"^([A-Za-z_][A-Za-z0-9_.-]*:\S+)?$"
-RESUME = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$"
-RULES = {  # of these patterns, for people
-    **dict.fromkeys((NAME, NAME_OR_NONE), "must have only small letters, digits and single dashes between them"),
-    PATH: "must be a path that begins with tinker://",
-    WEIGHTS: "must be a path that begins with tinker://, or the id of a training run",
-    IMPORT: "write module:function, as in rewards:vowels",
-    ENVIRONMENT: "write module:Class, as in games:Guessing, or LIBRARY:NAME",
-    RESUME: "must begin with a letter or digit, and have only these, dots, dashes and underscores, 128 at most",
-}
+Import: TypeAlias = Annotated[
+    str, _matches(r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$", "write module:function, as in rewards:vowels")
+]
+EnvironmentName: TypeAlias = Annotated[
+    str, _matches(r"^([A-Za-z_][A-Za-z0-9_.-]*:\S+)?$", "write module:Class, as in games:Guessing, or LIBRARY:NAME")
+]
 
 
 def _tracker_names(value: object) -> object:
@@ -61,9 +79,7 @@ class ModelParameters(Parameters):
     """The base model and the adapter that is trained on it."""
 
     base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
-    start_from: str = Field(
-        "", pattern=PATH, description="A training checkpoint whose weights are trained on; empty = none."
-    )
+    start_from: Path = Field("", description="A training checkpoint whose weights are trained on; empty = none.")
     rank: int = Field(32, ge=1, le=512, description="Rank of the LoRA adapter.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the adapter's first weights and of the order of rows.")
     format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")
@@ -98,8 +114,8 @@ class RunParameters(Parameters):
 
     pipeline: ClassVar[str]
 
-    name: str = Field(
-        "default", pattern=NAME, max_length=40, description="Name of this line of runs: their artifacts follow one "
+    name: Name = Field(
+        "default", max_length=40, description="Name of this line of runs: their artifacts follow one "
         "another. Small letters, digits and dashes."
     )  # fmt: skip
     connection: str = Field(
@@ -134,9 +150,8 @@ class PipelineParameters(RunParameters):
             self.held_out = self.held_out.like(self.data)
         return self
 
-    resume: str = Field(
+    resume: Resume = Field(
         "",
-        pattern=RESUME,
         description="A run resumes where the last run with the same value here ended; empty = only retries resume.",
     )
     data: DataSource = Field(description="Rows to learn from.")
@@ -232,14 +247,12 @@ class RlParameters(SamplingParameters):
     data: DataSource = Field(description="Prompts; the other fields of a row are for the reward.")
     held_out: HeldOutSource | None = Field(None, description="Prompts whose reward is measured after each segment.")
     group_size: int = Field(8, ge=2, le=1024, description="Answers that are sampled for each prompt of a step.")
-    reward: str = Field(
+    reward: Import = Field(
         "",
-        pattern=IMPORT,
         description="package.module:function, called with the row's fields and the answer; returns a number.",
     )
-    environment: str = Field(
+    environment: EnvironmentName = Field(
         "",
-        pattern=ENVIRONMENT,
         description="package.module:Class, an Environment (tinkerflow.tasks.pipelines.environments) for "
         "conversations of several turns, or one of a library: reasoning-gym:TASK, verifiers:NAME, openenv:URL or "
         "harbor:FOLDER; instead of reward.",
@@ -296,7 +309,7 @@ class TeacherParameters(Parameters):
     """The teacher: a model that the server offers, or weights that were trained on one."""
 
     base_model: str = Field("", description="A model that the server offers; empty = the student's.")
-    weights: str = Field("", pattern=PATH, description="Sampler weights; empty = the base model itself.")
+    weights: Path = Field("", description="Sampler weights; empty = the base model itself.")
 
 
 class DistillParameters(SamplingParameters):
@@ -314,18 +327,13 @@ class EvaluateParameters(RunParameters):
 
     pipeline = "evaluate"
     base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
-    weights: str = Field(
+    weights: PathOrRun = Field(
         "",
-        pattern=WEIGHTS,
         description="Sampler weights to evaluate: a tinker:// path, or the id of a training run for its newest ones; "
         "empty = none.",
     )
-    against: str = Field(
-        "", pattern=WEIGHTS, description="Sampler weights to compare with, as `weights`; empty = none."
-    )
-    champion: str = Field(
-        "", pattern=NAME_OR_NONE, max_length=40, description="A champion to compare with; empty = none."
-    )
+    against: PathOrRun = Field("", description="Sampler weights to compare with, as `weights`; empty = none.")
+    champion: NameOrEmpty = Field("", max_length=40, description="A champion to compare with; empty = none.")
     data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
     format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")
     max_tokens: int = Field(48, ge=1, le=4096, description="Longest answer, in tokens.")
@@ -348,7 +356,7 @@ class NightlyParameters(SftParameters):
 
     pipeline = "nightly"
     held_out: HeldOutSource = Field(description="Rows on which the result and the champion are compared.")
-    champion: str = Field(pattern=NAME, max_length=40, description="The name under which the best weights are kept.")
+    champion: Name = Field(max_length=40, description="The name under which the best weights are kept.")
     metric: Metric = Field("loss", description="The score that decides.")
     margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
     approval_hours: float = Field(

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar, Literal
+from typing import IO, Annotated, Any, ClassVar, Literal
 from urllib.parse import unquote
 
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
@@ -40,6 +40,11 @@ MAX_ROW_BYTES = 16 * 2**20
 _MAX_DOCUMENT_BYTES = 2**30  # of a .json file, which is read as a whole
 _UTF_8 = "must be UTF-8; a file of Latin-1 becomes UTF-8 with `iconv -f latin1 -t utf-8 FILE > NEW_FILE`"
 _BATCH = 1024  # rows of a Parquet file in memory at a time
+
+
+def _alone(value: object) -> object:
+    """A name alone as a list of it."""
+    return [value] if isinstance(value, str) else value
 
 
 class DataSource(BaseModel):
@@ -62,7 +67,7 @@ class DataSource(BaseModel):
     columns: dict[str, str] = Field(
         {}, description="Field of the form: name of the column that holds it, as in {prompt: question}."
     )
-    ignore: list[str] = Field(
+    ignore: Annotated[list[str], BeforeValidator(_alone)] = Field(
         [],
         description="Fields to leave out, such as id or messages.refusal; '*' = all that the form does not have. Other "
         "fields that are not used make a row wrong.",

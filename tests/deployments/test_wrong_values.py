@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -42,10 +44,12 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("sft", "training.batch_size", -1, "training.batch_size: -1: "),
     ("sft", "training.learning_rate", 2, "training.learning_rate: 2: "),
     ("sft", "training.schedule", "cosin", "training.schedule: 'cosin': Input should be 'constant', 'linear' or"),
-    ("sft", "training", [1], "training: "),
-    ("sft", "name", "My Run", "name: 'My Run': must have only small letters, digits and single dashes"),
-    ("sft", "model.start_from", "a/b", "model.start_from: 'a/b': must be a path that begins with tinker://"),
+    ("sft", "training", [1], "training: must be a section with names such as steps, batch_size, learning_rate"),
+    ("sft", "name", "My Run", "name: 'My Run': must be small letters and digits, with dashes between them"),
+    ("sft", "model.start_from", "a/b", "model.start_from: 'a/b': must be the tinker:// path of a checkpoint"),
     ("sft", "model.format", "chatml", "model.format: 'chatml': Input should be 'chat' or 'text'"),
+    ("sft", "resume", "a b", "resume: 'a b': must be at most 128 letters, digits, dots, dashes and underscores"),
+    ("sft", "data", "rows.jsonl", "data: must be a section: write data: {url: rows.jsonl}"),
     ("sft", "data.url", "", "data.url: "),
     ("sft", "data.url", "rows.jsn", "does not exist (did you mean 'rows.jsonl'?)"),
     ("sft", "data.url", "/no/such/folder", "data.url '/no/such/folder': does not exist"),
@@ -68,9 +72,9 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("rl", "environment", "m:E", "give either reward or environment"),
     ("rl", "loss", "cross_entropy", "loss: 'cross_entropy': Input should be 'importance_sampling', 'ppo', 'cispo', "),
     ("distill", "teacher.weight", "x", "teacher.weight: is not a parameter (did you mean 'weights'?)"),
-    ("evaluate", "weights", "a/b", "weights: 'a/b': must be a path that begins with tinker://, or the id of"),
+    ("evaluate", "weights", "a/b", "weights: 'a/b': must be the tinker:// path of a checkpoint, as `tink"),
     ("nightly", "metric", "accuracy", "metric: 'accuracy': Input should be 'loss' or 'exact_match'"),
-    ("nightly", "champion", "A B", "champion: 'A B': must have only small letters, digits and single dashes"),
+    ("nightly", "champion", "A B", "champion: 'A B': must be small letters and digits, with dashes"),
     ("sweep", "grid.momentum", [0.9], "grid.momentum: is not a parameter"),
     ("sweep", "grid", {}, "grid: list values for at least one parameter"),
 ]  # fmt: skip
@@ -103,6 +107,75 @@ def test_a_wrong_parameter_path_or_row_of_a_pipeline(
         check_code(parameters)
         check_first_rows(parameters)
     assert line in error.value.message and "\n" not in error.value.message
+
+
+BROKEN: list[tuple[str, str]] = [  # YAML, and the end of the line
+    ("data: {url: x\ntraining:\n  steps: 3", "line 2, column 9: expected ',' or '}', but got ':'; a bracket is opened"),
+    ("name: a: b", "line 1, column 8: mapping values are not allowed here; a value that contains ': ' needs quotes"),
+    ("name: 'a", "line 1, column 9: found unexpected end of stream; a quote is opened and not closed"),
+    ("data:\n\turl: x", "line 2, column 1: found character '\\t' that cannot start any token; indent with spaces"),
+    ("name: a\nname: b", "line 2, column 1: the name 'name' stands twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "line"), BROKEN)
+def test_a_broken_yaml_file_is_refused_with_its_place_and_problem(tmp_path: Path, text: str, line: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UserError) as error:
+        read_config(tmp_path / "run.yaml")
+    assert error.value.message.startswith(f"config {tmp_path / 'run.yaml'}: {line}")
+
+
+def test_a_field_to_ignore_may_be_written_without_a_list(folder: Path) -> None:
+    parameters = parameters_of("sft", {"data": {"url": "rows.jsonl", "ignore": "*"}})
+    assert parameters.data.ignore == ["*"]
+
+
+class NoCheckpoint(BaseHTTPRequestHandler):
+    """A server that offers one base model, and knows no checkpoint."""
+
+    def do_GET(self) -> None:
+        """Answer a request for the server's capabilities."""
+        self.answer(200, {"supported_models": [{"model_name": "tinkerflow/tiny"}]})
+
+    def do_POST(self) -> None:
+        """Refuse a checkpoint."""
+        path = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["tinker_path"]
+        self.answer(404, {"detail": f"checkpoint {path!r}: there is none"})
+
+    def answer(self, status: int, values: dict[str, Any]) -> None:
+        """Send a status and JSON."""
+        body = json.dumps(values).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the name in the standard library
+        """Write no log."""
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "parameter"),
+    [("sft", "model.start_from"), ("distill", "teacher.weights"), ("evaluate", "weights"), ("evaluate", "against")],
+)
+def test_a_checkpoint_that_does_not_exist_is_refused_before_a_run(
+    monkeypatch: pytest.MonkeyPatch, pipeline: str, parameter: str
+) -> None:
+    *outer, last = parameter.split(".")
+    values: dict[str, Any] = {last: "tinker://run/weights/final"}
+    for name in outer:
+        values = {name: values}
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoCheckpoint) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        try:
+            with pytest.raises(
+                UserError, match=f"{parameter}: checkpoint 'tinker://run/weights/final': there is none; "
+            ):
+                check_server(parameters_of(pipeline, {"data": {"url": "rows.jsonl"}} | values), Settings())
+        finally:
+            server.shutdown()
 
 
 def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
