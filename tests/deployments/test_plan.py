@@ -148,7 +148,7 @@ def test_an_8b_model_trains_on_24_gb_with_weights_of_4_bits(topology: str) -> No
     assert status == 1 and text.endswith("; it fits with --base-weights int8")
     status, text = said("Qwen/Qwen3-8B", "--for", topology, "--base-weights", "nf4")
     assert status == 0, text
-    assert text.startswith("yes: Qwen/Qwen3-8B fits, with sequences of up to 4096 tokens\n")
+    assert text.startswith("yes: Qwen/Qwen3-8B fits, with sequences of up to 8192 tokens\n")
     assert number(text, r"adapters of rank 32 in training at the same time: (\d+)") >= 4
     assert number(text, r"weights +([\d.]+) GB") == pytest.approx(6.2, abs=0.1)
     assert "TINKERFLOW_BASE_WEIGHTS=nf4" in text

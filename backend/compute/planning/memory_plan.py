@@ -7,6 +7,7 @@ plan` makes the same plan without a device.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,7 +26,6 @@ from tinkerflow.backend.compute.models.layers import DELTA
 from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.planning.array_sizes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
 from tinkerflow.backend.compute.planning.training_memory import (
-    MOST_TOKENS,
     TRAINING,
     adapter_bytes,
     budget_for,
@@ -50,7 +50,7 @@ _POSITIONS_A_SLOT = 1024  # on CPUs, which share the host's memory, and for full
 _FULL_MODEL_SEQUENCES = 8  # in the KV cache of a full-parameter model
 
 # Shares of the memory that the weights leave free.
-_SHORT_OF_MEMORY = 0.6  # for a training step, where sequences of `MOST_TOKENS` would not fit otherwise
+_SHORT_OF_MEMORY = 0.6  # for a training step, where sequences of `_USUAL` tokens would not fit otherwise
 _ADAPTERS = 0.5  # for `_RESIDENT` adapters, before the sampler gets its part
 # Shares of the sampler's part.
 _CACHE = 0.85  # for pages of the KV cache; the rest is for resident snapshots
@@ -58,6 +58,8 @@ _CACHE = 0.85  # for pages of the KV cache; the rest is for resident snapshots
 _MORE_STATES = 10  # of short requests outside the batch, and of the prompt that is being computed
 _LEAST_KEPT_STATES = 4
 _RESIDENT = 16  # adapters of the usual rank that memory is reserved for
+_FEWEST = 2  # of them, where sequences of `_USUAL` tokens would not fit otherwise
+_USUAL = 8192  # tokens; more adapters are worth more than a longer context
 _ADAPTERS_WITH_FULL = 4  # adapters of the usual rank that fit together with full-parameter models
 _FULL_ON_CPUS = 0.5  # of the host's memory, for full-parameter models and the base model's weights
 _RESERVE = 0.04  # of the limit, for libraries and for memory that the allocator cannot use
@@ -194,14 +196,19 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     contexts = [pages_for(longest) * PAGE]
     while (half := contexts[-1] // 2 // PAGE * PAGE) >= PAGE:
         contexts.append(half)
-    by_choice = [context for context in contexts if context >= min(contexts[0], MOST_TOKENS)]
-    for most, context in (*product([TRAINING], by_choice), *product([_SHORT_OF_MEMORY], contexts)):
+    by_choice = [context for context in contexts if context >= min(contexts[0], _USUAL)]
+    rest = [context for context in contexts if context <= _USUAL]
+    for most, context in (*product([TRAINING], by_choice), *product([_SHORT_OF_MEMORY], rest)):
         step = largest_step(cfg, config, budget, context)
+        # One device of fsdp has all pages of a sequence and a page of zeros. Two sequences must fit for a batch.
+        two = (2 * context // PAGE + 1) * page + states
         set_aside = min(_RESIDENT * reference, int(_ADAPTERS * max(0, free)))
+        if context <= _USUAL:
+            spare = free - sum(step) - logits - math.ceil(two / _CACHE)
+            set_aside = min(set_aside, max(spare, _FEWEST * reference))
         sampling = min(free - sum(step) - set_aside, limit // 2) - logits
         cache = int(_CACHE * sampling)
-        # One device of fsdp has all pages of a sequence and a page of zeros. Two sequences must fit for a batch.
-        if sum(step) <= most * free and (2 * context // PAGE + 1) * page + states <= cache:
+        if sum(step) <= most * free and two <= cache:
             break
     else:
         tokens = step_sizes(config, budget, PAGE)[0]
@@ -211,10 +218,8 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         if sum(step) > (room := most * max(0, free)):
             lack = f"a training step of {tokens} tokens takes {sum(step) / GB:.2f} GB and may take {room / GB:.2f}"
         else:
-            pages, left = (2 * context // PAGE + 1) * page + states, max(0, cache)
-            lack = (
-                f"two samples of {context} tokens take {pages / GB:.2f} GB, and a training step leaves {left / GB:.2f}"
-            )
+            left = f"{max(0, cache) / GB:.2f}"
+            lack = f"two samples of {context} tokens take {two / GB:.2f} GB, and a training step leaves {left}"
         raise UserError(
             f"base model {config.model_path!r}: its weights take {weights / GB:.1f} GB of the {limit / GB:.1f} GB of "
             f"each device. Too little is left to train and sample: {lack}. Use {less}more devices, "

@@ -38,7 +38,7 @@ from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket
 
 _LEAST_TOKENS = 1024  # per device of the fsdp axis; fewer leave the device idle
-MOST_TOKENS = 4096  # more make sample requests wait
+_MOST_TOKENS = 4096  # more make sample requests wait
 _KEPT_ON_CPUS = 2**30  # bytes; recomputing is cheaper than writing more
 
 # Shares of the memory that the weights leave free.
@@ -59,7 +59,7 @@ def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, 
     if free_bytes is None:
         return Budget(microbatch_tokens or _LEAST_TOKENS, _KEPT_ON_CPUS)
     kept, tokens = int(_KEPT * free_bytes), _LEAST_TOKENS
-    while tokens < MOST_TOKENS and kept_bytes(cfg, _ranks(cfg), 2 * tokens, dtype) <= kept:
+    while tokens < _MOST_TOKENS and kept_bytes(cfg, _ranks(cfg), 2 * tokens, dtype) <= kept:
         tokens *= 2
     return Budget(microbatch_tokens or tokens * fsdp, kept, kept)
 
