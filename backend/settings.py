@@ -94,6 +94,8 @@ class Settings(BaseSettings):
     """size of the tensor axis of the device mesh; the fsdp axis has the devices that tensor and expert axes leave"""
     expert_parallel: int = Field(1, ge=1)
     """size of the expert axis of the device mesh over all processes, for models with experts"""
+    context_parallel: int = Field(1, ge=1, le=32)
+    """most devices that a training sequence is split over where it is too long for one; a power of two"""
     expert_rank: RankRule = "divided"
     """rank of a new adapter's matrices in experts: divided = the rank that is asked for, divided by the experts that a
     token goes through, at least 1; full = the rank that is asked for"""

@@ -23,7 +23,7 @@ from tinkerflow.backend.compute.planning.array_sizes import step_weights, weight
 from tinkerflow.backend.compute.planning.memory_plan import GB, MemoryPlan, plan_memory, sampling_config
 from tinkerflow.backend.compute.planning.roofline import Estimate, decode_bound, training_bound
 from tinkerflow.backend.compute.planning.topologies import Topology, parse_topology
-from tinkerflow.backend.compute.planning.training_memory import adapter_bytes
+from tinkerflow.backend.compute.planning.training_memory import adapter_bytes, check_context_parallel
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
 from tinkerflow.backend.compute.weights.files import read_object
 from tinkerflow.backend.core.errors import UserError
@@ -76,6 +76,7 @@ def plan_service(settings: Settings, base_model: str, topology: str, *, rank: in
     cfg = parse_config(_config(base_model), name=base_model)
     context = context_of(base_model, cfg, settings.max_context)
     config = _on_devices(group_config(settings, base_model, context), target)
+    check_context_parallel(cfg, config, config.fsdp * config.expert)
     if config.kv_cache == "float8" and not target.device.float8:
         raise UserError(f"kv_cache is 'float8', and {target.device.name} does not compute with such numbers")
     if not rank:
@@ -123,7 +124,7 @@ def _larger(settings: Settings, topology: str) -> Iterator[tuple[str, Settings, 
 
 def command_of(plan: ServicePlan, settings: Settings) -> str:
     """The command that serves the base model as planned."""
-    planned = ("max_context", "base_weights", "tensor_parallel", "expert_parallel")
+    planned = ("max_context", "base_weights", "tensor_parallel", "expert_parallel", "context_parallel")
     changed = [name for name in planned if getattr(settings, name) != Settings.model_fields[name].default]
     words = [f"TINKERFLOW_{name.upper()}={getattr(settings, name)}" for name in changed]
     return " ".join([*words, "tinkerflow", "up", "--base-model", shlex.quote(plan.name)])

@@ -49,8 +49,7 @@ class AdapterPrograms:
         """
         self._cfg, self._mesh, self._params = cfg, mesh, params
         self._sampler, self._tower, self._warm_up, self._progress = sampler, tower, warm_up, progress
-        self._max_context, self._microbatch_tokens, self._trees = max_context, budget.microbatch_tokens, trees
-        self._routes = routes
+        self._max_context, self._budget, self._trees, self._routes = max_context, budget, trees, routes
         self._steps = StepsByShape(partial(make_steps, cfg, mesh, budget), memory_maps_used, self._forget)
         self._wanted: set[tuple[LoraSpec, Optimizer]] = set()
         self._announced: set[tuple[str, LoraSpec, tuple[int, ...]]] = set()
@@ -78,7 +77,7 @@ class AdapterPrograms:
                 self.steps_of(spec),
                 adapter,
                 optimizer=optimizer,
-                microbatch_tokens=self._microbatch_tokens,
+                budget=self._budget,
                 max_context=self._max_context,
                 tower=self._tower,
                 trees=self._trees,

@@ -132,7 +132,7 @@ class Executor:
                 steps=self._programs.steps_of,
                 mesh=self._mesh,
                 adapters=self._adapters,
-                microbatch_tokens=self.microbatch_tokens,
+                budget=self.plan.budget,
                 branch_tokens=self.branch_tokens,
                 tree_programs=trees,
                 announce=self._programs.announce,

@@ -22,6 +22,8 @@ FSDP, EXPERT, TENSOR = "fsdp", "expert", "tensor"
 _ORDER = (EXPERT, TENSOR, FSDP)  # of a mesh's axes; TENSOR and FSDP together are a contiguous range of devices
 WEIGHTS = (TENSOR, FSDP)  # the axes that base matrices are split over
 ROWS = (FSDP, EXPERT)  # the axes that rows of training are split over
+CONTEXT = ("context", "expert_context")  # the axes of `split_rows` that the tokens of a row are split over
+PIECES = (FSDP, CONTEXT[0], EXPERT, CONTEXT[1])  # its axes that the pieces of all rows are split over
 Tree = TypeVar("Tree")
 Array = jax.Array | npt.NDArray[Any]  # on the devices or on the host; always on the devices inside jitted functions
 Scalar = jax.Array | np.number[Any] | np.bool
@@ -102,6 +104,30 @@ def by_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
 def row_parts(mesh: Mesh) -> int:
     """The number of parts that the rows of training are split into."""
     return math.prod(mesh.shape[axis] for axis in ROWS)
+
+
+def in_pieces(mesh: Mesh, rows: int, tokens: int) -> tuple[int, int]:
+    """The number of pieces of these rows of training, and the tokens of a piece.
+
+    Where there are fewer rows than parts, each row is split, so that every part has a piece. Otherwise a piece is a
+    row.
+    """
+    parts = row_parts(mesh)
+    return (rows, tokens) if rows > parts or parts % rows else (parts, tokens * rows // parts)
+
+
+@functools.cache
+def split_rows(mesh: Mesh, pieces: int) -> Mesh:
+    """The same devices for rows of `pieces` pieces: ROWS splits the rows, and CONTEXT the tokens of each.
+
+    PIECES splits all pieces as ROWS of `mesh` splits so many rows. pieces: divides the size of the expert axis, or is a
+    multiple of it.
+    """
+    of_experts = math.gcd(pieces, mesh.shape[EXPERT])
+    experts, tensor, fsdp = mesh.devices.shape
+    sizes = experts // of_experts, of_experts, tensor, fsdp * of_experts // pieces, pieces // of_experts
+    axes = EXPERT, CONTEXT[1], TENSOR, FSDP, CONTEXT[0]
+    return Mesh(mesh.devices.reshape(sizes), axes, axis_types=(AxisType.Auto,) * 5)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

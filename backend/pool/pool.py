@@ -237,6 +237,7 @@ class Pool:
             self.info.fsdp,
             self.info.attention_tokens,
             branch_tokens=self.info.branch_tokens,
+            context_parallel=self._config.group.context_parallel,
         )
 
         def send(part: Command) -> asyncio.Future[Reply]:

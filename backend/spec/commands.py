@@ -564,6 +564,7 @@ class GroupConfig:
     drafts: bool = False  # verify several likely tokens in one step, where the host reads each chunk first
     routing_replay: bool = False  # compile the programs of recorded experts ahead, in models with experts
     share_prefixes: bool = True  # train equal beginnings of examples once, in models that can (`spec.prefix_trees`)
+    context_parallel: int = 1  # the most devices that a long row of training is split over (`spec.packing`)
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ def plan(
     base_weights: Annotated[BaseWeights | None, setting("base_weights")] = None,
     tensor_parallel: Annotated[int | None, setting("tensor_parallel")] = None,
     expert_parallel: Annotated[int | None, setting("expert_parallel")] = None,
+    context_parallel: Annotated[int | None, setting("context_parallel")] = None,
 ) -> None:
     """Print whether a base model fits a machine, which batch and context it allows, and its highest possible speed.
 
@@ -137,6 +138,7 @@ def plan(
         base_weights=base_weights,
         tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel,
+        context_parallel=context_parallel,
     )
     try:
         made = plan_service(settings, name, topology, rank=rank)

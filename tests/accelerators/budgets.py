@@ -130,6 +130,11 @@ BUDGETS = (
     Budget(_case("4B v6e:1x1 forward_backward 1x32768"), TEMPORARIES, 4, met=False),
     Budget(_case("4B v6e:1x1 forward_backward 1x32768"), LARGEST_F32, 1),
     Budget(_case("4B h100:1 forward_backward 1x131072"), MEMORY_16, 100),
+    # A row that is split over eight devices.
+    *(
+        Budget(_case("4B h100:8 forward_backward 1x131072"), measure, limit)
+        for measure, limit in ((MFU, 45), (TEMPORARIES, 8), (LARGEST_F32, 1))
+    ),
     Budget(_case("8B h100:1 forward_backward 1x8192"), MEMORY_16, 100),
     Budget(_case("32B h100:8 forward_backward 8x1024"), MEMORY_16, 100),
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), DENSE, 2),

@@ -12,9 +12,11 @@ import jax
 def main() -> None:
     """argv: model folder, action, number of devices, and the axes fsdp (0 = the remaining devices), expert and tensor.
 
+    Then the most devices that a row is split over, 1 without. With more, a micro-batch has at most 64 tokens.
     The action: names of `runs`, and "sampled" to sample the last of them, separated by commas.
     """
-    folder, wanted, (devices, fsdp, expert, tensor) = sys.argv[1], sys.argv[2].split(","), map(int, sys.argv[3:])
+    folder, wanted = sys.argv[1], sys.argv[2].split(",")
+    devices, fsdp, expert, tensor, context = (*map(int, sys.argv[3:]), 1)[:5]
     jax.config.update("jax_num_cpu_devices", devices)
     import numpy as np
 
@@ -36,7 +38,10 @@ def main() -> None:
     from tinkerflow.backend.spec.optimizers.adamw import AdamParams
     from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 
-    config = GroupConfig(folder, "float32", fsdp, tensor, 512, 256, 4, 4, "", expert=expert)
+    tokens = 256 if context == 1 else 64
+    config = GroupConfig(
+        folder, "float32", fsdp, tensor, 512, tokens, 4, 4, "", expert=expert, context_parallel=context
+    )
     executor = Executor(config, lambda line: None, 1, 0)
     rng = np.random.default_rng(0)
     data = tuple(

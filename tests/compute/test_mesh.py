@@ -41,6 +41,7 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
     [
         pytest.param("qwen3", TRAINED, 4, (0, 1, 2), marks=pytest.mark.thorough),
         ("moe", TRAINED, 8, (2, 2, 2)),
+        ("qwen3", "adamw", 4, (4, 1, 1, 4)),
         pytest.param("moe", TRAINED, 8, (1, 8, 1), marks=pytest.mark.thorough),
         pytest.param("gemma4_text", "adamw,sampled", 4, (2, 1, 2), marks=pytest.mark.thorough),
         pytest.param("glm4_moe_lite", "adamw,sampled", 8, (2, 2, 2), marks=pytest.mark.thorough),
@@ -48,7 +49,7 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
     ],
 )
 def test_a_mesh_gives_the_numbers_of_one_device(model, runs, devices, axes, request, tmp_path):
-    """Other kinds of layers: windows with wide heads, latent attention, linear attention."""
+    """Other kinds of layers: windows with wide heads, latent attention, linear attention. Rows that are split."""
     made = request.getfixturevalue(model) if model in ("qwen3", "moe") else build(tmp_path, model, tied=False)
     folder = made.folder
     alone, found = train(folder, runs, 1, 1, 1, 1), train(folder, runs, devices, *axes)

@@ -19,7 +19,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import plan as plan_module
 from tinkerflow.deployments.commands import every_command
-from tinkerflow.deployments.plan import describe_plan, plan_service
+from tinkerflow.deployments.plan import command_of, describe_plan, plan_service
 
 
 def plan(folder: Path, model: str, topology: str, *, rank: int = 32, **settings: object) -> str:
@@ -84,6 +84,15 @@ def test_training_is_at_most_the_peak_and_eight_devices_are_no_more_than_eight_t
     assert one < eight <= 8 * one * 1.001
 
 
+def test_the_longest_sequence_grows_with_the_devices_that_it_is_split_over() -> None:
+    name, longest = "meta-llama/Llama-3.1-8B-Instruct", {}
+    for most in (1, 2, 8):
+        planned = plan_service(Settings(context_parallel=most, max_context=131072), name, "rtx4090:8", rank=32)
+        longest[most] = planned.memory.context
+    assert longest == {1: 8192, 2: 16384, 8: 65536}
+    assert "TINKERFLOW_CONTEXT_PARALLEL=8" in command_of(planned, Settings(context_parallel=8))
+
+
 def test_a_token_is_decoded_as_fast_with_the_defaults_as_with_a_tensor_axis(tmp_path: Path) -> None:
     pattern = r"decode, \d+ sequence\(s\) of 1024 tokens: +at most ([\d,]+) tokens/s"
     plain = plan(tmp_path, "32B", "h100:8")
@@ -99,6 +108,7 @@ def test_a_token_is_decoded_as_fast_with_the_defaults_as_with_a_tensor_axis(tmp_
         ("32B", "h100:1", {}, "its weights take 65.5 GB of the 78.1 GB of each device"),
         ("4B", "h900:1", {}, "topology 'h900:1': device 'h900' is not known: must be one of v5e"),
         ("4B", "h100:8", {"tensor_parallel": 3}, "tensor_parallel 3 x expert_parallel 1 must divide them"),
+        ("4B", "h100:8", {"context_parallel": 16}, "context_parallel 16; must divide the 8 device(s)"),
         ("4B", "h100:1", {"max_context": 50000}, "max_context 50000; the model allows at most 40960"),
         ("4B", "h100:1", {"rank": 4096}, "lora rank 4096: must be 1 to"),
     ],

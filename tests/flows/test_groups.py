@@ -13,6 +13,7 @@ def test_a_group_gets_the_axes_that_are_set_and_finds_the_rest_itself(tmp_path: 
     settings = Settings(data_dir=tmp_path, processes=3, tensor_parallel=4, expert_parallel=2, platform="cuda")
     config = group_config(settings, CARD.path, CARD.max_context)
     assert (config.fsdp, config.tensor, config.expert, config.platform) == (0, 4, 2, "cuda")
+    assert group_config(Settings(data_dir=tmp_path, context_parallel=8), CARD.path, 128).context_parallel == 8
     assert (config.model_path, config.max_context, config.base_weights) == ("/models/m", 128, "full")
 
 

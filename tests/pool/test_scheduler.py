@@ -334,16 +334,24 @@ def sizes() -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(1, 200), min_size=1, max_size=20)
 
 
-@given(sizes(), st.sampled_from([*LOSSES]), st.booleans(), st.sampled_from([1, 2]), st.sampled_from([0, 1, 32]))
+@given(
+    sizes(),
+    st.sampled_from([*LOSSES]),
+    st.booleans(),
+    st.sampled_from([(1, 1), (2, 1), (4, 4)]),
+    st.sampled_from([0, 1, 32]),
+)
 def test_a_forward_has_a_part_for_each_micro_batch(
-    lengths: list[int], loss: str, backward: bool, fsdp: int, shared: int
+    lengths: list[int], loss: str, backward: bool, devices: tuple[int, int], shared: int
 ) -> None:
+    fsdp, most = devices
     examples = tuple(next(iter(forward(tokens=length).examples)) for length in lengths)
     command = forward().copy_with(examples=examples, loss=loss, backward=backward)
     shared *= LOSSES[loss].of_pass.name == "cross_entropy"  # the examples have no other inputs
-    first, *others = in_parts(command, MICROBATCH, fsdp, branch_tokens=shared)
+    how = {"branch_tokens": shared, "context_parallel": most}
+    first, *others = in_parts(command, MICROBATCH, fsdp, **how)
     passes = 2 if backward and LOSSES[loss].per_token is None else 1
-    count = passes * len(pack(examples, microbatch_tokens=MICROBATCH, row_multiple=fsdp, branch_tokens=shared))
+    count = passes * len(pack(examples, microbatch_tokens=MICROBATCH, row_multiple=fsdp, **how))
     assert first == (command if count == 1 else command.copy_with(by_micro_batch=True))
     assert others == [NextMicroBatch("a")] * (count - 1)
 

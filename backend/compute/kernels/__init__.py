@@ -20,4 +20,5 @@ __all__ = [
     "tree_gpu",
     "tree_tpu",
     "triton_calls",
+    "whole_rows",
 ]

@@ -2,7 +2,7 @@
 
 Scores never leave the chip, forward or backward. Both kernels add in a fixed order, so the same batch gives the same
 bits. Each program of the backward pass writes rows of dQ, or of dK and dV, that no other program writes, and loops over
-the other rows. The devices split rows over fsdp and heads over tensor.
+the other rows. The devices split rows over fsdp and heads over tensor. The module `whole_rows` splits long rows.
 
 Sequences with equal beginnings can share them in a row. The module `tree` has the kernels for such rows.
 
@@ -29,7 +29,8 @@ from jax.sharding import Mesh, PartitionSpec
 from tinkerflow.backend.compute.kernels import tree_gpu, tree_tpu
 from tinkerflow.backend.compute.kernels.tree import How, Kernels, attend
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
-from tinkerflow.backend.compute.mesh import ROWS, TENSOR, sharding
+from tinkerflow.backend.compute.kernels.whole_rows import in_whole_rows
+from tinkerflow.backend.compute.mesh import PIECES, ROWS, TENSOR, sharding, split_rows
 from tinkerflow.backend.compute.platforms import CUDA, TPU, platform
 
 # (q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H or None) -> o_BTHd
@@ -53,22 +54,23 @@ def flash_attention(
     save_memory: bool = False,
     tree: bool = False,
     interpret: bool = False,
+    pieces: int = 1,
 ) -> Kernel | None:
     """The kernel for rows of `tokens` tokens on the platform that programs are made for; None where there is none.
 
     mesh: rows and heads are split over it. window: how many tokens a query sees, None = all before it. head_dim: of
     queries and keys. save_memory: a backward pass takes less memory and a little more time; the results are the same.
     tree: for rows of trees, as in the module `tree`, whose backward pass always takes less memory.
-    interpret: compute with plain operations, for tests without the device. The kernel for GPUs supports no wide heads,
-    and windows shorter than a row only in trees.
+    interpret: compute with plain operations, for tests without the device. pieces: of a row; see `by_device`. The
+    kernel for GPUs supports no wide heads, and windows shorter than a row only in trees.
     """
     chosen, window = platform(), None if window is None or window >= tokens else window
     if chosen is TPU and tokens % _TPU_LEAST == 0:
         trees = partial(_in_trees, tree_tpu.KERNELS, interpret, window)
-        return partial(_by_device, mesh, trees if tree else partial(_splash, interpret, save_memory, window))
+        return partial(by_device, mesh, pieces, trees if tree else partial(_splash, interpret, save_memory, window))
     if chosen is CUDA and on_gpus(tokens, window, head_dim, tree=tree):
         trees = partial(_in_trees, tree_gpu.KERNELS, interpret, window)
-        return partial(_by_device, mesh, trees if tree else partial(_triton, interpret, save_memory))
+        return partial(by_device, mesh, pieces, trees if tree else partial(_triton, interpret, save_memory))
     return None
 
 
@@ -77,8 +79,9 @@ def on_gpus(tokens: int, window: int | None, head_dim: int, *, tree: bool = Fals
     return (tree or window is None or window >= tokens) and head_dim <= _GPU_MOST
 
 
-def _by_device(
+def by_device(
     mesh: Mesh,
+    pieces: int,
     kernel: Kernel,
     q: jax.Array,
     k: jax.Array,
@@ -87,9 +90,14 @@ def _by_device(
     sinks_H: jax.Array | None = None,
     *positions: jax.Array,
 ) -> jax.Array:
-    """The kernel on each device's rows and heads. Heads are not split if the tensor axis does not divide them."""
+    """The kernel on each device's rows and heads. Heads are not split if the tensor axis does not divide them.
+
+    pieces: where rows are split over devices, the number of pieces of a row. The arguments have a row for each piece.
+    """
     heads = TENSOR if k.shape[2] % mesh.shape[TENSOR] == 0 else None
     rows = sharding(mesh, q.shape, ROWS).spec[0]
+    if pieces > 1:
+        mesh, rows, kernel = split_rows(mesh, pieces), PIECES, partial(in_whole_rows, kernel, pieces)
     cells, of_row = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None)
     local = jax.shard_map(
         kernel,

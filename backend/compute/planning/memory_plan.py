@@ -30,6 +30,7 @@ from tinkerflow.backend.compute.planning.training_memory import (
     adapter_bytes,
     budget_for,
     budget_within,
+    check_context_parallel,
     largest_step,
     step_sizes,
 )
@@ -165,7 +166,12 @@ class MemoryPlan:
 
 
 def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
-    """The plan of this process's group. Every process must call it, and all get the same plan."""
+    """The plan of this process's group. Every process must call it, and all get the same plan.
+
+    config: its fsdp is the number of devices that rows are split over. Errors are those of `check_context_parallel` and
+    `plan_memory`.
+    """
+    check_context_parallel(cfg, config, config.fsdp)
     limit = device_limit(config)
     if limit is None:
         longest = min(config.max_context, cfg.max_positions)
@@ -175,6 +181,7 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
         fit = least(max(shared - in_states, shared // 2) // _page_bytes(cfg, config))
         pages = min(fit, max(slots, pages_for(longest)))
         budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
+        budget = replace(budget, context_parallel=config.context_parallel)
         states = state_count(cfg, config)
         full = max(0, least(int(_host_bytes() * _FULL_ON_CPUS)) - weight_bytes(cfg, config))
         plan = MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * shards, states=states, full=full)

@@ -5,6 +5,7 @@ It is computed from sizes alone, for the plan in `memory_plan`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from tinkerflow.backend.compute.training.budget import (
     tokens_at_a_time,
 )
 from tinkerflow.backend.compute.warming import like
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket
@@ -47,6 +49,25 @@ _KEPT = 0.3  # for activations that are kept for the backward pass
 
 _IN_FLIGHT = 2  # commands: the current one on the devices, and the previous one, whose reply is read
 _MORE_PER_LOGIT = 1.25  # bytes for each logit in addition to its gradient: softmax, and parts of adapters' gradients
+
+
+def check_context_parallel(cfg: ModelConfig, config: GroupConfig, rows: int) -> None:
+    """UserError when long rows of training cannot be split over `config.context_parallel` devices.
+
+    cfg, config: the base model and its worker group. rows: devices that rows are split over (`mesh.row_parts`).
+    """
+    size, heads = config.context_parallel, math.gcd(*(attention.heads for attention in cfg.attentions))
+    rule = ""
+    if size & (size - 1):
+        rule = "must be a power of two"
+    elif rows % size:
+        rule = f"must divide the {rows} device(s) that rows of training are split over"
+    elif config.expert % size and size % config.expert:
+        rule = f"must divide expert_parallel {config.expert}, or be a multiple of it"
+    elif size > 1 and heads % (size * config.tensor):
+        rule = f"its product with tensor_parallel {config.tensor} must divide the {heads} attention heads"
+    if rule:
+        raise UserError(f"base model {config.model_path!r}: context_parallel {size}; {rule}")
 
 
 def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, microbatch_tokens: int = 0) -> Budget:
@@ -70,6 +91,7 @@ def budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
     Where a step would take more, each layer is recomputed. Where that is still too much, groups of layers are.
     """
     budget = budget_for(cfg, config.dtype, config.fsdp, free, config.microbatch_tokens)
+    budget = replace(budget, context_parallel=config.context_parallel)
 
     def fits(tokens: int) -> bool:
         return sum(_step(cfg, config, budget, tokens)) <= TRAINING * free
@@ -119,9 +141,12 @@ def largest_step(
 
 
 def step_sizes(config: GroupConfig, budget: Budget, context: int) -> list[int]:
-    """Tokens per device of a full micro-batch, then of longer sequences, which are trained on alone. Ascending."""
+    """Tokens per device of a full micro-batch, then of longer sequences, which are trained on alone. Ascending.
+
+    Sequences are split over devices (`context_parallel`) before a device gets more tokens than those of a micro-batch.
+    """
     sizes = [max(1, budget.microbatch_tokens // config.fsdp)]
-    while sizes[-1] < bucket(context, SHORTEST_ROW):
+    while sizes[-1] < bucket(context, SHORTEST_ROW) // config.context_parallel:
         sizes.append(2 * sizes[-1])
     return sizes
 
@@ -151,7 +176,11 @@ def _step(
         heads, wide, chunk = state_heads(cfg.delta, config), cfg.delta.key_dim + cfg.delta.value_dim, chunk_tokens()
         state = cfg.delta.key_dim * cfg.delta.value_dim // chunk
         states = 3 if config.share_prefixes else 2  # and the kept state of `Branches`
-        chunks = 4 * tokens * heads * (6 * wide + 4 * chunk + states * state)
+        # Where rows are split, a device has all tokens of its heads, and all tokens' inputs of the convolution.
+        whole = tokens * config.context_parallel
+        heads = share(heads, config.context_parallel)
+        chunks = 4 * whole * heads * (6 * wide + 4 * chunk + states * state)
+        chunks += (whole - tokens) * cfg.delta.channels * (4 + 2 * item)
     layer += _scores(cfg, config, tokens)
     ends = 3 * tokens * (cfg.hidden + cfg.layers * (cfg.layer_input.width if cfg.layer_input else 0)) * item
     if config.routing_replay:  # the recorded experts as int16, and as int32 for the layers
@@ -190,7 +219,7 @@ def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:
     """
     if platform() is TPU:
         return 0
-    heads = share(cfg.heads, config.tensor)
+    heads, tokens = share(cfg.heads, config.tensor * config.context_parallel), tokens * config.context_parallel
     left = [one.window for one in cfg.attentions if not on_gpus(tokens, one.window, max(one.widths))]
     return max((score_bytes(tokens, window, heads) for window in left), default=0)
 

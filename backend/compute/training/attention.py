@@ -12,6 +12,8 @@ NVIDIA GPUs and TPUs have kernels (`flash`). cuDNN's attention is not used, beca
 order, unless XLA excludes all such operations (openxla/xla, pull request 14125). A replay after a crash must give the
 same bits.
 
+Rows that are split over devices come in pieces, each of which is a row of the arrays (`kernels.whole_rows`).
+
 Letters: B rows, T queries, S keys, H query heads, G key-value heads, d head dimension. m is H / G times the queries of
 a block: the rows of all query heads of a key-value head.
 """
@@ -27,7 +29,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.kernels.flash import flash_attention
+from tinkerflow.backend.compute.kernels.flash import by_device, flash_attention
 from tinkerflow.backend.compute.kernels.tree import sees
 from tinkerflow.backend.compute.models.layers.step import AttentionFn
 
@@ -41,13 +43,19 @@ Residuals = tuple[jax.Array, jax.Array, jax.Array, Rows, jax.Array, tuple[jax.Ar
 
 
 def attend_trees(
-    ends_BT: jax.Array, mesh: Mesh, positions_BT: jax.Array | None = None, *, save_memory: bool = False
+    ends_BT: jax.Array,
+    mesh: Mesh,
+    positions_BT: jax.Array | None = None,
+    *,
+    save_memory: bool = False,
+    pieces: int = 1,
 ) -> AttentionFn:
     """The `AttentionFn` in which a token sees itself and the tokens before it in its examples.
 
     ends_BT: see `MicroBatch`. mesh: rows and heads are split over it. positions_BT: of the tokens in their examples;
     given where examples share tokens, and kernels or windows depend on it (`needs_tree_program`). save_memory: see
-    `flash_attention`. Rows that no kernel of `flash` supports are computed by this module, and so are all on CPUs.
+    `flash_attention`. pieces: of a row; see `flash.by_device`. Rows that no kernel of `flash` supports are computed by
+    this module, and so are all on CPUs.
     """
 
     def attend(
@@ -59,14 +67,30 @@ def attend_trees(
         sinks_H: jax.Array | None = None,
     ) -> jax.Array:
         assert k_BTGd is not None and v_BTGd is not None
-        T, d = ends_BT.shape[1], q_BTHd.shape[-1]
+        T, d = pieces * ends_BT.shape[1], q_BTHd.shape[-1]
         trees = () if positions_BT is None else (positions_BT,)
-        kernel = flash_attention(mesh, T, window, head_dim=d, save_memory=save_memory, tree=bool(trees))
+        how = partial(flash_attention, head_dim=d, save_memory=save_memory, tree=bool(trees), pieces=pieces)
+        kernel = how(mesh, T, window)
         if kernel is not None:
             return kernel(q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H, *trees)
+        if pieces > 1:
+            own = partial(_attend_row, window)
+            return by_device(mesh, pieces, own, q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H, *trees)
         return _attend(window, q_BTHd, k_BTGd, v_BTGd, (ends_BT, positions_BT), sinks_H)
 
     return attend
+
+
+def _attend_row(
+    window: int | None,
+    q_BTHd: jax.Array,
+    k_BTGd: jax.Array,
+    v_BTGd: jax.Array,
+    ends_BT: jax.Array,
+    sinks_H: jax.Array | None,
+    positions_BT: jax.Array | None = None,
+) -> jax.Array:
+    return _attend(window, q_BTHd, k_BTGd, v_BTGd, (ends_BT, positions_BT), sinks_H)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -24,12 +24,13 @@ class Budget:
     microbatch_tokens: padded tokens that are trained on together. kept_bytes: the activations that a device may keep
     for a backward pass. Where the layers would keep more, each layer is recomputed. input_bytes: the layers' inputs
     that a device may keep then. Where these are more, groups of layers are recomputed (`transformer.Keep`). None = no
-    limit.
+    limit. context_parallel: the most devices that a long row is split over (`spec.packing.rows_together`).
     """
 
     microbatch_tokens: int
     kept_bytes: int
     input_bytes: int | None = None
+    context_parallel: int = 1
 
 
 def choose_keep(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, budget: Budget) -> Keep:

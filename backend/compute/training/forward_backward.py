@@ -23,6 +23,7 @@ from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.platforms import platform
 from tinkerflow.backend.compute.training.adapters import Adapter, AdapterStore, PendingGradients
+from tinkerflow.backend.compute.training.budget import Budget
 from tinkerflow.backend.compute.training.images import image_features
 from tinkerflow.backend.compute.training.logprobs import Scored
 from tinkerflow.backend.compute.training.packing import MicroBatch, pack
@@ -53,16 +54,16 @@ class ReadReply(Protocol):
 class Training:
     """The parts of the executor that passes use.
 
-    steps(spec): the jitted functions for adapters of that shape. microbatch_tokens: the most padded tokens of a
-    micro-batch. branch_tokens: see `pack`. tree_programs: see `needs_tree_program`. announce(what, adapter, batch):
-    called before each micro-batch. tower: None in models that take text.
+    steps(spec): the jitted functions for adapters of that shape. budget: of a micro-batch. branch_tokens: see `pack`.
+    tree_programs: see `needs_tree_program`. announce(what, adapter, batch): called before each micro-batch. tower: None
+    in models that take text.
     """
 
     params: Params
     steps: Callable[[LoraSpec], Steps]
     mesh: Mesh
     adapters: AdapterStore
-    microbatch_tokens: int
+    budget: Budget
     branch_tokens: int
     tree_programs: bool
     announce: Callable[[str, Adapter, MicroBatch], None]
@@ -140,11 +141,12 @@ class _Pass:
         self._choice = choose(command.loss, command.config)
         self._batches = pack(
             command.examples,
-            microbatch_tokens=training.microbatch_tokens,
+            microbatch_tokens=training.budget.microbatch_tokens,
             row_multiple=row_parts(training.mesh),
             attention_tokens=platform().attention_tokens,
             loss=LOSSES[command.loss],
             branch_tokens=training.branch_tokens,
+            context_parallel=training.budget.context_parallel,
         )
         self._scored: list[Scored] = []
 
@@ -225,9 +227,10 @@ def _gather(command: Forward, batches: list[MicroBatch], on_devices: list[Scored
     results = to_host(on_devices)
     logprobs: list[Float32] = [np.empty(0, np.float32)] * len(command.examples)
     for batch, scored in zip(batches, results, strict=True):
+        logprobs_BTK = batch.in_rows(scored.logprobs_BTK)
         for place in batch.places:
             example = command.examples[place.example]
-            rows = scored.logprobs_BTK[place.row, place.columns]
+            rows = logprobs_BTK[place.row, place.columns]
             logprobs[place.example] = np.array(rows[:, 0] if example.flat else rows[:, : example.targets_TK.shape[1]])
     loss = float(sum(np.float64(scored.loss) for scored in results))
     return ForwardResult(tuple(logprobs), loss, _agreement(command, batches, results))
@@ -241,5 +244,5 @@ def _agreement(command: Forward, batches: list[MicroBatch], results: list[Scored
             routes_Tn = command.examples[place.example].routes_Tn
             if routes_Tn is not None and scored.equal_BT is not None:
                 given += int(np.count_nonzero(routes_Tn >= 0))
-                equal += int(scored.equal_BT[place.row, place.columns].sum())
+                equal += int(batch.in_rows(scored.equal_BT)[place.row, place.columns].sum())
     return {AGREEMENT: equal / given} if given else {}

@@ -8,8 +8,9 @@ token sees the tokens at or before its own place whose subtrees are not yet comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from tinkerflow.backend.spec.packing import (
     bucket,
     layout,
     padded_rows,
+    rows_together,
 )
 from tinkerflow.backend.spec.prefix_trees import Tree, prefix_trees, trained_cells
 
@@ -64,6 +66,10 @@ class MicroBatch:
         """Whether examples share tokens."""
         return any(place.shared for place in self.places)
 
+    def in_rows(self, x: Any) -> Any:
+        """An array [B, T, ...] of this shape, from an array of the same tokens in pieces (`train.DeviceBatch`)."""
+        return x.reshape(*self.tokens_BT.shape, *x.shape[2:])
+
 
 def pack(
     examples: Sequence[Example],
@@ -73,11 +79,13 @@ def pack(
     attention_tokens: int = ATTENTION_TOKENS,
     loss: LossSpec = LOSSES["cross_entropy"],
     branch_tokens: int = 0,
+    context_parallel: int = 1,
 ) -> list[MicroBatch]:
     """The examples as micro-batches of at most `microbatch_tokens` padded tokens, or of the fewest rows possible.
 
     The result is deterministic. Every example is placed exactly once, in one row. The number of rows is a multiple of
-    `row_multiple`, the size of the mesh axis that splits them. attention_tokens: see `layout`. loss: a loss per token.
+    `row_multiple`, the size of the mesh axis that splits them, unless rows are split over up to `context_parallel`
+    devices (`spec.packing.rows_together`). attention_tokens: see `layout`. loss: a loss per token.
     The inputs of a masked token (`LossSpec.masks`) become those of padding, so a placeholder in them (a log probability
     of -9999, say) cannot reach a formula. branch_tokens: shared beginnings are placed once, if that makes the
     micro-batches cheaper. They are multiples of it, and so are the columns where branches begin. 0 = nothing is shared.
@@ -85,18 +93,29 @@ def pack(
     K = bucket(max(example.targets_TK.shape[1] for example in examples))
     lengths = [example.tokens_T.shape[0] for example in examples]
     trees = prefix_trees(examples, loss, branch_tokens) if branch_tokens else ()
-    batches = layout(lengths, microbatch_tokens, row_multiple, attention_tokens, trees, branch_tokens)
-    return [_micro_batch(examples, batch, K, row_multiple, loss, branch_tokens) for batch in batches]
+    sized = microbatch_tokens, row_multiple
+    batches = layout(lengths, *sized, attention_tokens, trees, branch_tokens, context_parallel)
+
+    def fewest(width: int) -> int:
+        return rows_together(width, *sized, context_parallel)
+
+    return [_micro_batch(examples, batch, K, fewest, loss, branch_tokens) for batch in batches]
 
 
 def _micro_batch(
-    examples: Sequence[Example], rows: list[list[Tree]], K: int, row_multiple: int, loss: LossSpec, branch_tokens: int
+    examples: Sequence[Example],
+    rows: list[list[Tree]],
+    K: int,
+    fewest: Callable[[int], int],
+    loss: LossSpec,
+    branch_tokens: int,
 ) -> MicroBatch:
+    """fewest: `rows_together` of a width."""
     lengths = [example.tokens_T.shape[0] for example in examples]
     shares = any(branch.shared for trees in rows for tree in trees for branch in tree)
     sizes = Trees((), lengths, branch_tokens if shares else 1)
-    B = padded_rows(len(rows), row_multiple)
     T = bucket(max(sum(sizes.own_tokens(branch) for tree in row for branch in tree) for row in rows), SHORTEST_ROW)
+    B = padded_rows(len(rows), fewest(T))
     tokens, positions = (np.zeros((B, T), np.int32) for _ in range(2))
     parents = np.full((B, T), -1, np.int32)
     ends, targets = np.full((B, T), T, np.int32), np.zeros((B, T, K), np.int32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import flax.struct
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, sharding
+from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, in_pieces, put, replicated, sharding
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import layers_with, projections
 from tinkerflow.backend.compute.models.layers.delta_rule import delta_rule_in_segments
@@ -44,6 +44,10 @@ _NO_ADAPTER = Lora(layers={}, unembed=None)
 class DeviceBatch:
     """A micro-batch on the devices, its rows split over ROWS, and its loss.
 
+    Where there are fewer rows than devices, each row is split into `pieces` pieces. The arrays have a row for each, so
+    that B pieces of T tokens are computed as rows. Only layers that mix tokens put them together. `ends` and
+    `parents_BT` are columns of whole rows.
+
     Each array costs a copy to the devices, so there is one for each dtype. ints_BTI int32: tokens, positions, ends,
     then the K targets. floats_BTJK float32: the losses' inputs, in the order of `packed_inputs`. parents_BT: see
     `MicroBatch`; only where examples share tokens and need another program for that (`needs_tree_program`).
@@ -56,6 +60,7 @@ class DeviceBatch:
     images: ImageFeatures | None = None
     parents_BT: Leaf | None = None
     routes_BTn: Leaf | None = None
+    pieces: int = flax.struct.field(pytree_node=False, default=1)  # type: ignore[no-untyped-call]
 
     @property
     def tokens(self) -> jax.Array:
@@ -125,8 +130,8 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         positions_BT = None if batch.parents_BT is None else batch.positions
         if cfg.delta is not None:
             parents_BT = cast("jax.Array | None", batch.parents_BT)
-            delta_rule = delta_rule_in_segments(cfg.delta, batch.ends, mesh, positions_BT, parents_BT)
-        attend = attend_trees(batch.ends, mesh, positions_BT, save_memory=save_memory)
+            delta_rule = delta_rule_in_segments(cfg.delta, batch.ends, mesh, positions_BT, parents_BT, batch.pieces)
+        attend = attend_trees(batch.ends, mesh, positions_BT, save_memory=save_memory, pieces=batch.pieces)
         inputs = ForwardInputs(
             tokens_BT=batch.tokens,
             positions_BT=batch.positions,
@@ -223,18 +228,25 @@ def to_devices(
 ) -> DeviceBatch:
     """Copy a micro-batch to the devices, with its images. Rows are split over ROWS. trees: see `needs_tree_program`."""
     single = (batch.tokens_BT, batch.positions_BT, batch.ends_BT)
+    shape = in_pieces(mesh, *batch.tokens_BT.shape)
+
+    def cut(array: Any) -> Any:
+        return array.reshape(*shape, *array.shape[2:])
+
     host = DeviceBatch(
-        ints_BTI=np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1),
-        floats_BTJK=np.stack([batch.inputs_BTK[name] for name in packed_inputs()], axis=2),
+        ints_BTI=cut(np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1)),
+        floats_BTJK=cut(np.stack([batch.inputs_BTK[name] for name in packed_inputs()], axis=2)),
         choice=choice,
-        images=images,
-        parents_BT=batch.parents_BT if trees and batch.shares else None,
-        routes_BTn=batch.routes_BTn,
+        images=jax.tree.map(cut, images),
+        parents_BT=cut(batch.parents_BT) if trees and batch.shares else None,
+        routes_BTn=None if batch.routes_BTn is None else cut(batch.routes_BTn),
+        pieces=shape[0] // len(batch.tokens_BT),
     )
-    rows = sharding(mesh, batch.tokens_BT.shape, ROWS)
+    rows = sharding(mesh, shape, ROWS)
     features = jax.tree.map(lambda _: rows, images)
     parents, routes = (None if leaf is None else rows for leaf in (host.parents_BT, host.routes_BTn))
-    return put(host, DeviceBatch(rows, rows, LossChoice(replicated(mesh)), features, parents, routes))
+    choices = LossChoice(replicated(mesh))
+    return put(host, DeviceBatch(rows, rows, choices, features, parents, routes, host.pieces))
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:

@@ -17,10 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.mesh import ROWS, replicated, row_parts, sharding
+from tinkerflow.backend.compute.mesh import ROWS, in_pieces, replicated, row_parts, sharding
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.transformer import ImageFeatures, Params
 from tinkerflow.backend.compute.models.vision_tower import VisionTower
+from tinkerflow.backend.compute.training.budget import Budget
 from tinkerflow.backend.compute.training.optimizer import fresh_state
 from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.compute.training.train import DeviceBatch, Steps
@@ -89,7 +90,7 @@ def training_programs(
     lora: Trained,
     *,
     optimizer: Optimizer,
-    microbatch_tokens: int,
+    budget: Budget,
     max_context: int,
     tower: VisionTower | None = None,
     trees: bool = False,
@@ -98,10 +99,10 @@ def training_programs(
     """The programs of an adapter like `lora` with one target per position; full micro-batches of short rows first.
 
     mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
-    optimizer: of the adapter. microbatch_tokens: the most padded tokens of a micro-batch. max_context: the most tokens
-    of an example. tower: of a model with images; adds the programs of batches with images. trees: adds the programs of
-    full micro-batches with shared tokens. routes: the experts of a token in all layers; adds the programs of all these
-    batches with recorded experts. 0 = none are recorded.
+    optimizer: of the adapter. budget: of the steps. max_context: the most tokens of an example. tower: of a model with
+    images; adds the programs of batches with images. trees: adds the programs of full micro-batches with shared tokens.
+    routes: the experts of a token in all layers; adds the programs of all these batches with recorded experts. 0 = none
+    are recorded.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)
@@ -112,7 +113,8 @@ def training_programs(
     of = f"{what}, {optimizer}"
     yield Program(f"optim_step, {of}", 1, partial(result_of, steps.optimize, lora, lora, state, hyper))
     yield Program(f"a copy of gradients, {of}", 1, partial(result_of, steps.copy, lora))
-    for B, T in micro_batch_shapes(microbatch_tokens, max_context, row_parts(mesh)):
+    microbatch_tokens = budget.microbatch_tokens
+    for B, T in micro_batch_shapes(microbatch_tokens, max_context, row_parts(mesh), budget.context_parallel):
         distance = (microbatch_tokens // (B * T)).bit_length() + (T // 512).bit_length()
         kinds = [("", batch := batch_like(mesh, B, T))]
         if tower is not None:
@@ -130,21 +132,25 @@ def training_programs(
 
 
 def batch_like(mesh: Mesh, B: int, T: int) -> DeviceBatch:
-    """A micro-batch on the devices, without values."""
-    rows = sharding(mesh, (B, T), ROWS)
+    """A micro-batch of B rows on the devices, without values."""
+    shape = in_pieces(mesh, B, T)
+    rows = sharding(mesh, shape, ROWS)
     return DeviceBatch(
-        ints_BTI=jax.ShapeDtypeStruct((B, T, 4), np.int32, sharding=rows),
-        floats_BTJK=jax.ShapeDtypeStruct((B, T, len(packed_inputs()), 1), np.float32, sharding=rows),
+        ints_BTI=jax.ShapeDtypeStruct((*shape, 4), np.int32, sharding=rows),
+        floats_BTJK=jax.ShapeDtypeStruct((*shape, len(packed_inputs()), 1), np.float32, sharding=rows),
         choice=like(choose("cross_entropy", {}), replicated(mesh)),
+        pieces=shape[0] // B,
     )
 
 
 def tokens_like(mesh: Mesh, B: int, T: int) -> jax.ShapeDtypeStruct:
-    """An integer for each token of a micro-batch on the devices, without values."""
-    return jax.ShapeDtypeStruct((B, T), np.int32, sharding=sharding(mesh, (B, T), ROWS))
+    """An integer for each token of a micro-batch of B rows on the devices, without values."""
+    shape = in_pieces(mesh, B, T)
+    return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding(mesh, shape, ROWS))
 
 
 def features_like(tower: VisionTower, mesh: Mesh, B: int, T: int) -> ImageFeatures:
     """The images of a micro-batch of B rows of T tokens on the devices, without values."""
-    images: ImageFeatures = like(tower.no_images(B, T), sharding(mesh, (B, T), ROWS))
+    shape = in_pieces(mesh, B, T)
+    images: ImageFeatures = like(tower.no_images(*shape), sharding(mesh, shape, ROWS))
     return images

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tinkerflow.backend.compute.training.packing import pack
 from tinkerflow.backend.spec.commands import Example
-from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket, layout, micro_batches
+from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket, layout, micro_batch_shapes, micro_batches
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 
@@ -48,6 +48,21 @@ def test_shapes_are_powers_of_two_within_the_budget(sizes, budget, multiple):
         assert bucket(rows // multiple) == rows // multiple
         assert bucket(width) == width >= SHORTEST_ROW
         assert rows * width <= budget or rows == multiple
+
+
+@given(lengths, st.sampled_from([32, 128, 1024]), st.sampled_from([(4, 2), (8, 8), (6, 2)]))
+def test_long_rows_are_split_over_no_more_devices_than_they_need(sizes, budget, devices):
+    parts, most = devices
+    how = {"microbatch_tokens": budget, "row_multiple": parts, "context_parallel": most}
+    batches = pack([example(i, n, 1) for i, n in enumerate(sizes)], **how)
+    assert micro_batches(sizes, **how) == len(batches)
+    assert sorted(place.example for batch in batches for place in batch.places) == list(range(len(sizes)))
+    for batch in batches:
+        rows, width = batch.tokens_BT.shape
+        assert (rows, width) in micro_batch_shapes(budget, 300, parts, most)
+        assert rows % parts == 0 or (parts % rows == 0 and parts // rows <= most)
+        assert rows * width <= budget or rows == parts // most
+        assert rows >= parts or 2 * rows * width > budget  # half as many devices would have more tokens than theirs
 
 
 @given(lengths)
