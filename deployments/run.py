@@ -29,10 +29,10 @@ from tinkerflow.backend.core.errors import ServerError, TinkerflowError, UserErr
 from tinkerflow.backend.core.log_levels import logging_at
 from tinkerflow.backend.core.prefect_access import PrefectAccess, server_for_clients
 from tinkerflow.backend.core.suggest import did_you_mean
+from tinkerflow.backend.service import read_owner
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.data_check import check_code, check_first_rows, check_server, parameters_of
-from tinkerflow.deployments.data_dir import read_owner
 from tinkerflow.deployments.options import settings_with
 from tinkerflow.tasks.pipelines.parameters import AnyParameters
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
