@@ -112,7 +112,7 @@ class Executor:
         )
         self._fetched = FetchedStates(self._cfg, self._mesh)
         self._warm_up = WarmUp(on=config.warm_up, maps_used=memory_maps_used)
-        trees = needs_tree_program(self._cfg)
+        trees, context = needs_tree_program(self._cfg), self.plan.context
         self._programs = AdapterPrograms(
             self._cfg,
             self._mesh,
@@ -122,7 +122,7 @@ class Executor:
             self._tower,
             self._warm_up,
             progress,
-            max_context=self._config.max_context,
+            max_context=context,
             trees=bool(self.branch_tokens) and trees,
             routes=config.routing_replay,
         )
@@ -142,8 +142,7 @@ class Executor:
         )
         self.ahead = not on_cpu()  # whether a command starts before the devices have finished the last one
         self._warm_up.want(self._sampler.adapters.programs())
-        if self._tower is not None:
-            self._warm_up.want(self._tower.programs(self._config.max_context))
+        self._warm_up.want(() if self._tower is None else self._tower.programs(context))
         self._programs.warm_up_for(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
 
     def _new_sampler(self, params: Params, *, pages: int, weights: str) -> Sampler:
