@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,67 @@ def test_larger_steps_have_the_same_tokens(qwen: Any, ask: Any, run_all: Any) ->
                 assert one.tokens_T.tolist() == other.tokens_T.tolist()
                 close_logprobs(one.logprobs_T, other.logprobs_T, ulps=128)
     assert sampler.drafts.accepted > 0
+
+
+def reachable(logprobs_V: np.ndarray, request: SampleRequest, uniform: float, moved: float) -> set[int]:
+    """The tokens that `uniform` may draw if each logprob [V] moves by at most `moved`, in float64."""
+    if request.temperature == 0:
+        return set(np.flatnonzero(logprobs_V >= logprobs_V.max() - 2 * moved))
+    weights_V = np.exp((logprobs_V - logprobs_V.max()) / request.temperature)
+    slack, found = 2 * moved / request.temperature, set[int]()
+    for room in (1 - slack, 1 + slack):
+        kept_V = weights_V
+        if request.top_k >= 0:
+            kept_V = np.where(kept_V >= np.sort(kept_V)[-request.top_k] * room, kept_V, 0)
+        if request.top_p < 1:
+            falling = np.sort(kept_V)[::-1]
+            last = int(np.searchsorted(np.cumsum(falling), request.top_p * falling.sum() / room))
+            kept_V = np.where(kept_V >= falling[min(last, len(falling) - 1)] * room, kept_V, 0)
+        folded = np.arange(-(-VOCAB // 128) * 128).reshape(-1, 128).T.ravel()  # the order in which `invert` sums
+        order = folded[folded < VOCAB]
+        ends = np.cumsum(kept_V[order])
+        wanted, near = uniform * ends[-1], slack * ends[-1]
+        here = (ends - kept_V[order] - near <= wanted) & (wanted <= ends + near) & (kept_V[order] > 0)
+        found |= set(order[here])
+    return found
+
+
+def test_requests_that_differ_in_larger_steps_differ_by_a_tie(qwen: Any, ask: Any, run_all: Any) -> None:
+    """A step with drafts has more rows, which moves the last bits. They decide where two tokens are as likely.
+
+    DRAFT_REQUESTS=10000 compares so many requests (`pytest -s` prints the counts).
+    """
+    count = int(os.environ.get("DRAFT_REQUESTS", "40"))
+    plain, drafting = qwen.sampler(), qwen.sampler(drafts=True)
+    moved, others, usual = 0.0, list[tuple[SampleRequest, int, int, Any, Any]](), []
+    for seed in range(-(-count // 5)):
+        batch = [replace(one, adjustments=None) for one in requests(ask, seed, 5)]
+        expected, found = run_all(plain, *batch), run_all(drafting, *batch)
+        for request in batch:
+            pairs = zip(*(by_id[request.request_id].sequences for by_id in (expected, found)), strict=True)
+            for index, (one, other) in enumerate(pairs):
+                most = min(len(one.tokens_T), len(other.tokens_T))
+                same = one.tokens_T[:most] == other.tokens_T[:most]
+                equal = most if same.all() else int(same.argmin())
+                far = np.abs(one.logprobs_T[:equal] - other.logprobs_T[:equal])
+                moved = max(moved, float(far.max(initial=0.0)))
+                if equal < most:
+                    others.append((request, index, equal, one.tokens_T, other.tokens_T))
+                else:
+                    assert len(one.tokens_T) == len(other.tokens_T)
+        usual.append((request, index, max(0, equal - 1), one.tokens_T, other.tokens_T))
+    # Where both draw the same token, it is reachable and few others are: `reachable` does not allow everything.
+    for request, index, equal, one, other in [*others, *usual]:
+        before = np.concatenate([request.prompt_T, one[:equal]]).tolist()
+        top = run_all(plain, ask("at", before, 1, topk_sample=VOCAB))["at"].sequences[0].top
+        logprobs_V = np.empty(VOCAB)
+        logprobs_V[top.tokens_Nk[0]] = top.logprobs_Nk[0]
+        uniform = float(UniformStream(request.seed, index).draw(equal + 1)[equal])
+        near = reachable(logprobs_V, request, uniform, 2 * moved)
+        where = f"{request.request_id}, sample {index}, token {equal}"
+        assert {int(one[equal]), int(other[equal])} <= near and len(near) < 4, where
+    print(f"{len(others)} sequences of {count} requests differ; equal tokens' logprobs by at most {moved:.1e}")
+    assert moved < 1e-4 and drafting.drafts.accepted > 0
 
 
 def test_a_repeated_request_needs_few_steps(
