@@ -24,7 +24,7 @@ from tinkerflow.backend.compute.planning.memory_plan import GB, MemoryPlan, plan
 from tinkerflow.backend.compute.planning.roofline import Estimate, decode_bound, training_bound
 from tinkerflow.backend.compute.planning.topologies import Topology, parse_topology
 from tinkerflow.backend.compute.planning.training_memory import adapter_bytes, check_context_parallel
-from tinkerflow.backend.compute.platforms import CUDA, compiling_for
+from tinkerflow.backend.compute.platforms import CUDA, TURING, compiling_for
 from tinkerflow.backend.compute.weights.files import read_object
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import hub_name
@@ -39,6 +39,7 @@ CONFIG = "config.json"
 ROW = 1024  # tokens of the examples that training is estimated for
 _WIDTH = 44  # of the column with the kind of work
 _PART = 0.5  # of the bound, to expect
+_PART_WITHOUT_KERNELS = 0.2  # the compiler's roofline of training a 4B on a T4 is 0.37 of the bound
 
 
 class DoesNotFitError(UserError):
@@ -117,7 +118,7 @@ def _larger(settings: Settings, topology: str) -> Iterator[tuple[str, Settings, 
     for kind in ("mxfp4", "int8", "nf4"):  # the first for gpt-oss alone
         yield f"--base-weights {kind}", settings.model_copy(update={"base_weights": kind}), topology
     for count in (2, 4, 8):
-        if target.device.platform is CUDA and len(target.shape) == 1 and count > target.count:
+        if target.device.platform.name == CUDA.name and len(target.shape) == 1 and count > target.count:
             place = f"{target.device.name}:{count}"
             yield f"--for {place}", settings, place
 
@@ -138,6 +139,9 @@ def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
     cfg, config, target, memory = plan.cfg, plan.config, plan.target, plan.memory
     assert memory.uses is not None  # an accelerator
     undivided = replace(config, fsdp=1, tensor=1, expert=1)
+    part, halves = (_PART, 0)
+    if target.device.platform is TURING and config.dtype == "bfloat16":  # a step writes and reads matrices in float16
+        part, halves = _PART_WITHOUT_KERNELS, 2 * weight_bytes(cfg, replace(undivided, base_weights="full"))
     training = training_bound(
         cfg,
         config,
@@ -155,7 +159,7 @@ def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
         f"fits: {memory.describe()}",
         f"adapters of rank {plan.spec.rank} in training at the same time: {residents}",
         f"all parameters in training (rank 0): {_full(cfg, config, memory)}",
-        f"{f'training, examples of {ROW} tokens:':<{_WIDTH}}at most {_rate(training, price)}",
+        f"{f'training, examples of {ROW} tokens:':<{_WIDTH}}at most {_rate(training, price, part)}",
     ]
     for positions in sorted({min(ROW, memory.context), memory.context}):
         slots = plan.slots(positions)
@@ -163,16 +167,19 @@ def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
             cfg,
             config,
             target.device,
-            weights=step_weights(cfg, undivided, slots),
+            weights=step_weights(cfg, undivided, slots) + halves,
             slots=slots,
             positions=positions,
             cell=memory.uses.kv_cache / memory.cells,
         )
         work = f"decode, {decode.tokens} sequence(s) of {positions} tokens:"
-        lines.append(f"{work:<{_WIDTH}}at most {_rate(decode, price)}")
-    lines.append("These rates are bounds: every operation at its peak, all at the same time. Expect about half.")
+        lines.append(f"{work:<{_WIDTH}}at most {_rate(decode, price, part)}")
+    expected = "half" if part == _PART else "a fifth"
+    lines.append(f"These rates are bounds: every operation at its peak, all at the same time. Expect about {expected}.")
     if price:
-        lines.append(f"The costs are those of half of these rates, at {price:g} US dollars an hour for all devices.")
+        lines.append(
+            f"The costs are those of {expected} of these rates, at {price:g} US dollars an hour for all devices."
+        )
     if config.dtype == "float32":
         lines.append("The peaks are those of matmuls in bfloat16: in float32 expect several times less.")
     return "\n".join(lines)
@@ -200,7 +207,7 @@ def _full(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> str:
     return f"fits: {facts}; {sampled}"
 
 
-def _rate(bound: Estimate, price: float) -> str:
+def _rate(bound: Estimate, price: float, part: float) -> str:
     limits = {"flops": "matmuls", "memory": "memory bandwidth", "links": "links between devices"}
-    cost = f"; ${price / (_PART * bound.rate * 3600) * 1e6:.3g} for a million tokens" if price else ""
+    cost = f"; ${price / (part * bound.rate * 3600) * 1e6:.3g} for a million tokens" if price else ""
     return f"{bound.rate:,.0f} tokens/s, limited by {limits[bound.limit]}{cost}"

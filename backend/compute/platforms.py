@@ -1,4 +1,4 @@
-"""Profiles of the platforms: CPUs, NVIDIA GPUs and TPUs."""
+"""Profiles of the platforms: CPUs, NVIDIA GPUs, older ones without our kernels, and TPUs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import jax
 
@@ -30,6 +31,7 @@ class Platform:
     dtype: the dtype of base weights and activations for the setting auto.
     precision: the precision of float32 matmuls, where the platform would round their inputs. None: it does not round.
     flags_variable: the environment variable with the compiler's `flags`.
+    kernels: the compiler of our Pallas kernels; None: programs are made of XLA's operations alone.
     compilers: the shared libraries that read it, as "package/file". They end the process when a flag is unknown.
     shares_memory: whether a process takes only a part of a device's memory.
     host_decides: whether the host chooses branches, and how often loops turn. On GPUs, a thread that starts a program
@@ -45,6 +47,7 @@ class Platform:
     precision: str | None = "highest"
     flags_variable: str = "XLA_FLAGS"
     flags: tuple[str, ...] = ()
+    kernels: Literal["triton", "mosaic"] | None = None
     compilers: tuple[str, ...] = ()
     shares_memory: bool = False
     host_decides: bool = False
@@ -72,10 +75,20 @@ CUDA = Platform(
         "--xla_gpu_exclude_nondeterministic_ops=true",  # a replay gives the same bits
         "--xla_gpu_shard_autotuning=false",  # no rank waits for another one that had the program in its cache
     ),
-    compilers=("jaxlib/libjax_common.so", "jax_plugins.xla_cuda13/xla_cuda_plugin.so"),
+    kernels="triton",
+    compilers=(
+        "jaxlib/libjax_common.so",
+        "jax_plugins.xla_cuda13/xla_cuda_plugin.so",
+        "jax_plugins.xla_cuda12/xla_cuda_plugin.so",
+    ),
     shares_memory=True,
     host_decides=True,
 )
+# XLA compiles Triton's kernels only for Ampere and newer (jax-ml/jax, issue 26799). Turing's tensor cores have float16
+# and no bfloat16, so XLA would widen the operands of each product to float32. Weights and activations stay in bfloat16,
+# because those of models trained in it exceed the range of float16. `matmul.product` scales the operands instead.
+TURING = replace(CUDA, kernels=None)
+_AMPERE = 8  # the major number of the compute capability
 TPU = Platform(
     "tpu",
     flags_variable="LIBTPU_INIT_ARGS",
@@ -83,6 +96,7 @@ TPU = Platform(
         "--xla_enable_async_all_gather=true",
         "--xla_tpu_overlap_compute_collective_tc=true",
     ),
+    kernels="mosaic",
     compilers=("libtpu/libtpu.so",),
 )
 
@@ -92,7 +106,13 @@ _target: ContextVar[Platform | None] = ContextVar("target platform", default=Non
 
 def platform() -> Platform:
     """The target platform of programs: that of `compiling_for`, otherwise that of JAX's devices."""
-    return _target.get() or _BY_BACKEND[jax.default_backend()]
+    return _target.get() or _of_devices()
+
+
+def _of_devices() -> Platform:
+    profile = _BY_BACKEND[jax.default_backend()]
+    major = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")[0]  # of NVIDIA GPUs
+    return TURING if profile is CUDA and major.isdigit() and int(major) < _AMPERE else profile
 
 
 def on_cpu() -> bool:

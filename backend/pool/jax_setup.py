@@ -20,7 +20,7 @@ from tinkerflow.backend.spec.commands import GroupConfig
 log = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 60
-_LEAST_CAPABILITY = 8  # of NVIDIA GPUs
+_LEAST_CAPABILITY = 7.5  # of NVIDIA GPUs: Turing, the oldest of CUDA 13
 _FORCED = "xla_force_host_platform_device_count"
 
 
@@ -143,8 +143,8 @@ def share_of_host(start: Start, rank: int) -> list[int] | None:
 def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None]) -> None:
     """Open the devices. Raise UserError unless they have the configured platform and are new enough.
 
-    XLA compiles Triton's kernels only for Ampere and newer (jax-ml/jax, issue 26799), and Triton supports float8 only
-    on Ada and newer. `progress` gets a warning if CPUs serve although the host has an accelerator.
+    Triton supports float8 only on Ada and newer. `progress` gets a warning if CPUs serve although the host has an
+    accelerator.
     """
     extra = {"cuda": "; install the extra `gpu`", "tpu": "; install the extra `tpu`"}.get(config.platform, "")
     try:
@@ -161,13 +161,12 @@ def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None
         raise UserError(f"platform is {config.platform!r}, but the devices that JAX finds here are {found!r}{extra}")
     for device in jax.local_devices() if found == "cuda" else ():
         capability = str(getattr(device, "compute_capability", ""))
-        major = capability.partition(".")[0]
-        if major.isdigit() and int(major) < _LEAST_CAPABILITY:
+        if re.fullmatch(r"\d+\.\d+", capability) and float(capability) < _LEAST_CAPABILITY:
             raise UserError(
-                f"{device.device_kind} has compute capability {capability}, and the attention kernels need "
-                f"{_LEAST_CAPABILITY}.0 (Ampere) or higher; set TINKERFLOW_PLATFORM=cpu to compute on CPUs"
+                f"{device.device_kind} has compute capability {capability}: must be {_LEAST_CAPABILITY} (Turing) or "
+                "higher; set TINKERFLOW_PLATFORM=cpu to compute on CPUs"
             )
-        if config.kv_cache == "float8" and re.fullmatch(r"8\.[0-8]", capability):
+        if config.kv_cache == "float8" and re.fullmatch(r"7\.\d|8\.[0-8]", capability):
             raise UserError(
                 f"kv_cache is 'float8', which needs compute capability 8.9 (Ada) or higher, and "
                 f"{device.device_kind} has {capability}"

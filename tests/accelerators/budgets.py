@@ -56,6 +56,7 @@ UNKNOWN_LOOPS = Measure("loops without a trip count", "", lambda record: len(rec
 SHORT_OFFSETS = Measure(
     "kernels whose offsets do not reach all of an array", "", lambda record: len(record["short_offsets"])
 )
+TRITON = Measure("kernels of Triton", "", lambda record: record["triton"])
 SLICES = Measure("bytes of slices and updates of stacks", "GB", lambda record: record["slices"] / GB)
 # On GPUs, the host waits at each until the device has decided.
 DECISIONS = Measure(
@@ -204,6 +205,11 @@ BUDGETS = (
         Budget(_case(f"{model} l4:1 decode 16x2048", unknown_trips=CHUNK, base_weights="nf4"), *rest)
         for model, step in (("8B", 1.25), ("GLM-4.7-Flash", 1.35))  # `latent_attention` computes its matrix back
         for rest in ((STEP, step), (TEMPORARIES, 2), (SHORT_OFFSETS, 0), (MEMORY, 100))
+    ),
+    *(  # a GPU of 16 GB without bfloat16, which Triton cannot compile for
+        Budget(_case(f"4B t4:1 {program}", unknown_trips=CHUNK, base_weights="nf4"), *rest)
+        for program, most in (("forward_backward 1x2048", 2.5), ("decode 4x2048", 1))
+        for rest in ((MEMORY, 100), (TEMPORARIES, most), (TRITON, 0), (UNKNOWN_LOOPS, 0))
     ),
     Budget(_case("Qwen3.5-9B h100:1 forward_backward 4x1024"), MEMORY, 100),
     Budget(_case("Qwen3.5-9B h100:1 forward_backward 4x1024"), MFU, 45, met=False),

@@ -62,6 +62,7 @@ def record(case: Case, cache: str) -> Record:
         "adapter": held_bytes(programs.lora) * copies,
         "whole_adapter": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.lora)) * copies,
         "unstated": counts.kernels,
+        "triton": figures.triton,
         "short_offsets": {name: arrays for name, arrays in figures.short_offsets.items() if arrays},
         **(
             {"step": _step(counts, case.unknown_trips), "needed": _needed(programs, case)}

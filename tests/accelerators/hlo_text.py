@@ -120,7 +120,12 @@ def seconds(work: Iterable[Work], device: Device) -> float:
     It is a lower bound: no kernel reaches either peak, and launches and transfers between devices are not counted
     (Williams, Waterman and Patterson, "Roofline", 2009).
     """
-    return sum(max(each.flops / device.flops, each.bytes / device.bandwidth) for each in work)
+    return sum(max(_computing(each, device), each.bytes / device.bandwidth) for each in work)
+
+
+def _computing(work: Work, device: Device) -> float:
+    wide = sum(flops for shapes, flops in work.matmuls if shapes.startswith("f32")) if device.float32_flops else 0
+    return (work.flops - wide) / device.flops + (wide and wide / device.float32_flops)
 
 
 def count(text: str, on_chip_spaces: bool, unknown_trips: int = 1) -> Counts:

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -70,6 +71,7 @@ _GPUS = {  # that there is a description of
     "a100": _Gpu("NVIDIA A100-SXM4-80GB", "8.0", "major: 8", 108, 2048, 64, 1.41, 166912, 41943040),
     "h100": _Gpu("NVIDIA H100 80GB HBM3", *_HOPPER),
     "h200": _Gpu("NVIDIA H200 141GB HBM3e", *_HOPPER),
+    "t4": _Gpu("Tesla T4", "7.5", "major: 7 minor: 5", 40, 1024, 64, 1.59, 65536, 4194304),
     "l4": _Gpu("NVIDIA L4", "8.9", "major: 8 minor: 9", 58, 1536, 128, 2.04, 101376, 50331648),
 }
 _CORE_ONLY = 1024  # bytes of a multiprocessor's shared memory that no block can use
@@ -81,7 +83,8 @@ class Figures:
     """What the compiler says about a program, on each device, in bytes; `counts` is of its text.
 
     arguments, outputs and temporaries: memory. aliased: of the outputs, in the place of donated arguments. took:
-    seconds of the compilation. short_offsets: as in `triton_ir`, of NVIDIA GPUs.
+    seconds of the compilation. short_offsets: as in `triton_ir`, of NVIDIA GPUs. triton: kernels that are compiled by
+    Triton, ours and XLA's own.
     """
 
     target: Topology
@@ -92,6 +95,7 @@ class Figures:
     temporaries: int
     counts: Counts
     short_offsets: Mapping[str, list[str]]
+    triton: int = 0
 
     @property
     def peak(self) -> int:
@@ -188,7 +192,8 @@ def compile_for(
     on_chip = topology.device.platform is TPU
     counts = count(compiled.text, on_chip, unknown_trips)
     short = {} if on_chip else short_offsets(lowered)
-    return Figures(topology, compiled.took, **compiled.memory, counts=counts, short_offsets=short)
+    triton = len(re.findall(r"(?:__|xla\.gpu\.)triton", compiled.text))
+    return Figures(topology, compiled.took, **compiled.memory, counts=counts, short_offsets=short, triton=triton)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tinkerflow.backend.compute import platforms
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.params import by_layer, load_params
-from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
+from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, TURING, compiling_for
 from tinkerflow.backend.compute.sampler.decode import Rows, decided, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE
@@ -39,7 +39,7 @@ from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 SLOTS, CHUNK, TOP, LENGTH = 4, 8, 5, 256
 
 
-@pytest.fixture(params=[CUDA, TPU], ids=lambda target: target.name)
+@pytest.fixture(params=[CUDA, TURING, TPU], ids=["cuda", "turing", "tpu"])
 def platform(request: pytest.FixtureRequest) -> Iterator[str]:
     """Our code makes programs for it."""
     with compiling_for(request.param):
@@ -65,8 +65,9 @@ def test_every_step_can_be_made_for_a_gpu_and_a_tpu(model: Reference, platform: 
     experts = load_config(model.folder).experts > 0
     for name in ("forward_backward", "forward", "prefill", "decode"):
         assert "ragged_dot" not in made[name], "XLA knows a dense product only"
-        kernels = {"cuda": ("xla.gpu.triton",), "tpu": ("gmm", "tpu_custom_call")}[platform]
-        assert all(kernel in made[name] for kernel in kernels) or not experts
+        kernels = {"triton": ("xla.gpu.triton",), "mosaic": ("gmm", "tpu_custom_call"), None: ()}
+        assert all(kernel in made[name] for kernel in kernels[platforms.platform().kernels]) or not experts
+        assert "triton" not in made[name] or platforms.platform() is CUDA
         assert "optimization_barrier" not in made[name] or name == "forward_backward", "and few rows turned around"
 
 

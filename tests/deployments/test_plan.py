@@ -165,10 +165,24 @@ def test_an_8b_model_trains_on_24_gb_with_weights_of_4_bits(topology: str) -> No
     assert said("Qwen/Qwen3-14B", "--for", topology)[1].endswith("; it fits with --base-weights nf4")
 
 
+def test_a_4b_model_trains_on_a_t4_with_weights_of_4_bits() -> None:
+    status, text = said("Qwen/Qwen3-4B", "--for", "t4", "--base-weights", "nf4", "--price", "0.35")
+    assert status == 0, text
+    assert text.startswith("yes: Qwen/Qwen3-4B fits, with sequences of up to 4096 tokens\n")
+    assert "Expect about a fifth." in text and "The costs are those of a fifth" in text
+    rate, cost = (
+        number(text, rf"training.*{end}") for end in (r"at most ([\d,]+) tokens/s", r"\$([\d.]+) for a million")
+    )
+    assert cost == pytest.approx(0.35 / (rate / 5 * 3600) * 1e6, rel=0.01)
+    assert number(text, r"decode, 9 .* at most ([\d,]+) tokens/s") < 9 * 320 / 16, (
+        "8 GB are written and read in float16"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["Qwen/Qwen3-8B", "--for", "t4:1"], "topology 't4:1': Turing GPUs have no bfloat16; Ampere and newer"),
+        (["Qwen/Qwen3-8B", "--for", "v100:1"], "topology 'v100:1': CUDA 13 has dropped Volta GPUs; Turing and newer"),
         (["Qwen/Qwen3-8B", "--for", "rtx409"], "(did you mean 'rtx4090'?)"),
         (["Qwen/Qwen3-8B"], "plan: name one model and the devices, as in `tinkerflow plan Qwen/Qwen3-8B --for h100:1`"),
     ],

@@ -27,7 +27,7 @@ def devices() -> tuple[Row, list[Row]]:
         )
         for name, device in DEVICES.items()
     ]
-    return ("device", "bfloat16 TFLOP/s", "memory GB", "memory GB/s", "links GB/s", "source"), rows
+    return ("device", "TFLOP/s", "memory GB", "memory GB/s", "links GB/s", "source"), rows
 
 
 def budgets() -> tuple[Row, list[Row]]:

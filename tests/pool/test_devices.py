@@ -148,10 +148,10 @@ def test_cpus_in_place_of_an_accelerator_are_told(
         check_platform(Jax("gpu"), replace(config, platform="tpu"), lines.append)
 
 
-def test_a_gpu_that_has_no_kernels_is_refused_by_name(config: GroupConfig) -> None:
-    with pytest.raises(UserError, match=r"Tesla T4 has compute capability 7\.5, and the attention kernels need 8\.0"):
-        check_platform(Jax("gpu", capability="7.5"), config, print)
-    for capability in ("8.0", "10.0", "12.1", "gfx942"):
+def test_a_gpu_before_turing_is_refused_by_name(config: GroupConfig) -> None:
+    with pytest.raises(UserError, match=r"has compute capability 7\.0: must be 7\.5 \(Turing\) or higher"):
+        check_platform(Jax("gpu", capability="7.0"), config, print)
+    for capability in ("7.5", "8.0", "10.0", "12.1", "gfx942"):
         check_platform(Jax("gpu", capability=capability), config, print)
 
 
@@ -161,6 +161,8 @@ def test_a_gpu_without_float8_is_refused_by_name_when_the_cache_has_it(config: G
         UserError, match=r"kv_cache is 'float8', which needs compute capability 8\.9 .+ Tesla T4 has 8\.0"
     ):
         check_platform(Jax("gpu", capability="8.0"), small, print)
+    with pytest.raises(UserError, match=r"and Tesla T4 has 7\.5"):
+        check_platform(Jax("gpu", capability="7.5"), small, print)
     for capability in ("8.9", "9.0", "12.1"):
         check_platform(Jax("gpu", capability=capability), small, print)
 

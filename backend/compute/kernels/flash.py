@@ -31,7 +31,7 @@ from tinkerflow.backend.compute.kernels.tree import How, Kernels, attend
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
 from tinkerflow.backend.compute.kernels.whole_rows import in_whole_rows
 from tinkerflow.backend.compute.mesh import PIECES, ROWS, TENSOR, sharding, split_rows
-from tinkerflow.backend.compute.platforms import CUDA, TPU, platform
+from tinkerflow.backend.compute.platforms import TPU, platform
 
 # (q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H or None) -> o_BTHd
 # For rows of trees: (q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H or None, positions_BT) -> o_BTHd
@@ -68,7 +68,7 @@ def flash_attention(
     if chosen is TPU and tokens % _TPU_LEAST == 0:
         trees = partial(_in_trees, tree_tpu.KERNELS, interpret, window)
         return partial(by_device, mesh, pieces, trees if tree else partial(_splash, interpret, save_memory, window))
-    if chosen is CUDA and on_gpus(tokens, window, head_dim, tree=tree):
+    if chosen.kernels == "triton" and on_gpus(tokens, window, head_dim, tree=tree):
         trees = partial(_in_trees, tree_gpu.KERNELS, interpret, window)
         return partial(by_device, mesh, pieces, trees if tree else partial(_triton, interpret, save_memory))
     return None

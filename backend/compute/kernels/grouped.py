@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tinkerflow.backend.compute.kernels import grouped_gpu, grouped_tpu
 from tinkerflow.backend.compute.kernels.matmul import OfLayer
 from tinkerflow.backend.compute.mesh import Array
-from tinkerflow.backend.compute.platforms import TPU, on_cpu, platform
+from tinkerflow.backend.compute.platforms import TPU, platform
 from tinkerflow.backend.compute.weights.quantized import FourBit, Int8
 
 _MOST_ROWS = 64  # of a block
@@ -61,7 +61,7 @@ class Groups:
 
 def _dot(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:
     # XLA knows `jax.lax.ragged_dot` only as a product of every row with every expert's matrix.
-    if on_cpu():
+    if not platform().kernels:
         return by_blocks(x_Mi, weight_Eio, sizes_E)
     by_kernel = by_kernel_of_tpus if platform() is TPU else by_kernel_of_gpus
     return by_kernel(x_Mi, weight_Eio, sizes_E)

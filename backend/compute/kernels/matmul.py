@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from tinkerflow.backend.compute.kernels import grouped_gpu
-from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.platforms import TURING, on_cpu, platform
 from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, Weight
 
 _FEW = 64  # rows; with 128 there is no gain
 _FEW_BACKWARD = 32  # rows; with 64 a backward pass that turns products around takes longer
+_EXPONENT = 0x7F800000  # of a float32: without the fraction's bits, a power of two
 IN_PLACE = 256  # rows; with more, a GPU multiplies for longer than it copies a matrix
 PACKED_IN_PLACE = 64  # rows; with more, several programs would compute the same weights back
 
@@ -71,7 +72,33 @@ def product(x: jax.Array, weight_oi: jax.Array, dtype: Any = None) -> jax.Array:
     x_Mi = x.reshape(-1, x.shape[-1])
     if on_cpu() and 1 < x_Mi.shape[0] <= _FEW:
         return _of_few_rows(dtype, x_Mi, weight_oi).reshape(*x.shape[:-1], -1)
+    if platform() is TURING and x.dtype == jnp.bfloat16:
+        return _in_halves(dtype, x_Mi, weight_oi).reshape(*x.shape[:-1], -1)
     return _plain(dtype, x, weight_oi)
+
+
+def _halves(dtype: Any, x_Mi: jax.Array, weight_oi: jax.Array) -> jax.Array:
+    """The same of bfloat16 by float16 with sums in float32, for GPUs whose tensor cores have no bfloat16.
+
+    Each row of x is divided by the power of two below its largest number, so it cannot overflow. Numbers below 2**-24
+    of that become 0, and so do weights below 2**-24. Otherwise float16 has all bits of bfloat16.
+    """
+    largest_M1 = jnp.max(jnp.abs(x_Mi), axis=1, keepdims=True).astype(jnp.float32)
+    bits_M1 = jax.lax.bitcast_convert_type(largest_M1, jnp.int32) & _EXPONENT
+    power_M1 = jnp.where(bits_M1 > 0, jax.lax.bitcast_convert_type(bits_M1, jnp.float32), 1)
+    halves_Mi = (x_Mi / power_M1).astype(jnp.float16)
+    y_Mo = _plain(jnp.float32, halves_Mi, weight_oi.astype(jnp.float16))
+    return (y_Mo * power_M1).astype(dtype or x_Mi.dtype)
+
+
+def _halves_forward(dtype: Any, x_Mi: jax.Array, weight_oi: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _halves(dtype, x_Mi, weight_oi), (x_Mi, weight_oi)
+
+
+def _halves_backward(dtype: Any, kept: tuple[jax.Array, jax.Array], d_y_Mo: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_Mi, weight_oi = kept
+    d_weight_oi = jax.vjp(partial(_plain, dtype, x_Mi), weight_oi)[1](d_y_Mo)[0]
+    return _halves(x_Mi.dtype, d_y_Mo, weight_oi.T), d_weight_oi
 
 
 def _plain(dtype: Any, x: jax.Array, weight_oi: jax.Array) -> jax.Array:
@@ -98,5 +125,7 @@ def _backward(dtype: Any, kept: tuple[jax.Array, jax.Array], d_y_Mo: jax.Array) 
     return d_x_Mi, d_weight_oi
 
 
+_in_halves = jax.custom_vjp(_halves, nondiff_argnums=(0,))
+_in_halves.defvjp(_halves_forward, _halves_backward)
 _of_few_rows = jax.custom_vjp(_turned, nondiff_argnums=(0,))
 _of_few_rows.defvjp(_forward, _backward)

@@ -33,6 +33,7 @@ from tinkerflow.backend.compute.models.layers.matrices import plain_name
 from tinkerflow.backend.compute.models.layers.step import LayerStep, Mixers, RopeTables, Routing
 from tinkerflow.backend.compute.models.lora import Lora, LoraApply
 from tinkerflow.backend.compute.models.rotary import rope_table
+from tinkerflow.backend.compute.platforms import TURING, platform
 
 Shared = Mapping[str, tuple[jax.Array, jax.Array]]  # keys and values of the last layer of each pool
 # From layer to layer: hidden states, shared keys and values, the number, and `ForwardInputs.routes_BTLk`'s agreement.
@@ -259,6 +260,8 @@ def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
 
 def unembed_pullback(params: Params, d_logits_BTV: jax.Array) -> jax.Array:
     """The gradient of `unembed` by hidden_BTD."""
+    if platform() is TURING:
+        return product(d_logits_BTV, params.head.T)
     return jnp.einsum("btv,vd->btd", d_logits_BTV, params.head)
 
 

@@ -34,7 +34,7 @@ from tinkerflow.backend.compute.planning.training_memory import (
     largest_step,
     step_sizes,
 )
-from tinkerflow.backend.compute.platforms import RANK_COLUMNS, on_cpu
+from tinkerflow.backend.compute.platforms import RANK_COLUMNS, on_cpu, platform
 from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.shapes import PREFILL_ROWS, make_shapes
@@ -341,7 +341,7 @@ def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
 def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """Bytes of a device for states, with the copies that a step takes out of their pool.
 
-    On CPUs a step copies the states of all sequences. On GPUs and TPUs it copies those of a piece of prompts, before
+    Without kernels a step copies the states of all sequences. Otherwise it copies those of a piece of prompts, before
     and after the step.
     """
     if cfg.delta is None:
@@ -349,7 +349,7 @@ def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     config = sampling_config(cfg, config)
     each = state_bytes(cfg, config.dtype, state_heads(cfg.delta, config))
     prompts = PREFILL_ROWS[-1]
-    copies = max(prompts, -(-config.sample_slots // config.fsdp)) if on_cpu() else 2 * prompts
+    copies = 2 * prompts if platform().kernels else max(prompts, -(-config.sample_slots // config.fsdp))
     return each * (state_count(cfg, config) + copies)
 
 

@@ -76,7 +76,10 @@ def training_bound(
     for the backward pass.
     """
     own = weights / config.tensor / config.expert
-    flops = useful_flops(cfg, spec, min(_ROW, tokens)) * tokens / _devices(config)
+    each = useful_flops(cfg, spec, min(_ROW, tokens))
+    if device.float32_flops:
+        each += (each - useful_flops(cfg, None, 0)) * (device.flops / device.float32_flops - 1)
+    flops = each * tokens / _devices(config)
     sent = 2 * own * (config.fsdp - 1) / config.fsdp  # gathered for the forward and for the backward pass
     return _bound(tokens, device, flops=flops, moved=2 * own + 2 * kept, sent=sent)
 

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from tinkerflow.backend.compute.platforms import CUDA, MEMORY_SHARE, TPU, Platform
+from tinkerflow.backend.compute.platforms import CUDA, MEMORY_SHARE, TPU, TURING, Platform
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 
@@ -15,9 +15,10 @@ from tinkerflow.backend.core.suggest import did_you_mean
 class Device:
     """One accelerator.
 
-    flops: the peak of dense bfloat16 matmuls, per second. memory: bytes that programs can use. bandwidth: bytes per
-    second. link: bytes per second that a device sends to all others of its host or pod. source: the page that has these
-    figures. float8: whether it computes with 8-bit floating-point numbers.
+    flops: the peak of dense matmuls in bfloat16, or in float16 on Turing, per second. memory: bytes that programs can
+    use. bandwidth: bytes per second. link: bytes per second that a device sends to all others of its host or pod.
+    source: the page that has these figures. float8: whether it computes with 8-bit floating-point numbers.
+    float32_flops: the peak of matmuls in float32, for a device that computes those of adapters and of attention so.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Device:
     link: float
     source: str
     float8: bool = True
+    float32_flops: float = 0.0
 
     @property
     def limit(self) -> int:
@@ -50,6 +52,18 @@ DEVICES = {
         Device("h200", CUDA, 989e12, 151397597184, 4800e9, 450e9, _NVIDIA + "h200"),
         Device("b200", CUDA, 2250e12, 180 * 2**30, 8000e9, 900e9, _NVIDIA + "dgx-b200"),
         Device("l40s", CUDA, 362e12, 48 * 10**9, 864e9, 32e9, _NVIDIA + "l40s"),
+        # PyTorch finds this memory on a T4. The NVIDIA page says 16 GB.
+        Device(
+            "t4",
+            TURING,
+            65e12,
+            int(14.56 * 2**30),
+            320e9,
+            32e9,
+            _NVIDIA + "tesla-t4",
+            float8=False,
+            float32_flops=8.1e12,
+        ),
         Device("l4", CUDA, 121e12, 24 * 10**9, 300e9, 32e9, _NVIDIA + "l4"),
         Device("a100-40gb", CUDA, 312e12, 40 * 2**30, 1555e9, 300e9, _NVIDIA + "a100", float8=False),
         Device("a10", CUDA, 125e12, 24 * 10**9, 600e9, 32e9, _NVIDIA + "products/a10-gpu", float8=False),
@@ -63,7 +77,7 @@ DEVICES = {
     )
 }
 _NAMES = {name.replace("-", "").removeprefix("rtx"): name for name in DEVICES}  # rtx-3090 and 3090 are rtx3090
-_TOO_OLD = {"t4": "Turing", "v100": "Volta", "p100": "Pascal"}
+_TOO_OLD = {"v100": "Volta", "p100": "Pascal"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,9 @@ def parse_topology(text: str) -> Topology:
     """
     given, _, shape = text.lower().partition(":")
     if given in _TOO_OLD:
-        raise UserError(f"topology {text!r}: {_TOO_OLD[given]} GPUs have no bfloat16; Ampere and newer ones are served")
+        raise UserError(
+            f"topology {text!r}: CUDA 13 has dropped {_TOO_OLD[given]} GPUs; Turing and newer ones are served"
+        )
     name = _NAMES.get(given.replace("-", "").removeprefix("rtx"), "")
     if not name:
         known = f"{', '.join(DEVICES)}{did_you_mean(given, DEVICES)}"
@@ -97,7 +113,7 @@ def parse_topology(text: str) -> Topology:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape or "1"):
         raise UserError(f"topology {text!r}: shape {shape!r}: must be positive numbers with an x between them")
     device, dims = DEVICES[name], tuple(int(size) for size in (shape or "1").split("x"))
-    if device.platform is CUDA and len(dims) > 2:
+    if device.platform.name == CUDA.name and len(dims) > 2:
         raise UserError(f"topology {text!r}: shape {shape!r}: GPUs have at most two numbers, hosts and GPUs of each")
     most = 3 if device.name == "v5p" else 2
     if device.platform is TPU and len(dims) > most:

@@ -21,7 +21,7 @@ from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.transformer import Keep
 from tinkerflow.backend.compute.models.vision_tower import tower_bytes
 from tinkerflow.backend.compute.planning.array_sizes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
-from tinkerflow.backend.compute.platforms import RANK_COLUMNS, SCORED_ROWS, TPU, platform
+from tinkerflow.backend.compute.platforms import RANK_COLUMNS, SCORED_ROWS, TPU, TURING, platform
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.training import full_parameters
 from tinkerflow.backend.compute.training.attention import score_bytes
@@ -33,6 +33,7 @@ from tinkerflow.backend.compute.training.budget import (
     result_width,
     tokens_at_a_time,
 )
+from tinkerflow.backend.compute.training.logprobs import MOST_LOGITS_OF_GPUS
 from tinkerflow.backend.compute.warming import like
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec, Optimizer
@@ -191,6 +192,8 @@ def _step(
         ends += tokens * cfg.vision.vectors * cfg.hidden * item
     vocab = share(cfg.vocab, config.tensor)
     logits = int(min(tokens, SCORED_ROWS) * vocab * (item + _MORE_PER_LOGIT))
+    if platform() is TURING:  # a chunk in float32, its softmax and its gradient; and the unembedding in float16
+        logits = 3 * 4 * MOST_LOGITS_OF_GPUS + 2 * vocab * cfg.hidden
     gathered = 0
     if config.fsdp > 1:  # the unembedding, the weights of a layer in use, and those of the next layer
         unsplit = replace(config, fsdp=1)
@@ -220,7 +223,9 @@ def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:
     if platform() is TPU:
         return 0
     heads, tokens = share(cfg.heads, config.tensor * config.context_parallel), tokens * config.context_parallel
-    left = [one.window for one in cfg.attentions if not on_gpus(tokens, one.window, max(one.widths))]
+    left = [
+        one.window for one in cfg.attentions if platform() is TURING or not on_gpus(tokens, one.window, max(one.widths))
+    ]
     return max((score_bytes(tokens, window, heads) for window in left), default=0)
 
 

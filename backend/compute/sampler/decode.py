@@ -19,7 +19,7 @@ from tinkerflow.backend.compute.mesh import Array, by_rows, replicated
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.platforms import platform
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.forward import StepInputs, pin_cache, run_layers, unembedded
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache
@@ -164,4 +164,4 @@ def decode(
 
 def _pooled() -> bool:
     """Whether the matrices of linear attention stay in their pool: kernels change them there for a token."""
-    return not on_cpu()
+    return platform().kernels is not None

@@ -33,7 +33,7 @@ from tinkerflow.backend.compute.models.transformer import (
     rope_tables,
     unembed,
 )
-from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
+from tinkerflow.backend.compute.platforms import TPU, platform
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, by_mixer
 from tinkerflow.backend.compute.sampler.latent_attention import attend_latents
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
@@ -143,11 +143,11 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
     On one GPU these are all. On TPUs they are those of experts, which XLA would copy for the kernel; quantized ones are
     widened there, a layer at a time.
     """
-    if on_cpu():
+    if not platform().kernels:
         return frozenset()
     stacks = params.layers
     assert not isinstance(stacks, tuple)  # only CPUs have weights by layer
-    if platform() is CUDA:
+    if platform() is not TPU:
         names = stacks.keys() & projections(cfg).keys() if mesh.size == 1 else set()
         return frozenset(names - {"kv_b"})  # `latent_attention` multiplies by head
     experts = EXPERT_MATRICES if cfg.experts else ()

@@ -306,7 +306,7 @@ def _attend_local(
     q_SQHd = q_SQHd * q_SQHd.shape[-1] ** -0.5
     if cache.v is None:
         return cache, paged_tpu.attend(cache.k, layer, tables_SW, start_S, q_SQHd, window)
-    by_kernel = platform() is CUDA and paged_gpu.takes(q_SQHd.shape[-1], values)
+    by_kernel = platform().kernels == "triton" and paged_gpu.takes(q_SQHd.shape[-1], values)
     attend = paged_gpu.attend if by_kernel else _attend_by_page
     return cache, attend(cache.k, cache.v, layer, tables_SW, start_S, q_SQHd, window, sinks_H, values)
 
@@ -362,10 +362,12 @@ def _attend_by_page(
             jnp.zeros((*q.shape[:3], 1), jnp.float32),
             jnp.zeros((*q.shape[:3], values), jnp.float32),
         )
-        pages = jnp.minimum(jnp.max(seen) // P + 1, tables.shape[1])
+        pages: Any = jnp.minimum(jnp.max(seen) // P + 1, tables.shape[1])
         # The first page in the window cancels the contribution of pages before it (weights of exp(0)).
         first: Any = 0
-        if window is not None:  # an unused slot of a decode step has no page, and would begin at the first page
+        if platform().host_decides:
+            pages = tables.shape[1]  # all
+        elif window is not None:  # an unused slot of a decode step has no page, and would begin at the first page
             here_S1 = jnp.take_along_axis(tables, jnp.min(seen, axis=(1, 2)) // P, axis=1, mode="fill", fill_value=0)
             used = (here_S1 > 0)[:, :, None, None]
             first = jnp.maximum(jnp.min(jnp.where(used, seen, jnp.max(seen))) - window + 1, 0) // P
@@ -393,7 +395,7 @@ def _written(
     """The cache with new keys and values at positions start_S.. of each row. Positions without a page are dropped."""
     k_SQGd, v_SQGd = _stored(k_SQGd, cache.k.dtype), _stored(v_SQGd, cache.k.dtype)
     S, Q = k_SQGd.shape[:2]
-    by_scatter = cache.v is None or platform() is CUDA or (on_cpu() and Q == 1 and S > 1)
+    by_scatter = cache.v is None or platform().name == CUDA.name or (on_cpu() and Q == 1 and S > 1)
     if not by_scatter:
         return _written_in_runs(cache, layer, tables_SW, start_S, k_SQGd, v_SQGd)
     P, N = cache.k.shape[2 if cache.v is None else 4], cache.k.shape[1]

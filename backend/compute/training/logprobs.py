@@ -27,10 +27,11 @@ from tinkerflow.backend.compute.mesh import ROWS, TENSOR
 from tinkerflow.backend.compute.models.long_rows import join_chunks, split_chunks
 from tinkerflow.backend.compute.models.lora import LoraPair, apply_one, low_rank
 from tinkerflow.backend.compute.models.transformer import Params, capped, capped_pullback, unembed, unembed_pullback
-from tinkerflow.backend.compute.platforms import CUDA, SCORED_ROWS, on_cpu, platform
+from tinkerflow.backend.compute.platforms import SCORED_ROWS, on_cpu, platform
 from tinkerflow.backend.compute.training.token_losses import LossChoice, TokenInputs, losses_and_slopes, token_losses
 
 MOST_LOGITS = 2**24  # of one chunk on CPUs: 64 MiB in float32
+MOST_LOGITS_OF_GPUS = 2**26  # without kernels
 
 
 @flax.struct.dataclass
@@ -61,11 +62,11 @@ def score(
 
     params: the base model. pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power
     of two. targets_BTK: int32. choice: the loss. inputs: of the loss, each [B, T, K]. mesh: splits B evenly; CPUs need
-    none. most_logits: computed at a time (on GPUs and TPUs: on each device); None = the platform's default. interpret:
+    none. most_logits: computed at a time (by kernels: on each device); None = the platform's default. interpret:
     run the kernels of other platforms on a CPU, for tests.
     """
     whole = (hidden_BTD, targets_BTK, inputs)
-    if not on_cpu():
+    if platform().kernels:
         return _by_device(params, pair, whole, choice, mesh, most_logits, interpret, keep=False)[0]
 
     def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +76,7 @@ def score(
         return loss + jnp.sum(token_losses(choice, logprobs_BcK, here)), logprobs_BcK
 
     B, T, _ = hidden_BTD.shape
-    parts = split_chunks(whole, chunk_size(B, T, params, most_logits or MOST_LOGITS))
+    parts = split_chunks(whole, chunk_size(B, T, params, most_logits or _most_logits()))
     loss, logprobs = jax.lax.scan(chunk, jnp.float32(0), parts)
     return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
 
@@ -100,7 +101,7 @@ def score_and_grads(
     """
     assert not (by_head and pair is not None)
     whole = (hidden_BTD, targets_BTK, inputs)
-    if not on_cpu():
+    if platform().kernels:
         return _by_device(params, pair, whole, choice, mesh, most_logits, interpret, by_head=by_head)
 
     def chunk(carry: tuple[jax.Array, Any, Any], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
@@ -121,7 +122,7 @@ def score_and_grads(
         return (loss + value, jax.tree.map(jnp.add, d_pair, more), d_head), (logprobs_BcK, d_x)
 
     B, T, _ = hidden_BTD.shape
-    parts = split_chunks(whole, chunk_size(B, T, params, most_logits or MOST_LOGITS))
+    parts = split_chunks(whole, chunk_size(B, T, params, most_logits or _most_logits()))
     zeros = jax.tree.map(jnp.zeros_like, pair), jnp.zeros(params.head.shape) if by_head else None
     (loss, d_pair, d_head), (logprobs, d_hidden) = jax.lax.scan(chunk, (jnp.float32(0), *zeros), parts)
     scored = Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
@@ -152,7 +153,7 @@ def _by_device(
     hidden_BTD, targets_BTK, inputs = whole
     low_BTR, pull = (None, None) if pair is None else jax.vjp(low_rank, hidden_BTD, pair)
     axis = TENSOR if params.head.shape[0] % mesh.shape[TENSOR] == 0 else None
-    kernels = softmax_gpu if platform() is CUDA else softmax_tpu
+    kernels = softmax_gpu if platform().kernels == "triton" else softmax_tpu
 
     def over_vocabulary(summed: Callable[[jax.Array, str], jax.Array], x: jax.Array) -> jax.Array:
         return x if axis is None else summed(x, axis)
@@ -250,6 +251,11 @@ def _d_logits(logits_BcV: jax.Array, log_total: jax.Array, targets_BcK: jax.Arra
     B, c, _ = targets_BcK.shape
     rows, columns = jnp.arange(B)[:, None, None], jnp.arange(c)[None, :, None]
     return d_logits.at[rows, columns, targets_BcK].add(slope_BcK)
+
+
+def _most_logits() -> int:
+    """The logits of one chunk without kernels."""
+    return MOST_LOGITS if on_cpu() else MOST_LOGITS_OF_GPUS
 
 
 def chunk_size(rows: int, tokens: int, params: Params, most_logits: int) -> int:

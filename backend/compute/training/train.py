@@ -25,7 +25,7 @@ from tinkerflow.backend.compute.models.layers.delta_rule import delta_rule_in_se
 from tinkerflow.backend.compute.models.layers.step import Mixers
 from tinkerflow.backend.compute.models.lora import Lora, apply_one, gathered
 from tinkerflow.backend.compute.models.transformer import ForwardInputs, ImageFeatures, Keep, Params, forward
-from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
+from tinkerflow.backend.compute.platforms import CUDA, TURING, on_cpu, platform
 from tinkerflow.backend.compute.training.attention import attend_trees
 from tinkerflow.backend.compute.training.budget import Budget, choose_keep, tokens_at_a_time
 from tinkerflow.backend.compute.training.full_parameters import add_head_gradient, in_compute_dtype
@@ -135,7 +135,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         inputs = ForwardInputs(
             tokens_BT=batch.tokens,
             positions_BT=batch.positions,
-            mixers=Mixers(attend, delta_rule, recompute_heads=save_memory and platform() is CUDA),
+            mixers=Mixers(attend, delta_rule, recompute_heads=save_memory and platform().name == CUDA.name),
             lora_apply=apply_one,
             images=batch.images,
             constrain=constrain,
@@ -205,9 +205,11 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         return constrain_trained(cfg, mesh, step(lora, grads, state, cast(jax.Array, hyper)))
 
     whole = replicated(mesh)
+    # XLA fails on Turing with this flag of `platforms`: "BufferAllocation::Slice not assigned".
+    options = {"xla_gpu_enable_dynamic_slice_fusion": False} if platform() is TURING else None
     return Steps(
-        forward=jax.jit(forward_step, out_shardings=whole),
-        backward=jax.jit(backward_step, donate_argnums=2),
+        forward=jax.jit(forward_step, out_shardings=whole, compiler_options=options),
+        backward=jax.jit(backward_step, donate_argnums=2, compiler_options=options),
         copy=jax.jit(lambda grads: constrain_trained(cfg, mesh, jax.tree.map(jnp.copy, grads))),
         optimize=jax.jit(optimize, donate_argnums=(0, 1, 2)),
     )

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from tinkerflow.backend.compute.platforms import TURING, platform
 from tinkerflow.backend.compute.weights import mxfp4
 
 BLOCK = 64  # inputs that share a scale in NF4
@@ -100,6 +101,8 @@ def numbers_of(codes: jax.Array, table: str) -> jax.Array:
 
     By selections instead of a gather: they fuse and vectorize on every platform, and TPUs gather one by one.
     """
+    if platform() is TURING:  # where XLA materializes a constant matrix for each number of a selection
+        return jnp.asarray(TABLES[table]).at[codes].get(mode="promise_in_bounds")
     codes, found = codes.astype(jnp.int32), list(TABLES[table])
     for bit in range(4):
         odd = codes & (1 << bit) != 0
