@@ -19,10 +19,10 @@ from rich.status import Status
 from rich.table import Table
 
 from tinkerflow.backend.core.ids import EMBEDDED
-from tinkerflow.backend.core.prefect_access import PrefectAccess
+from tinkerflow.backend.core.prefect_access import PrefectAccess, page_command
 from tinkerflow.deployments.local import API_KEY, running_stack
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson
-from tinkerflow.deployments.run import page_command, print_line, quiet_client
+from tinkerflow.deployments.run import print_line, quiet_client
 from tinkerflow.tasks.pipelines.row_errors import shorten
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from tinkerflow.backend.core.errors import ServerError, TinkerflowError, UserError
 from tinkerflow.backend.core.log_levels import logging_at
-from tinkerflow.backend.core.prefect_access import PrefectAccess, server_for_clients
+from tinkerflow.backend.core.prefect_access import PrefectAccess, page_command, server_for_clients
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.service import read_owner
 from tinkerflow.backend.settings import Settings
@@ -209,11 +209,6 @@ def see_again(page: str, data_dir: Path | None) -> str:
         f"this page ends with this command; to see the run again: tinkerflow up --data-dir {shlex.quote(str(data_dir))}"
         f"\nand open the link that this prints: {page_command(page, data_dir)}"
     )
-
-
-def page_command(page: str, data_dir: Path) -> str:
-    """The command that prints a link to a page of Prefect."""
-    return f"tinkerflow prefect --page {page} --data-dir {shlex.quote(str(data_dir))}"
 
 
 def wait_for_prefect(find: Callable[[], PrefectAccess | None], seconds: float) -> PrefectAccess:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from tinkerflow.api.console.visit import Visit, base_of
-from tinkerflow.backend.core.prefect_access import find_server, server_for_clients
+from tinkerflow.backend.core.prefect_access import find_server, page_command, server_for_clients
 from tinkerflow.backend.settings import Settings
 
 
@@ -43,7 +43,10 @@ def prefect_link(visit: Visit, pages: str | None, flow_run: str = "") -> Prefect
     if visit.identity.admin and visit.identity.key_id:
         query = f"?{urlencode({'flow_run': flow_run})}" if flow_run else ""
         return PrefectLink(f"{base_of(services)}/prefect{query}")
-    return PrefectLink(f"{pages}{path}", f"tinkerflow prefect --page {path}")
+    command = f"tinkerflow prefect --page {path}"
+    if visit.identity.admin and services.settings.data_dir != Settings().data_dir:
+        command = page_command(path, services.settings.data_dir)
+    return PrefectLink(f"{pages}{path}", command)
 
 
 def page_of(flow_run: str) -> str:

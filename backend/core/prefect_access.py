@@ -18,6 +18,7 @@ import hmac
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ class PrefectAccess:
         expires = int(now) + LINK_SECONDS
         to = f"?to={quote(path, safe='/')}" if path != "/" else ""
         return f"{self.pages_url}{SIGN_IN_PATH}{to}#{expires}.{_signature(self.credential, expires)}"
+
+
+def page_command(page: str, data_dir: Path) -> str:
+    """The command that prints a link to a page of the data dir's Prefect server, which signs the browser in."""
+    return f"tinkerflow prefect --page {page} --data-dir {shlex.quote(str(data_dir))}"
 
 
 def is_valid_ticket(credential: str, ticket: str, now: float) -> bool:
