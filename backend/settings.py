@@ -241,7 +241,7 @@ class Settings(BaseSettings):
     prefect: Literal["embedded", "external", "off"] = "embedded"
     """embedded = start a Prefect server; external = use the server at PREFECT_API_URL; off = show nothing in Prefect"""
     prefect_port: int = Field(4200, ge=0, le=65535)
-    """port of the embedded Prefect server; 0 = any free port"""
+    """port of the embedded Prefect server, which takes a free port when another program has it; 0 = any free port"""
     prefect_public_url: str = ""
     """URL at which a proxy serves the embedded Prefect server to people; empty = this machine's browsers only"""
     tracked_runs_per_second: float = Field(3.0, gt=0)

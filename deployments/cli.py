@@ -24,6 +24,9 @@ def main() -> None:
         sys.exit(2)
     else:
         hide_password(words)
+        os.environ.setdefault(
+            "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+        )  # "PyTorch was not found": nothing here needs it
         from tinkerflow.deployments.commands import run
 
         run(MODULES[words[0]])

@@ -37,6 +37,11 @@ from tinkerflow.deployments.options import settings_with
 from tinkerflow.tasks.pipelines.parameters import AnyParameters
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
+_LABELS = {"first": "first tenth", "last": "last tenth"}  # of the steps, whose means a result has
+_EXAMPLE_MODEL = (
+    "the example's model is tiny and began with random weights: it learns the words of the training rows, and not to\n"
+    "generalize. The samples are its answers to held-out rows, which ask in other words: most of them are wrong"
+)
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 
 if TYPE_CHECKING:
@@ -125,6 +130,8 @@ def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: 
         if find(name).example_teacher and "teacher" not in values:
             _make_student_and_teacher(console, values, prefect)
         page, completed = run_and_show(console, find(name), values, prefect)
+    if completed and name in ("sft", "dpo"):
+        print_line(console, _EXAMPLE_MODEL)
     if stack.settings.prefect == "embedded":
         print_line(console, see_again(page, data_dir))
     else:
@@ -270,11 +277,8 @@ def run_and_show(
     """
     state = _run(console, pipeline, values, prefect)
     if state.is_completed():
-        table = Table(show_header=False, box=None)
         result = _result(state)
-        for name, value in result.items():
-            table.add_row(name, Text(as_text(value)))
-        console.print(table, highlight=False)
+        console.print(result_table(result), highlight=False)
         if server and result.get("training_run"):
             print_line(console, f"see it in the console: {server}/training_runs/{result['training_run']}")
     else:
@@ -341,6 +345,15 @@ def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefec
             return asyncio.run(state())
         finally:
             follower.reset(token)
+
+
+def result_table(result: Mapping[str, Any]) -> Table:
+    """The values of a result that are not empty, by name."""
+    table = Table(show_header=False, box=None)
+    for name, value in result.items():
+        if value not in ("", []):
+            table.add_row(_LABELS.get(name, name), Text(as_text(value)))
+    return table
 
 
 def as_text(value: object) -> str:

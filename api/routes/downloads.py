@@ -40,7 +40,10 @@ async def external_weights_urls(run_id: str, kind: CheckpointKind, name: str, ca
     """A URL for each file of exported weights that the caller may read, and when the URLs expire."""
     path = CheckpointPath(run_id, kind, name)
     if kind is not CheckpointKind.EXTERNAL_WEIGHTS:
-        raise UserError(f"checkpoint {path}: only external_weights have URLs; save_weights_external makes them")
+        raise UserError(
+            f"checkpoint {path}: only external_weights have URLs; save_weights_external makes them. "
+            "The console downloads the adapter of any checkpoint as a tar"
+        )
     return await asyncio.to_thread(_urls, call, path)
 
 

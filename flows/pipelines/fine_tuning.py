@@ -34,7 +34,7 @@ from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.progress import LeftOutRow, RunProgress, Sample, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
 from tinkerflow.tasks.pipelines.tracked import tracked
-from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, train_segment
+from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, data_name, train_segment
 from tinkerflow.tasks.pipelines.work import digest
 
 P = ParamSpec("P")
@@ -44,9 +44,9 @@ T = TypeVar("T")
 class TrainingResult(BaseModel):
     """What a training pipeline made.
 
-    run: the name that retries share. training_run: the id of the newest training run. data: digest of the training
-    data. state: the checkpoint to train on from. weights: the checkpoint to sample from. Both stay until somebody
-    deletes them. steps: optimizer steps made.
+    run: the name that retries share. training_run: the id of the newest training run. data: name and digest of the
+    training data. state: the checkpoint to train on from. weights: the checkpoint to sample from. Both stay until
+    somebody deletes them. steps: optimizer steps made.
 
     first, last: mean metrics of the first and the last tenth of the steps. held_out: metrics after the last segment.
     samples: the answers after the last segment. left_out: rows that spoiled a step, if the run was to leave them out.
@@ -91,15 +91,16 @@ def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
 async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch | None = None) -> TrainingResult:
     """Make all steps, in segments; steps that an earlier run of the same name has made are not made again.
 
-    data: digest of the training data. watch: leaves out rows that spoil a step. Raises StoppedError after a request to
-    stop. All steps are then recorded and saved.
+    data: names the training data in the plan. watch: leaves out rows that spoil a step. Raises StoppedError after a
+    request to stop. All steps are then recorded and saved.
     """
     parameters, name = run.parameters, run_name(run.parameters)
     training = parameters.training
     decisive = _decisive(run)
     plan = digest(run.pipeline, run.model.name, data, orjson.dumps(decisive, option=orjson.OPT_SORT_KEYS))
     progress = RunProgress(run.work_url, name, plan, {"base model": run.model.name, "data": data} | _flat(decisive))
-    lineage = Lineage(run.pipeline, name, data, f"tinkerflow {version('tinkerflow')}", parameters.model.start_from)
+    shown = data_name(parameters.data.url, data)
+    lineage = Lineage(run.pipeline, name, shown, f"tinkerflow {version('tinkerflow')}", parameters.model.start_from)
     trainer = Trainer(run, recipe, progress, lineage, watch)
     segments = progress.segments()
     if _done(segments) < training.steps:
@@ -132,7 +133,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     return TrainingResult(
         run=name,
         training_run=trainer.run_id,
-        data=data,
+        data=shown,
         state=segments[-1].state,
         weights=weights,
         steps=training.steps,
@@ -154,7 +155,7 @@ def checkpoints_page(segments: list[SegmentRecord], lineage: Lineage, weights: s
     facts = {
         "pipeline": lineage.pipeline,
         "run": f"`{lineage.run}`",
-        "data digest": f"`{lineage.data}`",
+        "data": f"`{lineage.data}`",
         "parent": f"`{lineage.parent}`" if lineage.parent else "the base model",
         "code": lineage.code,
     }

@@ -57,8 +57,8 @@ class Recipe(Protocol):
 class Lineage:
     """Where a checkpoint comes from; stored with the checkpoint on the server.
 
-    run: the name that retries share. data: digest of the training data. code: name and version of this program. parent:
-    the checkpoint that training began with, empty for the base model.
+    run: the name that retries share. data: name and digest of the training data. code: name and version of this
+    program. parent: the checkpoint that training began with, empty for the base model.
     """
 
     pipeline: str
@@ -70,6 +70,13 @@ class Lineage:
     def metadata(self, step: int) -> dict[str, str]:
         """The user metadata of the checkpoint after `step` steps."""
         return asdict(self) | {"step": str(step)}
+
+
+def data_name(url: str, key: str) -> str:
+    """The name of training data for people: the file and a digest. url: of the data. key: names the data in plans."""
+    scheme, _, rest = url.rpartition("://")
+    file = rest.partition("?")[0].rstrip("/").rpartition("/")[2] or scheme
+    return f"{file} {key.removeprefix('rendered/').removesuffix('.npz')}"
 
 
 class Trainer:

@@ -31,6 +31,7 @@ from tinkerflow.deployments.run import (
     find,
     other_data_dir,
     prefect_api,
+    result_table,
     run,
     see_again,
     show_failure,
@@ -204,6 +205,12 @@ def test_results_read_well() -> None:
     assert as_text({"new": {"loss": 1.0}, "old": {"loss": 2.0}}) == "new: loss 1  \nold: loss 2"
     assert as_text(["a", {"b": 1}]) == "a\nb: 1"
     assert as_text("plain") == "plain"
+    console = quiet()
+    console.print(
+        result_table({"steps": 2, "first": {"loss": 2.0}, "last": {"loss": 1.0}, "held_out": {}, "left_out": []})
+    )
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert lines == ["steps 2", "first tenth loss 2", "last tenth loss 1", "held_out none"]
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(

@@ -60,7 +60,7 @@ async def test_it_learns_and_shows_what_it_did(pipelines, tmp_path, monkeypatch,
     assert [row["step"] for row in json.loads(found["steps"]["data"])] == list(range(1, 13))
     assert "after step 12" in json.loads(found["samples"]["data"])[0]
     page = found["checkpoints"]["data"]
-    assert trained.state in page and trained.weights in page and "data digest" in page
+    assert trained.state in page and trained.weights in page and "| data | `" in page
 
     rest = pipelines.server.rest()
     info = rest.get_weights_info_by_tinker_path(trained.state).result()

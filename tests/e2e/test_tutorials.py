@@ -49,7 +49,9 @@ def test_own_rewards_rise(reader) -> None:
     rises = []
     for block in reader.follow("rl-with-your-own-reward.md"):
         if block.text.startswith("tinkerflow run rl"):
-            first, last = (float(re.search(rf"{name} +reward ([\d.]+)", reader.said)[1]) for name in ("first", "last"))
+            first, last = (
+                float(re.search(rf"{name} tenth +reward ([\d.]+)", reader.said)[1]) for name in ("first", "last")
+            )
             rises.append((first, last))
     assert len(rises) == 2
     assert all(last > 4 * first for first, last in rises), rises

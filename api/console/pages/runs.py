@@ -109,7 +109,9 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
 
 def _lineage(visit: Visit, run: ModelView) -> dict[str, object]:
     """The runs before and after a run, the run that it repeats, if it is a rerun, and its other metadata."""
-    ancestries, metadata = visit.journal.ancestries, dict(run.user_metadata)
+    ancestries, metadata = visit.journal.ancestries, {name: value for name, value in run.user_metadata.items() if value}
+    if "planned_steps" in metadata:
+        metadata.pop("step", "")  # where the pipeline opened the run, not where it is now
     repeats, forked = metadata.pop("rerun_of", ""), metadata.pop("fork_of", "")
     before, after = ancestries.before(run.id, visit.owner), ancestries.after(run.id, visit.owner)
     # Forks of earlier releases have no origin.

@@ -186,6 +186,11 @@ if (playground) {
     field("stop").disabled = true;
     field("say").focus();
   });
+  field("say").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    playground.requestSubmit();
+  });
   field("stop").addEventListener("click", () => stop?.abort());
   field("clear").addEventListener("click", () => panes.forEach((pane) => { pane.messages = []; pane.turns.replaceChildren(); }));
   playground.addEventListener("pointerover", (event) => {

@@ -212,7 +212,12 @@ def test_two_models_answer_side_by_side_with_the_probabilities_of_their_tokens(
     page.press("Send")
     assert page.run("return document.querySelectorAll('.turn').length") == 0, "an empty text is not sent"
     page.fill("#say", "bcd")
-    page.press("Send")
+    page.run(
+        "const key = (shiftKey) => new KeyboardEvent('keydown', {key: 'Enter', shiftKey, cancelable: true});"
+        "const say = document.getElementById('say');"
+        "window.breaksLine = say.dispatchEvent(key(true)); window.sends = !say.dispatchEvent(key(false))"
+    )
+    assert page.run("return window.breaksLine && window.sends")
     wait(lambda: page.run("return document.querySelectorAll('.turns small').length") == 2)
     page.point_at(".turn.model span")
     wait(lambda: "%" in page.run("return document.getElementById('probability').textContent"))

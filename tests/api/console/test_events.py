@@ -69,6 +69,15 @@ def test_a_rerun_leads_to_the_run_that_it_repeats(browser: Any, server: Any, eng
     assert "<dt>rerun_of</dt>" not in page
 
 
+def test_the_page_of_a_run_shows_neither_empty_facts_nor_the_step_at_which_it_was_opened(
+    browser: Any, server: Any
+) -> None:
+    run = server.model(data="capitals.csv 6f1b", parent="", step="0", planned_steps="60")
+    page = browser.get(f"/training_runs/{run}").text
+    assert "<dt>data</dt><dd>capitals.csv 6f1b</dd>" in page and "<dt>planned_steps</dt>" in page
+    assert "<dt>step</dt>" not in page and "<dt>parent</dt>" not in page
+
+
 def points(*steps: int) -> Curve:
     found = (StepFigures(n, NOW + timedelta(minutes=n), 1, None, None, None, None, None, None, None) for n in steps)
     return Curve(tuple(found), len(steps))

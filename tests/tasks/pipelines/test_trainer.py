@@ -12,7 +12,7 @@ import pytest
 from tinkerflow.flows.pipelines.sft import SftParameters
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.progress import RunProgress, StepMetrics
-from tinkerflow.tasks.pipelines.trainer import Lineage, Trainer, train_segment
+from tinkerflow.tasks.pipelines.trainer import Lineage, Trainer, data_name, train_segment
 
 
 class Client:
@@ -136,3 +136,17 @@ async def test_a_failure_leaves_no_record_and_no_live_model(work: str) -> None:
         await train_segment.fn(failing, 1, 3, Control(), lambda _: None)
     assert recipe.under_way == 0 and failing.progress.segments() == []
     assert await failing.at(0) is not before
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("/home/me/capitals.csv", "capitals.csv"),
+        ("gs://bucket/folder/", "folder"),
+        ("https://host/rows.jsonl?signature=secret", "rows.jsonl"),
+        ("journal://?rated=true", "journal"),
+    ],
+)
+def test_training_data_has_the_name_of_its_file(url: str, name: str) -> None:
+    assert data_name(url, "rendered/6f1b.npz") == f"{name} 6f1b"
+    assert data_name(url, "6f1b") == f"{name} 6f1b"
