@@ -24,9 +24,7 @@ def main() -> None:
         sys.exit(2)
     else:
         hide_password(words)
-        os.environ.setdefault(
-            "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-        )  # "PyTorch was not found": nothing here needs it
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch: we need none
         from tinkerflow.deployments.commands import run
 
         run(MODULES[words[0]])

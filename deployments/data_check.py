@@ -295,7 +295,8 @@ def check_server(parameters: AnyParameters, settings: Settings) -> None:
             f"{url}/api/v1/weights_info", json={"tinker_path": path}, headers={"X-API-Key": key}, timeout=10
         )
         if found.is_client_error:
-            reason = found.json().get("detail", found.text[:200])
+            is_json = found.headers.get("content-type", "").startswith("application/json")
+            reason = found.json()["detail"] if is_json else found.text[:200]
             raise UserError(f"{name}: {reason}; `tinkerflow checkpoint list` shows the checkpoints")
 
 

@@ -8,9 +8,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
@@ -22,31 +32,36 @@ from tinkerflow.tasks.pipelines.rows import Schema
 from tinkerflow.tasks.pipelines.sources import DataSource, HeldOutSource
 
 
-def _matches(pattern: str, rule: str) -> AfterValidator:
-    """A check of a text by a regular expression, whose error is the rule in words."""
+@dataclass(frozen=True)
+class Matches:
+    """A text that a regular expression describes. Forms have the expression, and errors have the rule in words."""
 
-    def check(value: str) -> str:
-        if re.search(pattern, value) is None:
-            raise ValueError(rule)
+    pattern: str
+    rule: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The schema of a text and then this check."""
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema of a text with the pattern."""
+        return {**handler(schema), "pattern": f"^({self.pattern})$"}
+
+    def _check(self, value: str) -> str:
+        if re.fullmatch(self.pattern, value) is None:
+            raise ValueError(self.rule)
         return value
-
-    return AfterValidator(check)
 
 
 _NAME = r"[a-z0-9]+(-[a-z0-9]+)*"
 _NAME_RULE = "must be small letters and digits, with dashes between them, as in my-run"
-Name: TypeAlias = Annotated[str, _matches(rf"^{_NAME}$", _NAME_RULE)]
-NameOrEmpty: TypeAlias = Annotated[str, _matches(rf"^({_NAME})?$", _NAME_RULE)]
-PATH_RULE = "must be the tinker:// path of a checkpoint, as `tinkerflow checkpoint list` shows it"
-Path: TypeAlias = Annotated[str, _matches(r"^(tinker://.+)?$", PATH_RULE)]
-PathOrRun: TypeAlias = Annotated[str, _matches(r"^(tinker://.+|[^/]+)?$", f"{PATH_RULE}, or the id of a training run")]
-Resume: TypeAlias = Annotated[
-    str,
-    _matches(
-        r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$",
-        "must be at most 128 letters, digits, dots, dashes and underscores, with a letter or a digit first",
-    ),
-]
+_PATH_RULE = "must be the tinker:// path of a checkpoint, as `tinkerflow checkpoint list` shows it"
+_RESUME_RULE = "must be at most 128 letters, digits, dots, dashes and underscores, with a letter or a digit first"
+Name: TypeAlias = Annotated[str, Matches(_NAME, _NAME_RULE)]
+NameOrEmpty: TypeAlias = Annotated[str, Matches(f"({_NAME})?", _NAME_RULE)]
+Path: TypeAlias = Annotated[str, Matches(r"(tinker://.+)?", _PATH_RULE)]
+PathOrRun: TypeAlias = Annotated[str, Matches(r"(tinker://.+|[^/]+)?", f"{_PATH_RULE}, or the id of a training run")]
+Resume: TypeAlias = Annotated[str, Matches(r"([A-Za-z0-9][A-Za-z0-9._-]{0,127})?", _RESUME_RULE)]
 Metric = Literal["loss", "exact_match"]
 PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 MOST_POINTS = 256  # of a sweep

@@ -147,6 +147,7 @@ class NoCheckpoint(BaseHTTPRequestHandler):
         """Send a status and JSON."""
         body = json.dumps(values).encode()
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

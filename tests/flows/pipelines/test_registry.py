@@ -70,7 +70,11 @@ async def test_the_reason_of_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch
             {"reward": "a:b", "loss": "cross_entropy"},
             "loss\n  Input should be 'importance_sampling', 'ppo'",
         ),
-        (DistillParameters, {"teacher": {"weights": "a/b"}}, "teacher.weights\n  String should match pattern"),
+        (
+            DistillParameters,
+            {"teacher": {"weights": "a/b"}},
+            "teacher.weights\n  Value error, must be the tinker:// path",
+        ),
         (DistillParameters, {"reward": "a:b"}, "reward\n  Extra inputs are not permitted"),
     ],
 )
