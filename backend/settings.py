@@ -198,7 +198,8 @@ class Settings(BaseSettings):
     max_queued_tokens: int = Field(0, ge=0)
     """training tokens that a project may have waiting; 0 = no limit"""
     max_live_models: int = Field(0, ge=0)
-    """models that a project may have loaded at a time; 0 = no limit"""
+    """models that a project may have loaded at a time; those of a program that ended without closing its session count
+    until session_timeout; 0 = no limit"""
     max_stored_bytes: int = Field(0, ge=0)
     """bytes of checkpoints and uploaded images that a project may have; further ones fail; 0 = no limit"""
     max_feedback_per_day: int = Field(0, ge=0)

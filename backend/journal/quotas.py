@@ -149,7 +149,7 @@ def model_failure(connection: sa.Connection, owner: str, limits: Limits) -> Fail
     if live < limits.live_models:
         return None
     return refused(
-        f"this project has {live} models: must be at most {limits.live_models} (max_live_models); "
+        f"this project would have {live + 1} models: must be at most {limits.live_models} (max_live_models); "
         "close the sessions of those that are done (`ServiceClient.close`); a program that ended without this counts "
         "until its session times out"
     )
@@ -255,7 +255,8 @@ def kept_failure(connection: sa.Connection, owner: str, limits: Limits, *kept: s
     total = connection.execute(sa.select(ProjectTotal).where(col(ProjectTotal.owner) == owner)).one_or_none()
     for name in limited:
         if total is not None and (number := getattr(total, name)) >= (most := getattr(limits, name)):
-            return refused(f"this project keeps {number} {name.replace('_', ' ')}: must be at most {most} (max_{name})")
+            would = f"would keep at least {number + 1} {name.replace('_', ' ')}"
+            return refused(f"this project {would}: must be at most {most} (max_{name})")
     return None
 
 

@@ -6,6 +6,7 @@ makes each block. `test_generated.py` compares the committed pages with the code
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from tests.docs.website import page_map, summary
 from tinkerflow.api.chat import parsers as chat_parsers
 from tinkerflow.api.chat.parsers import PARSERS
 from tinkerflow.backend.compute.models.families import registered
+from tinkerflow.backend.journal.quotas import Limits
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
@@ -95,6 +97,34 @@ def _allowed(field: FieldInfo) -> str:
 
 def _meaning(field: FieldInfo) -> str:
     return cell(field.description or "")
+
+
+_BEYOND = {
+    "max_sampling_requests": "a sample gets 429 with `Retry-After`; the SDK waits and asks again",
+    "max_queued_tokens": "the training operation fails, with the reason",
+    "max_queued_bytes": "a sample gets 429 with `Retry-After`, and a training operation fails, with the reason",
+    "max_live_models": "the new model fails, with the reason. Models of a program that ended without "
+    "`ServiceClient.close` count until `TINKERFLOW_SESSION_TIMEOUT` (300 s)",
+    "max_stored_bytes": "no checkpoint or image is kept until others are deleted",
+    "max_feedback_per_day": "`POST /v1/feedback` gets 429 until ratings are 24 hours old",
+    "max_history_bytes": "the oldest histories are deleted",
+    "max_body_bytes": "413; for `forward_backward` a failed future",
+}
+
+
+def limits() -> str:
+    """Every limit of a project, and that of a request, with its default and its effect."""
+    kept = "the request that would add more is refused, with the reason"
+    names = [f"max_{field.name}" for field in dataclasses.fields(Limits)]
+    rows = [
+        (
+            f"`TINKERFLOW_{name.upper()}`" + (", for each request" if name == "max_body_bytes" else ""),
+            _default(Settings.model_fields[name]),
+            _BEYOND.get(name, kept),
+        )
+        for name in (*names, "max_history_bytes", "max_body_bytes")
+    ]
+    return table(("setting", "default", "beyond it"), rows)
 
 
 # ---------------------------------------------------------------------- commands
@@ -295,6 +325,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "page-map": lambda: listed("../../").replace("## ", "### "),
     "python-api": python_api.reference,
     "settings": settings,
+    "limits": limits,
     "commands": commands,
     "metrics": metrics,
     "families": model_families,

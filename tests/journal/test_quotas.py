@@ -110,7 +110,7 @@ def create(scene, session: str, n: int, limits: Limits) -> str:
 def test_models_beyond_the_limit_fail_by_name_and_ended_ones_make_room(scene):
     limits, session = Limits(live_models=2), scene.session()
     assert create(scene, session, 0, limits) == create(scene, session, 1, limits) == ""
-    assert "has 2 models: must be at most 2 (max_live_models)" in create(scene, session, 2, limits)
+    assert "would have 3 models: must be at most 2 (max_live_models)" in create(scene, session, 2, limits)
     assert create(scene, session, 1, limits) == ""  # repeated
     (creation,) = scene.journal.requests.ready(model_id(session, 0))
     scene.journal.results.finish([creation.failed("no", "user")])
@@ -260,7 +260,7 @@ def test_a_repeated_request_counts_once_and_a_deletion_gives_back(scene):
 def test_copies_and_uploads_are_refused_before_their_files_are_written(scene, clock):
     scene.model()
     limits = Limits(training_runs=1)
-    with pytest.raises(UserError, match="keeps 1 training runs: must be at most 1"):
+    with pytest.raises(UserError, match="would keep at least 2 training runs: must be at most 1"):
         scene.journal.checkpoints.check_storage("local", limits)
     new = NewUpload(
         id="u",
@@ -275,7 +275,7 @@ def test_copies_and_uploads_are_refused_before_their_files_are_written(scene, cl
         max_bytes=1,
         expires_at=clock.now() + timedelta(hours=1),
     )
-    with pytest.raises(UserError, match="keeps 1 training runs: must be at most 1"):
+    with pytest.raises(UserError, match="would keep at least 2 training runs: must be at most 1"):
         scene.journal.uploads.start(new, limits)
 
 
@@ -284,7 +284,7 @@ def test_an_unnamed_save_fails_where_no_sampler_may_be_kept(scene):
     scene.sampler(scene.session())
     save = replace(scene.operation(model, 1), kind=Kind.SAVE_FOR_SAMPLER)
     failed = scene.journal.results.get(scene.journal.requests.submit(save, Limits(samplers=1)), "local")
-    assert failed.error == "this project keeps 1 samplers: must be at most 1 (max_samplers)"
+    assert failed.error == "this project would keep at least 2 samplers: must be at most 1 (max_samplers)"
 
 
 def test_bytes_of_waiting_requests_have_a_limit(scene):
