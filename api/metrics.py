@@ -30,6 +30,7 @@ _OLDEST = "Seconds since the oldest request without an answer was submitted, by 
 _TOKENS = "Tokens of training, of prompts (computed, and found in the cache), and of samples."
 _UNSAVED = "Seconds since the last recovery snapshot of the model whose changes have waited longest for one."
 _GENERATION = "Number of the current worker group, which is one more than the number of earlier groups."
+_STARTS = "Starts of the engine and of the API, restarts by `tinkerflow up` or Kubernetes included."
 _MEMORY = "Bytes of each device that are set aside, by use."
 # Fields of CompileStatus, counted since the worker group's start.
 _PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {
@@ -126,6 +127,10 @@ def _of_journal(known: Known) -> Iterable[Metric]:
         yield _gauge(f"tinkerflow_{figure.name}", figure.meaning, "base_model", worst.items())
     beats = [(part.name, (known.now - part.beat_at).total_seconds()) for part in known.parts]
     yield _gauge("tinkerflow_beat_age_seconds", "Seconds since the last heartbeat of a part.", "part", beats)
+    starts = CounterMetricFamily("tinkerflow_part_starts", _STARTS, labels=("part",))
+    for part in known.parts:
+        starts.add_metric((part.name,), part.epoch)
+    yield starts
 
 
 def _gauge(name: str, meaning: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:

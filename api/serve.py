@@ -71,9 +71,11 @@ async def _serve(settings: Settings, on_ready: Callable[[], None], on_turn: Call
 
 async def _beat(journal: Journal) -> None:
     """Note in the journal that clients can reach us. Sessions do not expire for heartbeats sent while nobody could."""
+    starts = True
     while True:
         try:
-            await asyncio.to_thread(journal.leases.beat)
+            await asyncio.to_thread(journal.leases.beat, starts=starts)
+            starts = False
         except (OperationalError, ServerError):
             log.warning("the journal cannot be written; trying again in %.0f s", _BEAT_SECONDS, exc_info=True)
         await asyncio.sleep(_BEAT_SECONDS)

@@ -22,9 +22,13 @@ PAUSE_SECONDS = 15.0  # without a heartbeat, the API was away
 
 @dataclass(frozen=True)
 class ProcessView:
-    """A part of the service: `engine` or `api`. began_at: of its lease, or of its heartbeats without a pause."""
+    """A part of the service: `engine` or `api`.
+
+    epoch: how many times it was started. began_at: of its lease, or of its heartbeats without a pause.
+    """
 
     name: str
+    epoch: int
     began_at: datetime
     beat_at: datetime
 
@@ -67,16 +71,17 @@ class Leases(Aggregate):
         with self._write() as connection:
             connection.execute(sa.update(Process).where(*ours).values(holder=""))
 
-    def beat(self) -> None:
-        """Record a heartbeat of the API. After a pause, its `began_at` starts again."""
+    def beat(self, *, starts: bool = False) -> None:
+        """Record a heartbeat of the API. After a pause, its `began_at` starts again. starts: it was just started."""
         now = self._now()
-        row = {"name": API, "holder": "", "epoch": 0, "began_at": now, "beat_at": now}
+        row = {"name": API, "holder": "", "epoch": int(starts), "began_at": now, "beat_at": now}
         with self._write() as connection:
             if insert_if_absent(connection, Process, row):
                 return
             paused = col(Process.beat_at) < now - timedelta(seconds=PAUSE_SECONDS)
             began = sa.case((paused, now), else_=col(Process.began_at))
-            connection.execute(sa.update(Process).where(col(Process.name) == API).values(began_at=began, beat_at=now))
+            values = {"began_at": began, "beat_at": now, "epoch": col(Process.epoch) + int(starts)}
+            connection.execute(sa.update(Process).where(col(Process.name) == API).values(**values))
 
     def beats(self) -> list[ProcessView]:
         """The last heartbeats of the engine and of the API, if they ever ran. One statement."""

@@ -588,7 +588,7 @@ class Suspect(Table, table=True):
 class Process(Table, table=True):
     """A part of the service: the engine's lease, or the API's heartbeats. The engine that last raised `epoch` holds it.
 
-    began_at: since when heartbeats arrived without a pause.
+    epoch: every engine and every API raises it when it starts. began_at: since when heartbeats arrived without a pause.
     """
 
     __tablename__ = "process"

@@ -24,7 +24,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     earlier = now - timedelta(seconds=90)
     drift = {"kl_sample_train": {"a/b": 0.25}, "routing_agreement": {"a/b": 0.75}}
     observed = ServiceFigures(used, {"a/b": 4}, {"a/b": earlier}, {"samples": earlier, "training": None}, drift)
-    parts = [ProcessView("engine", now, now)]
+    parts = [ProcessView("engine", 3, now, now)]
     text = Metrics().page(Known(bases, {"samples": 1, "models": 2}, observed, parts, now)).decode()
     lines = text.splitlines()
     assert 'tinkerflow_programs_planned{base_model="a/b"} 9.0' in lines
@@ -40,6 +40,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     assert 'tinkerflow_kl_sample_train{base_model="a/b"} 0.25' in lines
     assert 'tinkerflow_routing_agreement{base_model="a/b"} 0.75' in lines
     assert 'tinkerflow_beat_age_seconds{part="engine"} 0.0' in lines
+    assert 'tinkerflow_part_starts_total{part="engine"} 3.0' in lines
     assert 'tinkerflow_worker_group_generation{base_model="a/b"} 3.0' in lines
     assert 'tinkerflow_kv_pages{base_model="a/b",state="used"} 10.0' in lines
     assert 'tinkerflow_kv_pages{base_model="a/b",state="free"} 54.0' in lines

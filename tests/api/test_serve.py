@@ -62,6 +62,7 @@ def test_it_waits_serves_and_stops(tmp_path: Any, settings_for: Any) -> None:
         assert not healthy(url)
         journal.base_models.register([("m", "{}")])
         wait_for(lambda: healthy(url))
+        wait_for(lambda: [part.epoch for part in journal.leases.beats()] == [1])
         open_files, most = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         assert open_files == most > 256
 

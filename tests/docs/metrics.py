@@ -31,7 +31,7 @@ def families() -> list[Family]:
     used = {("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}
     drift = {figure.name: {"a/b": 0.0} for figure in DRIFT_FIGURES}
     observed = ServiceFigures(used, {"a/b": 1}, {"a/b": now}, {"samples": None}, drift)
-    parts = [ProcessView("engine", now, now)]
+    parts = [ProcessView("engine", 1, now, now)]
     page = metrics.page(Known([base], {"samples": 0, "models": 0}, observed, parts, now)).decode()
     found = []
     for name, text in re.findall(r"^# HELP (\S+) (.*)$", page, re.M):

@@ -13,7 +13,7 @@ import yaml
 from tests.docs.metrics import families
 
 FOLDER = resources.files("tinkerflow.deployments")
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def _known() -> Mapping[str, set[str]]:
@@ -53,5 +53,7 @@ def test_the_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
         _check(rule["alert"], rule["expr"], rule["annotations"]["summary"])
 
 
-def test_the_page_of_metrics_names_every_alert() -> None:
-    assert {rule["alert"] for rule in _alerts()} == set(re.findall(r"`(Tinkerflow\w+)`", PAGE.read_text()))
+def test_the_page_of_monitoring_has_an_entry_for_each_alert() -> None:
+    rows = re.findall(r"^\| `(Tinkerflow\w+)` \| (.+) \| (.+) \|$", (DOCS / "monitoring.md").read_text(), re.M)
+    assert [name for name, _, _ in rows] == list(dict.fromkeys(name for name, _, _ in rows))
+    assert {rule["alert"] for rule in _alerts()} == {name for name, _, _ in rows}

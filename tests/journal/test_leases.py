@@ -62,11 +62,14 @@ def test_sessions_do_not_expire_for_a_server_that_was_away(scene, clock):
 
 def test_the_last_heartbeats_are_shown(scene, clock):
     assert scene.journal.leases.beats() == []
-    scene.journal.leases.beat()
+    scene.journal.leases.beat(starts=True)
     began = clock.now()
     clock.advance(5)
     scene.journal.leases.acquire("us")
     scene.journal.leases.beat()
+    scene.journal.leases.acquire("again", force=True)
+    scene.journal.leases.beat(starts=True)
     api, engine = scene.journal.leases.beats()
+    assert (api.epoch, engine.epoch) == (2, 2), "each was started twice"
     assert (api.name, api.began_at, api.beat_at) == ("api", began, clock.now())
     assert engine.name == "engine"
