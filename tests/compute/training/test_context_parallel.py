@@ -43,7 +43,7 @@ def train(folder: Path, *meshes: str) -> dict[str, np.ndarray]:
         pytest.param("gemma3_text", ("8x1x1",), marks=pytest.mark.thorough),
         pytest.param("gemma4_text", ("4x1x1",), marks=pytest.mark.thorough),
         pytest.param("glm4_moe_lite", ("8x1x1",), marks=pytest.mark.thorough),
-        pytest.param("qwen3_5_text", ("2x1x1", "8x1x1"), marks=pytest.mark.thorough),
+        pytest.param("qwen3_next", ("2x1x1", "8x1x1"), marks=pytest.mark.thorough),
     ],
 )
 def test_pieces_of_a_row_give_the_numbers_of_one_device(model, meshes, tmp_path):
