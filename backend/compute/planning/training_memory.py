@@ -61,6 +61,8 @@ def check_context_parallel(cfg: ModelConfig, config: GroupConfig, rows: int) -> 
     rule = ""
     if size & (size - 1):
         rule = "must be a power of two"
+    elif size > 1 and cfg.delta is not None:
+        rule = "must be 1 for models with linear attention"
     elif rows % size:
         rule = f"must divide the {rows} device(s) that rows of training are split over"
     elif config.expert % size and size % config.expert:
@@ -177,11 +179,7 @@ def _step(
         heads, wide, chunk = state_heads(cfg.delta, config), cfg.delta.key_dim + cfg.delta.value_dim, chunk_tokens()
         state = cfg.delta.key_dim * cfg.delta.value_dim // chunk
         states = 3 if config.share_prefixes else 2  # and the kept state of `Branches`
-        # Where rows are split, a device has all tokens of its heads, and all tokens' inputs of the convolution.
-        whole = tokens * config.context_parallel
-        heads = share(heads, config.context_parallel)
-        chunks = 4 * whole * heads * (6 * wide + 4 * chunk + states * state)
-        chunks += (whole - tokens) * cfg.delta.channels * (4 + 2 * item)
+        chunks = 4 * tokens * heads * (6 * wide + 4 * chunk + states * state)
     layer += _scores(cfg, config, tokens)
     ends = 3 * tokens * (cfg.hidden + cfg.layers * (cfg.layer_input.width if cfg.layer_input else 0)) * item
     if config.routing_replay:  # the recorded experts as int16, and as int32 for the layers

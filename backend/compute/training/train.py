@@ -130,7 +130,8 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         positions_BT = None if batch.parents_BT is None else batch.positions
         if cfg.delta is not None:
             parents_BT = cast("jax.Array | None", batch.parents_BT)
-            delta_rule = delta_rule_in_segments(cfg.delta, batch.ends, mesh, positions_BT, parents_BT, batch.pieces)
+            assert batch.pieces == 1  # `check_context_parallel`
+            delta_rule = delta_rule_in_segments(cfg.delta, batch.ends, mesh, positions_BT, parents_BT)
         attend = attend_trees(batch.ends, mesh, positions_BT, save_memory=save_memory, pieces=batch.pieces)
         inputs = ForwardInputs(
             tokens_BT=batch.tokens,

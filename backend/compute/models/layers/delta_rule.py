@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from tinkerflow.backend.compute.kernels import delta_gpu, delta_tpu
-from tinkerflow.backend.compute.mesh import CONTEXT, PIECES, ROWS, TENSOR, Array, sharding, split_rows
+from tinkerflow.backend.compute.mesh import ROWS, TENSOR, Array, sharding
 from tinkerflow.backend.compute.models.layers.gated_deltanet import DeltaRuleWeights, GatedDeltaNet
 from tinkerflow.backend.compute.models.layers.step import DeltaRuleFn
 from tinkerflow.backend.compute.platforms import TPU, on_cpu, platform
@@ -93,16 +93,11 @@ def delta_rule_in_segments(
     mesh: Mesh,
     positions_BT: jax.Array | None = None,
     parents_BT: jax.Array | None = None,
-    pieces: int = 1,
 ) -> DeltaRuleFn:
     """The recurrence in training, over earlier tokens of the same segment. Rows are split over ROWS.
 
-    positions_BT, parents_BT: see `MicroBatch`; given for rows with shared tokens, whose segments are not used. pieces:
-    of a row that is split over devices; the arrays have a row for each piece. For the recurrence, each device gets all
-    tokens of some heads, or of all heads where the devices do not divide these.
+    positions_BT, parents_BT: see `MicroBatch`; given for rows with shared tokens, whose segments are not used.
     """
-    if pieces > 1:
-        return _in_whole_rows(shape, mesh, pieces, segments_BT, positions_BT, parents_BT)
     rows = sharding(mesh, segments_BT.shape, ROWS).spec[0]
     branches = None
     if positions_BT is not None and parents_BT is not None:
@@ -113,29 +108,6 @@ def delta_rule_in_segments(
         given = (shape, mesh, weights, fresh, qkv_BTC, decay_BTH, beta_BTH)
         o_BTHv, _ = mix(*given, rows=rows, segments_BT=segments_BT, branches=branches)
         return checkpoint_name(o_BTHv, "attended")
-
-    return run
-
-
-def _in_whole_rows(
-    shape: GatedDeltaNet, mesh: Mesh, pieces: int, segments_BT: jax.Array, *paths_BT: jax.Array | None
-) -> DeltaRuleFn:
-    """`delta_rule_in_segments` of pieces of rows. The devices exchange them for whole rows, and back."""
-    split = split_rows(mesh, pieces)
-
-    def placed(x: Any, *axes: Any) -> Any:
-        return jax.lax.with_sharding_constraint(x, sharding(split, x.shape, *axes))
-
-    def whole(x_BTn: jax.Array) -> jax.Array:
-        rows = x_BTn.reshape(-1, pieces * x_BTn.shape[1], *x_BTn.shape[2:])
-        return placed(rows, ROWS, None, *(CONTEXT for _ in x_BTn.shape[2:]))
-
-    positions_BT, parents_BT = (None if x is None else whole(x) for x in paths_BT)
-    run_rows = delta_rule_in_segments(shape, whole(segments_BT), split, positions_BT, parents_BT)
-
-    def run(weights: DeltaRuleWeights, *inputs_BTn: jax.Array) -> jax.Array:
-        o_BTHv = run_rows(weights, *map(whole, inputs_BTn))
-        return placed(o_BTHv.reshape(*inputs_BTn[0].shape[:2], *o_BTHv.shape[2:]), PIECES)
 
     return run
 
@@ -179,8 +151,7 @@ def mix(
         g_BTH, beta_BTH = (jnp.where(counts_BT1, x, 0) for x in (g_BTH, beta_BTH))
     if segments_BT is None:
         segments_BT = jnp.zeros((B, T), jnp.int32)
-    most = tuple(axis for axis in (TENSOR, *CONTEXT) if axis in mesh.shape)
-    heads = next((axes for axes in (most, TENSOR) if sharding(mesh, (shape.key_heads,), axes).spec[0]), None)
+    heads = TENSOR if shape.key_heads % mesh.shape[TENSOR] == 0 else None
     tokens, each = PartitionSpec(rows, None, heads), PartitionSpec(rows)
     held: Any = PartitionSpec(rows, heads)
     mixed: Callable[..., tuple[jax.Array, Any]] = _step if T == 1 else _chunks
