@@ -19,6 +19,7 @@ from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.spec.history import digest
 from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+from tinkerflow.backend.spec.run_metadata import for_repeats
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.recorded_run import RecordedRequest, RecordedRun
 
@@ -145,7 +146,7 @@ class Rerun:
     def _begin(self, requests: Iterator[RecordedRequest]) -> str:
         """Make the new run. Returns its id. requests: of the recorded run; the first one is taken if it is needed."""
         about, first = self._run.about, self._changes.first
-        metadata = {**about["user_metadata"], "rerun_of": self._run.run_id}
+        metadata = {**for_repeats(about["user_metadata"]), "rerun_of": self._run.run_id}
         if first is not None and first > 1:
             path = self._run.checkpoint(first - 1)
             loaded = {"path": path, "optimizer": True, "user_metadata": metadata}
@@ -226,7 +227,7 @@ class Rerun:
 
 def saved_fork(run: RecordedRun, step: int, name: str) -> str:
     """Save the state of a run after `step` under `name` in a run of its own. Returns the path."""
-    metadata = {**run.about["user_metadata"], "fork_of": run.run_id}
+    metadata = {**for_repeats(run.about["user_metadata"]), "fork_of": run.run_id}
     body = {"path": run.checkpoint(step), "optimizer": True, "user_metadata": metadata}
     model_id = run.api.new_model("load_weights", body)
     request = run.api.submit("save_weights", {"path": name, "model_id": model_id, "seq_id": 1})

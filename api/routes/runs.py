@@ -14,6 +14,7 @@ from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Cursor, Strict, Wire
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import ModelState, RunView
+from tinkerflow.backend.spec.run_metadata import Outcome
 
 router = Router(busy=3)
 
@@ -57,6 +58,13 @@ class RunMetricsBody(Strict):
     """Values of metrics of a run."""
 
     steps: list[StepValues] = Field(min_length=1, max_length=1000)
+
+
+class RunOutcome(Strict):
+    """How a program ended with a run, for its page. reason: for people."""
+
+    outcome: Outcome
+    reason: str = Field("", max_length=1000)
 
 
 class RecordedMetrics(Wire):
@@ -108,6 +116,14 @@ async def record_metrics(run_id: str, call: Authorised) -> RecordedMetrics:
     return RecordedMetrics(
         recorded=await asyncio.to_thread(call.journal.run_metrics.record, run_id, call.owner, steps, limits)
     )
+
+
+@router.post("/training_runs/{run_id}/outcome", openapi_extra=takes(RunOutcome))
+async def record_outcome(run_id: str, call: Authorised) -> RunOutcome:
+    """Store how a program ended with the project's own run, in its metadata and its events."""
+    body = await call.parsed(RunOutcome)
+    await asyncio.to_thread(call.journal.models.note_outcome, run_id, call.owner, body.outcome, body.reason)
+    return body
 
 
 def _training_run(run: RunView) -> TrainingRun:

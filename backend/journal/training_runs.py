@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -43,6 +44,7 @@ from tinkerflow.backend.journal.tables import (
 )
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.backend.spec.commands import Optimizer
+from tinkerflow.backend.spec.run_metadata import OUTCOME, REASON, Outcome
 
 _IS_UNLOAD = sa.and_(col(Request.kind) == Kind.UNLOAD, IS_PENDING)
 _GIVEN_NAMES = (
@@ -285,6 +287,20 @@ class Runs(Aggregate):
         """Set the id of the flow run that shows a model in Prefect."""
         with self._write() as connection:
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(flow_run=flow_run))
+
+    def note_outcome(self, model_id: str, owner: str, outcome: Outcome, reason: str) -> None:
+        """Store in a run's metadata and events how its program ended, and why. The last outcome counts.
+
+        NotFoundError: unknown or foreign run.
+        """
+        with self._write() as connection:
+            metadata = get_owned(connection, Model, model_id, owner, lock=True).user_metadata
+            noted = {**metadata, OUTCOME: outcome, REASON: reason}
+            if noted == metadata:
+                return
+            connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(user_metadata=noted))
+            level = logging.ERROR if outcome == "failed" else logging.INFO
+            put_event(connection, model_id, self._now(), f"{outcome}: {reason}" if reason else outcome, level)
 
 
 def insert_model(

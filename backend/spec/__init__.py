@@ -20,6 +20,7 @@ __all__ = [
     "prefix_trees",
     "ranks",
     "registry",
+    "run_metadata",
     "torch_names",
     "traced_graph",
     "traced_shapes",

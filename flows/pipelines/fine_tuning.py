@@ -26,6 +26,7 @@ from prefect.states import Cancelled
 from pydantic import BaseModel
 
 from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.backend.spec.run_metadata import Outcome
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell, log_line
 from tinkerflow.tasks.pipelines.control import StoppedError, controlled
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
@@ -37,6 +38,7 @@ from tinkerflow.tasks.pipelines.tracked import tracked
 from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, data_name, train_segment
 from tinkerflow.tasks.pipelines.work import digest
 
+_SHOWN = 200  # characters of a setting on the page of a training run
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -79,8 +81,7 @@ def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
             log_line(str(stopped))
             return Cancelled(message=str(stopped))
         except Exception as error:
-            reason = error.message if isinstance(error, TinkerflowError) else f"{type(error).__name__}: {error}"
-            log_line(f"failed: {reason}", logging.ERROR)
+            log_line(f"failed: {_reason(error)}", logging.ERROR)
             raise
 
     # Prefect reads names of types in this module, where the wrapper is; so they are resolved in the flow's own module.
@@ -101,12 +102,14 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     progress = RunProgress(run.work_url, name, plan, {"base model": run.model.name, "data": data} | _flat(decisive))
     shown = data_name(parameters.data.url, data)
     lineage = Lineage(run.pipeline, name, shown, f"tinkerflow {version('tinkerflow')}", parameters.model.start_from)
-    trainer = Trainer(run, recipe, progress, lineage, watch)
+    settings = {name: str(value)[:_SHOWN] for name, value in _flat(decisive).items() if value not in (None, "", [])}
+    trainer = Trainer(run, recipe, progress, lineage, watch, settings)
     segments = progress.segments()
     if _done(segments) < training.steps:
         await recipe.prepare(trainer)
     async with (
         controlled() as control,
+        _outcome_reported(trainer),
         tracked(run, name, segments) as tracked_steps,
         _live_progress(trainer, segments) as show_progress,
     ):
@@ -220,6 +223,32 @@ def _flat(values: Mapping[str, Any], outer: str = "") -> dict[str, object]:
     for name, value in values.items():
         found |= _flat(value, f"{outer}{name}.") if isinstance(value, dict) else {outer + name: value}
     return found
+
+
+def _reason(error: Exception) -> str:
+    """An error as people read it."""
+    return error.message if isinstance(error, TinkerflowError) else f"{type(error).__name__}: {error}"
+
+
+@asynccontextmanager
+async def _outcome_reported(trainer: Trainer) -> AsyncIterator[None]:
+    """Show on the page of the newest training run how the block ended, and why."""
+
+    async def report(outcome: Outcome, reason: str = "") -> None:
+        if trainer.newest_run:
+            reported = ReportedMetrics(trainer.run.server)
+            await reported.end(trainer.newest_run, outcome, reason)
+            await reported.close()
+
+    try:
+        yield
+    except StoppedError as stopped:
+        await report("cancelled", str(stopped))
+        raise
+    except Exception as error:
+        await report("failed", _reason(error))
+        raise
+    await report("completed")
 
 
 async def _show(artifacts: RunArtifacts, segments: list[SegmentRecord], lineage: Lineage, weights: str = "") -> None:

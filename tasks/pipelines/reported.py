@@ -10,11 +10,13 @@ from urllib.parse import quote
 
 import httpx
 
+from tinkerflow.backend.spec.run_metadata import Outcome
 from tinkerflow.tasks.pipelines.connection import ServerClients
 
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 500  # steps of one request
+_REASON = 1000  # characters
 _SECONDS = 10.0  # for one request
 _OWN_CHARTS = ("loss", "grad_norm", "learning_rate")  # the server measures these itself
 
@@ -42,6 +44,15 @@ class ReportedMetrics:
                 waiting.setdefault(step, {}).update(kept)
         for run, steps_of_run in self._waiting.items():
             await self._send(run, steps_of_run)
+
+    async def end(self, run_id: str, outcome: Outcome, reason: str) -> None:
+        """Send how the pipeline ended with a training run, and why."""
+        body = {"outcome": outcome, "reason": reason[:_REASON]}
+        try:
+            answer = await self._http.post(f"api/v1/training_runs/{quote(run_id, safe='')}/outcome", json=body)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            log.warning("the page of the training run does not show that it is %s: %s", outcome, error)
 
     async def close(self) -> None:
         """Close the connection."""

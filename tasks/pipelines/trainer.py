@@ -6,13 +6,16 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
 
 from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.spec.run_metadata import FLOW_RUN
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.outliers import HISTORY, OutlierWatch
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
@@ -92,11 +95,13 @@ class Trainer:
         progress: RunProgress,
         lineage: Lineage,
         watch: OutlierWatch | None = None,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Keep the parts; nothing is requested from the server yet.
 
         run: its parameters and its connection. recipe: makes the steps. progress: the record of this run. lineage: the
-        origin that checkpoints record. watch: leaves out rows that spoil a step; None: no step is made again.
+        origin that checkpoints record. watch: leaves out rows that spoil a step; None: no step is made again. settings:
+        of the pipeline, for the page of the training run.
         """
         self.run = run
         self.training = run.parameters.training
@@ -104,6 +109,8 @@ class Trainer:
         self.progress = progress
         self.lineage = lineage
         self.watch = watch
+        self.settings = settings
+        self.newest_run = ""  # the id of the newest training run, also when no model is live
         self._live: tuple[int, tinker.TrainingClient] | None = None
 
     async def at(self, step: int) -> tinker.TrainingClient:
@@ -121,7 +128,7 @@ class Trainer:
             client = await service.create_lora_training_client(
                 self.run.model.name, rank=model.rank, seed=model.seed, user_metadata=metadata
             )
-        self._live = (step, client)
+        self._set_live(step, client)
         if self.watch is not None:
             await self.watch.check_history(self.run_id)
         return client
@@ -130,14 +137,19 @@ class Trainer:
         """The live model as it was before `step`, counted from 1, which spoiled it. The watch leaves out its rows."""
         assert self.watch is not None
         client = await self.watch.go_back(self.run_id, step, self._metadata(step - 1))
-        self._live = (step - 1, client)
+        self._set_live(step - 1, client)
         return client
+
+    def _set_live(self, step: int, client: tinker.TrainingClient) -> None:
+        self._live = (step, client)
+        self.newest_run = self.run_id
 
     def _metadata(self, step: int) -> dict[str, str]:
         parameters = self.run.parameters
         kept = parameters.history or self.watch is not None
         plan = {"planned_steps": str(self.training.steps), "save_every": str(self.training.segment_steps)}
-        return self.lineage.metadata(step) | {"name": parameters.name} | plan | (HISTORY if kept else {})
+        shown = {**self.settings, **({FLOW_RUN: str(flow_run.id)} if flow_run.id else {})}
+        return shown | self.lineage.metadata(step) | {"name": parameters.name} | plan | (HISTORY if kept else {})
 
     @property
     def run_id(self) -> str:

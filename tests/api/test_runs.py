@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.api.conftest import KEY
 
+from tinkerflow.backend.journal import ModelState
 from tinkerflow.flows.pipelines.fine_tuning import _live_progress
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.connection import ServerClients
@@ -19,6 +20,22 @@ pytestmark = pytest.mark.usefixtures("engine")
 
 def steps(**values: Any) -> dict[str, Any]:
     return {"steps": [{"step": 1, "values": values}]}
+
+
+def test_the_outcome_of_a_program_is_on_the_page_of_its_run(server: Any) -> None:
+    run = server.model()
+    path, failed = f"training_runs/{run}/outcome", {"outcome": "failed", "reason": "reward a:b: KeyError"}
+    assert server.post(path, {"outcome": "gone"}).status_code == 400
+    assert [server.post(path, failed).json() for _ in range(2)] == [failed] * 2
+    server.journal.models.end(run, ModelState.UNLOADED, "the session ended")
+    page = server.http.get(f"{server.url}/training_runs/{run}").text
+    assert page.count("failed: reward a:b: KeyError") == 1, "an event, once"
+    assert "<dt>reason</dt><dd>reward a:b: KeyError</dd>" in page and '<span class="state failed">failed</span>' in page
+    found = server.http.get(f"{server.url}/training_runs", params={"q": "outcome=failed"}).text
+    assert run in found and '<span class="state failed">failed</span>' in found
+    assert server.post(path, {"outcome": "completed"}).status_code == 200
+    page = server.http.get(f"{server.url}/training_runs/{run}").text
+    assert "<dt>reason</dt>" not in page and '<span class="state completed">' in page
 
 
 def test_metrics_are_stored_once_and_shown_on_the_page_of_the_run(server: Any) -> None:

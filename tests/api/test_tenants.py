@@ -246,6 +246,7 @@ WITH_PATH = {
     "sessions/{session_id}/project": {"project_id": "p"},
     "training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": {"ttl_seconds": None},
     "training_runs/{run_id}/metrics": {"steps": [{"step": 1, "values": {"reward": 0.5}}]},
+    "training_runs/{run_id}/outcome": {"outcome": "failed", "reason": "r"},
     "training_runs/{run_id}/blames": {"step": 1, "rows": [{"number": 0, "tokens": 9, "loss": 1.0, "grad_norm": 2.0}]},
 }
 IN_QUERY = {"training_runs": "project_id", "billing/usage/checkpoints/current": "project_id"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated
@@ -14,7 +15,7 @@ from fastapi.responses import Response
 from tinkerflow.api.call import PageOffset
 from tinkerflow.api.console.curves import AXES, SMOOTHINGS, AsChartView, ChartView, RunCurves, charts, steps_by_place
 from tinkerflow.api.console.pages.events import events_of
-from tinkerflow.api.console.prefect_links import prefect_link, prefect_pages
+from tinkerflow.api.console.prefect_links import PrefectLink, prefect_link, prefect_pages
 from tinkerflow.api.console.render import NONE, number
 from tinkerflow.api.console.samples import shown, tokenizer_of
 from tinkerflow.api.console.upcoming import upcoming
@@ -24,10 +25,12 @@ from tinkerflow.backend.core.plot import LINES
 from tinkerflow.backend.journal import Curve, ModelView, RunQuery
 from tinkerflow.backend.journal.tables import TAKES_WORK
 from tinkerflow.backend.spec.outliers import COLUMNS, BlamedRow, cells, remedy
+from tinkerflow.backend.spec.run_metadata import FLOW_RUN
 
 PAGE = 50
 _OF_A_RUN = 100  # checkpoints of a run, shown
 _LONG = 1024  # of a text in a URL
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 Runs = Annotated[list[str], Query(max_length=LINES)]
 Text = Annotated[str, Query(max_length=_LONG)]
 ComparedRun = tuple[ModelView, str, Curve]  # a run, its name or else its id, and its curve
@@ -90,7 +93,6 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
     ((run, name, _),), values = await _curves(visit, [run_id], view)
     checkpoints = await asyncio.to_thread(visit.journal.checkpoints.page, visit.owner, run_id=run_id, limit=_OF_A_RUN)
     events = await asyncio.to_thread(events_of, visit, run)
-    prefect = await asyncio.to_thread(prefect_pages, visit.call.services.settings) if run.flow_run else None
     return visit.page(
         "run.html",
         run=run,
@@ -100,11 +102,21 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
         examined=await _examined(visit, run),
         columns=COLUMNS,
         branch=_branch,
-        prefect_link=prefect_link(visit, prefect, run.flow_run or ""),
+        prefect_links=await asyncio.to_thread(_prefect_links, visit, run),
         **await asyncio.to_thread(_lineage, visit, run),
         **events,
         **values,
     )
+
+
+def _prefect_links(visit: Visit, run: ModelView) -> list[tuple[str, PrefectLink]]:
+    """The flow runs of a run with their names: of the pipeline that trains it, and of the engine, which shows it."""
+    of_pipeline = _UUID.fullmatch(run.user_metadata.get(FLOW_RUN, ""))
+    flow_runs = {"flow run of the pipeline": of_pipeline and of_pipeline[0], "flow run": run.flow_run}
+    known = [(text, flow_run) for text, flow_run in flow_runs.items() if flow_run]
+    pages = prefect_pages(visit.call.services.settings) if known else None
+    links = ((text, prefect_link(visit, pages, flow_run)) for text, flow_run in known)
+    return [(text, link) for text, link in links if link is not None]
 
 
 def _lineage(visit: Visit, run: ModelView) -> dict[str, object]:
@@ -112,7 +124,7 @@ def _lineage(visit: Visit, run: ModelView) -> dict[str, object]:
     ancestries, metadata = visit.journal.ancestries, {name: value for name, value in run.user_metadata.items() if value}
     if "planned_steps" in metadata:
         metadata.pop("step", "")  # where the pipeline opened the run, not where it is now
-    repeats, forked = metadata.pop("rerun_of", ""), metadata.pop("fork_of", "")
+    repeats, forked, _ = (metadata.pop(key, "") for key in ("rerun_of", "fork_of", FLOW_RUN))
     before, after = ancestries.before(run.id, visit.owner), ancestries.after(run.id, visit.owner)
     # Forks of earlier releases have no origin.
     return {"before": before, "after": after, "repeats": repeats, "forked": forked, "metadata": metadata}

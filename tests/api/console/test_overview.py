@@ -82,12 +82,14 @@ def test_the_page_of_a_run_links_the_flow_run_that_shows_it(start: Any, browse: 
     assert "flow run</a>" not in browser.get(f"/training_runs/{run}").text, "no engine has shown it in Prefect"
     journal.models.note_flow_run(run, flow_run)
     text = browser.get(f"/training_runs/{run}").text
-    assert (
-        f'href="http://127.0.0.1:4321{page}"' in text
-        and f"tinkerflow prefect --page {page} --data-dir {server.settings.data_dir}<" in text
-    )
+    assert f'href="http://127.0.0.1:4321{page}"' in text
+    assert f"tinkerflow prefect --page {page} --data-dir {server.settings.data_dir}<" in text
     front = browser.get("/").text
     assert f"tinkerflow prefect --page / --data-dir {server.settings.data_dir}<" in front
+    pipeline = "1e0b8a5e-52bd-4a55-8d4f-4bd6e1c2f6a1"
+    for named, shown in ((pipeline, True), ("//elsewhere.example", False)):
+        text = browser.get(f"/training_runs/{server.model(flow_run=named)}").text
+        assert ("flow run of the pipeline</a>" in text) is shown and "elsewhere" not in text
     key = journal.keys.create("boss", "boss", admin=True)[1]
     server.clock.advance(60)  # the server looks for keys now and then
     browser.sign_in(key)

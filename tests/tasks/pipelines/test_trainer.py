@@ -18,8 +18,8 @@ from tinkerflow.tasks.pipelines.trainer import Lineage, Trainer, data_name, trai
 class Client:
     """A model that counts what it is asked."""
 
-    def __init__(self, origin: str) -> None:
-        self.origin = origin
+    def __init__(self, origin: str, user_metadata: Mapping[str, str]) -> None:
+        self.origin, self.user_metadata, self.model_id = origin, user_metadata, f"run on {origin}"
         self.saved: list[tuple[str, int | None]] = []
 
     async def save_state(self, name: str, ttl_seconds: int | None, user_metadata: Mapping[str, str]) -> Any:
@@ -31,14 +31,14 @@ class Client:
 class Service:
     """Makes clients that report their origin."""
 
-    async def create_lora_training_client(self, base_model: str, **_: object) -> Client:
-        return Client(base_model)
+    async def create_lora_training_client(self, base_model: str, user_metadata: Any, **_: object) -> Client:
+        return Client(base_model, user_metadata)
 
-    async def create_training_client_from_state(self, path: str, **_: object) -> Client:
-        return Client(f"weights of {path}")
+    async def create_training_client_from_state(self, path: str, user_metadata: Any) -> Client:
+        return Client(f"weights of {path}", user_metadata)
 
-    async def create_training_client_from_state_with_optimizer(self, path: str, **_: object) -> Client:
-        return Client(path)
+    async def create_training_client_from_state_with_optimizer(self, path: str, user_metadata: Any) -> Client:
+        return Client(path, user_metadata)
 
 
 class Recipe:
@@ -85,7 +85,8 @@ def trainer(work: str, recipe: Recipe, **model: Any) -> Trainer:
         model=SimpleNamespace(name="tiny"),
         preview=preview,
     )
-    return Trainer(run, recipe, RunProgress(work, "run", "plan"), Lineage("sft", "run", "data", "code"))
+    lineage, settings = Lineage("sft", "run", "data", "code"), {"loss": "gspo"}
+    return Trainer(run, recipe, RunProgress(work, "run", "plan"), lineage, settings=settings)
 
 
 async def test_segments_are_made_recorded_and_continued_by_another_process(work: str) -> None:
@@ -97,6 +98,7 @@ async def test_segments_are_made_recorded_and_continued_by_another_process(work:
     assert [step.values["loss"] for step in segment.steps] == [0.0, 1.0, 2.0]
     assert segment.steps == shown and segment.held_out == {"held_out_loss": 1.0}
     live: Any = await first.at(3)
+    assert live.user_metadata["loss"] == "gspo" and live.user_metadata["planned_steps"] == "6"
     assert live.origin == "tiny" and live.saved == [("step-00000003", 7 * 24 * 3600)]
     second = trainer(work, Recipe())
     client: Any = await second.at(3)

@@ -1,0 +1,15 @@
+"""Keys in the `user_metadata` of training runs that the service and its pipelines write or show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+FLOW_RUN = "flow_run"  # the id of the pipeline's flow run in Prefect
+OUTCOME, REASON = "outcome", "reason"  # how a program ended with the run, and why
+Outcome = Literal["completed", "failed", "cancelled"]
+
+
+def for_repeats(metadata: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a run for another one that repeats it: without the pipeline's flow run and the outcome."""
+    return {key: value for key, value in metadata.items() if key not in (FLOW_RUN, OUTCOME, REASON)}

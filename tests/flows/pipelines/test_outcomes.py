@@ -1,0 +1,55 @@
+"""How a pipeline ended, on the page of its training run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.flows.pipelines.fine_tuning import _outcome_reported
+from tinkerflow.tasks.pipelines.connection import ServerClients
+from tinkerflow.tasks.pipelines.control import StoppedError
+from tinkerflow.tasks.pipelines.reported import ReportedMetrics
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, ("completed", "")),
+        (UserError("reward a:b: no"), ("failed", "reward a:b: no")),
+        (KeyError("x"), ("failed", "KeyError: 'x'")),
+        (StoppedError("stopped after step 3"), ("cancelled", "stopped after step 3")),
+    ],
+)
+async def test_the_end_of_a_pipeline_is_sent_for_its_newest_run(
+    error: Exception | None, outcome: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[str, ...]] = []
+
+    async def end(self: Any, *told: str) -> None:
+        sent.append(told)
+
+    monkeypatch.setattr(ReportedMetrics, "end", end)
+    server = ServerClients(None, None, "http://127.0.0.1:1")  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(newest_run="run-2", run=SimpleNamespace(server=server))
+    raised = None
+    try:
+        async with _outcome_reported(trainer):
+            if error is not None:
+                raise error
+    except Exception as caught:  # noqa: BLE001  any of the parameters
+        raised = caught
+    assert raised is error and sent == [("run-2", *outcome)]
+    trainer.newest_run = ""
+    async with _outcome_reported(trainer):
+        pass
+    assert len(sent) == 1, "no training run was made"
+
+
+async def test_an_outcome_that_no_server_takes_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    reported = ReportedMetrics(ServerClients(None, None, "http://127.0.0.1:1"))  # type: ignore[arg-type]
+    await reported.end("run-2", "failed", "why")
+    await reported.close()
+    assert "does not show that it is failed" in caplog.text
