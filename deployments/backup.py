@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tinkerflow import __version__
-from tinkerflow.backend.catalog.model_card import EMBEDDED_FOLDER
 from tinkerflow.backend.core.disk import folder_of_url, make_folder, open_private
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.ids import EMBEDDED_FOLDER
 from tinkerflow.backend.settings import Settings
 
 MANIFEST = "tinkerflow-backup.json"

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from tinkerflow.backend.catalog.model_card import EMBEDDED_FOLDER
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.disk import make_folder
 from tinkerflow.backend.core.errors import ServerError, UserError
-from tinkerflow.backend.core.ids import EMBEDDED
+from tinkerflow.backend.core.ids import EMBEDDED, EMBEDDED_FOLDER
 from tinkerflow.backend.core.joining import parse_address, read_secret
 from tinkerflow.backend.core.retry import retry
 from tinkerflow.backend.journal import AWAY, Journal, migrate

@@ -16,13 +16,12 @@ from tinkerflow.backend.compute.models.family import open_unpacked
 from tinkerflow.backend.compute.models.vision_config import open_processor
 from tinkerflow.backend.compute.weights.files import read_object
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.core.ids import EMBEDDED, hub_name
+from tinkerflow.backend.core.ids import EMBEDDED, EMBEDDED_FOLDER, hub_name
 from tinkerflow.backend.spec.commands import GroupInfo
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT, MODEL_CONTEXT
 
 TOKENIZER = "tokenizer.json"
-EMBEDDED_FOLDER = ("models", "tinkerflow", "tiny-qwen3")  # in the data dir
 
 
 @dataclass(frozen=True)

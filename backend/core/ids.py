@@ -65,6 +65,7 @@ def base_model_name(given: str) -> str:
 
 
 EMBEDDED = "tinkerflow/tiny"  # another name of the embedded model, whose name is its folder
+EMBEDDED_FOLDER = ("models", "tinkerflow", "tiny-qwen3")  # in the data dir
 
 
 def hub_name(name: str) -> tuple[str, str] | None:

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.ids import EMBEDDED, EMBEDDED_FOLDER
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.journal.checkpoints import Page
 from tinkerflow.backend.journal.database import Aggregate, as_view, fetch_page, owned_by
@@ -166,6 +167,8 @@ def _has(word: str) -> sa.ColumnElement[bool]:
         anywhere.append(sa.func.lower(_field(key)) == value.lower())
         if key == "model":  # its last part, as the table shows it
             anywhere.append(col(Model.base_model).iendswith(f"/{value}", autoescape=True))
+            if f"/{EMBEDDED}".endswith(f"/{value.lower()}"):
+                anywhere.append(col(Model.base_model).endswith("/".join(EMBEDDED_FOLDER)))
     return sa.or_(*anywhere)
 
 

@@ -18,7 +18,7 @@ def table(scene, clock):
         ("", None, {}),
     ):
         clock.advance(60)
-        base = "qwen/big" if name == "arithmetic" else "tiny"
+        base = {"arithmetic": "qwen/big", "Pig Latin": "/data/models/tinkerflow/tiny-qwen3"}.get(name, "qwen/small")
         session = scene.session(display_name="evening session")
         run = scene.model(session, base_model=base, user_metadata=metadata | ({"name": name} if name else {}))
         if loss is not None:
@@ -54,6 +54,8 @@ NEWEST_FIRST = ["evening session", "arithmetic", "Überläufer", "Pig Latin"]
         ("pipeline=r", []),
         ("model=QWEN/big", ["arithmetic"]),
         ("model=big", ["arithmetic"]),
+        ("model=tinkerflow/tiny", ["Pig Latin"]),
+        ("model=Tiny pipeline=sft", ["Pig Latin"]),
         ("state=live", NEWEST_FIRST),
         ("50 %", ["Pig Latin"]),
         ("5_", []),
