@@ -97,7 +97,7 @@ def write_rollouts(work: Blobs, run_id: str, rollouts: StepRollouts) -> None:
 
 def steps_with_rollouts(work: Blobs, run_id: str) -> list[int]:
     """The steps of a training run that have rollouts, in their order."""
-    names = (name.removesuffix(".json") for name in work.children(_folder(run_id)))
+    names = (name.removesuffix(".json") for name in work.children(rollouts_folder(run_id)))
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
 
 
@@ -134,9 +134,10 @@ def _without_tokens(group: RolloutGroup) -> RolloutGroup:
     return group.model_copy(update={"samples": [without(sample) for sample in group.samples]})
 
 
-def _folder(run_id: str) -> str:
+def rollouts_folder(run_id: str) -> str:
+    """The folder of a training run's rollouts in the work folder."""
     return f"rollouts/{checked_name('run', run_id.replace(':', '.'))}"
 
 
 def _key(run_id: str, step: int) -> str:
-    return f"{_folder(run_id)}/{step:08d}.json"
+    return f"{rollouts_folder(run_id)}/{step:08d}.json"

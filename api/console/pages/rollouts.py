@@ -20,6 +20,7 @@ from tinkerflow.backend.catalog.rollouts import (
     RolloutSample,
     StepRollouts,
     read_rollouts,
+    rollouts_folder,
     steps_with_rollouts,
 )
 from tinkerflow.backend.core.errors import NotFoundError, UserError
@@ -87,7 +88,7 @@ async def rollouts_page(
     tokenizer = await tokenizer_of(visit, run.base_model) if wanted.chances else None
     groups = [] if found is None else await asyncio.to_thread(_groups, found, wanted, tokenizer)
     url = visit.call.services.settings.pipelines_url
-    where = {"work": url, "searched": f"{url}/rollouts/{run.id}"}
+    where = {"work": url, "searched": f"{url}/{rollouts_folder(run.id)}"}
     return visit.page("rollouts.html", **where, run=run, steps=steps, found=found, wanted=wanted, groups=groups,
                       shaded=tokenizer is not None)  # fmt: skip
 

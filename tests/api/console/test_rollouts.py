@@ -51,7 +51,10 @@ def test_a_step_shows_its_groups_and_what_was_dropped(browser: Any, server: Any,
     where = f"/training_runs/{run}/rollouts"
     work = server.settings.pipelines_url
     page = browser.get(where).text
-    assert f"No rollouts are in <code>{work}/rollouts/{run}</code>" in page and f"must be <code>{work}</code>" in page
+    assert (
+        f"No rollouts are in <code>{work}/rollouts/{run.replace(':', '.')}</code>" in page
+        and f"must be <code>{work}</code>" in page
+    )
     assert "the <code>--data-dir</code> of <code>tinkerflow up</code>" in page
     for step in (3, 4):
         put_rollouts(server, run, step)
