@@ -66,10 +66,10 @@ Metric = Literal["loss", "exact_match"]
 PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 MOST_POINTS = 256  # of a sweep
 Import: TypeAlias = Annotated[
-    str, _matches(r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$", "write module:function, as in rewards:vowels")
+    str, Matches(r"([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?", "write module:function, as in rewards:vowels")
 ]
 EnvironmentName: TypeAlias = Annotated[
-    str, _matches(r"^([A-Za-z_][A-Za-z0-9_.-]*:\S+)?$", "write module:Class, as in games:Guessing, or LIBRARY:NAME")
+    str, Matches(r"([A-Za-z_][A-Za-z0-9_.-]*:\S+)?", "write module:Class, as in games:Guessing, or LIBRARY:NAME")
 ]
 
 
