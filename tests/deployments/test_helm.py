@@ -92,6 +92,9 @@ def test_helm_finds_no_fault_with_the_chart_and_its_values(helm: str, overlay: s
     [
         ("settings.tinkerflow_host=x", "tinkerflow_host"),
         ("settings.TINKERFLOW_PROCESSES=2", "TINKERFLOW_PROCESSES"),
+        ("settings.TINKERFLOW_PROCESES=two", "TINKERFLOW_PROCESES"),
+        ("store.enabled=false", "TINKERFLOW_STORE"),
+        ("resources.worker.limits=1", "worker"),
         ("store.accessMode=ReadOnlyMany", "accessMode"),
         ("worker.replica=2", "replica"),
         ("worker.jobset=node", "replicas"),
@@ -100,6 +103,28 @@ def test_helm_finds_no_fault_with_the_chart_and_its_values(helm: str, overlay: s
 def test_wrong_values_are_refused_by_name(helm: str, wrong: str, named: str) -> None:
     done = run(helm, "template", str(HERE), "--set", wrong)
     assert done.returncode != 0 and named in done.stderr, done.stderr
+
+
+def test_pods_and_volumes_have_what_the_values_say(helm: str) -> None:
+    pulled, resources = [{"name": "registry"}], {"limits": {"memory": "8Gi"}}
+    named = ("imagePullSecrets[0].name=registry", "storageClassName=fast")
+    more = [f"resources.{part}.limits.memory=8Gi" for part in ("api", "engine", "postgres")]
+    done = run(helm, "template", str(HERE), "--set", ",".join([*named, *more]))
+    assert done.returncode == 0, done.stderr
+    pods, volumes = {}, []
+    for one in filter(None, yaml.safe_load_all(done.stdout)):
+        if one["kind"] in ("Deployment", "StatefulSet"):
+            pods[one["metadata"]["name"]] = one["spec"]["template"]["spec"]
+        volumes += (
+            [one] if one["kind"] == "PersistentVolumeClaim" else one.get("spec", {}).get("volumeClaimTemplates", [])
+        )
+    assert {pod["imagePullSecrets"] == pulled for pod in pods.values()} == {True}
+    assert {name for name, pod in pods.items() if pod["containers"][0].get("resources") == resources} == {
+        "api",
+        "engine",
+        "postgres",
+    }
+    assert len(volumes) > 2 and {volume["spec"]["storageClassName"] for volume in volumes} == {"fast"}
 
 
 def test_a_changed_setting_has_new_pods_made(helm: str) -> None:

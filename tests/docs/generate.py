@@ -1,4 +1,6 @@
-"""The parts of pages that are made from code, and `docs/llms.txt`: `python -m tests.docs.generate` writes them.
+"""The parts of pages that are made from code, `docs/llms.txt`, and the schema of the Helm chart's values.
+
+`python -m tests.docs.generate` writes them.
 
 A page has prose, and blocks between `<!-- generated: NAME -->` and `<!-- end -->`. `BLOCKS` names the function that
 makes each block. `test_generated.py` compares the committed pages with the code.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, get_args, get_origin
@@ -28,7 +31,7 @@ from tinkerflow.api.chat import parsers as chat_parsers
 from tinkerflow.api.chat.parsers import PARSERS
 from tinkerflow.backend.compute.models.families import registered
 from tinkerflow.backend.journal.quotas import Limits
-from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.settings import Settings, variable_of
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.deployments.commands import every_command
@@ -36,6 +39,7 @@ from tinkerflow.flows.pipelines import pipelines
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
 
 LLMS = DOCS / "llms.txt"
+CHART_SCHEMA = ROOT / "deployments" / "kubernetes" / "values.schema.json"
 _BLOCK = re.compile(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", re.S)
 
 
@@ -125,6 +129,14 @@ def limits() -> str:
         for name in (*names, "max_history_bytes", "max_body_bytes")
     ]
     return table(("setting", "default", "beyond it"), rows)
+
+
+def chart_schema() -> str:
+    """The schema of the Helm chart's values, with the name of every setting."""
+    names = textwrap.fill(", ".join(f'"{variable_of(name)}"' for name in Settings.model_fields), 108)
+    start, _, rest = CHART_SCHEMA.read_text().partition('"then": {"enum": [\n')
+    end = rest[rest.index("        ]}") :]
+    return f'{start}"then": {{"enum": [\n{textwrap.indent(names, " " * 10)}\n{end}'
 
 
 # ---------------------------------------------------------------------- commands
@@ -348,7 +360,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 
 def main() -> None:
     """Write the pages."""
-    for file, new in [*((file, rewritten(file.read_text())) for file in written()), (LLMS, llms())]:
+    pages = ((file, rewritten(file.read_text())) for file in written())
+    for file, new in [*pages, (LLMS, llms()), (CHART_SCHEMA, chart_schema())]:
         if not file.exists() or file.read_text() != new:
             file.write_text(new)
             print(f"written: {file.relative_to(ROOT)}")

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from tests.docs.generate import BLOCKS, LLMS, blocks_of, command_line, llms, parameters, rewritten
+from tests.docs.generate import (
+    BLOCKS,
+    CHART_SCHEMA,
+    LLMS,
+    blocks_of,
+    chart_schema,
+    command_line,
+    llms,
+    parameters,
+    rewritten,
+)
 from tests.docs.metrics import families
 from tests.docs.pages import ROOT, written
 from tests.docs.sizing import MODELS
@@ -19,6 +29,10 @@ def test_a_page_is_as_the_code_makes_it(name: str) -> None:
 
 def test_the_list_for_language_models_is_as_the_map_of_the_pages() -> None:
     assert LLMS.read_text() == llms(), "run `python -m tests.docs.generate`"
+
+
+def test_the_schema_of_the_chart_has_every_setting() -> None:
+    assert CHART_SCHEMA.read_text() == chart_schema(), "run `python -m tests.docs.generate`"
 
 
 def test_every_block_is_in_one_page_and_on_both_front_pages() -> None:
