@@ -121,6 +121,9 @@ def _larger(settings: Settings, topology: str) -> Iterator[tuple[str, Settings, 
         if target.device.platform.name == CUDA.name and len(target.shape) == 1 and count > target.count:
             place = f"{target.device.name}:{count}"
             yield f"--for {place}", settings, place
+            if settings.base_weights != "nf4":
+                smaller = settings.model_copy(update={"base_weights": "nf4"})
+                yield f"--base-weights nf4 --for {place}", smaller, place
 
 
 def command_of(plan: ServicePlan, settings: Settings) -> str:

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name, as in ' (did you mean 'steps'?)'; empty if no known name is close."""
-    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
+def did_you_mean(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str:
+    """The end of an error about an unknown name, as in ' (did you mean 'steps'?)'; empty if no known name is close.
+
+    likeness: of a close name, as the ratio of difflib.
+    """
+    close = get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" (did you mean {close[0]!r}?)" if close else ""

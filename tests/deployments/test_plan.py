@@ -143,7 +143,8 @@ def test_a_popular_model_is_planned_without_a_network(monkeypatch: pytest.Monkey
     [
         ("Qwen/Qwen3-32B", "h100:1", "--base-weights int8"),
         ("meta-llama/Llama-3.3-70B-Instruct", "h100:1", "--base-weights nf4"),
-        ("Qwen/Qwen3-32B", "rtx5090:1", "--for rtx5090:8"),
+        ("Qwen/Qwen3-32B", "rtx5090:1", "--base-weights nf4 --for rtx5090:2"),
+        ("Qwen/Qwen3-32B", "a10:1", "--base-weights nf4 --for a10:4"),
     ],
 )
 def test_the_answer_is_no_with_an_option_that_is_enough(model: str, topology: str, fix: str) -> None:
@@ -177,6 +178,16 @@ def test_a_4b_model_trains_on_a_t4_with_weights_of_4_bits() -> None:
     assert number(text, r"decode, 9 .* at most ([\d,]+) tokens/s") < 9 * 320 / 16, (
         "8 GB are written and read in float16"
     )
+
+
+def test_a_plan_with_the_smallest_weights_does_not_advise_them() -> None:
+    _, text = said("Qwen/Qwen3-32B", "--for", "rtx3090", "--base-weights", "nf4")
+    assert text.startswith("no: ") and "BASE_WEIGHTS" not in text and "--base-weights" not in text
+
+
+def test_another_device_is_no_near_name() -> None:
+    _, text = said("Qwen/Qwen3-8B", "--for", "rtx2080ti:2")
+    assert "device 'rtx2080ti' is not known" in text and "did you mean" not in text
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ _CACHE_ON_CPUS = 0.2  # of the host's memory
 _POSITIONS_A_SLOT = 1024  # on CPUs, which share the host's memory, and for full-parameter models
 _FULL_MODEL_SEQUENCES = 8  # in the KV cache of a full-parameter model
 
+# Advice for models in wider base weights.
+_SMALLER = {"full": "TINKERFLOW_BASE_WEIGHTS=int8 or nf4, ", "int8": "TINKERFLOW_BASE_WEIGHTS=nf4, "}
 # Shares of the memory that the weights leave free.
 _SHORT_OF_MEMORY = 0.6  # for a training step, where sequences of `_USUAL` tokens would not fit otherwise
 _ADAPTERS = 0.5  # for `_RESIDENT` adapters, before the sampler gets its part
@@ -223,14 +225,14 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         if states:
             less += f"fewer TINKERFLOW_SAMPLE_SLOTS ({config.sample_slots} have states of {states / GB:.1f} GB), "
         if sum(step) > (room := most * max(0, free)):
-            lack = f"a training step of {tokens} tokens takes {sum(step) / GB:.2f} GB and may take {room / GB:.2f}"
+            lack = f"a training step of {tokens} tokens takes {sum(step) / GB:.2f} GB and only {room / GB:.2f} are left"
         else:
             left = f"{max(0, cache) / GB:.2f}"
             lack = f"two samples of {context} tokens take {two / GB:.2f} GB, and a training step leaves {left}"
         raise UserError(
             f"base model {config.model_path!r}: its weights take {weights / GB:.1f} GB of the {limit / GB:.1f} GB of "
             f"each device. Too little is left to train and sample: {lack}. Use {less}more devices, "
-            "TINKERFLOW_TENSOR_PARALLEL, TINKERFLOW_BASE_WEIGHTS=int8 or nf4, or devices with more memory"
+            f"TINKERFLOW_TENSOR_PARALLEL, {_SMALLER.get(config.base_weights, '')}or devices with more memory"
         )
     pages = (cache - states) // page
     uses = MemoryUses(

@@ -108,7 +108,8 @@ def parse_topology(text: str) -> Topology:
         )
     name = _NAMES.get(given.replace("-", "").removeprefix("rtx"), "")
     if not name:
-        known = f"{', '.join(DEVICES)}{did_you_mean(given, DEVICES)}"
+        near = did_you_mean(given, DEVICES, likeness=0.75)  # an rtx2080ti is not nearly an rtx5090
+        known = f"{', '.join(DEVICES)}{near}"
         raise UserError(f"topology {text!r}: device {given!r} is not known: must be one of {known}")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape or "1"):
         raise UserError(f"topology {text!r}: shape {shape!r}: must be positive numbers with an x between them")

@@ -135,7 +135,9 @@ def test_a_model_that_leaves_too_little_is_refused() -> None:
     with pytest.raises(UserError, match=r"step of 1000000 tokens takes \d+\.\d\d GB .*a smaller TINKERFLOW_MICRO"):
         memory_plan.plan_memory(CFG, large, 80 * GB)
     split = config_of(fsdp=16)
-    with pytest.raises(UserError, match=r"step of 1024 tokens takes \d\.\d\d GB and may take \d\.\d\d\. Use more dev"):
+    with pytest.raises(
+        UserError, match=r"step of 1024 tokens takes \d\.\d\d GB and only \d\.\d\d are left\. Use more dev"
+    ):
         memory_plan.plan_memory(CFG, split, 6 * GB)
     assert memory_plan.plan_memory(CFG, config_of(fsdp=4, tensor=4), 6 * GB).context, "as the error says"
 
