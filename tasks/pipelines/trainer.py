@@ -190,8 +190,13 @@ class _SpoiledStepError(Exception):
 
 
 def _may_help(_task: object, _run: object, state: State[Any]) -> bool:
-    """Whether a retry may succeed: not when a parameter or the data is wrong."""
-    return not isinstance(state.data, UserError)
+    """Whether a retry may succeed: not when a parameter or the data is wrong, or the server refuses, as for a limit."""
+    from tinker import RequestFailedError
+    from tinker.types import RequestErrorCategory
+
+    error = state.data
+    is_refused = isinstance(error, RequestFailedError) and error.category == RequestErrorCategory.User
+    return not is_refused and not isinstance(error, UserError)
 
 
 @task(

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tinker import RequestFailedError
+from tinker.types import RequestErrorCategory
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines.sft import SftParameters
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.progress import RunProgress, StepMetrics
@@ -152,3 +155,17 @@ async def test_a_failure_leaves_no_record_and_no_live_model(work: str) -> None:
 def test_training_data_has_the_name_of_its_file(url: str, name: str) -> None:
     assert data_name(url, "rendered/6f1b.npz") == f"{name} 6f1b"
     assert data_name(url, "6f1b") == f"{name} 6f1b"
+
+
+@pytest.mark.parametrize(
+    ("error", "may_help"),
+    [
+        (UserError("data: must be rows"), False),
+        (RequestFailedError("nothing is saved (max_stored_bytes)", "1", RequestErrorCategory.User), False),
+        (RequestFailedError("the group was lost", "1", RequestErrorCategory.Server), True),
+        (ConnectionError("away"), True),
+    ],
+)
+def test_a_retry_is_made_only_if_it_may_help(error: Exception, may_help: bool) -> None:
+    condition: Any = train_segment.retry_condition_fn
+    assert condition(train_segment, None, SimpleNamespace(data=error)) == may_help
