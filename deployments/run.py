@@ -224,7 +224,7 @@ def wait_for_prefect(find: Callable[[], PrefectAccess | None], seconds: float) -
     ServerError after `seconds`.
     """
     deadline = time.monotonic() + seconds
-    while (prefect := find()) is None or not _answers(prefect.api_url):
+    while (prefect := find()) is None or not answers(prefect.api_url):
         if time.monotonic() > deadline:
             where = "" if prefect is None else f" at {prefect.api_url}"
             raise ServerError(f"run: Prefect{where} does not answer, waited {seconds:.0f} s (start_deadline)")
@@ -232,7 +232,8 @@ def wait_for_prefect(find: Callable[[], PrefectAccess | None], seconds: float) -
     return prefect
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether a Prefect API answers."""
     try:
         return httpx.get(f"{url}/health", timeout=2.0).is_success
     except httpx.TransportError:

@@ -9,27 +9,31 @@ the file names.
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import resources
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tinkerflow.backend.core.disk import folder_of_url
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.core.prefect_access import server_for_clients
+from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import make_absolute, read_yaml
 from tinkerflow.deployments.data_check import parameters_of
 from tinkerflow.deployments.options import explain
-from tinkerflow.deployments.run import wait_for_prefect
+from tinkerflow.deployments.run import answers, wait_for_prefect
 from tinkerflow.tasks.pipelines.environments import MAY_IMPORT
 
 if TYPE_CHECKING:
@@ -38,7 +42,9 @@ if TYPE_CHECKING:
     from prefect.schedules import Schedule
 
 HEARTBEAT_SECONDS = 30
+WATCH_SECONDS = 2.0  # between looks at the Prefect server
 RESULTS = "tinkerflow-results"
+PLAIN_LOG = "tinkerflow.deployments.plain_log.PlainConsoleHandler"
 FOR_WORK_POOLS = ("work_pool", "version", "build", "push", "pull", "enforce_parameter_schema")
 CODE_PARAMETERS = ("reward", "environment")  # parameters that hold import paths
 
@@ -137,22 +143,30 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
 
     The end cancels the runs that are running, and pauses the schedules until the deployments are served again. The
     Prefect server is at PREFECT_API_URL, or else it is the data dir's. In that case `start_deadline` bounds the wait.
+
+    When the data dir's server moves to another address, or Prefect's runner gives up because no server answers, this
+    process starts its command again, which waits for a server. ServerError after `start_deadline`.
     """
-    served = read_file(file)
+    served, before = read_file(file), dict(os.environ)
     if server_for_clients(settings.data_dir, os.environ) is None:
         wait = f"waiting up to {settings.start_deadline:.0f} s (start_deadline) for `tinkerflow up`"
         print(f"no Prefect server runs for data dir {settings.data_dir}: {wait}", flush=True)
     prefect = wait_for_prefect(lambda: server_for_clients(settings.data_dir, os.environ), settings.start_deadline)
     os.environ |= prefect.environment | {MAY_IMPORT: " ".join(served.allowed_code)}
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS", PLAIN_LOG)
     os.umask(0o077)  # results and records of runs are for the owner only
-    asyncio.run(_serve(served, f"{settings.pipelines_url}/results", limit))
+    if asyncio.run(_serve(served, settings, prefect, limit)):
+        print("stopped", flush=True)
+    else:
+        os.execve(sys.executable, [sys.executable, "-m", "tinkerflow", *sys.argv[1:]], before)
 
 
-async def _serve(content: ServedFile, results: str, limit: int) -> None:
+async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess, limit: int) -> bool:
+    """Serve until a signal asks for the end: True. False: Prefect has moved, or has been away for too long."""
     from prefect.runner import Runner
 
-    os.environ |= await ensure_results(results)  # the processes of flow runs inherit it
+    os.environ |= await ensure_results(f"{settings.pipelines_url}/results")  # the processes of flow runs inherit it
     await ensure_automations(automations())
     await ensure_tag_limits(content.tag_limits)
     runner = Runner(limit=limit)
@@ -163,20 +177,81 @@ async def _serve(content: ServedFile, results: str, limit: int) -> None:
         unused = [field for field in deployment.for_work_pools if field != "work_pool"]
         note = f" (only for work pools, not used: {', '.join(unused)})" if unused else ""
         print(f"serving {served}{note}", flush=True)
-    loop, asked = asyncio.get_running_loop(), asyncio.Event()
-    working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
-    await asyncio.sleep(0)  # the runner has set its own handler, which would raise in the middle of a step
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, asked.set)
-    await asyncio.wait((working, asking), return_when=asyncio.FIRST_COMPLETED)
-    asking.cancel()
-    if runner.started:
-        await runner.astop()
-    else:
-        working.cancel()
-    with suppress(asyncio.CancelledError):
-        await working
-    print("stopped", flush=True)
+    loop, asked, output = asyncio.get_running_loop(), asyncio.Event(), sys.stdout
+
+    def report(line: str) -> None:
+        print(line, file=output, flush=True)
+
+    with outages_in_one_line():
+        working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
+        watching = asyncio.create_task(watch_prefect(prefect, settings.data_dir, report))
+        await asyncio.sleep(0)  # the runner has set its own handler, which would raise in the middle of a step
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, asked.set)
+        report(f"Prefect: {prefect.api_url}")
+        await asyncio.wait((working, asking, watching), return_when=asyncio.FIRST_COMPLETED)
+        is_away = not await asyncio.to_thread(answers, prefect.api_url)
+        for task in (asking, watching):
+            task.cancel()
+        try:
+            if runner.started and not working.done():
+                await runner.astop()
+            else:
+                working.cancel()
+            with suppress(asyncio.CancelledError):
+                await working
+        except Exception as error:
+            if not is_away:
+                raise
+            report(f"Prefect was away at the end: {type(error).__name__}")
+    return asked.is_set()
+
+
+async def watch_prefect(
+    prefect: PrefectAccess, data_dir: Path, report: Callable[[str], None], seconds: float = WATCH_SECONDS
+) -> None:
+    """Report when the Prefect server goes away and answers again. Returns when the data dir's server has moved.
+
+    report: gets lines for people. seconds: between two looks.
+    """
+    is_away = False
+    while True:
+        now = find_server(data_dir) if prefect.is_embedded else None
+        if now is not None and now.environment != prefect.environment:
+            report(f"Prefect has moved from {prefect.api_url} to {now.api_url}: serving again from there")
+            return
+        was_away, is_away = is_away, not await asyncio.to_thread(answers, prefect.api_url)
+        if is_away and not was_away:
+            report(f"Prefect at {prefect.api_url} does not answer: no run starts until it does")
+        elif was_away and not is_away:
+            report(f"Prefect at {prefect.api_url} answers again")
+        await asyncio.sleep(seconds)
+
+
+class OutageFilter(logging.Filter):
+    """Drops the tracebacks of Prefect's runner about a server that is away, which `watch_prefect` reports."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is about anything else."""
+        from websockets.exceptions import WebSocketException
+
+        error = record.exc_info[1] if record.exc_info else None
+        has_given_up = isinstance(error, RuntimeError) and "error threshold" in str(error)
+        return not has_given_up and not isinstance(error, httpx.TransportError | OSError | WebSocketException)
+
+
+@contextmanager
+def outages_in_one_line() -> Iterator[None]:
+    """Drop what Prefect's runner logs and prints about a server that is away, inside."""
+    handlers, outage = logging.getLogger("prefect").handlers, OutageFilter()
+    for handler in handlers:
+        handler.addFilter(outage)
+    try:
+        with redirect_stdout(io.StringIO()):  # the runner prints the tracebacks of its last errors
+            yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(outage)
 
 
 def automations() -> list[AutomationCore]:

@@ -102,6 +102,20 @@ def forget_server(data_dir: Path, pid: int) -> None:
             file.unlink()
 
 
+def record_port(data_dir: Path, wanted: int, port: int) -> None:
+    """Note the port that the data dir's server got in place of the port `wanted`, for its next start."""
+    _write(data_dir / "prefect" / "port.json", json.dumps({"wanted": wanted, "port": port}), os.replace)
+
+
+def last_port(data_dir: Path, wanted: int) -> int:
+    """The port of the last start, if `wanted` was the same then; else `wanted`."""
+    try:
+        noted = json.loads((data_dir / "prefect" / "port.json").read_text())
+        return int(noted["port"]) if noted["wanted"] == wanted else wanted
+    except (OSError, ValueError, KeyError, TypeError):
+        return wanted
+
+
 def find_server(data_dir: Path) -> PrefectAccess | None:
     """The server of this data dir, if it runs on this machine."""
     folder = data_dir / "prefect"

@@ -28,7 +28,7 @@ from prefect.settings import (
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.log_levels import logging_at
-from tinkerflow.backend.core.prefect_access import make_credential
+from tinkerflow.backend.core.prefect_access import last_port, make_credential, record_port
 from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.prefect.client import get_client
@@ -229,9 +229,11 @@ async def open_prefect(settings: Settings, say: Callable[[str], None]) -> AsyncI
     async with AsyncExitStack() as stack:
         if settings.prefect == "embedded":
             say("starting the Prefect server")
-            listener = stack.enter_context(await listen(settings.prefect_port))
+            wanted = settings.prefect_port
+            listener = stack.enter_context(await listen(last_port(settings.data_dir, wanted), wanted))
             connection = PrefectConnection(f"http://127.0.0.1:{listener.getsockname()[1]}/api", *names)
             credential = await asyncio.to_thread(make_credential, settings.data_dir)
+            record_port(settings.data_dir, wanted, listener.getsockname()[1])
             stack.enter_context(connection.settings(credential))
             await stack.enter_async_context(_embedded_server(settings, listener, connection))
         else:

@@ -65,19 +65,20 @@ class PrefectServer:
         await self.process.stop(STOP_SECONDS)
 
 
-async def listen(port: int) -> socket.socket:
-    """A listening socket on 127.0.0.1:`port`, or on a free port when another program keeps that one."""
+async def listen(*ports: int) -> socket.socket:
+    """A listening socket on 127.0.0.1 at the first of `ports` that is free, or at another when programs keep them."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + PORT_SECONDS
-    while True:
-        try:
-            return socket.create_server(("127.0.0.1", port), backlog=1024)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-        if loop.time() > deadline:
-            break
-        await asyncio.sleep(0.1)
+    for port in dict.fromkeys(ports):
+        deadline = loop.time() + PORT_SECONDS
+        while True:
+            try:
+                return socket.create_server(("127.0.0.1", port), backlog=1024)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            if loop.time() > deadline:
+                break
+            await asyncio.sleep(0.1)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     log.warning("port %d is in use: the Prefect server listens on port %d", port, listener.getsockname()[1])
     return listener

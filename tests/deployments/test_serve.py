@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,13 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import (
+    PLAIN_LOG,
     Deployment,
     make_deployment,
     read_file,
 )
 from tinkerflow.flows.pipelines import Pipeline, pipelines
+from tinkerflow.flows.prefect.server import listen, start_server
 from tinkerflow.tasks.pipelines.environments import MAY_IMPORT, load
 from tinkerflow.tasks.pipelines.rewards import is_answer
 
@@ -127,3 +133,54 @@ def test_flows_are_sent_to_their_processes_whole() -> None:
 def _example_of(pipeline: Pipeline) -> Deployment:
     values = read_config(example_file(f"{pipeline.name}.yaml"))
     return Deployment(name="mine", entrypoint=pipeline.entrypoint, parameters={"parameters": values})
+
+
+def test_the_log_has_ids_as_they_are_and_no_error_for_a_cancelled_run() -> None:
+    code = """
+import logging
+from prefect.logging.configuration import setup_logging
+setup_logging()
+log = logging.getLogger("prefect.flow_runs.runner")
+log.error("Finished in state Cancelled()")
+log.info("sess-1:train:0 [gpu]")
+"""
+    environment = os.environ | {
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS": PLAIN_LOG,
+        "PREFECT_LOGGING_TO_API_ENABLED": "0",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    cancelled, named = done.stderr.splitlines()
+    assert "INFO" in cancelled and "ERROR" not in cancelled
+    assert named.endswith("sess-1:train:0 [gpu]")
+
+
+async def _until_logged(log: Path, text: str, seconds: float = 240) -> None:
+    async with asyncio.timeout(seconds):
+        while text not in log.read_text():  # noqa: ASYNC110  another process writes it
+            await asyncio.sleep(0.1)
+
+
+async def test_serve_follows_the_prefect_server_of_its_data_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    file, log = tmp_path / "prefect.yaml", tmp_path / "serve.log"
+    file.write_text("deployments: []\n")
+    command = [sys.executable, "-m", "tinkerflow", "serve", "--file", str(file), "--data-dir", str(tmp_path / "data")]
+    with log.open("w") as output, ExitStack() as stack:
+        server = await start_server(tmp_path / "data", stack.enter_context(await listen(0)))
+        serving = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=asyncio.subprocess.STDOUT)
+        try:
+            await _until_logged(log, f"Prefect: {server.access.api_url}\n")
+            await server.stop()
+            await _until_logged(log, f"Prefect at {server.access.api_url} does not answer")
+            old, server = server, await start_server(tmp_path / "data", stack.enter_context(await listen(0)))
+            assert old.access.api_url != server.access.api_url
+            await _until_logged(log, f"Prefect: {server.access.api_url}\n")
+            serving.terminate()
+            assert await asyncio.wait_for(serving.wait(), 120) == 0
+        finally:
+            if serving.returncode is None:
+                serving.kill()
+            await server.stop()
+    assert "Traceback" not in log.read_text(), log.read_text()

@@ -31,7 +31,9 @@ from tinkerflow.backend.core.prefect_access import (
     find_server,
     forget_server,
     is_valid_ticket,
+    last_port,
     make_credential,
+    record_port,
     record_server,
     server_for_clients,
 )
@@ -240,6 +242,20 @@ async def test_a_port_that_another_program_has_is_left_to_it(caplog: pytest.LogC
         taken, free = (listener.getsockname()[1] for listener in (other, own))
     assert free != taken
     assert f"port {taken} is in use: the Prefect server listens on port {free}" in caplog.text
+
+
+async def test_the_next_start_has_the_port_of_the_last_one_unless_another_is_wanted(tmp_path: Path) -> None:
+    make_credential(tmp_path)
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        wanted = other.getsockname()[1]
+        assert last_port(tmp_path, wanted) == wanted
+        with closing(await listen(last_port(tmp_path, wanted), wanted)) as first:
+            record_port(tmp_path, wanted, last := first.getsockname()[1])
+        with closing(await listen(last_port(tmp_path, wanted), wanted)) as second:
+            assert second.getsockname()[1] == last != wanted
+    assert last_port(tmp_path, wanted + 1) == wanted + 1
+    (tmp_path / "prefect" / "port.json").write_text("[]")
+    assert last_port(tmp_path, wanted) == wanted
 
 
 async def test_a_proxys_host_and_origin_are_accepted_where_they_are_named() -> None:
