@@ -179,12 +179,16 @@ def _champion(call: Call, model: str) -> str:
     except UserError:  # no such name can exist
         champion = None
     if champion is None:
-        raise NotFoundError(f"model {model!r} does not exist: nothing was promoted under this name")
+        raise NotFoundError(
+            f"model {model!r} does not exist: nothing was promoted under this name in this key's project"
+        )
     path = str(champion["weights"])
     try:
         call.journal.checkpoints.get(path, call.owner)
     except NotFoundError as error:  # another project's champion is no champion here
-        raise NotFoundError(f"model {model!r} does not exist: nothing was promoted under this name") from error
+        raise NotFoundError(
+            f"model {model!r} does not exist: nothing was promoted under this name in this key's project"
+        ) from error
     return path
 
 
