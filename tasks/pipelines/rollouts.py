@@ -213,12 +213,12 @@ class Rollouts:
     make: EnvironmentMaker
     group_size: int
     max_tokens: int
-    judge: str = "environment"
     max_turns: int = 1
     max_context: int = 2**31
     max_bad_fraction: float = 0.0
     environment_seconds: float = 600.0
     environment_retries: int = 2
+    judge: str = "environment"
     failures: dict[str, str] = field(default_factory=dict)
     interruptions: set[str] = field(default_factory=set)
     plain_calls: asyncio.Lock = field(default_factory=asyncio.Lock)
