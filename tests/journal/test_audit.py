@@ -59,6 +59,7 @@ def test_every_kind_of_event_names_its_actor(scene, save, clock, write):
     journal = scene.journal
     key, _ = journal.keys.create("laptop", "local", actor="key-boss")
     journal.keys.revoke(key.id, actor="key-boss")
+    journal.project_limits.set("local", {"max_sessions": 9}, "key-boss")
     journal.audit.record_refused_key(hash_key("tml-wrong"), "192.0.2.1")
     for event in (AuditedEvent.PROJECT_SIGNED_IN, AuditedEvent.PROJECT_SIGNED_OUT, AuditedEvent.PROJECT_SAMPLE_READ):
         journal.audit.record(event, owner="local", actor="key-boss", details={})
@@ -91,6 +92,7 @@ def test_every_kind_of_event_names_its_actor(scene, save, clock, write):
         "project_key_created": "key-boss",
         "project_key_revoked": "key-boss",
         "project_key_refused": "unknown key",
+        "project_limits_set": "key-boss",
         "project_signed_in": "key-boss",
         "project_signed_out": "key-boss",
         "project_sample_read": "key-boss",

@@ -63,7 +63,7 @@ async def test_the_reason_of_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch
         (DpoParameters, {"beta": 0}, "beta\n  Input should be greater than 0"),
         (RlParameters, {}, "give either reward or environment"),
         (RlParameters, {"reward": "a:b", "environment": "c:D"}, "give either reward or environment"),
-        (RlParameters, {"reward": "a.b"}, "reward\n  String should match pattern"),
+        (RlParameters, {"reward": "a.b"}, "reward\n  Value error, write module:function"),
         (RlParameters, {"reward": "a:b", "group_size": 1}, "group_size\n  Input should be greater than or equal to 2"),
         (
             RlParameters,
