@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.journal import Journal, NoTablesError
 from tinkerflow.backend.settings import Settings
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.journal import Journal
 
 LOCK = "up.lock"  # the process that serves a data dir holds its lock
 
@@ -43,6 +46,8 @@ def read_owner(data_dir: Path) -> Owner | None:
 @contextmanager
 def opened_journal(settings: Settings) -> Iterator[Journal | None]:
     """The journal as it is; None: there is no database, or it has no tables. ServerError: of another version."""
+    from tinkerflow.backend.journal import Journal, NoTablesError  # SQLAlchemy takes a second to load
+
     journal = None
     if settings.has_journal:
         with suppress(NoTablesError):

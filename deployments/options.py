@@ -59,8 +59,12 @@ def settings_with(**given: Any) -> Settings:
 
 
 def export_data_dir(data_dir: Path | None) -> None:
-    """Let settings that are read later, and processes that are started, use the data dir that was given."""
+    """Let settings that are read later, and processes that are started, use the data dir that was given.
+
+    UserError when it cannot be one.
+    """
     if data_dir is not None:
+        settings_with(data_dir=data_dir)
         os.environ["TINKERFLOW_DATA_DIR"] = str(data_dir.absolute())
 
 

@@ -197,6 +197,7 @@ def test_prefect_embedded_external_or_off(tmp_path: Path, port: int, monkeypatch
 
 
 def test_a_data_dir_that_cannot_be_made_is_not_healthy(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path / "file" / "data")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"/file cannot be written: choose another --data-dir"):
-        doctor.check_data_dir(Settings(data_dir=tmp_path / "file" / "data"))
+        doctor.check_data_dir(settings)

@@ -17,7 +17,15 @@ from tinkerflow.deployments.commands import one_line
 from tinkerflow.deployments.data_dir import make_data_dir
 from tinkerflow.deployments.parts import open_journal
 
-GIVEN = {"path": "tinker://a:train:0/weights/b", "pipeline": "sft", "url": __file__, "file": __file__, "step": "1"}
+GIVEN = {
+    "path": "tinker://a:train:0/weights/b",
+    "pipeline": "sft",
+    "url": __file__,
+    "file": __file__,
+    "step": "1",
+    "limits": "max_sessions=1",
+    "command": "sess-0123456789abcdef:train:0",
+}
 WITH_DATA_DIR = {  # `verify` needs a receipt first
     path: command
     for path, command in command_line().items()

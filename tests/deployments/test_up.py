@@ -48,9 +48,10 @@ def test_without_a_ray_cluster_up_ends_with_the_command_that_starts_one(tmp_path
 
 
 def test_a_data_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path / "file" / "data", port=0)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/data': cannot be written \(.+\); choose another --data-dir"):
-        Stack(Settings(data_dir=tmp_path / "file" / "data", port=0), report=print)
+    with pytest.raises(UserError, match=r"file/data': cannot be written \(.+\): choose another --data-dir"):
+        Stack(settings, report=print)
 
 
 def test_a_port_with_a_server_is_refused_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

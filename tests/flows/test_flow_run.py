@@ -19,7 +19,7 @@ from prefect.states import Cancelled, Completed, Running, State
 from tests.manual_clock import ManualClock
 
 from tinkerflow.backend.core.clock import SystemClock
-from tinkerflow.backend.journal import Kind, Outcome, StepMeasured
+from tinkerflow.backend.journal import Kind, LossMeasured, Outcome, StepMeasured
 from tinkerflow.flows.observers import Batch
 from tinkerflow.flows.prefect import connection as connection_module
 from tinkerflow.flows.prefect import flow_run, mirror
@@ -218,7 +218,7 @@ async def test_requests_of_a_page_grow_with_time_and_not_with_steps_and_all_is_t
             )
             run.started(Batch(Kind.OPTIM_STEP, (), steps), [operation])
             effect = StepMeasured("m", steps, steps, 0.5, 1e-4)
-            operation.answered.set_result(Outcome("req", b"", "json", effects=(effect,)))
+            operation.answered.set_result(Outcome("req", b"", "json", effects=(LossMeasured("m", 4, 3.0, 6.0), effect)))
         clock.advance(1.0)
         await settled()
     assert len(server.sent) <= seconds / flow_run.LOG_SECONDS

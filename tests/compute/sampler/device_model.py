@@ -292,6 +292,7 @@ def modeled_sampler(
     config: Any = SimpleNamespace(
         sample_slots=slots,
         drafts=False,
+        routing_replay=False,
         max_context=context,
         decode_chunk=chunk,
         expert_rank=0,
