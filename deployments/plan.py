@@ -19,7 +19,7 @@ from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import parse_config
 from tinkerflow.backend.compute.models.lora_weights import check_spec
-from tinkerflow.backend.compute.planning.array_sizes import step_weights, weight_bytes
+from tinkerflow.backend.compute.planning.array_sizes import row_devices, step_weights, weight_bytes
 from tinkerflow.backend.compute.planning.memory_plan import GB, MemoryPlan, plan_memory, sampling_config
 from tinkerflow.backend.compute.planning.roofline import Estimate, decode_bound, training_bound
 from tinkerflow.backend.compute.planning.topologies import Topology, parse_topology
@@ -77,7 +77,7 @@ def plan_service(settings: Settings, base_model: str, topology: str, *, rank: in
     cfg = parse_config(_config(base_model), name=base_model)
     context = context_of(base_model, cfg, settings.max_context)
     config = _on_devices(group_config(settings, base_model, context), target)
-    check_context_parallel(cfg, config, config.fsdp * config.expert)
+    check_context_parallel(cfg, config, row_devices(config))
     if config.kv_cache == "float8" and not target.device.float8:
         raise UserError(f"kv_cache is 'float8', and {target.device.name} does not compute with such numbers")
     if not rank:

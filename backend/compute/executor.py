@@ -19,7 +19,7 @@ import jax
 
 from tinkerflow.backend.compute.adapter_programs import AdapterPrograms
 from tinkerflow.backend.compute.compiles import CompileCounter
-from tinkerflow.backend.compute.mesh import make_mesh, row_parts
+from tinkerflow.backend.compute.mesh import FSDP, make_mesh, row_parts
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.layers.delta_rule import chunk_tokens
 from tinkerflow.backend.compute.models.params import count, load_params
@@ -92,7 +92,7 @@ class Executor:
         progress(f"rank {rank} of {processes}: opening the model")
         self._cfg = load_config(config.model_path).for_context(config.max_context)
         self._mesh = make_mesh(config.fsdp, config.tensor, config.expert)
-        config = replace(config, fsdp=self.fsdp, dtype=settle_dtype(config.dtype))
+        config = replace(config, fsdp=self._mesh.shape[FSDP], dtype=settle_dtype(config.dtype))
         self.plan = plan_group(self._cfg, config)  # before the weights are read, which may take minutes
         self._config = replace(config, max_context=self.plan.context)
         if self.plan.uses is not None:

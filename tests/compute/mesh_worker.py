@@ -21,7 +21,7 @@ def main() -> None:
     import numpy as np
 
     from tinkerflow.backend.compute.executor import Executor
-    from tinkerflow.backend.compute.planning.array_sizes import held_bytes
+    from tinkerflow.backend.compute.planning.array_sizes import held_bytes, weight_bytes
     from tinkerflow.backend.spec.commands import (
         CreateAdapter,
         Example,
@@ -52,7 +52,8 @@ def main() -> None:
         )
         for n in (9, 30, 17)
     )
-    said: dict[str, object] = {}
+    weights = {"planned": weight_bytes(executor._cfg, executor._config), "held": held_bytes(executor._params)}
+    said: dict[str, object] = {"weights": weights}
     runs = {
         "adamw": (LoraSpec(4), "adamw", AdamParams(learning_rate=1e-2)),
         "dimuon": (LoraSpec(4), "dimuon", DimuonParams(learning_rate=1e-2)),

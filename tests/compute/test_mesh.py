@@ -53,6 +53,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(model, runs, devices, axes, requ
     made = request.getfixturevalue(model) if model in ("qwen3", "moe") else build(tmp_path, model, tied=False)
     folder = made.folder
     alone, found = train(folder, runs, 1, 1, 1, 1), train(folder, runs, devices, *axes)
+    assert found["weights"]["planned"] == found["weights"]["held"], "the plan has the mesh of the group"
     for name in set(runs.split(",")) - {"sampled"}:
         assert alone[f"{name} loss 2"] < alone[f"{name} loss 0"]
         for step in range(3):

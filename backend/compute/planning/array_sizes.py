@@ -51,6 +51,11 @@ def abstract_mesh(config: GroupConfig) -> Any:
     return AbstractMesh((config.fsdp, config.expert, config.tensor), (FSDP, EXPERT, TENSOR))
 
 
+def row_devices(config: GroupConfig) -> int:
+    """The number of devices that rows of training are split over (`mesh.ROWS`)."""
+    return config.fsdp * config.expert
+
+
 def share(size: int, parts: int) -> int:
     """The part of a dimension that a device holds: all of it if the mesh's axis does not divide it."""
     return size // parts if size % parts == 0 else size

@@ -24,7 +24,14 @@ from tinkerflow.backend.compute.mesh import heads_split
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.layers import DELTA
 from tinkerflow.backend.compute.models.params import params_like
-from tinkerflow.backend.compute.planning.array_sizes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
+from tinkerflow.backend.compute.planning.array_sizes import (
+    abstract_mesh,
+    held_bytes,
+    row_devices,
+    share,
+    state_heads,
+    weight_bytes,
+)
 from tinkerflow.backend.compute.planning.training_memory import (
     TRAINING,
     adapter_bytes,
@@ -170,10 +177,9 @@ class MemoryPlan:
 def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
     """The plan of this process's group. Every process must call it, and all get the same plan.
 
-    config: its fsdp is the number of devices that rows are split over. Errors are those of `check_context_parallel` and
-    `plan_memory`.
+    config: its fsdp is not 0. Errors are those of `check_context_parallel` and `plan_memory`.
     """
-    check_context_parallel(cfg, config, config.fsdp)
+    check_context_parallel(cfg, config, row_devices(config))
     limit = device_limit(config)
     if limit is None:
         longest = min(config.max_context, cfg.max_positions)
@@ -182,7 +188,7 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
         shared, in_states = int(_host_bytes() * _CACHE_ON_CPUS), _state_bytes(cfg, config)
         fit = least(max(shared - in_states, shared // 2) // _page_bytes(cfg, config))
         pages = min(fit, max(slots, pages_for(longest)))
-        budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
+        budget = budget_for(cfg, config.dtype, row_devices(config), None, config.microbatch_tokens)
         budget = replace(budget, context_parallel=config.context_parallel)
         states = state_count(cfg, config)
         full = max(0, least(int(_host_bytes() * _FULL_ON_CPUS)) - weight_bytes(cfg, config))

@@ -20,7 +20,14 @@ from tinkerflow.backend.compute.models.layers.delta_rule import chunk_tokens
 from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.transformer import Keep
 from tinkerflow.backend.compute.models.vision_tower import tower_bytes
-from tinkerflow.backend.compute.planning.array_sizes import abstract_mesh, held_bytes, share, state_heads, weight_bytes
+from tinkerflow.backend.compute.planning.array_sizes import (
+    abstract_mesh,
+    held_bytes,
+    row_devices,
+    share,
+    state_heads,
+    weight_bytes,
+)
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS, SCORED_ROWS, TPU, TURING, platform
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.training import full_parameters
@@ -73,10 +80,12 @@ def check_context_parallel(cfg: ModelConfig, config: GroupConfig, rows: int) -> 
         raise UserError(f"base model {config.model_path!r}: context_parallel {size}; {rule}")
 
 
-def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, microbatch_tokens: int = 0) -> Budget:
+def budget_for(
+    cfg: ModelConfig, dtype: Any, devices: int, free_bytes: int | None, microbatch_tokens: int = 0
+) -> Budget:
     """The budget of training on devices of this size.
 
-    cfg: the model. dtype: of its activations. fsdp: devices that rows are split over. free_bytes: the memory of each
+    cfg: the model. dtype: of its activations. devices: that rows are split over. free_bytes: the memory of each
     device without the weights; None on CPUs, where the budget does not depend on the machine. microbatch_tokens: the
     size to use, 0 = choose.
     """
@@ -85,7 +94,7 @@ def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, 
     kept, tokens = int(_KEPT * free_bytes), _LEAST_TOKENS
     while tokens < _MOST_TOKENS and kept_bytes(cfg, _ranks(cfg), 2 * tokens, dtype) <= kept:
         tokens *= 2
-    return Budget(microbatch_tokens or tokens * fsdp, kept, kept)
+    return Budget(microbatch_tokens or tokens * devices, kept, kept)
 
 
 def budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
@@ -93,7 +102,7 @@ def budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
 
     Where a step would take more, each layer is recomputed. Where that is still too much, groups of layers are.
     """
-    budget = budget_for(cfg, config.dtype, config.fsdp, free, config.microbatch_tokens)
+    budget = budget_for(cfg, config.dtype, row_devices(config), free, config.microbatch_tokens)
     budget = replace(budget, context_parallel=config.context_parallel)
 
     def fits(tokens: int) -> bool:
@@ -102,7 +111,7 @@ def budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
     sizes = step_sizes(config, budget, min(config.max_context, cfg.max_positions))
     while not config.microbatch_tokens and sizes[0] > _LEAST_TOKENS and not fits(sizes[0]):
         sizes = [sizes[0] // 2, *sizes]
-    budget = replace(budget, microbatch_tokens=config.microbatch_tokens or sizes[0] * config.fsdp)
+    budget = replace(budget, microbatch_tokens=config.microbatch_tokens or sizes[0] * row_devices(config))
     # Groups of layers for long sequences only: for short ones they save little memory and make training slower.
     for keep, limit, some in ((Keep.RESULTS, "kept_bytes", sizes), (Keep.INPUTS, "input_bytes", sizes[1:])):
         if (too_large := next((tokens for tokens in some if not fits(tokens)), None)) is not None:
@@ -148,7 +157,7 @@ def step_sizes(config: GroupConfig, budget: Budget, context: int) -> list[int]:
 
     Sequences are split over devices (`context_parallel`) before a device gets more tokens than those of a micro-batch.
     """
-    sizes = [max(1, budget.microbatch_tokens // config.fsdp)]
+    sizes = [max(1, budget.microbatch_tokens // row_devices(config))]
     while sizes[-1] < bucket(context, SHORTEST_ROW) // config.context_parallel:
         sizes.append(2 * sizes[-1])
     return sizes
