@@ -57,7 +57,7 @@ def test_pieces_of_a_row_give_the_numbers_of_one_device(model, meshes, tmp_path)
             assert found[f"{mesh} flops"] * fsdp * tensor == pytest.approx(found[f"{ALONE} flops"], rel=0.25)
         for name in [name for name in found if name.startswith(mesh) and not name.endswith("flops")]:
             is_close = close_logprobs if name.endswith(" 0") and "attention" not in name else close
-            is_close(found[name], found[name.replace(mesh, ALONE)], ulps=2048)
+            is_close(found[name], found[name.replace(mesh, ALONE)], ulps=4096)
 
 
 @pytest.mark.parametrize(
