@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,21 +79,19 @@ def check_context_parallel(cfg: ModelConfig, config: GroupConfig, rows: int) -> 
         raise UserError(f"base model {config.model_path!r}: context_parallel {size}; {rule}")
 
 
-def budget_for(
-    cfg: ModelConfig, dtype: Any, devices: int, free_bytes: int | None, microbatch_tokens: int = 0
-) -> Budget:
+def budget_for(cfg: ModelConfig, config: GroupConfig, free_bytes: int | None) -> Budget:
     """The budget of training on devices of this size.
 
-    cfg: the model. dtype: of its activations. devices: that rows are split over. free_bytes: the memory of each
-    device without the weights; None on CPUs, where the budget does not depend on the machine. microbatch_tokens: the
-    size to use, 0 = choose.
+    cfg, config: the model and its worker group. free_bytes: the memory of each device without the weights; None on
+    CPUs, where the budget does not depend on the machine.
     """
     if free_bytes is None:
-        return Budget(microbatch_tokens or _LEAST_TOKENS, _KEPT_ON_CPUS)
+        size = config.microbatch_tokens or _LEAST_TOKENS
+        return Budget(size, _KEPT_ON_CPUS, context_parallel=config.context_parallel)
     kept, tokens = int(_KEPT * free_bytes), _LEAST_TOKENS
-    while tokens < _MOST_TOKENS and kept_bytes(cfg, _ranks(cfg), 2 * tokens, dtype) <= kept:
+    while tokens < _MOST_TOKENS and kept_bytes(cfg, _ranks(cfg), 2 * tokens, config.dtype) <= kept:
         tokens *= 2
-    return Budget(microbatch_tokens or tokens * devices, kept, kept)
+    return Budget(config.microbatch_tokens or tokens * row_devices(config), kept, kept, config.context_parallel)
 
 
 def budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
@@ -102,8 +99,7 @@ def budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
 
     Where a step would take more, each layer is recomputed. Where that is still too much, groups of layers are.
     """
-    budget = budget_for(cfg, config.dtype, row_devices(config), free, config.microbatch_tokens)
-    budget = replace(budget, context_parallel=config.context_parallel)
+    budget = budget_for(cfg, config, free)
 
     def fits(tokens: int) -> bool:
         return sum(_step(cfg, config, budget, tokens)) <= TRAINING * free

@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -33,7 +32,8 @@ QWEN3_8B = config_like(QWEN3_4B, hidden_size=4096, intermediate_size=12288, tie_
 
 def budget_of(limit: float, weights: float, tokens: int = 0) -> budget_module.Budget:
     """The budget on a GPU. limit, weights: in GB."""
-    return training_memory.budget_for(CFG, jnp.bfloat16, 1, int(limit * GB) - int(weights * GB), tokens)
+    config = config_of(microbatch_tokens=tokens)
+    return training_memory.budget_for(CFG, config, int(limit * GB) - int(weights * GB))
 
 
 @pytest.mark.parametrize(
