@@ -275,11 +275,8 @@ def _tokenizer(settings: Settings, name: str) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(scratch)
 
 
-def check_server(parameters: AnyParameters, settings: Settings) -> None:
+def check_server(parameters: AnyParameters, url: str, key: str) -> None:
     """Raise UserError, with the fix, when no server answers, or it refuses the key, the base model or a checkpoint."""
-    if parameters.connection:
-        return  # a Prefect block names the server
-    url, key = server_from_environment(settings)
     try:
         answer = httpx.get(f"{url}/api/v1/get_server_capabilities", headers={"X-API-Key": key}, timeout=10)
     except httpx.HTTPError as error:

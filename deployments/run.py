@@ -77,39 +77,36 @@ def run(
     sys.path.insert(0, str(config.resolve().parent))  # rewards and environments may be modules beside the file
     values = read_config(config, changes)
     parameters = parameters_of(pipeline, values)
-    print_line(console, f"service: {_service(parameters.connection, settings)}")
+    block = parameters.connection  # of Prefect, which names the service
+    url, key = ("", "") if block else server_from_environment(settings)
+    source = "TINKER_BASE_URL" if "TINKER_BASE_URL" in os.environ else f"data dir {settings.data_dir}"
+    print_line(console, f"service: as Prefect's block {block!r} names it" if block else f"service: {url} ({source})")
     check_code(parameters)
     check_first_rows(parameters)
-    check_server(parameters, settings)
-    if warning := other_data_dir(parameters, settings):
-        print_line(console, warning)
+    if not block:
+        check_server(parameters, url, key)
+        if warning := other_data_dir(parameters, settings, url):
+            print_line(console, warning)
     with prefect_api(console, settings) as (prefect, starts):
         words = ["tinkerflow", "run", pipeline, "--config", str(config)]
         for change in changes:
             words += [] if change.startswith("resume=") else ["--set", change]
         again = shlex.join([*words, *(("--data-dir", str(data_dir)) if data_dir else ())]) + " --set resume="
-        server = "" if parameters.connection else server_from_environment(settings)[0].rstrip("/")
-        page, completed = run_and_show(console, find(pipeline), values, prefect, again, server)
-    if starts:
-        print_line(console, see_again(page, settings.data_dir))
-    else:
-        print_line(console, f"see it in Prefect: {prefect.link(page, time.time())}")
+        page, completed = run_and_show(console, find(pipeline), values, prefect, again, url.rstrip("/"))
+    _print_page(console, page, prefect, settings.data_dir, ends=starts)
     return completed
 
 
-def _service(block: str, settings: Settings) -> str:
-    """The service that a run uses, for people. UserError when it serves another data dir."""
-    if block:
-        return f"as Prefect's block {block!r} names it"
-    url, _ = server_from_environment(settings)
-    return f"{url} (TINKER_BASE_URL)" if "TINKER_BASE_URL" in os.environ else f"{url} (data dir {settings.data_dir})"
+def _print_page(console: Console, page: str, prefect: PrefectAccess, data_dir: Path | None, *, ends: bool) -> None:
+    """Print a link to a run's page in Prefect; if the server ends with this command, how to see the page again."""
+    print_line(console, see_again(page, data_dir) if ends else f"see it in Prefect: {prefect.link(page, time.time())}")
 
 
-def other_data_dir(parameters: AnyParameters, settings: Settings) -> str:
-    """A warning when the service of a run is on this machine, and is not that of the run's data dir; else ""."""
-    url, owner = server_from_environment(settings)[0], read_owner(settings.data_dir)
-    address, own = urlsplit(url), urlsplit(owner.api_url) if owner is not None else None
-    local = not parameters.connection and address.hostname in ("localhost", "127.0.0.1", "::1")
+def other_data_dir(parameters: AnyParameters, settings: Settings, url: str) -> str:
+    """A warning when the service at `url` is on this machine, and is not that of the run's data dir; else ""."""
+    owner, address = read_owner(settings.data_dir), urlsplit(url)
+    own = urlsplit(owner.api_url) if owner is not None else None
+    local = address.hostname in ("localhost", "127.0.0.1", "::1")
     if not local or parameters.work or settings.pipelines or (own is not None and own.port == address.port):
         return ""
     return (
@@ -132,10 +129,7 @@ def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: 
         page, completed = run_and_show(console, find(name), values, prefect)
     if completed and name in ("sft", "dpo"):
         print_line(console, _EXAMPLE_MODEL)
-    if stack.settings.prefect == "embedded":
-        print_line(console, see_again(page, data_dir))
-    else:
-        print_line(console, f"see it in Prefect: {prefect.link(page, time.time())}")
+    _print_page(console, page, prefect, data_dir, ends=stack.settings.prefect == "embedded")
     return completed
 
 

@@ -262,12 +262,12 @@ def test_a_service_of_another_data_dir_is_warned_about(tmp_path: Path, monkeypat
     monkeypatch.delenv("TINKERFLOW_PIPELINES", raising=False)
     parameters = parameters_of("sft", read_config(example_file("sft.yaml")))
     settings = Settings(data_dir=tmp_path)
-    monkeypatch.setenv("TINKER_BASE_URL", "http://localhost:8123")
-    assert f"8123 is not that of the data dir {tmp_path}" in other_data_dir(parameters, settings)
+    url = "http://localhost:8123"
+    assert f"8123 is not that of the data dir {tmp_path}" in other_data_dir(parameters, settings, url)
     with owned(tmp_path, "http://127.0.0.1:8123"):
-        assert not other_data_dir(parameters, settings)
+        assert not other_data_dir(parameters, settings, url)
     with owned(tmp_path, "http://127.0.0.1:8124"):
-        assert "give the --data-dir of its `tinkerflow up`" in other_data_dir(parameters, settings)
-    assert not other_data_dir(parameters.model_copy(update={"work": "gs://bucket"}), settings)
-    monkeypatch.setenv("TINKER_BASE_URL", "https://tinkerflow.example.com")
-    assert not other_data_dir(parameters, settings), "it may share the folder under another path"
+        assert "give the --data-dir of its `tinkerflow up`" in other_data_dir(parameters, settings, url)
+    assert not other_data_dir(parameters.model_copy(update={"work": "gs://bucket"}), settings, url)
+    url = "https://tinkerflow.example.com"
+    assert not other_data_dir(parameters, settings, url), "it may share the folder under another path"

@@ -160,30 +160,27 @@ class NoCheckpoint(BaseHTTPRequestHandler):
     ("pipeline", "parameter"),
     [("sft", "model.start_from"), ("distill", "teacher.weights"), ("evaluate", "weights"), ("evaluate", "against")],
 )
-def test_a_checkpoint_that_does_not_exist_is_refused_before_a_run(
-    monkeypatch: pytest.MonkeyPatch, pipeline: str, parameter: str
-) -> None:
+def test_a_checkpoint_that_does_not_exist_is_refused_before_a_run(pipeline: str, parameter: str) -> None:
     *outer, last = parameter.split(".")
     values: dict[str, Any] = {last: "tinker://run/weights/final"}
     for name in outer:
         values = {name: values}
     with ThreadingHTTPServer(("127.0.0.1", 0), NoCheckpoint) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        url = f"http://127.0.0.1:{server.server_port}"
         try:
             with pytest.raises(
                 UserError, match=f"{parameter}: checkpoint 'tinker://run/weights/final': there is none; "
             ):
-                check_server(parameters_of(pipeline, {"data": {"url": "rows.jsonl"}} | values), Settings())
+                check_server(parameters_of(pipeline, {"data": {"url": "rows.jsonl"}} | values), url, "tml-x")
         finally:
             server.shutdown()
 
 
-def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{free_port()}")
+def test_a_server_that_does_not_answer() -> None:
     parameters = parameters_of("sft", read_config(example_file("sft.yaml")))
     with pytest.raises(UserError, match=r"no server answers at http.*: start it with `tinkerflow up`"):
-        check_server(parameters, Settings())
+        check_server(parameters, f"http://127.0.0.1:{free_port()}", "tml-x")
 
 
 def test_a_server_offers_its_base_models_by_name_and_by_alias() -> None:
