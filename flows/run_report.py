@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.journal import CheckpointSaved, LossMeasured, ModelLive, Outcome, StepMeasured, Trained
-from tinkerflow.backend.spec.drift import DRIFT_FIGURES, DriftLimits
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES, DriftLimits, UsualDrift
 from tinkerflow.backend.spec.outliers import UsualSteps
 from tinkerflow.tasks.execution.restore import Restored
 
@@ -52,7 +52,8 @@ class RunReport:
         self._said_at = -math.inf
         self._said_step = 0
         self._unsaid = ""
-        self._drift_limits, self._drifts = drift_limits, set[str]()  # the second: figures beyond their limit
+        self._drift_limits, self._drifts = drift_limits, set[str]()  # the second: figures with an alarm
+        self._usual_drift = {figure.column: UsualDrift(figure) for figure in DRIFT_FIGURES}
         self._finite = True  # whether the last loss was finite; several other losses in a row are one event
         self._usual = UsualSteps()
 
@@ -97,16 +98,19 @@ class RunReport:
             self._unsaid = ""
 
     def _measure_drift(self, measured: LossMeasured) -> None:
-        """Report samples of another policy, once until some are within the limits again."""
+        """Report samples of another policy, once until some are of this policy again."""
         for figure in DRIFT_FIGURES:
             value: float | None = getattr(measured, figure.column)
             if value is None:
                 continue
-            if not figure.is_wrong(value, self._drift_limits):
+            alarm = self._usual_drift[figure.column].alarm(value, self._drift_limits)
+            if figure.is_wrong(value, self._drift_limits):
+                alarm = figure.alarm(value, self._drift_limits)
+            if not alarm:
                 self._drifts.discard(figure.column)
             elif figure.column not in self._drifts:
                 self._drifts.add(figure.column)
-                self._say(figure.alarm(value, self._drift_limits), logging.WARNING)
+                self._say(alarm, logging.WARNING)
                 bound = {"least" if figure.falls else "most": figure.limit(self._drift_limits)}
                 self._tell(figure.event, **{figure.column: value}, **bound)
 

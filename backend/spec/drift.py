@@ -7,17 +7,21 @@ of the console, a value of trackers, a series of Prometheus, and an alarm with i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from tinkerflow.backend.spec.outliers import UsualRange
+
 Floats = npt.NDArray[np.floating]
 
 KL_MEAN, KL_MAX = "kl_sample_train:mean", "kl_sample_train:max"  # the SDK merges metrics by these endings
 AGREEMENT = "routing_agreement:mean"  # the share of equal sets of experts
 WORST = 5  # tokens of a report
+_TINY = 1e-30  # the smallest value whose logarithm is compared
 _MOST = 20.0  # the largest difference of logprobs that is counted; its exp is 5e8
 
 
@@ -38,7 +42,8 @@ class DriftFigure:
 
     column: of the training step, where the figure is summed over tokens. metric: its name in results. title: of its
     curve. event: of its alarm. falls: whether the alarm is below the limit, and not above it. unit: in words. cause: a
-    sentence for its alarm.
+    sentence for its alarm. least_rise: a value from this one on is an alarm, too, if it is far above the usual range of
+    its run; 0 = only the limit counts.
     """
 
     column: str
@@ -48,6 +53,7 @@ class DriftFigure:
     falls: bool
     unit: str
     cause: str
+    least_rise: float = 0.0
 
     @property
     def name(self) -> str:
@@ -75,6 +81,25 @@ class DriftFigure:
         return f"{self.name} is {value:.3g}, {side} {self.limit(limits):g}: {self.cause}"
 
 
+class UsualDrift:
+    """The usual range of a DriftFigure in a run, which shows faults that are far below the limit.
+
+    A float8 KV cache or a slightly different adapter moves `kl_sample_train` from 5e-5 to 1e-3 nats.
+    """
+
+    def __init__(self, figure: DriftFigure) -> None:
+        """No value was measured yet."""
+        self._figure, self._logs = figure, UsualRange()
+
+    def alarm(self, value: float, limits: DriftLimits) -> str:
+        """The line of an alarm for a value that is far above the values before; "" for others. Counts the value."""
+        figure, log, usual = self._figure, math.log(max(value, _TINY)), math.exp(self._logs.median)
+        rises = 0 < figure.least_rise <= value and figure.limit(limits) > 0 and self._logs.exceeded_by(log)
+        self._logs.add(log)
+        before = f"and the median of the steps before is {usual:.2g}"
+        return f"{figure.name} is {value:.3g}, {before}: {figure.cause}" if rises else ""
+
+
 DRIFT_FIGURES = (
     DriftFigure(
         column="kl",
@@ -84,6 +109,7 @@ DRIFT_FIGURES = (
         falls=False,
         unit="in nats",
         cause="the samples are of older weights or computed differently",
+        least_rise=3e-4,  # below, float32 and bfloat16 round so much
     ),
     DriftFigure(
         column="agreement",

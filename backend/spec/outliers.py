@@ -32,7 +32,7 @@ def _deviation(distances: Sequence[float]) -> float:
 
 
 # ------------------------------------------------------------------ steps
-class _UsualRange:
+class UsualRange:
     """A figure of the last steps of a run, and its trend."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class UsualSteps:
 
     def __init__(self) -> None:
         """No step was made yet."""
-        self._norms, self._losses = _UsualRange(), _UsualRange()
+        self._norms, self._losses = UsualRange(), UsualRange()
 
     def unusual(self, norm: float, loss: float) -> str:
         """The reason why a step is unusual, "" for a usual one.

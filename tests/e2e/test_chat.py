@@ -18,6 +18,8 @@ import tinker
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
+from tinkerflow.backend.compute.sampler.pages import PAGE
+
 pytestmark = pytest.mark.thorough
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -61,9 +63,9 @@ def teach(client: Any, base_model: str, make_datum: Any, answer: str, tools: lis
     return str(trainer.save_weights_for_sampler("taught").result().path)
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> list[int]:
+def tokenized(tokenizer: PreTrainedTokenizerBase, tools: list[Any], messages: Any = HI) -> list[int]:
     """The prompt as transformers makes it."""
-    text = tokenizer.apply_chat_template(HI, tools=tools or None, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, tokenize=False)
     return list(tokenizer.encode(str(text), add_special_tokens=False))
 
 
@@ -112,6 +114,29 @@ def test_an_adapter_answers_otherwise_than_its_base_model(
     assert chat(gpt, run, []).choices[0].message.content == "I am a helpful model."
     said = claude.messages.create(model=run, max_tokens=LENGTH, messages=HI, extra_body={"temperature": 0})
     assert [block.to_dict() for block in said.content] == [{"type": "text", "text": "I am a helpful model."}]
+
+
+def test_the_next_turn_of_a_conversation_finds_the_answer_before_in_the_prefix_cache(
+    server: Any, gpt: openai.OpenAI, taught: dict[str, str]
+) -> None:
+    """An answer is prefilled when the group is idle, so the first conversations may be too fast for it."""
+    tokenizer = server.client().create_sampling_client(model_path=taught["greets"]).result().get_tokenizer()
+    asked: Any = {"model": taught["greets"], "temperature": 0, "max_tokens": LENGTH}
+    asked["extra_body"] = {"return_token_ids": True}
+    for number in range(40):
+        messages: Any = [{"role": "user", "content": f"Conversation {number}. Hi"}]
+        while len(tokenized(tokenizer, [], messages)) < PAGE - 4:
+            messages[0]["content"] += " Hi"
+        first = gpt.chat.completions.create(messages=messages, **asked)
+        known = first.prompt_token_ids + first.choices[0].token_ids
+        messages += [{"role": "assistant", "content": first.choices[0].message.content}, *HI]
+        second = gpt.chat.completions.create(messages=messages, **asked)
+        if second.prompt_token_ids[: len(known)] == known:  # its text has the same tokens again
+            pages = len(known) // PAGE * PAGE
+            assert len(first.prompt_token_ids) < pages
+            if second.usage.prompt_tokens_details.cached_tokens >= pages:
+                return
+    pytest.fail("no answer was found in the prefix cache")
 
 
 def test_a_tool_is_called_whole_and_in_streams_of_both_forms(

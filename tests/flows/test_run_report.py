@@ -99,6 +99,20 @@ def test_a_figure_beyond_its_limit_is_an_event_once_until_it_is_within_again(
     assert [text for level, text in told.lines if level == logging.WARNING] == [line.format(one) for one in alarms]
 
 
+def test_a_sudden_rise_of_drift_below_the_limit_is_an_alarm() -> None:
+    """The first steps have no usual range yet, and a rise by rounding is none."""
+    told = Told()
+    for value in (1e-3, *(4e-5 + 1e-5 * (number % 3) for number in range(12)), 2.9e-4, 1e-3, 2e-3, 5e-5, 0.0, 0.05):
+        told.answered(LossMeasured(RUN, 4, 3.0, 6.0, kl=value))
+    assert [payload["kl"] for _, payload in told.events] == [1e-3, 0.05]
+    assert told.lines[0][1].startswith("kl_sample_train is 0.001, and the median of the steps before is 5e-05: the ")
+    off = RunReport(
+        ManualClock(), lambda *_: None, lambda *_, **__: pytest.fail("an event"), Trained(), 0, DriftLimits()
+    )
+    for value in (*[5e-5] * 12, 0.05):
+        off.answered(Outcome("r", b"", "json", effects=(LossMeasured(RUN, 4, 3.0, 6.0, kl=value),)))
+
+
 def test_a_checkpoint_is_said_and_told() -> None:
     told = Told()
     path = f"tinker://{RUN}/weights/seen"
