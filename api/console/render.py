@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -18,6 +19,7 @@ from tinkerflow.backend.core.clock import SystemClock
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 NONE = "\N{EN DASH}"  # shown where a value is missing
+WEBSITE = Path(__file__).parent / "website"
 STATIC = {"console.css": "text/css", "console.js": "text/javascript"}
 
 
@@ -41,6 +43,7 @@ def _environment() -> Environment:
     found.globals |= {
         "version": __version__,
         "path_parts": path_parts,
+        "website": website,
         "marks": {name: static_file(name)[1] for name in STATIC},
     }
     return found
@@ -72,6 +75,11 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def website() -> Path | None:
+    """The folder with the website of the documentation; None: this installation has none."""
+    return WEBSITE if WEBSITE.is_dir() else None
 
 
 def model_name(name: str) -> str:

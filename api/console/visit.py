@@ -188,7 +188,8 @@ class PageRoute(APIRoute):
                 response = _error_page(request, 404, f"{first['loc'][1]}: {first['msg']}")
             except TinkerflowError as error:
                 response = _error_page(request, status_of(error), str(error))
-            response.headers.update(_HEADERS)
+            for name, value in _HEADERS.items():
+                response.headers.setdefault(name, value)
             return response
 
         return handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.metadata import Metadata
+from tests.docs.pages import tracked
 
 from tinkerflow import __version__
 
@@ -19,6 +21,7 @@ pytest.importorskip("hatchling")
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = ROOT / ".github" / "workflows" / "publish.yml"
+PAGE = "api/console/website/index.html"
 FOLDERS = ("api", "flows", "tasks", "backend", "deployments")
 
 
@@ -32,23 +35,26 @@ def build(target: str, source: Path, into: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that `python -m build` makes: of the unpacked sdist, and not of the checkout."""
+    """The wheel that the workflow makes: of the unpacked sdist of a checkout in which the website was built."""
     folder = tmp_path_factory.mktemp("dist")
-    with tarfile.open(build("sdist", ROOT, folder)) as sdist:
+    checkout, page = folder / "checkout", folder / "checkout" / PAGE
+    for name in (*tracked(), ".gitignore"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    page.parent.mkdir(exist_ok=True)
+    page.write_text("the website")
+    with tarfile.open(build("sdist", checkout, folder)) as sdist:
         sdist.extractall(folder, filter="data")
     return build("wheel", folder / f"tinkerflow-{__version__}", folder)
 
 
 def test_the_wheel_of_the_sdist_has_every_file_of_the_packages(wheel: Path) -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    tracked = {f"tinkerflow/{name}" for name in listed.split("\0") if name and (ROOT / name).is_file()}
+    ours = {f"tinkerflow/{name}" for name in tracked() if name.split("/")[0] in FOLDERS}
     with zipfile.ZipFile(wheel) as opened:
         files = {name for name in opened.namelist() if ".dist-info/" not in name}
-    own = {"tinkerflow/__init__.py", "tinkerflow/__main__.py", "tinkerflow/py.typed"}
-    assert tracked - files == set()
-    assert {name for name in files - tracked - own if not (ROOT / name.removeprefix("tinkerflow/")).is_file()} == set()
+    own = {"tinkerflow/__init__.py", "tinkerflow/__main__.py", "tinkerflow/py.typed", f"tinkerflow/{PAGE}"}
+    assert (ours | own) - files == set()
+    assert {name for name in files - ours - own if not (ROOT / name.removeprefix("tinkerflow/")).is_file()} == set()
 
 
 def test_its_metadata_is_valid_and_has_the_readme(wheel: Path) -> None:

@@ -1,4 +1,6 @@
-"""The documentation as a website: `python -m tests.docs.website [FOLDER]` builds it, by default in `build/site`.
+"""The documentation as a website: `python -m tests.docs.website` builds it, and the API serves it at `/docs/`.
+
+Packages that are built from this checkout then contain it.
 
 The pages are those of `docs/`. `docs/index.md` is their map: its sections and their order are the navigation, so each
 page is listed in one place. The site needs no other host: it loads no fonts and no scripts from elsewhere.
@@ -16,6 +18,13 @@ from pathlib import Path
 
 from tests.docs.pages import DOCS, ROOT
 
+WEBSITE = ROOT / "api" / "console" / "website"
+_CSS = "legible.css"
+# The theme's own color of the current page in the navigation has too little contrast.
+_LEGIBLE = """\
+[data-md-color-scheme=default] { --md-accent-fg-color: #3346c8 }
+[data-md-color-scheme=slate] { --md-accent-fg-color: #93a3ff }
+"""
 KINDS = ("Tutorials", "How-to guides", "Reference", "Explanation", "Project")
 
 
@@ -54,6 +63,7 @@ def build(folder: Path) -> Path:
         above = "../" * len(file.relative_to(pages).parents)
         text = file.read_text().replace(f"]({above}", f"]({above.removesuffix('../')}")
         file.write_text(text.replace("](docs/", "](") if file.parent == pages else text)
+    (pages / _CSS).write_text(_LEGIBLE)
     (folder / "mkdocs.yml").write_text(json.dumps(_config()))  # JSON is YAML
     builder = (sys.executable, "-m", "zensical", "build", "--strict", "--config-file", "mkdocs.yml")
     subprocess.run(builder, cwd=folder, check=True)
@@ -95,6 +105,7 @@ def _config() -> dict[str, object]:
                 "search.highlight",
             ],
         },
+        "extra_css": [_CSS],
         "plugins": ["search"],
         "extra": {"generator": False},
         "markdown_extensions": [
@@ -108,4 +119,6 @@ def _config() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "site"))
+    built = build(ROOT / "build" / "site")
+    shutil.rmtree(WEBSITE, ignore_errors=True)
+    print(shutil.move(built, WEBSITE))

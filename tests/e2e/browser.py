@@ -95,6 +95,11 @@ class Page:
 
         self._with(selector, write)
 
+    def fill_active(self, text: str) -> None:
+        """Type into the field that has the focus, as soon as there is one."""
+        wait_for(lambda: self.run("return document.activeElement !== document.body"))
+        self._browser.switch_to.active_element.send_keys(text)
+
     def point_at(self, selector: str) -> None:
         """Move the pointer onto an element."""
         from selenium.webdriver import ActionChains

@@ -1,0 +1,77 @@
+"""The website of the documentation, served by the API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.docs.website import build
+from tests.e2e.browser import open_page, wait_for
+
+from tinkerflow.api.console import render
+
+TEXTS_OF_COMPONENTS = (
+    "return [...document.querySelectorAll('*')].map((one) => one.shadowRoot?.textContent ?? '').join()"
+)
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A website of two pages, which the API serves."""
+    folder = tmp_path / "website"
+    (folder / "guide").mkdir(parents=True)
+    (folder / "index.html").write_text("<h1>Welcome</h1><script>1</script>")
+    (folder / "guide" / "index.html").write_text("<h1>Guide</h1>")
+    (folder / "guide.md").write_text("# Guide")
+    (tmp_path / "secret.html").write_text("of another folder")
+    monkeypatch.setattr(render, "WEBSITE", folder)
+    return folder
+
+
+def test_everybody_can_read_it(small: Path, start: Any, browse: Any) -> None:
+    browser = browse(start(host="0.0.0.0", public_url="https://tune.example/ours/"))
+    front = browser.get("/docs/")
+    assert (front.status_code, front.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "Welcome" in front.text and front.headers["x-content-type-options"] == "nosniff"
+    hashed = "'sha256-a4ayc/80/OGda4BO/1o/V0etpOqiLx1JwB5S3beHW0s='"
+    assert f"script-src 'self' {hashed};" in front.headers["content-security-policy"]
+    assert browser.get("/docs/guide/").text == "<h1>Guide</h1>" and browser.get("/docs/guide.md").text == "# Guide"
+    assert [browser.get(path).headers["location"] for path in ("/docs", "/docs/guide")] == [
+        "/ours/docs/",
+        "/ours/docs/guide/",
+    ]
+    for missing in ("/docs/none", "/docs/none/", "/docs/guide/index", "/docs/..%2Fsecret.html", "/docs/%00"):
+        assert browser.get(missing).status_code == 404, missing
+    assert '<a href="/ours/docs/">Documentation</a>' in browser.get("/").text
+
+
+def test_without_it_a_page_explains_how_to_build_it(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render, "WEBSITE", tmp_path / "none")
+    answer = browser.get("/docs/settings/")
+    assert answer.status_code == 404 and "python -m tests.docs.website" in answer.text
+    assert "/docs/" not in browser.get("/").text
+
+
+def test_pages_have_no_barriers_and_their_scripts_run(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("zensical", reason="pip install '.[docs]'")
+    monkeypatch.setattr(render, "WEBSITE", build(tmp_path / "site"))
+    with open_page(tmp_path / "chromium") as page:
+        for path in ("", "pipelines/"):
+            for width in (1400, 360):
+                page.look(width=width)
+                page.open(f"{server.url}/docs/{path}")
+                for scheme in (0, 1):  # light and dark, as the page's button chooses them
+                    page.run(f"document.getElementById('__palette_{scheme}').click()")
+                    assert page.barriers() == [], f"/docs/{path}, {width} wide, scheme {scheme}"
+                assert page.run("return document.documentElement.scrollWidth") <= width
+        page.look()
+        page.open(f"{server.url}/docs/")
+        page.click(".md-search__button")
+        page.fill_active("blame")
+        wait_for(lambda: "tinkerflow blame" in page.run(TEXTS_OF_COMPONENTS))
+        assert page.complaints() == []
