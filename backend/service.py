@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.hosts import url_of
 from tinkerflow.backend.settings import Settings
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def opened_journal(settings: Settings) -> Iterator[Journal | None]:
 def service_url(settings: Settings) -> str:
     """URL of the data dir's API, as its `tinkerflow up` has it, or else of the settings' host and port."""
     owner = read_owner(settings.data_dir)
-    return owner.api_url if owner and owner.api_url else f"http://{settings.host}:{settings.port}"
+    return owner.api_url if owner and owner.api_url else url_of(settings.host, settings.port)
 
 
 def api_answers(url: str) -> bool:

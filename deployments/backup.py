@@ -22,6 +22,7 @@ from tinkerflow.backend.core.disk import folder_of_url, make_folder, open_privat
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import EMBEDDED_FOLDER
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.options import existing
 
 MANIFEST = "tinkerflow-backup.json"
 JOURNAL, PREFECT = "journal.db", "prefect/prefect.db"
@@ -36,8 +37,7 @@ def write_backup(settings: Settings, file: Path) -> Iterator[str]:
     """
     if file.exists():
         raise UserError(f"backup {file}: exists; give a new name")
-    if not settings.data_dir.is_dir():
-        raise UserError(f"data dir {settings.data_dir}: does not exist")
+    existing(settings, settings.data_dir.as_uri())
     if not settings.has_journal:
         raise UserError(f"data dir {settings.data_dir}: has no database {settings.journal_file}: check --data-dir")
     draft = file.with_name(file.name + _DRAFT)

@@ -91,6 +91,13 @@ def print_wide(table: Table, *, empty: str = "") -> None:
     plain_console(width=max(plain_console().width, 240)).print(table)
 
 
+def existing(settings: Settings, url: str) -> str:
+    """The URL of a store, unless it is a folder of a data dir that does not exist: that is a UserError."""
+    if url.startswith(settings.data_dir.as_uri()) and not settings.data_dir.is_dir():
+        raise UserError(f"data dir {settings.data_dir}: does not exist")
+    return url
+
+
 def database_of(settings: Settings) -> str:
     """The journal's database without user and password, which may be in front of the host or in the query."""
     return settings.journal_url.rsplit("@", 1)[-1].partition("?")[0]

@@ -18,6 +18,7 @@ from typing import Self
 
 from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.backend.core.hosts import url_of
 from tinkerflow.backend.core.ids import EMBEDDED, hub_name
 from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.core.retry import Restarts
@@ -77,7 +78,7 @@ class Stack:
     @property
     def api_url(self) -> str:
         """Base URL for the tinker SDK."""
-        return f"http://{self.settings.host}:{self.settings.port}"
+        return url_of(self.settings.host, self.settings.port)
 
     @property
     def prefect(self) -> PrefectAccess | None:

@@ -16,8 +16,9 @@ _STATUS = Path("/proc/self/status")  # os.umask would change the mask for a mome
 
 
 def packages() -> set[str]:
-    """The packages that have been imported."""
-    return {name for name in list(sys.modules) if "." not in name}
+    """The packages that have been imported. Prefect loads its parts later, and `prefect.main` sets up its loggers."""
+    found = {name for name in list(sys.modules) if "." not in name}
+    return found if "prefect.main" in sys.modules else found - {"prefect"}
 
 
 def snapshot() -> dict[str, object]:

@@ -22,3 +22,8 @@ def host_name(authority: str) -> str:
     """The host of `host`, `host:port` or `[v6]:port`, in lower case and without a dot at its end; else empty."""
     match = _AUTHORITY.fullmatch(authority)
     return "" if match is None else match[1].strip("[]").rstrip(".").lower()
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL of an HTTP server; an IPv6 address stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

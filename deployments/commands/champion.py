@@ -9,7 +9,7 @@ import typer
 
 from tinkerflow.backend.core.errors import ConflictError, NotFoundError
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.deployments.options import DataDir, print_wide, settings_with
+from tinkerflow.deployments.options import DataDir, existing, print_wide, settings_with
 
 if TYPE_CHECKING:
     from tinkerflow.backend.store.blobs import Blobs
@@ -64,7 +64,8 @@ def rollback(
 def _work(data_dir: Path | None) -> Blobs:
     from tinkerflow.backend.store.blobs import open_blobs
 
-    return open_blobs(settings_with(data_dir=data_dir).pipelines_url)
+    settings = settings_with(data_dir=data_dir)
+    return open_blobs(existing(settings, settings.pipelines_url))
 
 
 def _history(work: Blobs, name: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import typer
 from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
 from tinkerflow.backend.core.ids import IMPORTED, LOCAL_OWNER, new_id
 from tinkerflow.backend.spec.limits import MAX_TTL
-from tinkerflow.deployments.options import DataDir, database_of, minute, print_wide, setting, settings_with
+from tinkerflow.deployments.options import DataDir, database_of, existing, minute, print_wide, setting, settings_with
 
 if TYPE_CHECKING:
     from tinkerflow.backend.settings import Settings
@@ -38,7 +38,7 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
 
     table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
     settings = settings_with(data_dir=data_dir, store=store)
-    url, owners = settings.store_url, _owners(settings)
+    url, owners = existing(settings, settings.store_url), _owners(settings)
     for saved in Store.open(url).checkpoints(run):
         meta = saved.meta
         table.add_row(
@@ -76,7 +76,7 @@ def verify(
     from tinkerflow.backend.store import Store
 
     settings = settings_with(data_dir=data_dir, store=store)
-    opened = Store.open(settings.store_url)
+    opened = Store.open(existing(settings, settings.store_url))
     found = whole = 0
     for path in paths or opened.upkeep.paths():
         wrong = opened.upkeep.problems(path)
@@ -108,7 +108,10 @@ def gc(
     from tinkerflow.backend.store import Store
 
     settings = settings_with(data_dir=data_dir, store=store)
-    opened, before = Store.open(settings.store_url), add_seconds(SystemClock().now(), -3600 * older_than)
+    opened, before = (
+        Store.open(existing(settings, settings.store_url)),
+        add_seconds(SystemClock().now(), -3600 * older_than),
+    )
     removed = dropped = 0
     for orphan in opened.upkeep.orphans(before):
         print(f"{orphan.path}: attempt {orphan.attempt}, last written {minute(orphan.written_at)}")
@@ -195,7 +198,7 @@ def import_folder(
     cfg = load_config(find_model(base_model), name=base_model)
     state = import_adapter(cfg, _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER))
     session_id = new_id("import")
-    opened = Store.open(settings.store_url)
+    opened = Store.open(existing(settings, settings.store_url))
     with open_journal(settings) as journal:
         saved = save_import(opened, session_id, state, base_model=base_model, owner=project, name=name)
         print(journal.imports.record_import(session_id, CheckpointSaved.of(saved)))
@@ -229,7 +232,7 @@ def merge(
     from tinkerflow.deployments.parts import resolve_base_model
 
     settings = settings_with(data_dir=data_dir, store=store)
-    opened = Store.open(settings.store_url)
+    opened = Store.open(existing(settings, settings.store_url))
     if not opened.exists(path):
         raise _missing(path, settings)
     state, saved = opened.load(path, optimizer=False)
@@ -256,7 +259,7 @@ def export(
     from tinkerflow.backend.store.commit import OPTIMIZER
 
     settings = settings_with(data_dir=data_dir, store=store)
-    opened = Store.open(settings.store_url)
+    opened = Store.open(existing(settings, settings.store_url))
     saved = opened.find(path)
     if saved is None:
         raise _missing(path, settings)
@@ -288,7 +291,7 @@ def card(
     from tinkerflow.backend.store import Store
 
     settings = settings_with(data_dir=data_dir, store=store)
-    opened = Store.open(settings.store_url)
+    opened = Store.open(existing(settings, settings.store_url))
     saved = opened.find(path)
     if saved is None:
         raise _missing(path, settings)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
+from tests.health_server import health_server
 
 from tinkerflow.backend.core.errors import ServerError, StoreError, UserError
 from tinkerflow.backend.core.prefect_access import make_credential, record_server
@@ -26,25 +24,11 @@ from tinkerflow.deployments.parts import open_journal
 from tinkerflow.deployments.status import show_status
 
 
-class Healthy(BaseHTTPRequestHandler):
-    """Answers every GET like the API's and Prefect's health."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"status": "ok", "path": self.path}).encode())
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
 def port() -> Iterator[int]:
     """The port of a server that is well."""
-    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
+    with health_server() as port:
+        yield port
 
 
 @pytest.fixture(autouse=True)

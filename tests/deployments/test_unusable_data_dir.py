@@ -31,6 +31,10 @@ WITH_DATA_DIR = {  # `verify` needs a receipt first
     for path, command in command_line().items()
     if any(parameter.name == "data_dir" for parameter in parameters(command)) and path != "tinkerflow verify"
 }
+READ_IT = (
+    *("champion list", "champion show best", "checkpoint list", "checkpoint verify", "checkpoint gc"),
+    *(f"checkpoint export {GIVEN['path']} --to x", "backup x.tar"),
+)
 MAKE_IT = ("key create me", "key list", "checkpoint shares", "checkpoint rebuild-index", "models fetch", "up")
 
 
@@ -61,6 +65,13 @@ def test_every_command_refuses_a_file_as_data_dir(path: str, tmp_path: Path, mon
         words += ["--config", __file__]
     line = line_of([*words, "--data-dir", str(file / "below")], monkeypatch)
     assert line == f"data_dir: must be a folder, and '{file}' is a file"
+
+
+@pytest.mark.parametrize("command", READ_IT)
+def test_a_data_dir_that_does_not_exist(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = tmp_path / "dta"
+    assert line_of([*command.split(), "--data-dir", str(missing)], monkeypatch) == f"data dir {missing}: does not exist"
+    assert not missing.exists()
 
 
 @pytest.mark.parametrize("command", MAKE_IT)

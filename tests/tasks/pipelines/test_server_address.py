@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
+from tests.health_server import health_server
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
@@ -17,24 +16,11 @@ from tinkerflow.deployments.parts import open_journal
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
 
-class SomeApi(BaseHTTPRequestHandler):
-    """Answers every GET with 200, as the API's health."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 @pytest.fixture
 def port() -> Iterator[int]:
     """The port of an API."""
-    with HTTPServer(("127.0.0.1", 0), SomeApi) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
+    with health_server() as port:
+        yield port
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +56,5 @@ def test_a_service_that_runs_as_parts_beats_in_the_journal(tmp_path: Path, port:
 def test_where_nothing_answers_the_address_is_that_of_the_settings(tmp_path: Path) -> None:
     idle = free_port()
     assert server_from_environment(Settings(data_dir=tmp_path, port=idle))[0] == f"http://127.0.0.1:{idle}"
+    on_ipv6 = Settings(data_dir=tmp_path, host="::1", port=idle)
+    assert server_from_environment(on_ipv6)[0] == f"http://[::1]:{idle}"
