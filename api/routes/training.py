@@ -10,6 +10,7 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any, Literal
 
+from fastapi import HTTPException
 from fastapi.responses import Response
 
 from tinkerflow.api.call import Authorised, Call, Router
@@ -56,8 +57,8 @@ _SEED_BITS = 31
 _MOST_OF_A_LOSS = 2**22  # bytes of a traced loss
 
 
-class GetInfo(Wire):
-    """The model that is asked about."""
+class NamedModel(Wire):
+    """The model that a request is about."""
 
     model_id: str
 
@@ -211,10 +212,23 @@ def _from_checkpoint(call: Call, known: NewModel, values: dict[str, Any]) -> New
     return replace(made, user_metadata=asked.user_metadata)
 
 
-@router.post("/get_info", openapi_extra=takes(GetInfo))
+@router.post("/unload_model", openapi_extra=takes(NamedModel))
+async def unload_model(call: Authorised) -> Response:
+    """Unload a model after its operations. It then no longer counts for max_live_models, and its session goes on.
+
+    410 for a model that has ended.
+    """
+    wanted = (await call.parsed(NamedModel)).model_id
+    request_id = await asyncio.to_thread(call.journal.models.request_unload, wanted, "by its client", call.owner)
+    if request_id is None:
+        raise HTTPException(410, f"model {wanted} has ended already: there is nothing to unload")
+    return response(request_id, model_id=wanted)
+
+
+@router.post("/get_info", openapi_extra=takes(NamedModel))
 async def get_info(call: Authorised) -> ModelInfo:
     """What a model is. The SDK asks once, right after making it."""
-    body = await call.parsed(GetInfo)
+    body = await call.parsed(NamedModel)
     return await asyncio.to_thread(_info, call.journal, call.owner, body.model_id)
 
 

@@ -21,7 +21,6 @@ from tinkerflow.backend.journal.database import (
     fetch_page,
     get_owned,
     insert_if_absent,
-    missing,
     owned_by,
 )
 from tinkerflow.backend.journal.effects import end_models, forget
@@ -204,16 +203,14 @@ class Runs(Aggregate):
             rows, cut = fetch_page(connection, selected.limit(limit).offset(offset))
             return Page(tuple(_with_checkpoints(connection, rows, self._now())), total, cut)
 
-    def request_unload(self, model_id: str, reason: str) -> str | None:
+    def request_unload(self, model_id: str, reason: str, owner: str | None = None) -> str | None:
         """Store a request that unloads a model after its executable requests. Returns the request's id.
 
-        An unload that is pending already is returned again. None if the model has ended. NotFoundError: unknown model.
+        An unload that is pending already is returned again. None if the model has ended. owner: of the model; None:
+        any. NotFoundError: unknown or foreign model.
         """
         with self._write() as connection:
-            by_id = sa.select(Model).where(col(Model.id) == model_id)
-            model = connection.execute(by_id.with_for_update()).one_or_none()
-            if model is None:
-                raise missing(Model, model_id)
+            model = get_owned(connection, Model, model_id, owner, lock=True)
             request_id = None
             if model.state in TAKES_WORK:
                 waiting = sa.select(col(Request.id)).where(col(Request.model_id) == model_id, _IS_UNLOAD)

@@ -44,6 +44,7 @@ from tinkerflow.backend.wire.requests import encode_model_created as encode_mode
 from tinkerflow.backend.wire.requests import encode_optim_step as encode_optim_step
 from tinkerflow.backend.wire.requests import encode_sampler_opened as encode_sampler_opened
 from tinkerflow.backend.wire.requests import encode_saved as encode_saved
+from tinkerflow.backend.wire.requests import encode_unloaded as encode_unloaded
 from tinkerflow.backend.wire.requests import hash_token as hash_token
 from tinkerflow.backend.wire.sample import decode_sample as decode_sample
 from tinkerflow.backend.wire.sample import encode_sample as encode_sample

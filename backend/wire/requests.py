@@ -404,6 +404,11 @@ def encode_model_created(model_id: str) -> bytes:
     return encode_json({"type": "create_model", "model_id": model_id})
 
 
+def encode_unloaded(model_id: str) -> bytes:
+    """The answer to unload_model."""
+    return encode_json({"type": "unload_model", "model_id": model_id})
+
+
 def encode_loaded(model_id: str, path: str) -> bytes:
     """The answer to load_weights, in both of its forms."""
     return encode_json({"type": "load_weights", "model_id": model_id, "path": path})

@@ -73,7 +73,7 @@ class ClientRequest:
     @property
     def is_future(self) -> bool:
         """Whether its answer is the id of a future."""
-        return self.operation in FUTURES or self.operation == "forward"
+        return self.operation in FUTURES or self.operation in ("forward", "unload_model")
 
 
 def name_of(target: str) -> str:

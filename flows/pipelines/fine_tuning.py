@@ -105,9 +105,8 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     settings = {name: str(value)[:_SHOWN] for name, value in _flat(decisive).items() if value not in (None, "", [])}
     trainer = Trainer(run, recipe, progress, lineage, watch, settings)
     segments = progress.segments()
-    if _done(segments) < training.steps:
-        await recipe.prepare(trainer)
     async with (
+        _prepared(trainer, segments),
         controlled() as control,
         _outcome_reported(trainer),
         tracked(run, name, segments) as tracked_steps,
@@ -135,7 +134,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     tenth = max(1, len(steps) // 10)
     return TrainingResult(
         run=name,
-        training_run=trainer.run_id,
+        training_run=trainer.newest_run,
         data=shown,
         state=segments[-1].state,
         weights=weights,
@@ -228,6 +227,19 @@ def _flat(values: Mapping[str, Any], outer: str = "") -> dict[str, object]:
 def _reason(error: Exception) -> str:
     """An error as people read it."""
     return error.message if isinstance(error, TinkerflowError) else f"{type(error).__name__}: {error}"
+
+
+@asynccontextmanager
+async def _prepared(trainer: Trainer, segments: Sequence[SegmentRecord]) -> AsyncIterator[None]:
+    """Prepare the recipe if steps are to be made. No model is live after the block, unless it is cancelled."""
+    try:
+        if _done(segments) < trainer.training.steps:
+            await trainer.recipe.prepare(trainer)
+        yield
+    except Exception:
+        await trainer.release()
+        raise
+    await trainer.release()
 
 
 @asynccontextmanager

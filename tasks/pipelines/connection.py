@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import httpx
 from prefect.blocks.core import Block
 from prefect.utilities.asyncutils import run_coro_as_sync
 from pydantic import Field, SecretStr
@@ -64,6 +65,32 @@ class ServerClients:
             if model.model_name
         }
         return offered[offered_name(wanted, offered)] if wanted else next(iter(offered.values()))
+
+    async def unload(self, model_id: str) -> None:
+        """Unload a model, and wait until it no longer counts for max_live_models.
+
+        A model that cannot be unloaded is a warning: the end of the session unloads it.
+        """
+        problem, headers = "", {"X-API-Key": self.key}
+        try:
+            async with (
+                asyncio.timeout(CLOSE_SECONDS),
+                httpx.AsyncClient(
+                    base_url=self.url, headers=headers, timeout=CLOSE_SECONDS, follow_redirects=True
+                ) as http,
+            ):
+                asked = await http.post("api/v1/unload_model", json={"model_id": model_id})
+                if asked.status_code == httpx.codes.GONE:
+                    return  # it has ended already
+                poll = {"request_id": asked.raise_for_status().json()["request_id"]}
+                answer = {"type": "try_again"}
+                while answer.get("type") == "try_again":
+                    answer = (await http.post("api/v1/retrieve_future", json=poll)).raise_for_status().json()
+                problem = answer.get("error", "")
+        except (httpx.HTTPError, TimeoutError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            log.warning("model %s stays until its session ends: %s", model_id, problem)
 
     async def sampler_weights(self, wanted: str) -> str:
         """The path of sampler weights: of a tinker:// path itself, of a training run's id that of its newest ones.

@@ -107,8 +107,11 @@ class OutlierWatch:
         rows = self._recipe.batch(step - 1)
         service = self._run.server.service
         probe = await service.create_training_client_from_state_with_optimizer(path, user_metadata=dict(metadata))
-        worst = ranked(await self._each_alone(probe, rows))
-        chosen = await self._spoilers(probe, rows, worst)
+        try:
+            worst = ranked(await self._each_alone(probe, rows))
+            chosen = await self._spoilers(probe, rows, worst)
+        finally:
+            await self._run.server.unload(probe.model_id)
         spoilers = sorted(rows[number] for number in chosen)
         self._recipe.left_out.update(spoilers)
         self.left_out += [LeftOutRow(step=step, row=row) for row in spoilers]

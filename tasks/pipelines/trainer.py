@@ -117,6 +117,7 @@ class Trainer:
         """The model after `step` steps."""
         if self._live is not None and self._live[0] == step:
             return self._live[1]
+        await self.release()
         service, model, metadata = self.run.server.service, self.run.parameters.model, self._metadata(step)
         client: tinker.TrainingClient
         if step > 0:
@@ -136,7 +137,9 @@ class Trainer:
     async def before(self, step: int) -> tinker.TrainingClient:
         """The live model as it was before `step`, counted from 1, which spoiled it. The watch leaves out its rows."""
         assert self.watch is not None
-        client = await self.watch.go_back(self.run_id, step, self._metadata(step - 1))
+        run_id = self.run_id
+        await self.release()
+        client = await self.watch.go_back(run_id, step, self._metadata(step - 1))
         self._set_live(step - 1, client)
         return client
 
@@ -161,9 +164,12 @@ class Trainer:
         assert self._live is not None
         self._live = (step, self._live[1])
 
-    def drop(self) -> None:
-        """Forget the live model, which may have made uncounted steps."""
-        self._live = None
+    async def release(self) -> None:
+        """Unload the live model, if any. It may have made uncounted steps."""
+        if self._live is not None:
+            _, client = self._live
+            self._live = None
+            await self.run.server.unload(client.model_id)
 
     def params(self, step: int) -> tinker.AdamParams:
         """The parameters of the optimizer step `step`, counted from 0."""
@@ -214,7 +220,7 @@ async def train_segment(
 
     trainer: the model and its record. control: reports requests to stop. on_step: gets the metrics of each
     step. When somebody asks to stop, the segment ends with the current step and measures nothing; None when no step was
-    made. A failure leaves nothing behind: the same call makes the steps again, on the state before them.
+    made. A failure leaves no record and no live model: the same call makes the steps again, on the state before them.
     """
     try:
         if trainer.watch is not None:
@@ -243,8 +249,8 @@ async def train_segment(
         )
         trainer.progress.add(segment)
         trainer.moved(segment.last_step)
-    except BaseException:
-        trainer.drop()
+    except Exception:
+        await trainer.release()  # so that the next attempt is within max_live_models
         raise
     return segment
 

@@ -25,14 +25,16 @@ from tests.manual_clock import ManualClock
 from tinkerflow.api.app import create_app
 from tinkerflow.api.serve import ApiServer
 from tinkerflow.backend.catalog.model_card import ModelCard
-from tinkerflow.backend.core.errors import NotFoundError, TinkerflowError
+from tinkerflow.backend.core.errors import TinkerflowError
 from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
     Journal,
     Kind,
+    ModelEnded,
     ModelLive,
+    ModelState,
     NewSampler,
     Outcome,
     Pending,
@@ -69,6 +71,7 @@ from tinkerflow.backend.wire import (
     encode_sample,
     encode_sampler_opened,
     encode_saved,
+    encode_unloaded,
     read_forward,
     sample_request,
 )
@@ -254,7 +257,9 @@ class Engine:
         return request.done(encode_sample(result, body.target_prompt_logprobs), "proto")
 
     def _unload(self, request: Pending) -> Outcome:
-        raise NotFoundError(f"{request.model_id}: nobody unloads in these tests")
+        model = str(request.model_id)
+        ended = ModelEnded(model, ModelState.UNLOADED, request.payload.decode())
+        return request.done(encode_unloaded(model), "json", ended)
 
 
 # ------------------------------------------------------------------ the server

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tinker
-from tests.api.conftest import BASE
+from tests.api.conftest import BASE, KEY
 from tests.api.test_futures import PARAMS, PROMPT, calls_of, sample, sampler
 from tinker import types
 
 from tinkerflow.api import identity
+from tinkerflow.flows.pipelines.fine_tuning import _prepared
+from tinkerflow.tasks.pipelines.connection import ServerClients
+from tinkerflow.tasks.pipelines.control import Control
+from tinkerflow.tasks.pipelines.parameters import SftParameters
+from tinkerflow.tasks.pipelines.progress import RunProgress
+from tinkerflow.tasks.pipelines.trainer import Lineage, Trainer, train_segment
 
 
 def test_samples_over_the_limit_wait_in_the_client(start: Any, engine: Any) -> None:
@@ -81,3 +88,71 @@ def test_a_project_can_have_limits_of_its_own(start: Any, engine: Any, monkeypat
     server.journal.project_limits.set("small", {"max_live_models": 0})
     with pytest.raises(tinker.RequestFailedError, match="nothing is saved from 1 on"):
         train("small", 3)
+
+
+def test_an_unloaded_model_no_longer_counts(start: Any, engine: Any) -> None:
+    server = start(max_live_models=1)
+    with tinker.ServiceClient(base_url=server.url) as service:
+        training = service.create_lora_training_client(BASE, rank=8).result()
+        saved = training.save_state("one").result().path
+        assert server.post("unload_model", {"model_id": "sess-x:train:0"}).status_code == 404
+        asked = server.post("unload_model", {"model_id": training.model_id, "type": "unload_model"}).json()
+        done = server.result(asked["request_id"]).json()
+        assert tinker.types.UnloadModelResponse.model_validate(done).model_id == training.model_id
+        again = server.post("unload_model", {"model_id": training.model_id})
+        assert again.status_code == 410 and "has ended already" in again.json()["detail"]
+        with pytest.raises(tinker.RequestFailedError, match="was unloaded: by its client"):
+            training.optim_step(types.AdamParams()).result()
+        service.create_training_client_from_state(saved).result()
+
+
+class FailingOnce:
+    """A recipe whose second step fails in the first attempt, with the step after it under way."""
+
+    ahead, failures = 1, 1
+
+    async def submit(self, client: Any, step: int, params: Any) -> dict[str, float]:
+        """Make a step, or fail."""
+        update = client.optim_step(params)
+        if step == 1 and self.failures:
+            self.failures -= 1
+            raise ConnectionError("the reward's server is away")
+        await update
+        return {"grad_norm": 0.0}
+
+    def begin(self, step: int) -> None:
+        """A step depends on no other step."""
+
+    async def prepare(self, trainer: Trainer) -> None:
+        """Nothing is to be measured."""
+
+    async def held_out(self, client: Any) -> dict[str, float]:
+        """No rows are held out."""
+        return {}
+
+
+async def test_each_attempt_of_a_pipeline_may_have_the_only_model(start: Any, engine: Any, tmp_path: Any) -> None:
+    server = start(max_live_models=1)
+    values = {"data": {"url": "rows.jsonl"}, "training": {"steps": 4, "segment_steps": 2}, "samples": {"rows": 0}}
+    parameters = SftParameters.model_validate(values)
+    with tinker.ServiceClient(base_url=server.url) as service:
+        clients = ServerClients(service, tinker.RestClient(base_url=server.url), server.url, KEY)
+
+        def run(name: str) -> Trainer:
+            async def preview(client: Any) -> list[Any]:
+                return []
+
+            known: Any = SimpleNamespace(parameters=parameters, server=clients, preview=preview)
+            known.model = SimpleNamespace(name=BASE)
+            progress = RunProgress(f"{tmp_path.as_uri()}/work", name, "plan")
+            return Trainer(known, FailingOnce(), progress, Lineage("sft", name, "data", "code"))  # type: ignore[arg-type]
+
+        for name in ("first", "second"):  # they share the session, as the points of a sweep
+            trainer = run(name)
+            async with _prepared(trainer, trainer.progress.segments()):
+                with pytest.raises(ConnectionError):
+                    await train_segment.fn(trainer, 1, 2, Control(), lambda _: None)
+                for first in (1, 3):
+                    await train_segment.fn(trainer, first, first + 1, Control(), lambda _: None)
+            assert [segment.last_step for segment in trainer.progress.segments()] == [2, 4]
+            assert trainer.newest_run and not trainer.run_id

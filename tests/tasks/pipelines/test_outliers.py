@@ -33,6 +33,8 @@ class Model:
         self.service, self.weight, self.step, self.gradient = service, weight, step, 0.0
         self.model_id = f"run-{len(service.models)}"
         service.models[self.model_id] = self
+        service.live.add(self.model_id)
+        assert len(service.live) == 1, "max_live_models"
         self.states = {step: weight}
 
     def forward_backward(self, data: list[Any], loss: str) -> Any:
@@ -58,6 +60,10 @@ class Model:
 class Service:
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
+        self.live: set[str] = set()
+
+    async def unload(self, model_id: str) -> None:
+        self.live.remove(model_id)
 
     async def create_lora_training_client(self, *_: object, **__: object) -> Model:
         return Model(self, 0.0, 0)
@@ -80,6 +86,7 @@ async def trained(work: str, rows: list[float], name: str, left_out: set[int] | 
     values = {"steps": STEPS, "learning_rate": 1.0, "schedule": "constant", "segment_steps": STEPS}
     parameters = SftParameters.model_validate({"data": {"url": "rows.jsonl"}, "training": values})
     pages: list[str] = []
+    service = Service()
 
     async def nothing(*_: object) -> list[Any]:
         return []
@@ -89,7 +96,7 @@ async def trained(work: str, rows: list[float], name: str, left_out: set[int] | 
 
     run: Any = SimpleNamespace(
         parameters=parameters,
-        server=SimpleNamespace(service=Service(), url="http://127.0.0.1:9", key=""),
+        server=SimpleNamespace(service=service, unload=service.unload, url="http://127.0.0.1:9", key=""),
         model=SimpleNamespace(name="tiny"),
         preview=nothing,
         artifacts=SimpleNamespace(text=show),

@@ -32,16 +32,26 @@ class Client:
 
 
 class Service:
-    """Makes clients that report their origin."""
+    """Makes clients that report their origin, and has room for one live model."""
+
+    live = 0
+
+    async def unload(self, model_id: str) -> None:
+        self.live -= 1
 
     async def create_lora_training_client(self, base_model: str, user_metadata: Any, **_: object) -> Client:
-        return Client(base_model, user_metadata)
+        return self.made(base_model, user_metadata)
 
     async def create_training_client_from_state(self, path: str, user_metadata: Any) -> Client:
-        return Client(f"weights of {path}", user_metadata)
+        return self.made(f"weights of {path}", user_metadata)
 
     async def create_training_client_from_state_with_optimizer(self, path: str, user_metadata: Any) -> Client:
-        return Client(path, user_metadata)
+        return self.made(path, user_metadata)
+
+    def made(self, origin: str, user_metadata: Any) -> Client:
+        self.live += 1
+        assert self.live == 1, "max_live_models"
+        return Client(origin, user_metadata)
 
 
 class Recipe:
@@ -82,9 +92,10 @@ def trainer(work: str, recipe: Recipe, **model: Any) -> Trainer:
     async def preview(client: Client) -> list[Any]:
         return []
 
+    service = Service()
     run: Any = SimpleNamespace(
         parameters=parameters,
-        server=SimpleNamespace(service=Service()),
+        server=SimpleNamespace(service=service, unload=service.unload),
         model=SimpleNamespace(name="tiny"),
         preview=preview,
     )
@@ -139,7 +150,8 @@ async def test_a_failure_leaves_no_record_and_no_live_model(work: str) -> None:
     before = await failing.at(0)
     with pytest.raises(RuntimeError, match="the step failed"):
         await train_segment.fn(failing, 1, 3, Control(), lambda _: None)
-    assert recipe.under_way == 0 and failing.progress.segments() == []
+    service: Any = failing.run.server.service
+    assert recipe.under_way == 0 and failing.progress.segments() == [] and service.live == 0
     assert await failing.at(0) is not before
 
 
