@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tinkerflow.backend.catalog.model_card import public_name
 from tinkerflow.backend.journal import BaseModelView, ProcessView, ServiceFigures, UsageKind
 from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
@@ -113,18 +114,20 @@ def _of_journal(known: Known) -> Iterable[Metric]:
     yield _gauge("tinkerflow_oldest_wait_seconds", _OLDEST, "kind", ages)
     tokens = CounterMetricFamily("tinkerflow_tokens", _TOKENS, labels=("base_model", "kind"))
     saved = CounterMetricFamily("tinkerflow_checkpoints_saved", "Checkpoints that were saved.", labels=("base_model",))
+    used = Counter[tuple[str, str]]()  # a data dir that was moved has its embedded model under several names
     for (base_model, kind), count in observed.used.items():
+        used[public_name(base_model), kind] += count
+    for (base_model, kind), count in used.items():
         if kind == UsageKind.CHECKPOINT:
             saved.add_metric((base_model,), count)
         else:
             tokens.add_metric((base_model, kind), count)
     yield from (tokens, saved)
-    yield _gauge("tinkerflow_models_live", "Models that take work.", "base_model", observed.live.items())
-    unsaved = [(name, (known.now - since).total_seconds()) for name, since in observed.unsaved_since.items()]
-    yield _gauge("tinkerflow_unsaved_seconds", _UNSAVED, "base_model", unsaved)
+    yield _by_base_model("tinkerflow_models_live", "Models that take work.", observed.live)
+    unsaved = {name: (known.now - since).total_seconds() for name, since in observed.unsaved_since.items()}
+    yield _by_base_model("tinkerflow_unsaved_seconds", _UNSAVED, unsaved)
     for figure in DRIFT_FIGURES:
-        worst = observed.drift.get(figure.name, {})
-        yield _gauge(f"tinkerflow_{figure.name}", figure.meaning, "base_model", worst.items())
+        yield _by_base_model(f"tinkerflow_{figure.name}", figure.meaning, observed.drift.get(figure.name, {}))
     beats = [(part.name, (known.now - part.beat_at).total_seconds()) for part in known.parts]
     yield _gauge("tinkerflow_beat_age_seconds", "Seconds since the last heartbeat of a part.", "part", beats)
     starts = CounterMetricFamily("tinkerflow_part_starts", _STARTS, labels=("part",))
@@ -141,16 +144,23 @@ def _gauge(name: str, meaning: str, label: str, values: Iterable[tuple[str, floa
     return gauge
 
 
+def _by_base_model(name: str, meaning: str, values: Mapping[str, float]) -> Metric:
+    """A gauge of base models."""
+    return _gauge(name, meaning, "base_model", {public_name(base): value for base, value in values.items()}.items())
+
+
 def _of_groups(known: Known) -> Iterable[Metric]:
     generation = GaugeMetricFamily("tinkerflow_worker_group_generation", _GENERATION, labels=("base_model",))
     memory = GaugeMetricFamily("tinkerflow_device_memory_bytes", _MEMORY, labels=("base_model", "use"))
     for base in known.bases:
         if base.worker_group is not None:
-            generation.add_metric((base.name,), base.worker_group["generation"])
+            generation.add_metric((public_name(base.name),), base.worker_group["generation"])
             for use, size in base.worker_group.get("memory", {}).items():
-                memory.add_metric((base.name, use), size)
+                memory.add_metric((public_name(base.name), use), size)
     yield from (generation, memory)
-    statuses = [(base.name, base.compile_status) for base in known.bases if base.compile_status is not None]
+    statuses = [
+        (public_name(base.name), base.compile_status) for base in known.bases if base.compile_status is not None
+    ]
     for number, (family, meaning) in _PROGRAMS.items():
         metric = family(f"tinkerflow_programs_{number}", meaning, labels=("base_model",))
         for name, status in statuses:

@@ -41,10 +41,12 @@ def show_status(settings: Settings, console: Console) -> bool:
 
 
 def _show_work(journal: Journal, show: Callable[[str, str], None]) -> None:
+    from tinkerflow.backend.catalog.model_card import public_name  # needs half a second to load
+
     health = journal.recovery.health()
     for model in journal.base_models.all():
         wait = health.waits.get(model.name)
-        show("base model", model.name + (f": waits: {wait}" if wait else ""))
+        show("base model", public_name(model.name) + (f": waits: {wait}" if wait else ""))
     runs = journal.models.runs(None, limit=1, offset=0)
     show("training runs", f"{runs.total}, the newest {runs.rows[0].model.id}" if runs.rows else "none")
     waiting = len(journal.queue.pending_models()), sum(journal.queue.waiting_samples().values())

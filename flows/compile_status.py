@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.catalog.model_card import ModelCard, public_name
 from tinkerflow.backend.core.errors import TinkerflowError
 from tinkerflow.backend.core.retry import repeat
 from tinkerflow.backend.journal import AWAY, Journal
@@ -33,7 +33,7 @@ class CompileStatusWatch:
 
     async def watch(self) -> None:
         """Record changes until cancelled."""
-        what = f"{self._card.name}: the compile status of its worker group cannot be read"
+        what = f"{public_name(self._card.name)}: the compile status of its worker group cannot be read"
         await repeat(self._update, UPDATE_SECONDS, on=(TinkerflowError, *AWAY), what=what, log=log, level=logging.INFO)
 
     async def _update(self) -> None:
@@ -50,7 +50,8 @@ class CompileStatusWatch:
         if not isinstance(status, CompileStatus):  # an executor that compiles nothing
             return
         if status.late > self._last.late:
-            log.warning("%s: %d program(s) were compiled for requests after the warm-up", base_model, status.late)
+            shown = public_name(base_model)
+            log.warning("%s: %d program(s) were compiled for requests after the warm-up", shown, status.late)
         if status != self._last:
             await asyncio.to_thread(notes.note_compile_status, base_model, status)
         self._last = status

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from uuid import UUID
 
+from tinkerflow.backend.catalog.model_card import public_name
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import ServerError, TinkerflowError, UserError
 from tinkerflow.backend.core.retry import repeat
@@ -200,7 +201,7 @@ class Dispatcher:
         observers = self._observer.observe_training_run(model_id, model.base_model, label, adopted, trained, model.step)
         verb = "is created" if model.state is ModelState.CREATING else "continues"
         for observer in observers:
-            observer.log(f"model {model_id} of {model.base_model} {verb} at optimizer step {model.step}")
+            observer.log(f"model {model_id} of {public_name(model.base_model)} {verb} at optimizer step {model.step}")
         paused = model.paused is not None and bool(observers)  # without Prefect, nobody can end a pause
         observers = [*observers, self._run_logs.observe(model_id, trained)]
         return ModelRunner(served.context, observers, self._snapshots, model_id, model.step, paused=paused)

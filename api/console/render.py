@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from tinkerflow import __version__
-from tinkerflow.backend.catalog.model_card import alias_of
+from tinkerflow.backend.catalog.model_card import public_name
 from tinkerflow.backend.core.clock import SystemClock
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
@@ -39,7 +39,7 @@ def static_file(name: str) -> tuple[bytes, str]:
 def _environment() -> Environment:
     loader = PackageLoader("tinkerflow.api.console")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    found.filters |= {"when": when, "size": size, "number": number, "seconds": seconds, "model_name": model_name}
+    found.filters |= {"when": when, "size": size, "number": number, "seconds": seconds, "model_name": public_name}
     found.globals |= {
         "version": __version__,
         "path_parts": path_parts,
@@ -80,11 +80,6 @@ def size(count: float) -> str:
 def website() -> Path | None:
     """The folder with the website of the documentation; None: this installation has none."""
     return WEBSITE if WEBSITE.is_dir() else None
-
-
-def model_name(name: str) -> str:
-    """A base model as clients name it: the embedded one by its other name, instead of its folder."""
-    return alias_of(name) or name
 
 
 def number(value: float | None) -> str:

@@ -96,6 +96,11 @@ def alias_of(name: str) -> str:
     return EMBEDDED if Path(name).parts[-len(EMBEDDED_FOLDER) :] == EMBEDDED_FOLDER else ""
 
 
+def public_name(name: str) -> str:
+    """The name of a base model for clients and people: its other name, if it has one."""
+    return alias_of(name) or name
+
+
 @cache
 def image_processor(folder: str) -> ImageProcessor | None:
     """The image processor of the model in a card's folder; None if the model only takes text.

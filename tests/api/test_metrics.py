@@ -49,6 +49,23 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     assert 'tinkerflow_device_memory_bytes{base_model="a/b",use="kv_cache"} 7.0' in lines
 
 
+def test_the_embedded_model_has_its_other_name_and_one_line_for_all_folders_that_it_had() -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    old, new = (f"/{data_dir}/models/tinkerflow/tiny-qwen3" for data_dir in ("old", "new"))
+    bases = [BaseModelView(new, "", now, CompileStatus(9, 4, 1, 2, 3), {"generation": 3, "memory": {"weights": 5}})]
+    used = {(old, "sample"): 1, (new, "sample"): 2, (old, "checkpoint"): 3, (new, "checkpoint"): 4}
+    observed = ServiceFigures(used, {new: 4}, {new: now}, {"samples": None}, {"kl_sample_train": {new: 0.25}})
+    text = Metrics().page(Known(bases, {"samples": 1, "models": 2}, observed, [], now)).decode()
+    assert "/models/" not in text
+    for line in (
+        'tinkerflow_tokens_total{base_model="tinkerflow/tiny",kind="sample"} 3.0',
+        'tinkerflow_checkpoints_saved_total{base_model="tinkerflow/tiny"} 7.0',
+        'tinkerflow_models_live{base_model="tinkerflow/tiny"} 4.0',
+        'tinkerflow_programs_planned{base_model="tinkerflow/tiny"} 9.0',
+    ):
+        assert text.splitlines().count(line) == 1
+
+
 def counts(server: Any, family: str, sample: str) -> dict[tuple[str, ...], float]:
     page = server.get("metrics").text
     found = next(one for one in text_string_to_metric_families(page) if one.name == family)

@@ -30,7 +30,7 @@ from tinkerflow.api.console.visit import (
 from tinkerflow.api.identity import STRANGER
 from tinkerflow.api.links import base_url
 from tinkerflow.api.schemas import API
-from tinkerflow.backend.catalog.model_card import alias_of
+from tinkerflow.backend.catalog.model_card import public_name
 from tinkerflow.backend.core.ids import KEY_PREFIX, new_id
 from tinkerflow.backend.core.prefect_access import find_server
 from tinkerflow.backend.journal import AuditedEvent, RunQuery
@@ -68,7 +68,7 @@ async def front_page(request: Request) -> Response:
         return {
             "runs": journal.run_table.page(visit.owner, RunQuery(), limit=_RECENT, offset=0),
             "samples": journal.samples.recent(visit.owner, limit=_RECENT, texts_first=False),
-            "base_models": [alias_of(row.name) or row.name for row in journal.base_models.all()],
+            "base_models": [public_name(row.name) for row in journal.base_models.all()],
         }
 
     key = f"{KEY_PREFIX}any" if is_open else f"{KEY_PREFIX}..."

@@ -16,10 +16,11 @@ from tinkerflow.api.call import PageOffset
 from tinkerflow.api.console.curves import AXES, SMOOTHINGS, AsChartView, ChartView, RunCurves, charts, steps_by_place
 from tinkerflow.api.console.pages.events import events_of
 from tinkerflow.api.console.prefect_links import PrefectLink, prefect_link, prefect_pages
-from tinkerflow.api.console.render import NONE, model_name, number
+from tinkerflow.api.console.render import NONE, number
 from tinkerflow.api.console.samples import shown, tokenizer_of
 from tinkerflow.api.console.upcoming import upcoming
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
+from tinkerflow.backend.catalog.model_card import public_name
 from tinkerflow.backend.core.errors import StoreError, UserError
 from tinkerflow.backend.core.plot import LINES
 from tinkerflow.backend.journal import Curve, ModelView, RunQuery
@@ -225,7 +226,7 @@ def _settings(compared: Sequence[ComparedRun]) -> Mapping[str, Sequence[str]]:
     models, curves = [model for model, _, _ in compared], [curve for _, _, curve in compared]
     trained = ("attention", "MLP", "unembedding")
     rows: dict[str, list[str]] = {
-        "Base model": [model_name(model.base_model) for model in models],
+        "Base model": [public_name(model.base_model) for model in models],
         "Rank": [number(model.rank) if model.rank else "all parameters" for model in models],
         "Trained": [
             ", ".join(
