@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 FLOW_RUN = "flow_run"  # the id of the pipeline's flow run in Prefect
+DEFAULTS = "default_parameters"  # names of the pipeline's parameters that have their default values
 OUTCOME, REASON = "outcome", "reason"  # how a program ended with the run, and why
 Outcome = Literal["completed", "failed", "cancelled"]
 

@@ -26,7 +26,7 @@ from prefect.states import Cancelled
 from pydantic import BaseModel
 
 from tinkerflow.backend.core.errors import TinkerflowError
-from tinkerflow.backend.spec.run_metadata import Outcome
+from tinkerflow.backend.spec.run_metadata import DEFAULTS, Outcome
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell, log_line
 from tinkerflow.tasks.pipelines.control import StoppedError, controlled
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
@@ -103,6 +103,8 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     shown = data_name(parameters.data.url, data)
     lineage = Lineage(run.pipeline, name, shown, f"tinkerflow {version('tinkerflow')}", parameters.model.start_from)
     settings = {name: str(value)[:_SHOWN] for name, value in _flat(decisive).items() if value not in (None, "", [])}
+    chosen = _flat(run.parameters.model_dump(mode="json", exclude_defaults=True))
+    settings[DEFAULTS] = " ".join(sorted(settings.keys() - chosen.keys()))
     trainer = Trainer(run, recipe, progress, lineage, watch, settings)
     segments = progress.segments()
     async with (

@@ -26,7 +26,7 @@ from tinkerflow.backend.core.plot import LINES
 from tinkerflow.backend.journal import Curve, ModelView, RunQuery
 from tinkerflow.backend.journal.tables import TAKES_WORK
 from tinkerflow.backend.spec.outliers import COLUMNS, BlamedRow, cells, remedy
-from tinkerflow.backend.spec.run_metadata import FLOW_RUN
+from tinkerflow.backend.spec.run_metadata import DEFAULTS, FLOW_RUN
 
 PAGE = 50
 _OF_A_RUN = 100  # checkpoints of a run, shown
@@ -121,14 +121,20 @@ def _prefect_links(visit: Visit, run: ModelView) -> list[tuple[str, PrefectLink]
 
 
 def _lineage(visit: Visit, run: ModelView) -> dict[str, object]:
-    """The runs before and after a run, the run that it repeats, if it is a rerun, and its other metadata."""
+    """The runs before and after a run, the run that it repeats, if it is a rerun, and its other metadata.
+
+    `defaults` has the parameters of a pipeline that have their default values.
+    """
     ancestries, metadata = visit.journal.ancestries, {name: value for name, value in run.user_metadata.items() if value}
     if "planned_steps" in metadata:
         metadata.pop("step", "")  # where the pipeline opened the run, not where it is now
     repeats, forked, _ = (metadata.pop(key, "") for key in ("rerun_of", "fork_of", FLOW_RUN))
     before, after = ancestries.before(run.id, visit.owner), ancestries.after(run.id, visit.owner)
     # Forks of earlier releases have no origin.
-    return {"before": before, "after": after, "repeats": repeats, "forked": forked, "metadata": metadata}
+    names = metadata.pop(DEFAULTS, "").split()
+    defaults = {name: metadata.pop(name) for name in list(metadata) if name in names}
+    shown = {"metadata": metadata, "defaults": defaults}
+    return {"before": before, "after": after, "repeats": repeats, "forked": forked, **shown}
 
 
 def _branch(path: str) -> str:
@@ -240,7 +246,7 @@ def _settings(compared: Sequence[ComparedRun]) -> Mapping[str, Sequence[str]]:
         "Seed": [NONE if model.seed is None else str(model.seed) for model in models],
         "Learning rate, first": [number(curve.points[0].learning_rate) if curve.points else NONE for curve in curves],
     }
-    keys = sorted({key for model in models for key in model.user_metadata})
+    keys = sorted({key for model in models for key in model.user_metadata} - {DEFAULTS, FLOW_RUN})
     return rows | {key: [model.user_metadata.get(key, NONE) for model in models] for key in keys}
 
 

@@ -343,3 +343,13 @@ def copy_rows(connection: Any, name: str, key: str, keys: list[str], column: str
     table = sa.Table(name, sa.MetaData(), autoload_with=connection)
     row = dict(connection.execute(table.select().where(table.c[column] == key)).one()._mapping)
     connection.execute(table.insert(), [row | {column: one} for one in keys])
+
+
+def test_the_page_of_a_pipeline_folds_parameters_with_default_values(server: Any, browser: Any) -> None:
+    settings = {"pipeline": "rl", "loss": "gspo", "training.beta1": "0.9", "training.beta2": "0.95"}
+    run = server.model(**settings, default_parameters="training.beta1 training.beta2")
+    shown, folded = browser.get(f"/training_runs/{run}").text.split("<details>")
+    assert "<dt>loss</dt><dd>gspo</dd>" in shown and "training.beta" not in shown
+    assert "2 parameters with default values" in folded and "<dt>training.beta2</dt><dd>0.95</dd>" in folded
+    assert "default_parameters" not in shown + folded + browser.get(f"/compare?run={run}").text
+    assert "<details>" not in browser.get(f"/training_runs/{server.model(pipeline='rl')}").text
