@@ -14,6 +14,7 @@ import tinker
 from rich.console import Console
 from tests.e2e.browser import Page, open_page
 
+from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.deployments.local import API_KEY, running_stack
 from tinkerflow.deployments.pig_latin import LESSONS
 from tinkerflow.deployments.quickstart import teach
@@ -42,11 +43,8 @@ def main() -> None:
             path = f"/checkpoints/{quote(runs[0], safe='')}/{quote('sampler_weights/pig-latin', safe='')}"
             shoot(page, "checkpoint", stack.api_url + path)
             shoot(page, "pool", f"{stack.api_url}/pool")
-            base = rest.get_server_capabilities().result().supported_models[0].model_name
-            talk(
-                page,
-                f"{stack.api_url}/playground?checkpoint={quote(checkpoint, safe='')}&other={quote(str(base), safe='')}",
-            )
+            base = quote(EMBEDDED, safe="")
+            talk(page, f"{stack.api_url}/playground?checkpoint={quote(checkpoint, safe='')}&other={base}")
 
 
 def shoot(page: Page, name: str, url: str, *, dark: bool = False) -> None:

@@ -22,6 +22,7 @@ from tinkerflow.api.endpoints.generation import Generation, SamplePiece, generat
 from tinkerflow.api.endpoints.sse import EventStream, event
 from tinkerflow.api.endpoints.targets import Target, list_models, resolve
 from tinkerflow.api.text import Detokenizer, Tokenizer
+from tinkerflow.backend.catalog.model_card import public_name
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal.base_models import BaseModelView
 
@@ -38,8 +39,8 @@ router = page_router()
 async def playground_page(visit: Visiting, model: str = "", other: str = "", checkpoint: str = "") -> Response:
     """The page; nothing is sampled yet."""
     models = await list_models(visit.call)
-    chosen = checkpoint or model or (models[0].name if models else "")
-    known = [one.name for one in models[:_MOST_MODELS]]
+    known = list(dict.fromkeys(public_name(one.name) for one in models[:_MOST_MODELS]))
+    chosen = checkpoint or model or next(iter(known), "")
     bases = await asyncio.to_thread(visit.call.journal.base_models.all)
     return visit.page("playground.html", models=known, chosen=[chosen, other], top=TOP, waits=_waits(bases))
 

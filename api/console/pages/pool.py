@@ -14,7 +14,7 @@ from markupsafe import Markup
 from tinkerflow.api.console.charts import bars
 from tinkerflow.api.console.render import number, size
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
-from tinkerflow.backend.catalog.model_card import ModelCard
+from tinkerflow.backend.catalog.model_card import ModelCard, public_name
 from tinkerflow.backend.journal import LEASE_SECONDS, BaseModelView, UsageKind
 
 _OTHERS = "other projects"
@@ -79,7 +79,7 @@ def _group(visit: Visit, model: BaseModelView) -> ShownGroup:
     drawn = None
     if memory:
         parts = [(name.replace("_", " "), count, size(count)) for name, count in memory.items()]
-        drawn = bars(f"Memory of each device of {model.name}", parts)
+        drawn = bars(f"Memory of each device of {public_name(model.name)}", parts)
     waiting = sum(visit.journal.queue.waiting_samples(model.name).values())
     return ShownGroup(model, ModelCard.from_json(model.card), drawn, waiting)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html import unescape
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.api.conftest import KEY
+from tests.api.conftest import KEY, card_json
 from tests.api.console.conftest import of_checkpoint
 
 from tinkerflow.backend.catalog.champions import champion_key
+from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.journal import RunEvent, database
 from tinkerflow.backend.journal.run_events import MOST_EVENTS
+from tinkerflow.backend.spec.commands import CompileStatus, GroupInfo
 from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
@@ -214,8 +217,6 @@ def test_the_lineage_of_a_run_with_a_history_has_its_data_and_the_checkpoint_bef
 
 
 def test_the_pool_shows_parts_groups_memory_and_who_waits(browser: Any, server: Any, furnish: Any) -> None:
-    from tinkerflow.backend.spec.commands import CompileStatus, GroupInfo
-
     furnish()
     journal = server.journal
     journal.leases.beat()
@@ -343,6 +344,19 @@ def copy_rows(connection: Any, name: str, key: str, keys: list[str], column: str
     table = sa.Table(name, sa.MetaData(), autoload_with=connection)
     row = dict(connection.execute(table.select().where(table.c[column] == key)).one()._mapping)
     connection.execute(table.insert(), [row | {column: one} for one in keys])
+
+
+def test_the_embedded_model_has_its_other_name_on_every_page(server: Any, browser: Any, journal: Any) -> None:
+    folder = "/data/models/tinkerflow/tiny-qwen3"
+    card = replace(ModelCard.from_json(card_json()), name=folder)
+    journal.base_models.register([(folder, card.to_json())])
+    journal.base_models.note_worker_group(
+        folder, GroupInfo(("cpu:0",), 7, 32, 1, 64, 128, "", 1, memory={"weights": 8})
+    )
+    journal.leases.acquire("an engine")
+    for path in ("/", "/pool", "/playground"):
+        text = unescape(browser.get(path).text)
+        assert "tinkerflow/tiny" in text and folder not in text, path
 
 
 def test_the_page_of_a_pipeline_folds_parameters_with_default_values(server: Any, browser: Any) -> None:
