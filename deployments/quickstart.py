@@ -163,11 +163,11 @@ def _table(before: list[str], after: list[str]) -> Table:
 
 def _flow_run_page(prefect: PrefectAccess, model_id: str) -> str:
     """The path of the page of the training run of `model_id`; of the page of all runs if the run is untracked."""
-    named, url = {"flow_runs": {"name": {"like_": model_id}}}, f"{prefect.api_url}/flow_runs/filter"
+    tagged, url = {"flow_runs": {"tags": {"all_": [model_id]}}}, f"{prefect.api_url}/flow_runs/filter"
     deadline = time.monotonic() + SHOWN_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):  # on a busy machine Prefect may be late, or start anew
-            if runs := httpx.post(url, json=named, headers=prefect.headers).raise_for_status().json():
+            if runs := httpx.post(url, json=tagged, headers=prefect.headers).raise_for_status().json():
                 return f"/runs/flow-run/{runs[0]['id']}"
         time.sleep(0.2)
     return "/runs"

@@ -198,7 +198,9 @@ class Dispatcher:
         label = await asyncio.to_thread(self._journal.models.label, model_id) if self._observer.is_on else ""
         trained = await asyncio.to_thread(self._journal.curves.trained, model_id)
         adopted = self._adopted.get(model_id)
-        observers = self._observer.observe_training_run(model_id, model.base_model, label, adopted, trained, model.step)
+        observers = self._observer.observe_training_run(
+            model_id, model.base_model, label, adopted, trained, model.step, model.created_at
+        )
         verb = "is created" if model.state is ModelState.CREATING else "continues"
         for observer in observers:
             observer.log(f"model {model_id} of {public_name(model.base_model)} {verb} at optimizer step {model.step}")

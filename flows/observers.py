@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 from uuid import UUID
 
@@ -92,12 +93,19 @@ class EngineObserver(Protocol):
         """Whether runs are shown at all."""
 
     def observe_training_run(
-        self, model_id: str, base_model: str, label: str, adopted: UUID | None, trained: Trained, steps: int
+        self,
+        model_id: str,
+        base_model: str,
+        label: str,
+        adopted: UUID | None,
+        trained: Trained,
+        steps: int,
+        created_at: datetime,
     ) -> Sequence[RunObserver]:
         """The observers of one model's training run; none when nothing is shown.
 
         label: the client's name for the run. adopted: the flow run in which a retried run continues. trained, steps:
-        the tokens and optimizer steps that the run was trained before.
+        the tokens and optimizer steps that the run was trained before. created_at: the creation of the model.
         """
 
     def observe_sampling(self, base_model: str) -> Sequence[RunObserver]:

@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events import Event
 from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pending, Running
 
+from tinkerflow.backend.catalog.model_card import public_name
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import CheckpointSaved, Journal, Kind, ModelState, Outcome, Trained
@@ -141,18 +142,21 @@ class Mirror:
         adopted: UUID | None = None,
         trained: Trained = Trained(),  # noqa: B008  it is frozen
         steps: int = 0,
+        created_at: datetime | None = None,
     ) -> list[RunMirror]:
         """The mirror of one model's training run; none without Prefect.
 
-        model_id, base_model: of the run. label: the client's name for it. adopted: the flow run, which somebody has
-        retried, in which it continues. trained, steps: the tokens and optimizer steps that it was trained before.
+        model_id, base_model, created_at: of the run. label: the client's name for it. adopted: the flow run, which
+        somebody has retried, in which it continues. trained, steps: the tokens and optimizer steps that it was trained
+        before.
         """
         if not self.is_on:
             return []
         parameters = {"model_id": model_id, "base_model": base_model}
-        name = " ".join((last_part(base_model), *label[:_LABEL].split(), model_id))
+        began = () if created_at is None else (f"{created_at:%Y-%m-%d %H:%M}",)
+        name = " ".join((*(label[:_LABEL].split() or (short_name(model_id),)), last_part(base_model), *began))
         key = f"{self.connection.mark} {model_id}"
-        heading = Heading(training_run, name, parameters, self._tags(base_model), key, deployed=True)
+        heading = Heading(training_run, name, parameters, (*self._tags(base_model), model_id), key, deployed=True)
         console = f"{self._api_url}/training_runs/{model_id}"
         drawing = None if self._journal is None else Drawing(self._journal, model_id, name, console, self._store)
         return [RunMirror(self, heading, short_name(model_id), adopted, model_id, drawing, trained, steps)]
@@ -399,7 +403,7 @@ def kind_name(kind: Kind) -> str:
 
 def last_part(base_model: str) -> str:
     """A base model's short name: the last part of a hub id or of a folder's path."""
-    return base_model.rstrip("/").rsplit("/", 1)[-1]
+    return public_name(base_model).rstrip("/").rsplit("/", 1)[-1]
 
 
 def short_name(model_id: str) -> str:

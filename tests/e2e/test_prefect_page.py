@@ -19,13 +19,14 @@ from tinker import types
 from tinker.lib.queue_state_logger import QueueStateLogger
 
 from tinkerflow.deployments.serve import automations, ensure_automations
+from tinkerflow.flows.prefect.mirror import short_name
 
 pytestmark = pytest.mark.thorough
 
 
 def flow_run(server, model_id: str) -> dict:
     """The training run of a model, as soon as Prefect has it."""
-    body = {"flow_runs": {"name": {"like_": model_id}}}
+    body = {"flow_runs": {"tags": {"all_": [model_id]}}}
     return wait_for(lambda: server.ask_prefect("/flow_runs/filter", body))[0]
 
 
@@ -56,7 +57,7 @@ def trained(server, make_datum) -> str:
 def test_one_readable_task_run_per_batch(server, trained):
     run = flow_run(server, trained)
     assert run["state_type"] == "RUNNING"
-    assert trained in run["name"]
+    assert run["name"].startswith(f"{short_name(trained)} tiny 20")
     deadline = time.monotonic() + 120
     while len(names := task_runs(server, run)) < 8 and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -82,7 +83,7 @@ def test_a_browser_is_signed_in_by_the_link_and_not_without_it(server, trained, 
         assert page.run("return location.pathname + location.hash") == f"/runs/flow-run/{run['id']}"
         assert base64.b64decode(page.run(stored)).decode() == server.prefect.credential
     with page.at(f"{server.prefect_url}/runs"):  # it stays signed in
-        page.shows(trained)
+        page.shows(run["name"])
 
 
 def test_the_page_of_the_run_shows_its_batches(server, trained, page):
@@ -93,7 +94,6 @@ def test_the_page_of_the_run_shows_its_batches(server, trained, page):
 
 def test_the_page_of_the_run_tells_its_steps_and_draws_its_curves(server, trained, page):
     run = flow_run(server, trained)
-    assert run["name"] == f"{server.base_model.rsplit('/', 1)[-1]} {trained}"
     mine = {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}}
 
     def current() -> dict[str, str]:

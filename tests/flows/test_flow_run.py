@@ -187,6 +187,26 @@ async def test_an_event_waits_until_prefect_knows_the_flow_run_that_it_happened_
     assert emitted[0]["resource"]["prefect.resource.id"] == "tinkerflow.model.sess-1234:train:0"
 
 
+@pytest.mark.parametrize(
+    ("label", "base_model", "name"),
+    [
+        ("Pig  Latin", "Qwen/Qwen3-0.6B", "Pig Latin Qwen3-0.6B 2026-11-28 09:05"),
+        ("", "/data/models/tinkerflow/tiny-qwen3", "model-1234-0 tiny 2026-11-28 09:05"),
+    ],
+)
+async def test_the_flow_run_of_a_training_run_has_a_name_for_people(
+    server: Server, label: str, base_model: str, name: str
+) -> None:
+    connection = PrefectConnection("http://prefect/api")
+    made = datetime(2026, 11, 28, 9, 5, tzinfo=UTC)
+    (run,) = Mirror(connection, Pacing(1.0, SystemClock())).observe_training_run(
+        "sess-1234:train:0", base_model, label, created_at=made
+    )
+    heading = run._heading
+    assert (heading.name, heading.parameters["model_id"]) == (name, "sess-1234:train:0")
+    assert "sess-1234:train:0" in heading.tags
+
+
 async def test_requests_of_a_page_grow_with_time_and_not_with_steps_and_all_is_there_at_the_end(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

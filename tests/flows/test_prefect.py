@@ -26,7 +26,7 @@ from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect import window
 from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.controls import CANCELLED
-from tinkerflow.flows.prefect.mirror import Mirror
+from tinkerflow.flows.prefect.mirror import Mirror, short_name
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect.server import PrefectServer, listen, start_server
 from tinkerflow.flows.runner import ModelRunner, Why
@@ -69,9 +69,9 @@ async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict
     return found
 
 
-def named(model: str) -> dict[str, Any]:
-    """The filter for the flow runs of a model, whose names end with its id."""
-    return {"flow_runs": {"name": {"like_": model}}}
+def tagged(model: str) -> dict[str, Any]:
+    """The filter for the flow runs of a model, which have its id as a tag."""
+    return {"flow_runs": {"tags": {"all_": [model]}}}
 
 
 class Runner:
@@ -112,10 +112,10 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
         ]
 
     model = await serve(connection, context, client, work)
-    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **tagged(model))
     assert flow_run["state_type"] == "COMPLETED"
     assert flow_run["state"]["message"] == "unloaded: its session is over"
-    assert flow_run["name"] == f"unigram {model}"
+    assert flow_run["name"] == f"{short_name(model)} unigram"
     assert client.journal.models.get(model, None).flow_run == flow_run["id"]
     assert {"tinkerflow", "unigram"} < set(flow_run["tags"])
 
@@ -150,7 +150,7 @@ async def test_a_saved_checkpoint_is_an_asset_of_its_run_with_those_that_it_come
     metadata = {"data": "sha256:0a"}
     model = await client_saved(connection, context, client, 1, "child", origin=parent, user_metadata=metadata)
     path = f"tinker://{model}/weights/child"
-    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **tagged(model))
     prefixes = {"filter": {"event": {"prefix": ["prefect.asset."]}}}
     events: list[Any] = []
     async with prefect_http(connection.api_url) as http, asyncio.timeout(120):
@@ -198,7 +198,7 @@ async def test_above_the_rate_task_runs_are_shared(connection: PrefectConnection
         return [r for _ in range(steps) for r in (client.forward_backward(model, [1]), client.optim_step(model))]
 
     model = await serve(connection, context, client, work, rate=2.0)
-    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **tagged(model))
     found: list[dict[str, Any]] = []
     async with asyncio.timeout(120):
         while not any(f"-{steps + 1:06d}" in run["name"] for run in found):  # the unload comes after them
@@ -247,7 +247,7 @@ async def test_a_training_run_is_one_flow_run_over_all_engines(
         client.journal.models.request_unload(model, "its session is over")
         assert (await asyncio.wait_for(runner.serve(), 60)).why is Why.DONE
         await in_state(http, run, "Completed")
-    assert len(await runs(connection.api_url, "flow_runs", 1, **named(model))) == 1
+    assert len(await runs(connection.api_url, "flow_runs", 1, **tagged(model))) == 1
     task_runs = await runs(connection.api_url, "task_runs", 5, flow_runs={"id": {"any_": [run["id"]]}})
     names = sorted(run["name"].rsplit("/", 1)[-1] for run in task_runs)
     assert names == ["create_model", "optim_step", "steps-000002-000003", "steps-000004-000006", "steps-000007-onwards"]
@@ -321,11 +321,11 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
             while not found or connection.tracked == before:  # a server that starts may refuse some
                 await client.result(submit_and_wake(client, runner, model))
                 await asyncio.sleep(0.1)
-                found = await post(http, "/flow_runs/filter", json=named(model))
+                found = await post(http, "/flow_runs/filter", json=tagged(model))
         client.journal.models.request_unload(model, "over")
         runner.wake()
         assert (await asyncio.wait_for(serving, 60)).why is Why.DONE
-        (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
+        (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **tagged(model))
         assert flow_run["state_type"] == "COMPLETED"
         watching.cancel()
     assert any("is back" in record.message for record in caplog.records)
@@ -440,7 +440,7 @@ async def ask(http: httpx.AsyncClient, method: str, path: str, **more: Any) -> A
 async def shown(http: httpx.AsyncClient, model: str) -> dict[str, Any]:
     """Wait for the model's flow run. No operation waits for the server to have it."""
     async with asyncio.timeout(120):
-        while not (found := await post(http, "/flow_runs/filter", json=named(model))):  # noqa: ASYNC110
+        while not (found := await post(http, "/flow_runs/filter", json=tagged(model))):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     (run,) = found
     return dict(run)
