@@ -61,7 +61,7 @@ def talk(page: Page, url: str) -> None:
     page.run("document.getElementById('mode').value = 'text'")
     page.fill("#max_tokens", "10")
     page.fill("#temperature", "0")
-    page.fill("#say", PROMPT)
+    page.run("document.getElementById('say').value = arguments[0]", PROMPT)  # typing its new line would send it
     page.press("Send")
     while page.run("return document.querySelectorAll('.turns small').length") < 2:
         time.sleep(0.2)
