@@ -140,6 +140,8 @@ class Executor:
                 tower=self._tower,
             )
         )
+        self.attention_tokens = platform().attention_tokens  # of a row, where attention costs as much as all the rest
+        self.few_shapes = platform().few_shapes  # of micro-batches (`spec.packing.Grid`)
         self.ahead = not on_cpu()  # whether a command starts before the devices have finished the last one
         self._warm_up.want(self._sampler.adapters.programs())
         self._warm_up.want(() if self._tower is None else self._tower.programs(context))
@@ -172,11 +174,6 @@ class Executor:
     def microbatch_tokens(self) -> int:
         """The most padded tokens of a micro-batch."""
         return self.plan.budget.microbatch_tokens
-
-    @property
-    def attention_tokens(self) -> int:
-        """The tokens of a row whose attention costs as much as everything else."""
-        return platform().attention_tokens
 
     @property
     def branch_tokens(self) -> int:

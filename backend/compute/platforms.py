@@ -36,6 +36,7 @@ class Platform:
     shares_memory: whether a process takes only a part of a device's memory.
     host_decides: whether the host chooses branches, and how often loops turn. On GPUs, a thread that starts a program
     would otherwise wait at each of them until the device has decided. Other devices do not make the host wait.
+    few_shapes: whether training has few shapes of micro-batches, because a program takes long to compile and to tune.
     attention_tokens: the tokens of a row whose attention costs as much as everything else. With the kernels of `flash`
     and 4B parameters this is about 7,000, if operations of attention run at half the speed of others.
     prefill_tokens: the sizes of a part of a prompt that the sampler computes, ascending. On CPUs small sizes waste
@@ -51,6 +52,7 @@ class Platform:
     compilers: tuple[str, ...] = ()
     shares_memory: bool = False
     host_decides: bool = False
+    few_shapes: bool = True
     attention_tokens: int = 8192
     prefill_tokens: tuple[int, ...] = (128, 512, 2048)
 
@@ -59,6 +61,7 @@ CPU = Platform(
     "cpu",
     dtype="float32",
     precision=None,
+    few_shapes=False,
     attention_tokens=ATTENTION_TOKENS,
     prefill_tokens=(32, 64, 128, 512),
 )

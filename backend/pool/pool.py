@@ -238,6 +238,7 @@ class Pool:
             self.info.attention_tokens,
             branch_tokens=self.info.branch_tokens,
             context_parallel=self._config.group.context_parallel,
+            few_shapes=self.info.few_shapes,
         )
 
         def send(part: Command) -> asyncio.Future[Reply]:

@@ -45,13 +45,14 @@ def in_parts(
     *,
     branch_tokens: int = 0,
     context_parallel: int = 1,
+    few_shapes: bool = False,
 ) -> Sequence[Command]:
     """Split a command into one command for each micro-batch and for each step of a custom loss.
 
     The reply to the last part is the reply to `command`.
 
-    microbatch_tokens, attention_tokens, branch_tokens: see GroupInfo. fsdp: the size of the mesh axis that splits the
-    rows. context_parallel: see GroupConfig.
+    microbatch_tokens, attention_tokens, branch_tokens, few_shapes: see GroupInfo. fsdp: the size of the mesh axis that
+    splits the rows. context_parallel: see GroupConfig.
     """
     if not isinstance(command, Forward) or not command.examples:
         return (command,)
@@ -64,6 +65,7 @@ def in_parts(
         attention_tokens=attention_tokens,
         branch_tokens=branch_tokens,
         context_parallel=context_parallel,
+        few_shapes=few_shapes,
         trees=partial(prefix_trees, command.examples, loss.of_pass, branch_tokens),
     )
     micro_batch, loss_step = NextMicroBatch(command.adapter_id), NextMicroBatch(command.adapter_id, of_loss=True)

@@ -94,6 +94,10 @@ class CommandExecutor(Protocol):
         """The length of a row, in tokens, at which attention costs as much as everything else."""
 
     @property
+    def few_shapes(self) -> bool:
+        """Whether micro-batches have few shapes (`spec.packing.Grid`)."""
+
+    @property
     def branch_tokens(self) -> int:
         """Shared beginnings of examples are multiples of it; 0 = each example is trained alone."""
 

@@ -585,6 +585,7 @@ class GroupInfo:
     generation: int
     reaches_store: bool = False  # every process reads and writes states itself
     memory: Mapping[str, int] = field(default_factory=dict)  # reserved bytes of each device, by use
+    few_shapes: bool = False  # of micro-batches (`spec.packing.Grid`)
     branch_tokens: int = 0  # shared beginnings of examples are multiples of it (`prefix_trees`); 0 = nothing is shared
     programs: str = ""  # a digest of the inputs of its programs: groups with equal digests compute equal bits
     places: tuple[str, ...] = ()  # the ranks with their hosts, for people

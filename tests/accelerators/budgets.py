@@ -146,6 +146,8 @@ BUDGETS = (
     Budget(_case("4B h100:1 tree_attention 1x8192"), TEMPORARIES, 0.01),
     # A step of 16 answers of 256 tokens to a prompt of 1,024, with and without a shared prompt: see test_budgets.
     *(Budget(_case(f"4B h100:1 forward_backward {sizes}"), MEMORY, 100) for sizes in ("1x4096", "1x2048")),
+    Budget(_case("4B h100:1 forward_backward_trees 1x2048"), MEMORY, 100),
+    Budget(_case("4B h100:1 forward_backward_trees 1x4096"), MEMORY, 100),
     Budget(_case("4B h100:1 forward_backward_trees 2x2048"), MEMORY, 100),
     Budget(_case("4B v6e:1x1 tree_attention 1x8192"), TEMPORARIES, 0.3),
     *(Budget(_case(f"4B {target} tree_attention 1x8192"), LARGEST_F32, 0.01) for target in ("h100:1", "v6e:1x1")),

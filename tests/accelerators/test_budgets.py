@@ -87,8 +87,8 @@ def test_a_group_of_answers_takes_two_fifths_of_the_flops_with_a_shared_prompt()
         group.append(Example(tokens_T[:-1], tokens_T[1:, None], weights_TK))
 
     def flops(branch_tokens: int) -> float:
-        how = {"microbatch_tokens": 4096, "attention_tokens": CUDA.attention_tokens}
-        batches = pack(group, **how, branch_tokens=branch_tokens)
+        how = {"attention_tokens": CUDA.attention_tokens, "few_shapes": CUDA.few_shapes}
+        batches = pack(group, microbatch_tokens=4096, branch_tokens=branch_tokens, **how)
         kinds = [f"forward_backward{'_trees' if batch.shares else ''}" for batch in batches]
         sizes = ["x".join(map(str, batch.tokens_BT.shape)) for batch in batches]
         return sum(figures[f"4B h100:1 {kind} {size}"]["flops"] for kind, size in zip(kinds, sizes, strict=True))

@@ -9,15 +9,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tests.compute.conftest import SHAPE, VOCAB, build, random_example
+from tests.compute.shapes import QWEN3_4B, config_like
 
 from tinkerflow.backend.compute import executor as executor_module
+from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.lora import Lora
+from tinkerflow.backend.compute.platforms import CUDA, TPU, Platform, compiling_for
+from tinkerflow.backend.compute.sampler.programs import SamplerPrograms
+from tinkerflow.backend.compute.sampler.shapes import make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
+from tinkerflow.backend.compute.training.budget import Budget
+from tinkerflow.backend.compute.training.full_parameters import weights_like
 from tinkerflow.backend.compute.training.packing import pack
+from tinkerflow.backend.compute.training.train import make_steps, needs_tree_program
+from tinkerflow.backend.compute.training.train_programs import adapter_like, training_programs
 from tinkerflow.backend.compute.warming import Program, WarmUp
 from tinkerflow.backend.spec.commands import (
     CompileStatus,
@@ -35,9 +47,11 @@ from tinkerflow.backend.spec.commands import (
     SampleStep,
 )
 from tinkerflow.backend.spec.drift import AGREEMENT
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
-from tinkerflow.backend.spec.packing import micro_batch_shapes
+from tinkerflow.backend.spec.packing import Grid
 
+CONTEXT_OF_4B = 32768
 CONTEXT = 32  # few shapes, and of one layer, because each costs a second to compile
 PATIENCE = 600.0
 
@@ -143,16 +157,66 @@ def test_the_warm_up_has_the_programs_of_recorded_experts(
     assert executor._compiles.here == before
 
 
-def test_packing_makes_no_shape_that_is_not_listed() -> None:
+@pytest.mark.parametrize("few", [False, True])
+def test_packing_makes_no_shape_that_is_not_listed(few: bool) -> None:
     rng = np.random.default_rng(1)
     for microbatch, longest, multiple in ((64, 128, 1), (256, 100, 2), (1024, 32, 1), (32, 512, 4)):
-        listed = micro_batch_shapes(microbatch, longest, multiple)
+        listed = Grid(microbatch, multiple, few=few).shapes(longest)
         assert len(listed) == len(set(listed)) < 40
         for _ in range(100):
             lengths = rng.integers(1, longest + 1, rng.integers(1, 40))
             data = [random_example(rng, int(length)) for length in lengths]
-            for batch in pack(data, microbatch_tokens=microbatch, row_multiple=multiple):
+            for batch in pack(data, microbatch_tokens=microbatch, row_multiple=multiple, few_shapes=few):
                 assert batch.tokens_BT.shape in listed
+
+
+def programs_of(target: Platform) -> list[str]:
+    """The names of the programs for a model of 4B parameters on one device of that kind, the first to compile first."""
+    cfg, mesh = config_like(QWEN3_4B), make_mesh(1, 1, 1)
+    spec = usual_spec(cfg, "divided")
+    with compiling_for(target):
+        host: Any = weights_like(cfg, mesh)  # the programs are listed, not compiled
+        shapes = make_shapes(max_slots=64, fsdp=1, pieces=target.prefill_tokens)
+        pool: Any = SimpleNamespace(states=None)
+        how = {"accelerated": True, "host_decides": target.host_decides, "kv_cache": "full", "routes": False}
+        sampler = SamplerPrograms(cfg, mesh, shapes, host, pool, 8, CONTEXT_OF_4B, spec, **how)  # type: ignore[arg-type]
+        adapter = adapter_like(cfg, mesh, spec)
+        budget, trees = Budget(4096, 0), needs_tree_program(cfg)
+        limits = {"optimizer": DEFAULT_OPTIMIZER, "budget": budget, "max_context": CONTEXT_OF_4B, "trees": trees}
+        steps = make_steps(cfg, mesh, budget)
+        training = training_programs(mesh, host, steps, adapter, **limits)  # type: ignore[arg-type]
+        wanted = [*sampler.all(), *sampler.publishing(spec, cast("Lora", adapter)), *training]
+    return [program.name for program in sorted(wanted, key=lambda program: program.distance)]
+
+
+def test_accelerators_compile_the_dozen_commonest_programs_first() -> None:
+    names = programs_of(CUDA)
+    assert sorted(names[:12]) == sorted(
+        (
+            "prefill of 1x128 tokens, 32 columns",
+            "prefill of 1x512 tokens, 32 columns",
+            "decode, 1 slots, 32 columns",
+            "decode, 64 slots, 32 columns",
+            "copies of pages",
+            "publish, rank 32",
+            "publish into 32 columns, rank 32",
+            "optim_step, rank 32, adamw",
+            "a copy of gradients, rank 32, adamw",
+            "forward_backward of 2x2048 tokens, rank 32, adamw",
+            "forward_backward of 4x1024 tokens, rank 32, adamw",
+            "prefill of 1x128 tokens, 0 columns",
+        )
+    )
+    rare = ("forward of", "128 columns", "adjusted", "filters, 4 slots")
+    assert not any(kind in name for kind in rare for name in names[: len(names) // 4])
+
+
+@pytest.mark.parametrize(("target", "training", "sampling"), [(CUDA, 42, 76), (TPU, 42, 39)])
+def test_accelerators_have_few_programs(target: Platform, training: int, sampling: int) -> None:
+    """Ten shapes, forward and backward, with shared tokens and without; docs/accelerators.md has the counts."""
+    names = programs_of(target)
+    trains = [name for name in names if name.startswith(("forward", "optim_step", "a copy of"))]
+    assert (len(trains), len(names) - len(trains)) == (training, sampling)
 
 
 def test_it_makes_the_nearest_first_and_nothing_while_a_command_is_executed() -> None:

@@ -14,7 +14,9 @@ import pytest
 from tests.accelerators.models import MODELS
 from typer.testing import CliRunner
 
+from tinkerflow.backend.compute.planning.array_sizes import row_devices
 from tinkerflow.backend.compute.planning.memory_plan import MemoryUses
+from tinkerflow.backend.compute.platforms import compiling_for
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import plan as plan_module
@@ -41,6 +43,18 @@ def test_8b_trains_at_8k_on_one_h100_with_16_adapters(tmp_path: Path) -> None:
     assert number(said, r"adapters of rank 32 in training at the same time: (\d+)") >= 16
     assert number(said, r"all parameters in training \(rank 0\): [a-z ]+: it needs ([\d.]+) GB of each device") > 0
     assert number(said, r"weights +([\d.]+) GB") == pytest.approx(16.4, abs=0.1)
+
+
+@pytest.mark.parametrize("model", ["4B", "8B"])
+@pytest.mark.parametrize("topology", ["h100:1", "v6e:1x1", "h100:8", "v6e:2x4"])
+@pytest.mark.parametrize("context", [0, 131072])
+def test_training_has_at_most_twelve_shapes(tmp_path: Path, model: str, topology: str, context: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model] | {"max_position_embeddings": 131072}))
+    settings = Settings(data_dir=tmp_path / "data", max_context=context)
+    planned = plan_service(settings, str(tmp_path), topology, rank=32)
+    with compiling_for(planned.target.device.platform):
+        shapes = planned.memory.budget.grid(row_devices(planned.config)).shapes(planned.memory.context)
+    assert 8 <= len(shapes) <= 12
 
 
 def test_the_parts_of_the_memory_are_all_of_it(tmp_path: Path) -> None:

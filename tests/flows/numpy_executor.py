@@ -60,6 +60,7 @@ class Unigram:
         self.parameters = VOCAB
         self.microbatch_tokens = 1024
         self.attention_tokens = 1024
+        self.few_shapes = False
         self.branch_tokens = 0
         self.fsdp = 1
         self.context, self.context_rule = config.max_context, "the model's context"

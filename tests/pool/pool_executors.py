@@ -67,6 +67,7 @@ class Echo:
         self.microbatch_tokens = config.microbatch_tokens
         self.fsdp = config.fsdp
         self.attention_tokens = 1024
+        self.few_shapes = False
         self.branch_tokens = 0
         self.context, self.context_rule = config.max_context, "the model's context"
         self.memory: dict[str, int] = {}
@@ -332,6 +333,7 @@ class Collective:
         self.microbatch_tokens = config.microbatch_tokens
         self.fsdp = len(self.devices)
         self.attention_tokens = 1024
+        self.few_shapes = False
         self.branch_tokens = 0
         self.context, self.context_rule = config.max_context, "the model's context"
         self.memory: dict[str, int] = {}

@@ -340,15 +340,16 @@ def sizes() -> st.SearchStrategy[list[int]]:
     st.booleans(),
     st.sampled_from([(1, 1), (2, 1), (4, 4)]),
     st.sampled_from([0, 1, 32]),
+    st.booleans(),
 )
 def test_a_forward_has_a_part_for_each_micro_batch(
-    lengths: list[int], loss: str, backward: bool, devices: tuple[int, int], shared: int
+    lengths: list[int], loss: str, backward: bool, devices: tuple[int, int], shared: int, few: bool
 ) -> None:
     fsdp, most = devices
     examples = tuple(next(iter(forward(tokens=length).examples)) for length in lengths)
     command = forward().copy_with(examples=examples, loss=loss, backward=backward)
     shared *= LOSSES[loss].of_pass.name == "cross_entropy"  # the examples have no other inputs
-    how = {"branch_tokens": shared, "context_parallel": most}
+    how = {"branch_tokens": shared, "context_parallel": most, "few_shapes": few}
     first, *others = in_parts(command, MICROBATCH, fsdp, **how)
     passes = 2 if backward and LOSSES[loss].per_token is None else 1
     count = passes * len(pack(examples, microbatch_tokens=MICROBATCH, row_multiple=fsdp, **how))

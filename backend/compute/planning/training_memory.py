@@ -44,7 +44,7 @@ from tinkerflow.backend.compute.warming import like
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
-from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket
+from tinkerflow.backend.spec.packing import bucket
 
 _LEAST_TOKENS = 1024  # per device of the fsdp axis; fewer leave the device idle
 _MOST_TOKENS = 4096  # more make sample requests wait
@@ -154,7 +154,8 @@ def step_sizes(config: GroupConfig, budget: Budget, context: int) -> list[int]:
     Sequences are split over devices (`context_parallel`) before a device gets more tokens than those of a micro-batch.
     """
     sizes = [max(1, budget.microbatch_tokens // row_devices(config))]
-    while sizes[-1] < bucket(context, SHORTEST_ROW) // config.context_parallel:
+    shortest = budget.grid(row_devices(config)).shortest_row
+    while sizes[-1] < bucket(context, shortest) // config.context_parallel:
         sizes.append(2 * sizes[-1])
     return sizes
 

@@ -64,7 +64,10 @@ class SamplerPrograms:
     tower: VisionTower | None = None
 
     def all(self) -> Iterator[Program]:
-        """All programs that do not depend on an adapter's shape, with few slots first."""
+        """All programs that do not depend on an adapter's shape.
+
+        The commonest come first: a prompt alone, and decode of one sequence and of all, with the columns of an adapter.
+        """
         alone, *more = self.shapes.rows
         least, *larger, largest = self.shapes.pieces
         pieces = [(alone, size) for size in (least, *larger)]
@@ -74,7 +77,8 @@ class SamplerPrograms:
         for width in widths:
             for rows, size in pieces:
                 name = f"prefill of {rows}x{size} tokens, {width} columns"
-                yield Program(name, _distance(0, width), partial(self._prefill, rows, size, width))
+                rare = rows > alone or size == largest
+                yield Program(name, _distance(rare, width), partial(self._prefill, rows, size, width))
                 if self.tower is not None and rows == alone:
                     run = partial(self._prefill, rows, size, width, self.tower)
                     yield Program(f"{name}, images", _distance(1, width), run)
@@ -82,13 +86,15 @@ class SamplerPrograms:
                     of = f"{rows}x{size} tokens, {width} columns"
                     yield Program(f"scores of {of}", _distance(1, width), partial(self._score, rows, size, width))
             for further, (kind, variant) in enumerate(self._variants.items()):
-                for distance, slots in enumerate(self._slots(**variant)):
+                sizes = self._slots(**variant)
+                for slots in sizes:
                     run = partial(self._decode, slots, width, **variant)
                     name = f"{kind}, {slots} slots, {width} columns"
-                    yield Program(name, _distance(distance + further, width), run)
+                    distance = further + (slots not in (sizes[0], sizes[-1]))
+                    yield Program(name, _distance(distance, width), run)
                     if self.routes:
                         routed = partial(run, routes=True)
-                        yield Program(f"{name}, with experts", _distance(distance + further + 1, width), routed)
+                        yield Program(f"{name}, with experts", _distance(distance + 1, width), routed)
         yield Program("copies of pages", 0, partial(self._copies, copied))
         if self.pool.states:
             yield Program("copies of states", 0, partial(self._copies, copied_states))
@@ -114,10 +120,10 @@ class SamplerPrograms:
         """The programs that publish and sample an adapter of that shape; `adapter` needs no values."""
         widths, of = widths_of(self.cfg, spec), f"rank {spec.rank}"
         publish = partial(result_of, frozen, self.mesh, widths, self._dtype, adapter)
-        yield Program(f"publish, {of}", 1, publish)
+        yield Program(f"publish, {of}", 0, publish)
         for width in _WIDTHS:
             make = partial(self._place, width, spec, publish)
-            yield Program(f"publish into {width} columns, {of}", _distance(1, width), make)
+            yield Program(f"publish into {width} columns, {of}", _distance(0, width), make)
 
     # ------------------------------------------------------------------ one of each, as model.py calls them
     def _prefill(self, rows: int, size: int, width: int, tower: VisionTower | None = None) -> None:
@@ -192,4 +198,4 @@ class SamplerPrograms:
 
 
 def _distance(least: int, width: int) -> int:
-    return least + (_WIDE if width > RANK_COLUMNS else 0)
+    return least + (_WIDE if width > RANK_COLUMNS else width < RANK_COLUMNS)

@@ -12,7 +12,8 @@ from tinkerflow.backend.compute.models.families import layers_with, projections
 from tinkerflow.backend.compute.models.layer_loop import kept_carries
 from tinkerflow.backend.compute.models.layers import DELTA
 from tinkerflow.backend.compute.models.transformer import Keep
-from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.platforms import on_cpu, platform
+from tinkerflow.backend.spec.packing import Grid
 
 _AT_ONCE = {Keep.RESULTS: 0, Keep.INPUTS: 4096, Keep.GROUPS: 1024}  # tokens, 0 = all; 4096 as those of a micro-batch
 
@@ -24,13 +25,17 @@ class Budget:
     microbatch_tokens: padded tokens that are trained on together. kept_bytes: the activations that a device may keep
     for a backward pass. Where the layers would keep more, each layer is recomputed. input_bytes: the layers' inputs
     that a device may keep then. Where these are more, groups of layers are recomputed (`transformer.Keep`). None = no
-    limit. context_parallel: the most devices that a long row is split over (`spec.packing.rows_together`).
+    limit. context_parallel: the most devices that a long row is split over (`spec.packing.Grid`).
     """
 
     microbatch_tokens: int
     kept_bytes: int
     input_bytes: int | None = None
     context_parallel: int = 1
+
+    def grid(self, row_multiple: int) -> Grid:
+        """The shapes of micro-batches whose number of rows is a multiple of `row_multiple` (`mesh.row_parts`)."""
+        return Grid(self.microbatch_tokens, row_multiple, self.context_parallel, platform().few_shapes)
 
 
 def choose_keep(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, budget: Budget) -> Keep:

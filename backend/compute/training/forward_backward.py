@@ -147,6 +147,7 @@ class _Pass:
             loss=LOSSES[command.loss],
             branch_tokens=training.branch_tokens,
             context_parallel=training.budget.context_parallel,
+            few_shapes=platform().few_shapes,
         )
         self._scored: list[Scored] = []
 

@@ -8,7 +8,7 @@ token sees the tokens at or before its own place whose subtrees are not yet comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,10 @@ from tinkerflow.backend.spec.commands import Example, Float32, Int16, Int32
 from tinkerflow.backend.spec.losses import LOSSES, LossSpec, packed_inputs
 from tinkerflow.backend.spec.packing import (
     ATTENTION_TOKENS,
-    SHORTEST_ROW,
+    Grid,
     Trees,
     bucket,
     layout,
-    padded_rows,
-    rows_together,
 )
 from tinkerflow.backend.spec.prefix_trees import Tree, prefix_trees, trained_cells
 
@@ -80,12 +78,13 @@ def pack(
     loss: LossSpec = LOSSES["cross_entropy"],
     branch_tokens: int = 0,
     context_parallel: int = 1,
+    few_shapes: bool = False,
 ) -> list[MicroBatch]:
     """The examples as micro-batches of at most `microbatch_tokens` padded tokens, or of the fewest rows possible.
 
     The result is deterministic. Every example is placed exactly once, in one row. The number of rows is a multiple of
     `row_multiple`, the size of the mesh axis that splits them, unless rows are split over up to `context_parallel`
-    devices (`spec.packing.rows_together`). attention_tokens: see `layout`. loss: a loss per token.
+    devices. few_shapes: see `spec.packing.Grid`. attention_tokens: see `layout`. loss: a loss per token.
     The inputs of a masked token (`LossSpec.masks`) become those of padding, so a placeholder in them (a log probability
     of -9999, say) cannot reach a formula. branch_tokens: shared beginnings are placed once, if that makes the
     micro-batches cheaper. They are multiples of it, and so are the columns where branches begin. 0 = nothing is shared.
@@ -93,29 +92,23 @@ def pack(
     K = bucket(max(example.targets_TK.shape[1] for example in examples))
     lengths = [example.tokens_T.shape[0] for example in examples]
     trees = prefix_trees(examples, loss, branch_tokens) if branch_tokens else ()
-    sized = microbatch_tokens, row_multiple
-    batches = layout(lengths, *sized, attention_tokens, trees, branch_tokens, context_parallel)
-
-    def fewest(width: int) -> int:
-        return rows_together(width, *sized, context_parallel)
-
-    return [_micro_batch(examples, batch, K, fewest, loss, branch_tokens) for batch in batches]
+    grid = Grid(microbatch_tokens, row_multiple, context_parallel, few_shapes)
+    batches = layout(lengths, grid, attention_tokens, trees, branch_tokens)
+    return [_micro_batch(examples, batch, K, grid, loss, branch_tokens) for batch in batches]
 
 
 def _micro_batch(
     examples: Sequence[Example],
     rows: list[list[Tree]],
     K: int,
-    fewest: Callable[[int], int],
+    grid: Grid,
     loss: LossSpec,
     branch_tokens: int,
 ) -> MicroBatch:
-    """fewest: `rows_together` of a width."""
     lengths = [example.tokens_T.shape[0] for example in examples]
     shares = any(branch.shared for trees in rows for tree in trees for branch in tree)
     sizes = Trees((), lengths, branch_tokens if shares else 1)
-    T = bucket(max(sum(sizes.own_tokens(branch) for tree in row for branch in tree) for row in rows), SHORTEST_ROW)
-    B = padded_rows(len(rows), fewest(T))
+    B, T = grid.shape(len(rows), max(sum(map(sizes.tokens, row)) for row in rows))
     tokens, positions = (np.zeros((B, T), np.int32) for _ in range(2))
     parents = np.full((B, T), -1, np.int32)
     ends, targets = np.full((B, T), T, np.int32), np.zeros((B, T, K), np.int32)

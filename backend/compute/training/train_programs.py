@@ -30,8 +30,9 @@ from tinkerflow.backend.compute.warming import Program, like, result_of
 from tinkerflow.backend.spec.commands import LoraSpec, Optimizer
 from tinkerflow.backend.spec.losses import packed_inputs
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
-from tinkerflow.backend.spec.packing import micro_batch_shapes
+from tinkerflow.backend.spec.packing import Grid, Shape
 
+_SHARED = 1  # added to the distance of programs for shared tokens
 _FORWARD = 3  # added to the distance of forward passes, which are rarer than training
 _UNUSED_SHAPES = 16  # shapes without an adapter whose programs are kept
 _CROWDED = 0.75  # of the memory maps: beyond it even shapes in use lose their programs
@@ -96,13 +97,13 @@ def training_programs(
     trees: bool = False,
     routes: int = 0,
 ) -> Iterator[Program]:
-    """The programs of an adapter like `lora` with one target per position; full micro-batches of short rows first.
+    """The programs of an adapter like `lora` with one target per position, the commonest first (`distances`).
 
     mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
     optimizer: of the adapter. budget: of the steps. max_context: the most tokens of an example. tower: of a model with
-    images; adds the programs of batches with images. trees: adds the programs of full micro-batches with shared tokens.
-    routes: the experts of a token in all layers; adds the programs of all these batches with recorded experts. 0 = none
-    are recorded.
+    images; adds the programs of batches with images. trees: adds the programs of batches with shared tokens; where
+    there are many shapes, only of full ones. routes: the experts of a token in all layers; adds the programs of all
+    these batches with recorded experts. 0 = none are recorded.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)
@@ -111,24 +112,33 @@ def training_programs(
     hyper = like(spec.vector(spec.example), whole)
     what = "all parameters" if isinstance(lora, Params) else f"rank {jax.tree.leaves(lora)[0].shape[-2]}"
     of = f"{what}, {optimizer}"
-    yield Program(f"optim_step, {of}", 1, partial(result_of, steps.optimize, lora, lora, state, hyper))
-    yield Program(f"a copy of gradients, {of}", 1, partial(result_of, steps.copy, lora))
-    microbatch_tokens = budget.microbatch_tokens
-    for B, T in micro_batch_shapes(microbatch_tokens, max_context, row_parts(mesh), budget.context_parallel):
-        distance = (microbatch_tokens // (B * T)).bit_length() + (T // 512).bit_length()
+    yield Program(f"optim_step, {of}", 0, partial(result_of, steps.optimize, lora, lora, state, hyper))
+    yield Program(f"a copy of gradients, {of}", 0, partial(result_of, steps.copy, lora))
+    grid = budget.grid(row_parts(mesh))
+    for (B, T), nearest in distances(grid, max_context).items():
         kinds = [("", batch := batch_like(mesh, B, T))]
         if tower is not None:
             kinds.append((" with images", replace(batch, images=features_like(tower, mesh, B, T))))
-        if trees and microbatch_tokens < 2 * B * T:
+        if trees and (grid.few or grid.microbatch_tokens < 2 * B * T):
             kinds.append((" with shared tokens", replace(batch, parents_BT=tokens_like(mesh, B, T))))
         if routes:
             given = jax.ShapeDtypeStruct((B, T, routes), np.int16, sharding=sharding(mesh, (B, T), ROWS))
             kinds += [(f"{what} with recorded experts", replace(batch, routes_BTn=given)) for what, batch in kinds]
         for what, batch in kinds:
+            distance = nearest + (0 if batch.parents_BT is None else _SHARED)
             backward = partial(result_of, steps.backward, params, lora, lora, batch)
             yield Program(f"forward_backward of {B}x{T} tokens{what}, {of}", distance, backward)
             forward = partial(result_of, steps.forward, params, lora, batch)
             yield Program(f"forward of {B}x{T} tokens{what}, {of}", distance + _FORWARD, forward)
+
+
+def distances(grid: Grid, max_context: int) -> dict[Shape, int]:
+    """Each shape of micro-batches with the distance of its programs: full ones of short rows are 0."""
+    of_shapes = {
+        (B, T): (grid.microbatch_tokens // (B * T)).bit_length() + (T // 512).bit_length()
+        for B, T in grid.shapes(max_context)
+    }
+    return {shape: (distance - min(of_shapes.values())) // 2 for shape, distance in of_shapes.items()}
 
 
 def batch_like(mesh: Mesh, B: int, T: int) -> DeviceBatch:

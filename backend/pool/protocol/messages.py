@@ -65,6 +65,7 @@ class Ready(PoolMessage, frozen=True):
     microbatch_tokens: int
     fsdp: int
     attention_tokens: int
+    few_shapes: bool
     branch_tokens: int
     reaches_store: bool
     context: int

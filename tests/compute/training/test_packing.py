@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tinkerflow.backend.compute.training.packing import pack
 from tinkerflow.backend.spec.commands import Example
-from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket, layout, micro_batch_shapes, micro_batches
+from tinkerflow.backend.spec.packing import SHORTEST_ROW, Grid, bucket, layout, micro_batches
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 
@@ -20,10 +20,10 @@ def example(number: int, length: int, targets: int) -> Example:
     return Example(tokens, np.repeat(tokens[:, None] + 1, targets, 1), np.ones((length, targets), np.float32))
 
 
-@given(lengths, st.integers(1, 3), st.sampled_from([64, 256, 1024]), st.sampled_from([1, 2, 4]))
-def test_every_token_is_placed_once(sizes, targets, budget, multiple):
+@given(lengths, st.integers(1, 3), st.sampled_from([64, 256, 1024]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_every_token_is_placed_once(sizes, targets, budget, multiple, few):
     data = [example(i, n, targets) for i, n in enumerate(sizes)]
-    batches = pack(data, microbatch_tokens=budget, row_multiple=multiple)
+    batches = pack(data, microbatch_tokens=budget, row_multiple=multiple, few_shapes=few)
     assert sorted(place.example for batch in batches for place in batch.places) == list(range(len(sizes)))
     assert sum(len(place.columns) for batch in batches for place in batch.places) == sum(sizes)
     for batch in batches:
@@ -50,6 +50,20 @@ def test_shapes_are_powers_of_two_within_the_budget(sizes, budget, multiple):
         assert rows * width <= budget or rows == multiple
 
 
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60), st.sampled_from([600, 1024, 4096]))
+def test_few_shapes_have_no_more_than_twice_the_tokens(sizes, budget):
+    tokens = []
+    for grid in (Grid(budget), Grid(budget, few=True)):
+        shapes = []
+        for rows in layout(sizes, grid):
+            longest = max(sum(sizes[branch.example] for tree in row for branch in tree) for row in rows)
+            shapes.append(grid.shape(len(rows), longest))
+        assert set(shapes) <= set(grid.shapes(3000))
+        assert all(rows * width <= budget or rows == 1 for rows, width in shapes)
+        tokens.append(sum(rows * max(256, width) for rows, width in shapes))
+    assert tokens[1] <= 2 * tokens[0]
+
+
 @given(lengths, st.sampled_from([32, 128, 1024]), st.sampled_from([(4, 2), (8, 8), (6, 2)]))
 def test_long_rows_are_split_over_no_more_devices_than_they_need(sizes, budget, devices):
     parts, most = devices
@@ -59,7 +73,7 @@ def test_long_rows_are_split_over_no_more_devices_than_they_need(sizes, budget, 
     assert sorted(place.example for batch in batches for place in batch.places) == list(range(len(sizes)))
     for batch in batches:
         rows, width = batch.tokens_BT.shape
-        assert (rows, width) in micro_batch_shapes(budget, 300, parts, most)
+        assert (rows, width) in Grid(budget, parts, most).shapes(300)
         assert rows % parts == 0 or (parts % rows == 0 and parts // rows <= most)
         assert rows * width <= budget or rows == parts // most
         assert rows >= parts or 2 * rows * width > budget  # half as many devices would have more tokens than theirs
@@ -74,11 +88,23 @@ def test_packing_is_deterministic(sizes):
     ]
 
 
-@given(lengths, st.sampled_from([64, 256, 1024]), st.sampled_from([1, 2, 4]))
-def test_micro_batches_can_be_counted_before(sizes, budget, multiple):
-    data = [example(i, n, 1) for i, n in enumerate(sizes)]
-    batches = pack(data, microbatch_tokens=budget, row_multiple=multiple)
-    assert micro_batches(sizes, microbatch_tokens=budget, row_multiple=multiple) == len(batches)
+@given(lengths, st.sampled_from([64, 256, 1024]), st.sampled_from([(1, 1), (2, 1), (4, 4)]), st.booleans())
+def test_micro_batches_can_be_counted_before(sizes, budget, devices, few):
+    how = {"microbatch_tokens": budget, "row_multiple": devices[0], "context_parallel": devices[1], "few_shapes": few}
+    batches = pack([example(i, n, 1) for i, n in enumerate(sizes)], **how)
+    assert micro_batches(sizes, **how) == len(batches)
+    assert {batch.tokens_BT.shape for batch in batches} <= set(Grid(budget, *devices, few).shapes(300))
+
+
+def test_a_micro_batch_that_is_not_full_is_one_long_row_where_shapes_are_few():
+    grid = Grid(4096, few=True)
+    assert grid.shapes(8192) == [
+        (1, 256), (1, 512), (1, 1024), (4, 1024), (1, 2048), (2, 2048), (1, 4096), (1, 8192)
+    ]  # fmt: skip
+    data = [example(i, 700, 1) for i in range(6)]
+    batches = pack(data, microbatch_tokens=4096, attention_tokens=8192, few_shapes=True)
+    assert [batch.tokens_BT.shape for batch in batches] == [(4, 1024), (1, 2048)]
+    assert [batch.tokens_BT.shape for batch in pack(data[:1], microbatch_tokens=4096, few_shapes=True)] == [(1, 1024)]
 
 
 def test_an_input_of_a_traced_loss_that_is_called_weights_is_not_the_weights():
@@ -89,5 +115,5 @@ def test_an_input_of_a_traced_loss_that_is_called_weights_is_not_the_weights():
 
 def test_rows_are_longer_where_attention_costs_less():
     lengths = [600] * 12
-    short, long = (layout(lengths, 8192, 1, attention_tokens)[0][0] for attention_tokens in (1024, 8192))
+    short, long = (layout(lengths, Grid(8192), attention_tokens)[0][0] for attention_tokens in (1024, 8192))
     assert len(short) < len(long)
