@@ -80,6 +80,7 @@ class Executor:
     """One base model on the mesh. Errors of `backend/core/errors.py` change nothing unless they report it."""
 
     environment = staticmethod(environment)
+    compiled_for = staticmethod(compiled_for)
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         """Load the model of `config`.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.pool.autotuning import keep_results
 from tinkerflow.backend.pool.compile_cache import copy_entries_of_rank_0, delete_cut_entries, folder_of, has_common_keys
 from tinkerflow.backend.pool.host import devices
 from tinkerflow.backend.pool.protocol.messages import Start
@@ -28,12 +29,17 @@ Environment = Callable[[str, Mapping[str, str], int], dict[str, str]]
 
 
 def join_jax(
-    start: Start, rank: int, progress: Callable[[str], None], environment: Environment = lambda *_: {}
+    start: Start,
+    rank: int,
+    progress: Callable[[str], None],
+    environment: Environment = lambda *_: {},
+    compiled_for: Callable[[], str] = str,
 ) -> None:
     """Set JAX up for this process: its share of the host's devices, the compilation cache, and the group.
 
     start: the driver's first message. rank: of this process. progress: gets lines for people.
     environment: (name of the platform, the variables that are set, groups that share a device) -> variables to set.
+    compiled_for: a text of the device, its compiler, and the compiler's flags.
     UserError when the configured platform is missing, or its devices cannot be shared.
     """
     import jax
@@ -81,6 +87,8 @@ def join_jax(
         )
     if cache is not None and start.processes > 1:
         _keep_programs_of_all(cache, rank, start.processes)
+    elif cache is not None and jax.default_backend() == "gpu":
+        keep_results(config, compiled_for())
 
 
 def _keep_programs_of_all(cache: Path, rank: int, processes: int) -> None:

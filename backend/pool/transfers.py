@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 60.0  # seconds
 _THREADS = 2  # concurrent transfers
 
 
@@ -39,7 +40,7 @@ class StateHolder(Protocol):
 class Transfers:
     """Answers the driver's transfers, each in a thread."""
 
-    def __init__(self, executor: object, config: GroupConfig, rank: int, patience: float = 60.0) -> None:
+    def __init__(self, executor: object, config: GroupConfig, rank: int, patience: float = PATIENCE) -> None:
         """Check whether this process reaches the store of the group.
 
         executor: reads and writes states if it is a StateHolder. config: of the group. rank: of this process.
@@ -48,7 +49,8 @@ class Transfers:
         self._rank = rank
         self._holder = executor if isinstance(executor, StateHolder) else None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="transfer")
-        self._blobs = self._reached(config, patience) if self._holder is not None and config.store_url else None
+        reach = self._holder is not None and config.store_url
+        self._blobs = reached_store(config, self._threads, patience) if reach else None
 
     @property
     def reach_store(self) -> bool:
@@ -79,22 +81,23 @@ class Transfers:
         )
         return {}
 
-    def _reached(self, config: GroupConfig, patience: float) -> Blobs | None:
-        """The store that `config` names; None if this process does not reach it within `patience` seconds."""
-        from tinkerflow.backend.store import parts
-        from tinkerflow.backend.store.blobs import open_blobs
 
-        def look() -> Blobs | None:
-            blobs = open_blobs(config.store_url)
-            return blobs if parts.is_store(blobs, config.store_mark) else None
+def reached_store(config: GroupConfig, threads: ThreadPoolExecutor, patience: float = PATIENCE) -> Blobs | None:
+    """The store that `config` names; None if this process does not reach it within `patience` seconds."""
+    from tinkerflow.backend.store import parts
+    from tinkerflow.backend.store.blobs import open_blobs
 
-        why = "this is another store, or there is none"
-        try:
-            if (blobs := self._threads.submit(look).result(patience)) is not None:
-                return blobs
-        except TimeoutError:
-            why = f"no answer in {patience:g} s"
-        except Exception as error:  # noqa: BLE001  for any error of the store's client, the driver sends the states
-            why = repr(error)
-        log.info("store %s cannot be used from here: %s; states come from the driver", config.store_url, why)
-        return None
+    def look() -> Blobs | None:
+        blobs = open_blobs(config.store_url)
+        return blobs if parts.is_store(blobs, config.store_mark) else None
+
+    why = "this is another store, or there is none"
+    try:
+        if (blobs := threads.submit(look).result(patience)) is not None:
+            return blobs
+    except TimeoutError:
+        why = f"no answer in {patience:g} s"
+    except Exception as error:  # noqa: BLE001  for any error of the store's client, the driver sends the states
+        why = repr(error)
+    log.info("store %s cannot be used from here: %s; states come from the driver", config.store_url, why)
+    return None

@@ -398,7 +398,8 @@ def build(start: Start, rank: int, progress: Callable[[str], None]) -> CommandEx
     progress(f"importing {module}")
     kind = getattr(importlib.import_module(module), name)
     if getattr(kind, "uses_jax", True):
-        join_jax(start, rank, progress, getattr(kind, "environment", lambda *_: {}))
+        given = {name: getattr(kind, name) for name in ("environment", "compiled_for") if hasattr(kind, name)}
+        join_jax(start, rank, progress, **given)
     return cast(CommandExecutor, kind(start.config, progress, start.processes, rank))
 
 

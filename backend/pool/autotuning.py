@@ -1,0 +1,100 @@
+"""XLA's autotuning results for NVIDIA GPUs, kept in the store.
+
+XLA measures which kernel is the fastest for a product. A program that is compiled again may get other kernels, and so
+compute other bits. XLA writes each result to a file in JAX's compilation cache, and reads it there when it compiles
+another program. This module copies the files to the store. A group whose cache is lost, or that runs on another host,
+gets the results from there before it compiles anything.
+
+The results of a kind of device, compiler and flags share a folder. The digest of a group's programs (`Ready.programs`)
+is made from the same inputs. A result in the store never changes, so groups with equal digests have equal kernels.
+
+Groups of several processes have no such files (`jax_setup`). There rank 0 compiles for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING
+
+from tinkerflow.backend.pool.transfers import reached_store
+from tinkerflow.backend.spec.commands import GroupConfig
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.store.blobs import Blobs
+
+log = logging.getLogger(__name__)
+
+FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"  # of JAX, in the folder of its compilation cache
+_STORED = "autotuning"
+_SUFFIX = ".textproto"  # of complete files
+_SECONDS = 30.0  # between two searches for new results
+
+
+def keep_results(config: GroupConfig, compiled_for: str) -> None:
+    """Fetch the results that a group may need, and publish its own from now on.
+
+    config, compiled_for: of the group; see `AutotuningResults`. Without a store, the group uses its own results.
+    """
+    if not config.store_url:
+        return
+    if (blobs := reached_store(config, ThreadPoolExecutor(1, thread_name_prefix="autotuning"))) is None:
+        return
+    results = AutotuningResults(Path(config.compile_cache_dir), blobs, compiled_for)
+    try:
+        log.info("fetched %d result(s) of autotuning", results.fetch())
+    except OSError as error:
+        log.warning("the store's results of autotuning are not used, so kernels may be others: %r", error)
+    results.keep_published()
+
+
+class AutotuningResults:
+    """The results in a compilation cache, and those in the store."""
+
+    def __init__(self, cache: Path, blobs: Blobs, compiled_for: str) -> None:
+        """cache: of JAX. compiled_for: a text of the device, its compiler, and the compiler's flags."""
+        self._folder, self._blobs = cache / FOLDER, blobs
+        self._key = f"{_STORED}/{hashlib.sha256(compiled_for.encode()).hexdigest()[:16]}"
+        self._stored: set[str] = set()
+
+    def fetch(self) -> int:
+        """Write the stored results that the cache lacks, and return their number. Call it before compiling.
+
+        OSError if the store cannot be reached.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._stored = set(self._blobs.children(self._key))
+        missing = self._stored - {path.name for path in self._folder.iterdir()}
+        for name in sorted(missing):
+            with NamedTemporaryFile(dir=self._folder, prefix="fetched-", delete=False) as draft:
+                draft.write(self._blobs.read(f"{self._key}/{name}"))
+            Path(draft.name).rename(self._folder / name)
+        return len(missing)
+
+    def publish(self) -> int:
+        """Store the results that the store lacks, and return their number. OSError if it cannot be reached."""
+        new = [path for path in sorted(self._folder.glob(f"*{_SUFFIX}")) if path.name not in self._stored]
+        for path in new:
+            with suppress(FileExistsError):  # of another group, which was faster
+                self._blobs.create(f"{self._key}/{path.name}", path.read_bytes())
+            self._stored.add(path.name)
+        return len(new)
+
+    def keep_published(self) -> None:
+        """Publish results from now on, in a thread."""
+        threading.Thread(target=self._work, name="autotuning", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                if count := self.publish():
+                    log.info("stored %d result(s) of autotuning", count)
+            except OSError as error:
+                log.warning("results of autotuning are not stored yet: %r", error)
+            time.sleep(_SECONDS)
