@@ -198,7 +198,7 @@ def import_folder(
     cfg = load_config(find_model(base_model), name=base_model)
     state = import_adapter(cfg, _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER))
     session_id = new_id("import")
-    opened = Store.open(existing(settings, settings.store_url))
+    opened = Store.open(settings.store_url)
     with open_journal(settings) as journal:
         saved = save_import(opened, session_id, state, base_model=base_model, owner=project, name=name)
         print(journal.imports.record_import(session_id, CheckpointSaved.of(saved)))

@@ -176,7 +176,7 @@ def checkpoints_page(segments: list[SegmentRecord], lineage: Lineage, weights: s
     return "\n".join(lines)
 
 
-def _done(segments: list[SegmentRecord]) -> int:
+def _done(segments: Sequence[SegmentRecord]) -> int:
     """How many steps are made and recorded."""
     return segments[-1].last_step if segments else 0
 
