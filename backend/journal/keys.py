@@ -15,6 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, Table, as_view, columns, insert_if_absent, missing
@@ -22,6 +23,7 @@ from tinkerflow.backend.journal.project_limits import ProjectLimit
 from tinkerflow.backend.journal.tables import ApiKey, EndedToken, ServiceSecret
 
 _SHOWN = len(KEY_PREFIX) + 6
+LONGEST_NAME = 128  # characters of a name or a project
 _USE_NOTED_EVERY = timedelta(minutes=1)  # so that most checks of a key only read
 
 _WITH_LIMITS = (
@@ -67,10 +69,15 @@ class Keys(Aggregate):
     ) -> tuple[KeyView, str]:
         """Create an API key. Returns its row, and its secret (`tml-...`), which is never shown again.
 
+        UserError if the name or the project is empty or too long.
+
         The project of the first key receives all rows that were created without a key.
 
         actor: for the audit log; see `audit.write_event`.
         """
+        for field, value in (("name", name), ("project", project)):
+            if not 1 <= len(value.strip()) <= LONGEST_NAME:
+                raise UserError(f"{field} is {value!r}: must have 1 to {LONGEST_NAME} characters")
         secret, now = KEY_PREFIX + secrets.token_urlsafe(32), self._now()
         values = {"id": new_id("key"), "key_hash": hash_key(secret), "prefix": secret[:_SHOWN], "created_at": now}
         made = sa.insert(ApiKey).values(**values, name=name, project=project, admin=admin).returning(*columns(ApiKey))

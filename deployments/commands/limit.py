@@ -33,9 +33,9 @@ def set_limits(
 
     changes = dict(map(_parsed, limits))
     with open_journal(settings_with(data_dir=data_dir)) as journal:
+        own = journal.project_limits.set(project, changes, command_line_actor())
         if project not in {key.project for key in journal.keys.all()}:
             typer.echo(f"project {project} has no key yet: `tinkerflow key create NAME --project {project}`", err=True)
-        own = journal.project_limits.set(project, changes, command_line_actor())
     print(f"{project}: {_shown(own)}")
 
 

@@ -247,7 +247,20 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
     (["worker", "--group", "127.0.0.1"], {}, "--group '127.0.0.1' must be HOST:PORT"),
     (["worker", "--group", "127.0.0.1:7000"], {}, "group.secret'): copy the file from the driver's host"),
     (["key", "revoke", "key-nope"], {}, "key 'key-nope': no usable key has this id or name"),
-    (["champion", "show", "best"], {}, "champion 'best': there is none"),
+    (["champion", "list"], {}, "data: does not exist"),
+    (["key", "create", " "], {}, "name is ' ': must have 1 to"),
+    (["key", "create", "me", "--project", ""], {}, "project is '': must have 1 to"),
+    (
+        ["limit", "set", "team", "max_live_model=1"],
+        {},
+        "limit 'max_live_model': must be one of max_sampling_requests, max_queued_tokens, ",
+    ),
+    (["plan", "tinkerflow/tiny", "--topology", "h1000:8"], {}, "topology 'h1000:8': device 'h1000' is not known"),
+    (
+        ["run", "sft", "--config", example_file("sft.yaml").as_posix()],
+        {"TINKER_BASE_URL": "localhost:1"},
+        "no server answers at localhost:1 (Request URL is missing an 'http://' or 'https://' protocol.): start it with",
+    ),
     (["restore", "/no/such/file"], {}, "backup /no/such/file: cannot be restored"),
     (["restore", __file__], {}, "test_wrong_values.py: cannot be restored (file could not be opened successfully)"),
     (

@@ -11,12 +11,12 @@ from fastapi.responses import Response
 from tinkerflow.api.console.charts import chart
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
 from tinkerflow.api.identity import Identity
-from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.plot import LINES, Line
 from tinkerflow.backend.journal import KeyView, UsageKind, actor_of_key
+from tinkerflow.backend.journal.keys import LONGEST_NAME
 
 _DAYS = 30
-_LONGEST = 128
 NAMES = {  # kinds of usage, as pages show them
     UsageKind.TRAINING: "trained",
     UsageKind.PREFILL: "prompt",
@@ -32,7 +32,7 @@ async def keys_page(visit: Visiting, new_key: bool = False, key_name: str = "") 
     """The keys. new_key, key_name: as the SDK's link to this page fills them in."""
     keys = await asyncio.to_thread(_visible, visit)
     return visit.page(
-        "keys.html", keys=keys, key_name=key_name[:_LONGEST], opened=new_key, made=None, secret="", only=""
+        "keys.html", keys=keys, key_name=key_name[:LONGEST_NAME], opened=new_key, made=None, secret="", only=""
     )
 
 
@@ -50,9 +50,6 @@ async def create_key(visit: Visiting) -> Response:
     """Make a key. Its secret is on this page, and never again on another one."""
     _only_admins(visit)
     name, project = (visit.fields.get(field, "").strip() for field in ("name", "project"))
-    for field, value in (("name", name), ("project", project)):
-        if not 1 <= len(value) <= _LONGEST:
-            raise UserError(f"{field} is {value!r}: must have 1 to {_LONGEST} characters")
     admin = visit.fields.get("admin") == "yes"
     actor = actor_of_key(visit.call.key_id)
     made, secret = await asyncio.to_thread(visit.journal.keys.create, name, project, admin=admin, actor=actor)
