@@ -302,7 +302,11 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
     (["data", "check", "no.jsonl"], {}, "data.url 'no.jsonl': does not exist"),
     (["data", "check", __file__, "--column", "a"], {}, "--column 'a': must be FIELD=COLUMN"),
     (["data", "check"], {}, "give either a file, folder or URL, or --config FILE"),
-    (["checkpoint", "merge", "tinker://a/weights/b", "--to", "x"], {}, "tinker://a/weights/b"),
+    (
+        ["checkpoint", "merge", "tinker://a/weights/b", "--to", "x"],
+        {"TINKERFLOW_STORE": "memory://m"},
+        "tinker://a/weights/b",
+    ),
 ]
 
 
