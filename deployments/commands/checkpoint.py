@@ -108,10 +108,8 @@ def gc(
     from tinkerflow.backend.store import Store
 
     settings = settings_with(data_dir=data_dir, store=store)
-    opened, before = (
-        Store.open(existing(settings, settings.store_url)),
-        add_seconds(SystemClock().now(), -3600 * older_than),
-    )
+    opened = Store.open(existing(settings, settings.store_url))
+    before = add_seconds(SystemClock().now(), -3600 * older_than)
     removed = dropped = 0
     for orphan in opened.upkeep.orphans(before):
         print(f"{orphan.path}: attempt {orphan.attempt}, last written {minute(orphan.written_at)}")
