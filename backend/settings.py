@@ -146,6 +146,11 @@ class Settings(BaseSettings):
         description="record the experts of tokens that are sampled with record_stability_info, and train requests "
         "with provenance with them (mixtures of experts)",
     )
+    support_replay: bool = Field(
+        default=False,
+        description="record the tokens that top-k, top-p and min-p keep for samples with record_stability_info, and "
+        "compare the policies of requests with provenance over these tokens",
+    )
     warm_up: bool = Field(
         default=True,
         description="compile programs while the service is idle; doctor and /api/v1/metrics report progress and how "

@@ -183,6 +183,7 @@ def _serve_base_model(
         max_stored_bytes=settings.max_stored_bytes,
         prefill_answers=settings.prefill_answers,
         routing_replay=settings.routing_replay,
+        support_replay=settings.support_replay,
         full_models=FullModelQueue(settings.host_snapshot_bytes),
     )
     stack.callback(context.close)

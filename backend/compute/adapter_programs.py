@@ -18,7 +18,7 @@ from tinkerflow.backend.compute.training.packing import MicroBatch
 from tinkerflow.backend.compute.training.train import Steps, make_steps
 from tinkerflow.backend.compute.training.train_programs import StepsByShape, adapter_like, training_programs
 from tinkerflow.backend.compute.warming import WarmUp
-from tinkerflow.backend.spec.commands import LoraSpec, Optimizer
+from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.supervise.processes import memory_maps_used
 
 
@@ -38,18 +38,18 @@ class AdapterPrograms:
         *,
         max_context: int,
         trees: bool,
-        routes: bool,
+        config: GroupConfig,
     ) -> None:
         """Nothing is compiled yet.
 
         cfg, params: of the base model, on the mesh. budget: of training. sampler: publishes weights. tower: of images.
         warm_up: compiles programs before they are needed. progress: called with a line of text when a command may wait
         for a compilation. max_context: the longest sequence in tokens. trees: shared beginnings of examples have a
-        program of their own. routes: so have recorded experts.
+        program of their own. config: whether experts and supports are recorded, which also have programs of their own.
         """
         self._cfg, self._mesh, self._params = cfg, mesh, params
         self._sampler, self._tower, self._warm_up, self._progress = sampler, tower, warm_up, progress
-        self._max_context, self._budget, self._trees, self._routes = max_context, budget, trees, routes
+        self._max_context, self._budget, self._trees, self._config = max_context, budget, trees, config
         self._steps = StepsByShape(partial(make_steps, cfg, mesh, budget), memory_maps_used, self._forget)
         self._wanted: set[tuple[LoraSpec, Optimizer]] = set()
         self._announced: set[tuple[str, LoraSpec, tuple[int, ...]]] = set()
@@ -81,7 +81,8 @@ class AdapterPrograms:
                 max_context=self._max_context,
                 tower=self._tower,
                 trees=self._trees,
-                routes=self._cfg.layers * self._cfg.experts_per_token if self._routes else 0,
+                routes=self._cfg.layers * self._cfg.experts_per_token if self._config.routing_replay else 0,
+                supports=self._config.support_replay,
             ),
             owner=spec,
         )

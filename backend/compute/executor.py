@@ -125,7 +125,7 @@ class Executor:
             progress,
             max_context=context,
             trees=bool(self.branch_tokens) and trees,
-            routes=config.routing_replay,
+            config=config,
         )
         self._trainer = AdapterTrainer(
             Training(

@@ -31,6 +31,7 @@ from tinkerflow.backend.journal.tables import (
     session_over,
 )
 from tinkerflow.backend.spec.commands import StabilityInfo
+from tinkerflow.backend.spec.supports import Supports
 
 _FAST = 1  # of zlib's levels
 STABILITY_KEPT = timedelta(days=1)  # after the last use, as the documentation of StableReinforce says
@@ -73,6 +74,8 @@ class SequencesRecorded:
             if info.routes_Tn is not None:
                 routes = zlib.compress(info.routes_Tn.astype("<i2", copy=False).tobytes(), _FAST)
                 row |= {"routes": routes, "base_model": info.base_model}
+            if info.supports is not None:
+                row |= {"supports": _packed(info.supports), "base_model": info.base_model}
             insert_if_absent(connection, StabilityRow, row)
         return ()
 
@@ -140,11 +143,16 @@ class CustomLosses(Aggregate):
         return definition
 
     def stability(
-        self, session_id: str, sequence_ids: Collection[str], base_model: str | None = None
+        self,
+        session_id: str,
+        sequence_ids: Collection[str],
+        *,
+        routes_of: str | None = None,
+        supports_of: str | None = None,
     ) -> dict[str, StabilityInfo]:
         """The records of these sequences of the session, by id. Reading keeps them for another day.
 
-        base_model: a record has routes only if this model chose them; None = no routes are needed.
+        routes_of, supports_of: the base model whose routes and supports are wanted, None = none are.
         NotFoundError names a sequence that is unknown, too old, or of another session.
         """
         now = self._now()
@@ -153,11 +161,15 @@ class CustomLosses(Aggregate):
             col(StabilityRow.session_id) == session_id,
             col(StabilityRow.used_at) >= now - STABILITY_KEPT,
         )
-        routes = sa.case((col(StabilityRow.base_model) == base_model, col(StabilityRow.routes))).label("routes")
-        columns = (col(StabilityRow.sequence_id), col(StabilityRow.tokens), col(StabilityRow.logprobs), routes)
+        base_model = col(StabilityRow.base_model)
+        columns = (
+            *(col(StabilityRow.sequence_id), col(StabilityRow.tokens), col(StabilityRow.logprobs), base_model),
+            sa.case((base_model == routes_of, col(StabilityRow.routes))).label("routes"),
+            sa.case((base_model == supports_of, col(StabilityRow.supports))).label("supports"),
+        )
         with self._write() as connection:
             used = sa.update(StabilityRow).where(*usable).values(used_at=now).returning(*columns)
-            infos = {row.sequence_id: _record(row, base_model) for row in connection.execute(used)}
+            infos = {row.sequence_id: _record(row) for row in connection.execute(used)}
             if absent := sorted(set(sequence_ids) - infos.keys()):
                 raise NotFoundError(
                     f"sequence_id {absent[0]!r}: nothing is recorded of it in this session. Sample with "
@@ -166,12 +178,24 @@ class CustomLosses(Aggregate):
         return infos
 
 
-def _record(row: sa.Row[Any], base_model: str | None) -> StabilityInfo:
+def _record(row: sa.Row[Any]) -> StabilityInfo:
     tokens_T, logprobs_T = np.frombuffer(row.tokens, "<i4"), np.frombuffer(row.logprobs, "<f4")
-    if row.routes is None or base_model is None:
-        return StabilityInfo(row.sequence_id, tokens_T, logprobs_T)
-    routes_Tn = np.frombuffer(zlib.decompress(row.routes), "<i2").reshape(len(tokens_T), -1)
-    return StabilityInfo(row.sequence_id, tokens_T, logprobs_T, routes_Tn, base_model)
+    routes_Tn = supports = None
+    if row.routes is not None:
+        routes_Tn = np.frombuffer(zlib.decompress(row.routes), "<i2").reshape(len(tokens_T), -1)
+    if row.supports is not None:
+        supports = _unpacked(row.supports, len(tokens_T))
+    return StabilityInfo(row.sequence_id, tokens_T, logprobs_T, routes_Tn, row.base_model or "", supports)
+
+
+def _packed(supports: Supports) -> bytes:
+    arrays = (supports.counts_N, supports.log_mass_N.view(np.int32), supports.tokens_M)
+    return zlib.compress(np.concatenate(arrays).astype("<i4", copy=False).tobytes(), _FAST)
+
+
+def _unpacked(packed: bytes, length: int) -> Supports:
+    numbers = np.frombuffer(zlib.decompress(packed), "<i4")
+    return Supports(numbers[:length], numbers[2 * length :], numbers[length : 2 * length].view("<f4"))
 
 
 def _replayed(connection: sa.Connection, loss_id: str, loss: NewCustomLoss) -> str:

@@ -433,7 +433,7 @@ class CustomLossRow(Table, table=True):
 
 
 class StabilityRow(Table, table=True):
-    """A sampled sequence: int32 tokens, float32 logprobs, and if recorded, base_model's experts (int16, compressed)."""
+    """A sampled sequence: int32 tokens, float32 logprobs, and base_model's experts (int16) and supports, or None."""
 
     __tablename__ = "stability_info"
 
@@ -444,6 +444,7 @@ class StabilityRow(Table, table=True):
     logprobs: bytes
     routes: bytes | None = None
     base_model: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
+    supports: bytes | None = None
 
 
 class WeightsShare(Table, table=True):
@@ -461,10 +462,7 @@ class WeightsShare(Table, table=True):
 
 
 class StreamedRow(Table, table=True):
-    """Tokens of streamed samples since the engine's previous write (streams.py). Deleted within a minute.
-
-    id: rises with every write and is never reused.
-    """
+    """Tokens of streamed samples since the write before (streams.py), for a minute. id: rises, and is never reused."""
 
     __tablename__ = "streamed_tokens"
     __table_args__ = (sa.Index("ix_streamed_tokens_written_at", "written_at"), {"sqlite_autoincrement": True})

@@ -21,6 +21,7 @@ __all__ = [
     "ranks",
     "registry",
     "run_metadata",
+    "supports",
     "torch_names",
     "traced_graph",
     "traced_shapes",

@@ -26,6 +26,7 @@ from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, Op
 from tinkerflow.backend.spec.pool_message import PoolMessage
 from tinkerflow.backend.spec.ranks import LoraSpec as LoraSpec  # noqa: PLC0414  it is imported from here
 from tinkerflow.backend.spec.ranks import RankRule
+from tinkerflow.backend.spec.supports import Supports
 
 Int16 = npt.NDArray[np.int16]
 Int32 = npt.NDArray[np.int32]
@@ -67,7 +68,7 @@ class Example:
     float32 [T, K] for the losses of backend/spec/losses. A traced loss declares ranks 0, 1 or 2, float32 or int32.
     images: in the order of their positions. tokens_T has placeholders there.
     routes_Tn: the experts of each token in every layer, n = L * k, as a sampler chose them. -1 = the router chooses;
-    None = it chooses all.
+    None = it chooses all. supports: those of the targets, see `Supports`; None = the whole vocabulary.
     """
 
     tokens_T: Int32
@@ -77,6 +78,7 @@ class Example:
     inputs: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     images: tuple[ImagePixels, ...] = ()
     routes_Tn: Int16 | None = None
+    supports: Supports | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class StabilityInfo:
     """The record of a sampled sequence that off-policy losses need.
 
     tokens_T int32. logprobs_T float32: their log probabilities when sampled. sequence_id is `<request_id>-<i>`.
-    routes_Tn: as in `SampledSequence`. base_model: the model that the experts belong to; "" without routes.
+    routes_Tn, supports: as in `SampledSequence`. base_model: the model that they belong to; "" without both.
     """
 
     sequence_id: str
@@ -104,6 +106,7 @@ class StabilityInfo:
     logprobs_T: Float32
     routes_Tn: Int16 | None = None
     base_model: str = ""
+    supports: Supports | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ class SampleRequest:
     min_p: the least probability of a token, as a fraction of the most likely token's. priority: interactive requests
     precede the batch requests of the same owner in the queue. trace: the context of the request's span.
     images: in the order of their positions. prompt_T has placeholders there. routes: the result lists the experts of
-    tokens, if the model has any.
+    tokens, if the model has any. supports: it has the tokens that each token was drawn from.
     """
 
     request_id: str
@@ -189,6 +192,7 @@ class SampleRequest:
     trace: str | None = None
     images: tuple[ImagePixels, ...] = ()
     routes: bool = False
+    supports: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,8 @@ class SampledSequence:
 
     top: the `topk_sample` most likely tokens at each position, best first; None if it is 0.
     routes_Tn int16: the experts of the token before each token, in every layer: L * k numbers, -1 in layers without
-    experts. These experts computed the token's logits. None without `SampleRequest.routes`.
+    experts. These experts computed the token's logits. supports: of its tokens. None without `SampleRequest.routes`
+    and `SampleRequest.supports`.
     """
 
     tokens_T: Int32
@@ -216,6 +221,7 @@ class SampledSequence:
     stop_reason: Literal["stop", "length"]
     top: Candidates | None = None
     routes_Tn: Int16 | None = None
+    supports: Supports | None = None
 
 
 @dataclass(frozen=True)
@@ -563,6 +569,7 @@ class GroupConfig:
     kv_cache: CacheFormat = "full"
     drafts: bool = False  # verify several likely tokens in one step, where the host reads each chunk first
     routing_replay: bool = False  # compile the programs of recorded experts ahead, in models with experts
+    support_replay: bool = False  # compile the programs of recorded supports ahead (`spec.supports`)
     share_prefixes: bool = True  # train equal beginnings of examples once, in models that can (`spec.prefix_trees`)
     context_parallel: int = 1  # the most devices that a long row of training is split over (`spec.packing`)
 

@@ -20,6 +20,7 @@ Floats = npt.NDArray[np.floating]
 
 KL_MEAN, KL_MAX = "kl_sample_train:mean", "kl_sample_train:max"  # the SDK merges metrics by these endings
 AGREEMENT = "routing_agreement:mean"  # the share of equal sets of experts
+SUPPORTED = "support_replay:mean"  # the share of tokens with a support, in data that have some (`spec.supports`)
 WORST = 5  # tokens of a report
 _TINY = 1e-30  # the smallest value whose logarithm is compared
 _MOST = 20.0  # the largest difference of logprobs that is counted; its exp is 5e8

@@ -3,9 +3,9 @@
 The samples of one prompt, the turns of a conversation and the two answers of a preference begin with the same tokens.
 Sorted by their tokens, such examples follow each other, and each shares its first tokens with the example before it.
 
-A token is shared if the inputs of the model (given experts included) and the scored targets are equal. It is scored
-once, so all examples that train it need equal inputs of the loss; their weights are added. An example that does not
-train the token (its weight or advantage is 0) can share it with any other.
+A token is shared if the inputs of the model (given experts included), the scored targets and their supports are equal.
+It is scored once, so all examples that train it need equal inputs of the loss; their weights are added. An example that
+does not train the token (its weight or advantage is 0) can share it with any other.
 
 The trees depend on the examples alone, so the pool and the workers find the same ones. Letters: T tokens, K targets.
 """
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from tinkerflow.backend.spec.commands import Example, Float32
 from tinkerflow.backend.spec.losses import LossSpec
+from tinkerflow.backend.spec.supports import equal_supports, restricted_inputs
 
 LEAST_SHARED = 16  # tokens; fewer would save less than the padding of a row
 
@@ -112,7 +113,8 @@ class _Path:
     def of(cls, example: Example, loss: LossSpec) -> _Path:
         """The path of an example alone."""
         absent = np.full(example.targets_TK.shape, np.nan, np.float32)
-        inputs_TK = {name: example.inputs.get(name, absent) for name in loss.names if name != "weights"}
+        given = restricted_inputs(example.inputs, example.supports)
+        inputs_TK = {name: given.get(name, absent) for name in loss.names if name != "weights"}
         return cls(example, trained_cells(example, loss), inputs_TK)
 
     def shared_with(self, other: _Path) -> int:
@@ -120,7 +122,7 @@ class _Path:
         mine, its = self.example, other.example
         if mine.targets_TK.shape[1] != its.targets_TK.shape[1]:
             return 0
-        most = min(len(mine.tokens_T), len(its.tokens_T))
+        most = equal_supports(mine.supports, its.supports, min(len(mine.tokens_T), len(its.tokens_T)))
         differs_TK = mine.targets_TK[:most] != its.targets_TK[:most]
         differs_TK |= (mine.tokens_T[:most] != its.tokens_T[:most])[:, None]
         differs_TK |= _routes_differ(mine, its, most)[:, None]

@@ -30,7 +30,7 @@ from tinkerflow.backend.spec.commands import (
     Int32,
     StabilityInfo,
 )
-from tinkerflow.backend.spec.drift import DriftTokens, kl_sample_train
+from tinkerflow.backend.spec.drift import SUPPORTED, DriftTokens, kl_sample_train
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import (
     MAX_DATA,
@@ -44,7 +44,7 @@ from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.spec.traced_work import loss_seconds
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.backend.wire.images import LOCATION_RULE, LOCATIONS, FindFiles, check_room, pixels
-from tinkerflow.backend.wire.provenance import attribute, sequences_named, with_routes
+from tinkerflow.backend.wire.provenance import attribute, sequences_named, with_records
 
 _TARGETS = "target_tokens"
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -189,7 +189,7 @@ class ForwardRead:
     """A ForwardBackwardRequest that is read in part, with the ids of everything that decoding it needs.
 
     loss_id: of the traced loss, when the loss is `custom`. sequence_ids: of sequences whose recorded stability
-    information the loss or routing replay needs. image_tokens: an estimate of the tokens of its images; None without
+    information the loss or a replay needs. image_tokens: an estimate of the tokens of its images; None without
     images.
     """
 
@@ -201,10 +201,11 @@ class ForwardRead:
     image_tokens: int | None = None
 
 
-def read_forward(body: bytes, *, replay: bool = False) -> ForwardRead:
+def read_forward(body: bytes, *, routes: bool = False, supports: bool = False) -> ForwardRead:
     """A ForwardBackwardRequest, its loss, config and spans checked; UserError names the field, its value and the rule.
 
-    decode_forward reads the rest. replay: any loss with spans needs their records, for the experts of their tokens.
+    decode_forward reads the rest. routes: any loss with spans needs their records, for the experts of their tokens.
+    supports: losses that take the sampler's logprobs need them, for the supports of their tokens.
     """
     request = _parsed(pb.ForwardBackwardRequest(), body)
     loss = loss_named(request.loss_fn)
@@ -216,7 +217,7 @@ def read_forward(body: bytes, *, replay: bool = False) -> ForwardRead:
     config, loss_id = _read_config(loss, request)
     chunks = (chunk for datum in request.data for chunk in datum.model_input)
     images = [_counted_tokens(chunk) for chunk in chunks if chunk.WhichOneof("chunk") == "image"]
-    recorded = named if loss.recorded or replay else frozenset()
+    recorded = named if loss.recorded or routes or (supports and _takes_logprobs(loss)) else frozenset()
     return ForwardRead(request, loss, config, loss_id, recorded, sum(images) if images else None)
 
 
@@ -264,9 +265,11 @@ def decode_forward(
         for (tokens_T, inputs), images in zip(examples_read, pictures, strict=True)
     ]
     if read.sequence_ids:
-        complete = attribute if loss.recorded else with_routes
+        complete = attribute if loss.recorded else with_records
         both = enumerate(zip(examples, request.data, strict=True))
         examples = [complete(example, datum, i, recorded or {}) for i, (example, datum) in both]
+        if not _takes_logprobs(loss):
+            examples = [replace(example, supports=None) for example in examples]
     return Forward(
         request.model_id,
         tuple(examples),
@@ -279,10 +282,24 @@ def decode_forward(
 
 
 def drift_metrics(command: Forward, result: ForwardResult) -> dict[str, float]:
-    """`kl_sample_train` of a loss whose data came with the sampler's logprobs; nothing for other losses."""
-    spec = loss_named(command.loss)
-    measured = not spec.traced and "logprobs" in spec.read
-    return kl_sample_train(sampled_tokens(command, result)) if measured else {}
+    """`kl_sample_train` of a loss whose data came with the sampler's logprobs; nothing for other losses.
+
+    And SUPPORTED: of the tokens in data with supports that have a weight and an advantage, the share with a support.
+    """
+    if not _takes_logprobs(loss_named(command.loss)):
+        return {}
+    tokens = list(sampled_tokens(command, result))
+    metrics = kl_sample_train(tokens)
+    both = zip(command.examples, tokens, strict=True)
+    held = [one.supports.counts_N[counted[:, 0]] > 0 for one, (_, _, counted) in both if one.supports is not None]
+    if held and (found := np.concatenate(held)).size:
+        metrics[SUPPORTED] = float(found.mean())
+    return metrics
+
+
+def _takes_logprobs(loss: LossSpec) -> bool:
+    """Whether a loss compares the policy with the sampler."""
+    return not loss.traced and "logprobs" in loss.read
 
 
 def sampled_tokens(command: Forward, result: ForwardResult) -> Iterator[DriftTokens]:

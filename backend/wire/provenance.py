@@ -7,14 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tinkerflow.backend.core.errors import UserError, broken
-from tinkerflow.backend.spec.commands import Example, Int16, Int32, StabilityInfo
+from tinkerflow.backend.spec.commands import Example, Float32, Int16, Int32, StabilityInfo
+from tinkerflow.backend.spec.supports import Supports
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 Span = pb.PromptProvenanceSpan | pb.SampledProvenanceSpan
+
+
+class PlacedRecords(NamedTuple):
+    """The records of a datum's positions.
+
+    logprobs_T, sampled_T: the sampler's logprobs, and whether a position was sampled. routes_Tn, supports: as in
+    `Example`.
+    """
+
+    logprobs_T: Float32
+    sampled_T: npt.NDArray[np.bool_]
+    routes_Tn: Int16 | None
+    supports: Supports | None
 
 
 def sequences_named(datum: pb.Datum, index: int) -> set[str]:
@@ -31,7 +47,7 @@ def sequences_named(datum: pb.Datum, index: int) -> set[str]:
 
 
 def attribute(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, StabilityInfo]) -> Example:
-    """The example with the sampler's logprobs and experts, and with weight 0 on what was not sampled.
+    """The example with the sampler's logprobs, experts and supports, and with weight 0 on what was not sampled.
 
     recorded: the sequences that its spans name. UserError names a list that does not tile its field, a sampled span
     outside its sequence, and a token that is not the one sampled there.
@@ -42,42 +58,43 @@ def attribute(example: Example, datum: pb.Datum, index: int, recorded: Mapping[s
             "stable_reinforce takes [T], the tokens that were sampled"
         )
     _place(datum, index, "model_input_spans", example.tokens_T, recorded)
-    old_T, sampled_T, routes_Tn = _place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)
+    found = _place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)
     return replace(
         example,
-        weights_TK=np.where(sampled_T[:, None], example.weights_TK, np.float32(0)),
-        inputs={**example.inputs, "logprobs": old_T[:, None]},
-        routes_Tn=routes_Tn,
+        weights_TK=np.where(found.sampled_T[:, None], example.weights_TK, np.float32(0)),
+        inputs={**example.inputs, "logprobs": found.logprobs_T[:, None]},
+        routes_Tn=found.routes_Tn,
+        supports=found.supports,
     )
 
 
-def with_routes(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, StabilityInfo]) -> Example:
-    """The example with the experts that the sampler chose, where its datum has spans and one target per position.
+def with_records(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, StabilityInfo]) -> Example:
+    """The example with the sampler's experts and supports, where its datum has spans and one target per position.
 
     recorded: the sequences that the spans name. UserError as in `attribute`.
     """
     if not datum.loss_fn_input_spans or not example.flat:
         return example
-    return replace(
-        example, routes_Tn=_place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)[2]
-    )
+    found = _place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)
+    return replace(example, routes_Tn=found.routes_Tn, supports=found.supports)
 
 
 def _place(
     datum: pb.Datum, index: int, field: str, tokens_T: Int32, recorded: Mapping[str, StabilityInfo]
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]], np.ndarray[tuple[int], np.dtype[np.bool_]], Int16 | None]:
-    """Recorded logprobs and whether a position was sampled, both [T]; and the recorded experts, as in `Example`."""
+) -> PlacedRecords:
     covered = sum(span.length for _, _, span in _spans(datum, index, field))
     if covered != len(tokens_T):
         raise UserError(
             f"data[{index}].{field} cover {covered} positions: must tile the field exactly, {len(tokens_T)}"
         )
     logprobs_T, sampled_T = np.zeros(covered, np.float32), np.zeros(covered, np.bool_)
-    start, routes_Tn = 0, None
+    start, routes_Tn, supported = 0, None, False
+    parts: list[Supports] = []
     for where, sampled, span in _spans(datum, index, field):
         here = slice(start, start + span.length)
         start += span.length
         if not sampled:
+            parts.append(Supports.unrestricted(span.length))
             continue
         info = recorded[span.sequence_id]
         there = slice(span.offset, span.offset + span.length)
@@ -97,7 +114,10 @@ def _place(
             if routes_Tn is None:
                 routes_Tn = np.full((covered, info.routes_Tn.shape[1]), -1, np.int16)
             routes_Tn[here] = info.routes_Tn[there]
-    return logprobs_T, sampled_T, routes_Tn
+        supported |= info.supports is not None
+        supports = info.supports or Supports.unrestricted(len(info.tokens_T))
+        parts.append(supports.part(there.start, there.stop))
+    return PlacedRecords(logprobs_T, sampled_T, routes_Tn, Supports.joined(parts) if supported else None)
 
 
 def _spans(datum: pb.Datum, index: int, field: str) -> Iterator[tuple[str, bool, Span]]:

@@ -95,15 +95,17 @@ def sample_request(
     processor: FindProcessor = lambda: None,
     blank: bool = False,
     routes: bool = False,
+    supports: bool = False,
 ) -> SampleRequest:
     """The command for a sample request; UserError names the field, its value and the rule.
 
     body, request_id, owner: of the request. vocab_size, max_context: of the model, in tokens. eos: the tokens that end
     a text. They stop a sequence when `stop` is absent, but not when `stop` is an empty list. context_rule: the reason
     for max_context, for errors. processor: finds the model's image processor, None if the model takes only text. blank:
-    images are measured, not decoded, see `ImageProcessor.read`. routes: see the command. An absent max_tokens means the
-    rest of the context. A prompt that fills the context can be scored, and one token is sampled after it. The seed is
-    brought to 0 <= seed < 2**64. The command samples the base model, until its sender names a snapshot.
+    images are measured, not decoded, see `ImageProcessor.read`. routes, supports: see the command; a request without
+    top-k, top-p and min-p has no supports. An absent max_tokens means the rest of the context. A prompt that fills the
+    context can be scored, and one token is sampled after it. The seed is brought to 0 <= seed < 2**64. The command
+    samples the base model, until its sender names a snapshot.
     """
     scored = body.prompt_logprobs or body.topk_prompt_logprobs or body.prompt_alt_tokens_k
     full = bool(scored) or body.target_prompt_logprobs is not None
@@ -119,6 +121,7 @@ def sample_request(
         raise broken("sampling_params.top_k", 0, "-1 (off) or at least 1")
     if params.top_p == 0.0:
         raise broken("sampling_params.top_p", 0.0, "> 0 and <= 1")
+    filters = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     return SampleRequest(
         request_id=request_id,
         owner=owner,
@@ -142,6 +145,7 @@ def sample_request(
         stream=body.stream,
         images=images,
         routes=routes,
+        supports=supports and filters,
     )
 
 

@@ -84,9 +84,9 @@ class ExecutionContext:
     owner: the project whose share of training is charged; "" if the commands serve all projects.
     drift_limits: those of `DRIFT_FIGURES` from which on a forward_backward is logged. recheck_share: the
     share of intervals between snapshots that are executed a second time (recheck.py). max_stored_bytes: the quota of a
-    project that wants a fork, 0 for none. prefill_answers, routing_replay: see the settings. image_memory: quotas for
-    images in operations of models. full_models: the queue of samples of full-parameter models. forks: those that are
-    being made, by path.
+    project that wants a fork, 0 for none. prefill_answers, routing_replay, support_replay: see the settings.
+    image_memory: quotas for images in operations of models. full_models: the queue of samples of full-parameter models.
+    forks: those that are being made, by path.
     """
 
     journal: Journal
@@ -104,6 +104,7 @@ class ExecutionContext:
     max_stored_bytes: int = 0
     prefill_answers: bool = True
     routing_replay: bool = False
+    support_replay: bool = False
     image_memory: MemoryQuota = field(default_factory=MemoryQuota)
     full_models: FullModelQueue = field(default_factory=FullModelQueue)
     forks: SingleFlight[None] = field(default_factory=SingleFlight)

@@ -29,8 +29,10 @@ async def execute(execution: Execution) -> Outcome:
     """
     context, request = execution.context, execution.request
     card, size = context.card, len(request.payload)
-    replay = context.routing_replay and card.experts_per_token > 0
-    read = await context.decode(request.owner, size, lambda: read_forward(request.payload, replay=replay))
+    routes, supports = context.routing_replay and card.experts_per_token > 0, context.support_replay
+    read = await context.decode(
+        request.owner, size, lambda: read_forward(request.payload, routes=routes, supports=supports)
+    )
     custom, recorded = None, {}
     if read.loss_id is not None:
         stored = await context.read(context.journal.custom_losses.definition, read.loss_id, request.session_id)
@@ -40,7 +42,8 @@ async def execute(execution: Execution) -> Outcome:
             context.journal.custom_losses.stability,
             request.session_id,
             read.sequence_ids,
-            card.name if replay else None,
+            routes_of=card.name if routes else None,
+            supports_of=card.name if supports else None,
         )
     processor = image_processor(card.path) if read.image_tokens is not None else None
 

@@ -258,6 +258,7 @@ class _SampleOperation:
                 processor=processor,
                 blank=blank,
                 routes=sample.records and self._context.routing_replay and card.experts_per_token > 0,
+                supports=sample.records and self._context.support_replay,
             )
 
         # A check of a grammar takes longer than its size suggests, so it never runs in the event loop. The key
@@ -568,7 +569,7 @@ def _outcome(sample: _Sample, result: SampleResult) -> Outcome:
     if not sample.records:
         return outcome
     sequences = tuple(
-        StabilityInfo(f"{request.id}-{i}", sequence.tokens_T, sequence.logprobs_T, sequence.routes_Tn, base)
-        for i, sequence in enumerate(result.sequences)
+        StabilityInfo(f"{request.id}-{i}", one.tokens_T, one.logprobs_T, one.routes_Tn, base, one.supports)
+        for i, one in enumerate(result.sequences)
     )
     return replace(outcome, effects=(*outcome.effects, SequencesRecorded(session, sequences)))

@@ -13,7 +13,8 @@ def main() -> None:
     """argv: model folder, action, number of devices, and the axes fsdp (0 = the remaining devices), expert and tensor.
 
     Then the most devices that a row is split over, 1 without. With more, a micro-batch has at most 64 tokens.
-    The action: names of `runs`, and "sampled" to sample the last of them, separated by commas.
+    The action: names of `runs`, "sampled" to sample the last of them, and "supports" to train adamw on a top-k sample
+    with its supports; separated by commas.
     """
     folder, wanted = sys.argv[1], sys.argv[2].split(",")
     devices, fsdp, expert, tensor, context = (*map(int, sys.argv[3:]), 1)[:5]
@@ -32,11 +33,13 @@ def main() -> None:
         LoraSpec,
         OptimStep,
         PublishSnapshot,
+        SampledSequence,
         SampleRequest,
         SampleStep,
     )
     from tinkerflow.backend.spec.optimizers.adamw import AdamParams
     from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
+    from tinkerflow.backend.spec.supports import Supports
 
     tokens = 256 if context == 1 else 64
     config = GroupConfig(
@@ -77,14 +80,31 @@ def main() -> None:
         said[f"{name} digest"] = hashlib.sha256(b"".join(tensors)).hexdigest()
         adapter = executor._adapters.get(name)
         said[f"{name} held"] = held_bytes((adapter.lora, adapter.grads, adapter.state.parts))
-    if "sampled" in wanted:
+
+    def sampled(name: str, temperature: float, top_k: int, **more: bool) -> SampledSequence:
         executor.execute(PublishSnapshot(name, name))
-        prompt = data[1].tokens_T
-        request = SampleRequest("", "", name, prompt, 1, max_tokens=8, temperature=0.0, top_k=-1, top_p=1.0, seed=0)
+        request = SampleRequest("", "", name, data[1].tokens_T, 1, 8, temperature, top_k, top_p=1.0, seed=0, **more)
         progress = executor.execute(SampleStep((request,)))
         while not progress.finished:
             progress = executor.execute(SampleStep())
         (sequence,) = progress.finished[0].sequences
+        return sequence
+
+    if "supports" in wanted:
+        sequence = sampled("adamw", 1.0, 5, supports=True)
+        whole, before = np.concatenate([data[1].tokens_T, sequence.tokens_T]), len(data[1].tokens_T) - 1
+        columns = np.zeros((2, len(whole) - 1, 1), np.float32)
+        columns[0, before:], columns[1, before:, 0] = 1, sequence.logprobs_T
+        supports = Supports.joined([Supports.unrestricted(before), sequence.supports])
+        inputs = {"advantages": columns[0], "logprobs": columns[1]}
+        example = Example(whole[:-1], whole[1:, None], columns[0], inputs=inputs, supports=supports)
+        loss = executor.execute(Forward("adamw", (example,), "importance_sampling")).loss_sum
+        said |= {
+            "supports loss": loss,
+            "supports norm": executor.execute(OptimStep("adamw", runs["adamw"][2])).grad_norm,
+        }
+    if "sampled" in wanted:
+        sequence = sampled(name, 0.0, -1)
         said |= {"tokens": sequence.tokens_T.tolist(), "logprobs of tokens": sequence.logprobs_T.tolist()}
     print(json.dumps(said))
 

@@ -40,8 +40,8 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
     ("model", "runs", "devices", "axes"),
     [
         pytest.param("qwen3", TRAINED, 4, (0, 1, 2), marks=pytest.mark.thorough),
-        ("moe", TRAINED, 8, (2, 2, 2)),
-        ("qwen3", "adamw", 4, (4, 1, 1, 4)),
+        ("moe", f"{TRAINED},supports", 8, (2, 2, 2)),
+        ("qwen3", "adamw,supports", 4, (4, 1, 1, 4)),
         pytest.param("moe", TRAINED, 8, (1, 8, 1), marks=pytest.mark.thorough),
         pytest.param("gemma4_text", "adamw,sampled", 4, (2, 1, 2), marks=pytest.mark.thorough),
         pytest.param("glm4_moe_lite", "adamw,sampled", 8, (2, 2, 2), marks=pytest.mark.thorough),
@@ -54,7 +54,10 @@ def test_a_mesh_gives_the_numbers_of_one_device(model, runs, devices, axes, requ
     folder = made.folder
     alone, found = train(folder, runs, 1, 1, 1, 1), train(folder, runs, devices, *axes)
     assert found["weights"]["planned"] == found["weights"]["held"], "the plan has the mesh of the group"
-    for name in set(runs.split(",")) - {"sampled"}:
+    if "supports" in runs:
+        assert np.isclose(found["supports loss"], -8, rtol=1e-4) and np.isclose(alone["supports loss"], -8, rtol=1e-4)
+        assert np.isclose(found["supports norm"], alone["supports norm"], rtol=1e-3)
+    for name in set(runs.split(",")) - {"sampled", "supports"}:
         assert alone[f"{name} loss 2"] < alone[f"{name} loss 0"]
         for step in range(3):
             assert np.isclose(found[f"{name} loss {step}"], alone[f"{name} loss {step}"], rtol=1e-4)

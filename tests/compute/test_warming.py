@@ -50,6 +50,7 @@ from tinkerflow.backend.spec.drift import AGREEMENT
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.spec.packing import Grid
+from tinkerflow.backend.spec.supports import Supports
 
 CONTEXT_OF_4B = 32768
 CONTEXT = 32  # few shapes, and of one layer, because each costs a second to compile
@@ -117,8 +118,9 @@ def test_nothing_is_compiled_for_mixed_traffic_after_the_warm_up(
     assert warmth().late > 0
 
 
-def test_the_warm_up_has_the_programs_of_recorded_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward, run_all
+@pytest.mark.parametrize("what", ["experts", "supports"])
+def test_the_warm_up_has_the_programs_of_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward, run_all, what: str
 ) -> None:
     """After a step without replay, and these programs, a step with replay compiles nothing."""
     monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)
@@ -126,34 +128,41 @@ def test_the_warm_up_has_the_programs_of_recorded_experts(
     monkeypatch.setattr(WarmUp, "want", lambda self, programs, owner=None: wanted.extend(programs))
     moe = build(tmp_path, "qwen3_moe", tied=True)
     executor = moe.executor(
-        max_context=CONTEXT, microbatch_tokens=32, sample_slots=2, warm_up=True, routing_replay=True
+        max_context=CONTEXT,
+        microbatch_tokens=32,
+        sample_slots=2,
+        warm_up=True,
+        routing_replay=what == "experts",
+        support_replay=what == "supports",
     )
     executor.execute(CreateAdapter("a", usual_spec(load_config(moe.folder), "divided"), 0))
     executor.execute(PublishSnapshot("a", "s"))
     prompt_T = np.arange(3, 12, dtype=np.int32)
-    plain = SampleRequest("r", "owner", "s", prompt_T, 2, 9, 1.0, -1, 1.0, seed=1)
+    plain = SampleRequest("r", "owner", "s", prompt_T, 2, 9, 1.0, -1, 0.9, seed=1)
 
     def step(request: SampleRequest) -> dict[str, float]:
         data = []
         for sequence in run_all(executor, request)["r"].sequences:
             whole = np.concatenate([prompt_T, sequence.tokens_T])
-            routes_Tn = None
+            routes_Tn = supports = None
+            if sequence.supports is not None:
+                supports = Supports.joined([Supports.unrestricted(len(prompt_T) - 1), sequence.supports])
             if sequence.routes_Tn is not None:
                 routes_Tn = np.full((len(whole) - 1, sequence.routes_Tn.shape[1]), -1, np.int16)
                 routes_Tn[len(prompt_T) - 1 :] = sequence.routes_Tn
             weights_TK = np.ones((len(whole) - 1, 1), np.float32)
-            data.append(Example(whole[:-1], whole[1:, None], weights_TK, routes_Tn=routes_Tn))
+            data.append(Example(whole[:-1], whole[1:, None], weights_TK, routes_Tn=routes_Tn, supports=supports))
         metrics: dict[str, float] = forward(executor, "a", tuple(data), backward=True).metrics
         return metrics
 
     for _ in range(2):  # the second finds the prompt in the cache
         assert AGREEMENT not in step(plain)
     for program in wanted:
-        of_decode = "32 columns, with experts" in program.name
-        if of_decode or (program.name.startswith("forward_backward") and "with recorded experts" in program.name):
+        of_decode = f"32 columns, with {what}" in program.name
+        if of_decode or (program.name.startswith("forward_backward") and f"with recorded {what}" in program.name):
             program.make()
     before = executor._compiles.here
-    assert AGREEMENT in step(replace(plain, routes=True))
+    assert (AGREEMENT in step(replace(plain, **{"routes" if what == "experts" else what: True}))) == (what == "experts")
     assert executor._compiles.here == before
 
 

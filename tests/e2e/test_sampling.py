@@ -113,8 +113,8 @@ def test_alternatives_have_the_logprobs_of_the_prompt_they_would_make(sampler, t
     ]
 
 
-def rollout(sequence, advantage):
-    """A sequence as a datum whose every token says where it came from."""
+def rollout(sequence, advantage, logprobs=None):
+    """A sequence as a datum whose every token says where it came from. With logprobs, the prompt has no advantage."""
     whole, sampled, name = [*TOKENS, *sequence.tokens], len(sequence.tokens), sequence.sequence_id
     n = len(TOKENS)
     inputs = {
@@ -122,6 +122,8 @@ def rollout(sequence, advantage):
         "advantages": np.full(len(whole) - 1, advantage, np.float32),
         "logprobs": np.full(len(whole) - 1, -9.0, np.float32),  # what was recorded is used in its place
     }
+    if logprobs is not None:
+        inputs["logprobs"][n - 1 :], inputs["advantages"][: n - 1] = logprobs, 0
     datum = types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
 
     def span(kind, offset, length):
@@ -220,6 +222,34 @@ def test_tokens_train_through_the_experts_of_their_samples(tmp_path, start_serve
         for loss in ("stable_reinforce", "importance_sampling"):
             result = trainer.forward_backward([rollout(one, 1.0) for one in sequences], loss).result()
             assert result.metrics["routing_agreement:mean"] > 0.9, "bfloat16 or float32, but the same weights"
+        silent = trainer.save_weights_and_get_sampling_client().result().sample(PROMPT, 1, params).result().sequences
+        with pytest.raises(tinker.TinkerError, match=silent[0].sequence_id):
+            trainer.forward_backward([rollout(silent[0], 1.0)], "importance_sampling").result()
+
+
+@pytest.mark.thorough
+def test_ratios_are_over_the_tokens_that_samples_were_drawn_from(tmp_path, start_server, monkeypatch):
+    """Also after a step, and a repeated request trains with the same supports. Without records a request fails."""
+    (data_dir := tmp_path / "data").mkdir()
+    monkeypatch.setenv("TINKERFLOW_SUPPORT_REPLAY", "true")
+    params = types.SamplingParams(max_tokens=8, temperature=1.0, top_k=5, top_p=0.7, seed=3, stop=[])
+    with start_server(data_dir, prefect="off") as server, server.client() as service:
+        trainer = service.create_lora_training_client(server.base_model, rank=8, seed=4).result()
+        recording = trainer.save_weights_and_get_sampling_client(record_stability_info=True).result()
+        sequences = recording.sample(PROMPT, 2, params).result().sequences
+        data = [rollout(one, 1.0, one.logprobs) for one in sequences]
+        result = trainer.forward_backward(data, "importance_sampling").result()
+        assert result.metrics["loss:sum"] == pytest.approx(-16, rel=1e-3)
+        assert result.metrics["support_replay:mean"] == 1
+        assert result.metrics["kl_sample_train:max"] < 1e-3
+        trainer.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
+        again = [trainer.forward(data, "importance_sampling").result() for _ in range(2)]
+        assert again[0].metrics == again[1].metrics
+        full = sum(
+            np.exp(np.asarray(found["logprobs"].to_numpy())[-8:] - one.logprobs).sum()
+            for one, found in zip(sequences, again[0].loss_fn_outputs, strict=True)
+        )
+        assert abs(full + again[0].metrics["loss:sum"]) > 0.01, "the supports have become more probable"
         silent = trainer.save_weights_and_get_sampling_client().result().sample(PROMPT, 1, params).result().sequences
         with pytest.raises(tinker.TinkerError, match=silent[0].sequence_id):
             trainer.forward_backward([rollout(silent[0], 1.0)], "importance_sampling").result()

@@ -325,7 +325,7 @@ BOUNDS = {
     "upload": "uploads.MOST_OPEN; finished ones go when they expire",
     "asset": "max_images",
     "custom_loss": "max_custom_losses",
-    "stability_info": "tokens that were sampled, and their experts; a day",
+    "stability_info": "tokens that were sampled, and their experts and supports; a day",
     "weights_share": "made on the command line alone",
     "streamed_tokens": "streams.KEPT_SECONDS",
     "feedback": "max_feedback",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import SequencesRecorded
 from tinkerflow.backend.spec.commands import StabilityInfo
+from tinkerflow.backend.spec.supports import Supports
 
 
 def record(scene, session, *names, infos=()):
@@ -57,11 +60,30 @@ def test_experts_are_found_for_the_model_that_chose_them(scene):
     record(scene, session, "req-2-0", infos=(known,))
 
     def found(name, base_model=None):
-        return scene.journal.custom_losses.stability(session, {name}, base_model)[name].routes_Tn
+        return scene.journal.custom_losses.stability(session, {name}, routes_of=base_model)[name].routes_Tn
 
     assert found("req-1-0", "moe").tolist() == routes_Tn.tolist()
     assert found("req-1-0", "other") is None
     assert found("req-1-0") is None
     assert found("req-2-0", "moe") is None
     with pytest.raises(NotFoundError, match="'req-1-0'"):
-        scene.journal.custom_losses.stability(scene.session(), {"req-1-0"}, "moe")
+        scene.journal.custom_losses.stability(scene.session(), {"req-1-0"}, routes_of="moe")
+
+
+def test_supports_are_found_for_the_model_that_drew_from_them(scene):
+    """Experts and supports are asked for by themselves: a service may replay either."""
+    session, routes_Tn = scene.session(), np.int16([[0], [1], [2]])
+    supports = Supports(np.int32([2, 0, 1]), np.int32([7, 2**17, 3]), np.float32([-0.25, 0, -1.5]))
+    plain = StabilityInfo("req-1-0", np.arange(3, dtype=np.int32), np.float32([-1, -2, -3]), routes_Tn, "moe")
+    record(scene, session, infos=(replace(plain, supports=supports),))
+
+    def found(**wanted):
+        return scene.journal.custom_losses.stability(session, {"req-1-0"}, **wanted)["req-1-0"]
+
+    both = found(routes_of="moe", supports_of="moe")
+    assert both.routes_Tn.tolist() == routes_Tn.tolist()
+    for name in ("counts_N", "tokens_M", "log_mass_N"):
+        stored, given = getattr(both.supports, name), getattr(supports, name)
+        assert stored.dtype == given.dtype and stored.tolist() == given.tolist()
+    assert found(routes_of="moe").supports is None and found(supports_of="moe").routes_Tn is None
+    assert found(supports_of="other").supports is None

@@ -11,8 +11,10 @@ from tinker import types
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.spec.commands import StabilityInfo
-from tinkerflow.backend.wire import decode_forward, read_forward
+from tinkerflow.backend.spec.commands import ForwardResult, StabilityInfo
+from tinkerflow.backend.spec.drift import SUPPORTED
+from tinkerflow.backend.spec.supports import Supports
+from tinkerflow.backend.wire import decode_forward, drift_metrics, read_forward
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 RECORDED = {"req-1-0": StabilityInfo("req-1-0", np.int32([7, 8, 9]), np.float32([-1, -2, -3]))}
@@ -38,7 +40,12 @@ def rollout(**more: Any) -> types.Datum:
 
 
 def attributed(**more: Any) -> types.Datum:
-    return rollout(**more).with_provenance([prompt(2), sampled(2)], [prompt(1, 1), sampled(3)])
+    return rollout(**more).with_provenance(*spans())
+
+
+def spans() -> tuple[Any, Any]:
+    """Of the model's input and of the loss's."""
+    return [prompt(2), sampled(2)], [prompt(1, 1), sampled(3)]
 
 
 def decode(body: bytes) -> Any:
@@ -73,7 +80,7 @@ def test_spans_of_other_losses_are_checked_and_not_needed(body: Any) -> None:
 def test_the_samplers_experts_stand_at_the_tokens_before_those_sampled(body: Any, loss: str) -> None:
     """A token's experts computed the logits of the next token, so they lie where that token is the target."""
     request = body([attributed(), rollout()] if loss == "ppo" else [attributed()], loss)
-    read, routes = read_forward(request, replay=True), np.arange(6, dtype=np.int16).reshape(3, 2)
+    read, routes = read_forward(request, routes=True), np.arange(6, dtype=np.int16).reshape(3, 2)
     assert read.sequence_ids == {"req-1-0"}
     recorded = {"req-1-0": replace(RECORDED["req-1-0"], routes_Tn=routes)}
     example, *others = decode_forward(read, vocab_size=10, max_context=16, recorded=recorded).examples
@@ -81,6 +88,35 @@ def test_the_samplers_experts_stand_at_the_tokens_before_those_sampled(body: Any
     assert example.routes_Tn.tolist() == [[-1, -1], [0, 1], [2, 3], [4, 5]]
     assert [one.routes_Tn for one in others] == [None] * len(others)
     assert decode_forward(read, vocab_size=10, max_context=16, recorded=RECORDED).examples[0].routes_Tn is None
+
+
+@pytest.mark.parametrize("loss", ["stable_reinforce", "ppo", "cross_entropy"])
+def test_the_samplers_supports_stand_where_their_token_is_the_target(body: Any, loss: str) -> None:
+    """The second token had too many. Losses that do not take the sampler's logprobs need none."""
+    data = [attributed(), rollout()] if loss == "ppo" else [attributed()]
+    if loss == "cross_entropy":
+        inputs = {"target_tokens": np.array([6, 7, 8, 9]), "weights": np.float32([0, 1, 1, 1])}
+        tokens = types.ModelInput.from_ints([5, 6, 7, 8])
+        data = [types.Datum(model_input=tokens, loss_fn_inputs=inputs).with_provenance(*spans())]
+    read = read_forward(body(data, loss), supports=True, routes=loss == "cross_entropy")
+    assert read.sequence_ids == {"req-1-0"}
+    for_supports = read_forward(body(data, loss), supports=True).sequence_ids
+    assert for_supports == (set() if loss == "cross_entropy" else {"req-1-0"})
+    supports = Supports(np.int32([2, 0, 1]), np.int32([7, 1, 9]), np.float32([-0.5, 0, -1]))
+    recorded = {"req-1-0": replace(RECORDED["req-1-0"], supports=supports)}
+    command = decode_forward(read, vocab_size=10, max_context=16, recorded=recorded)
+    example, *others = command.examples
+    assert [one.supports for one in others] == [None] * len(others)
+    result = ForwardResult(tuple(np.zeros(4, np.float32) for _ in data), 0.0)
+    if loss == "cross_entropy":
+        assert example.supports is None and drift_metrics(command, result) == {}
+        return
+    assert example.supports is not None
+    assert example.supports.counts_N.tolist() == [0, 2, 0, 1]
+    assert example.supports.tokens_M.tolist() == [7, 1, 9]
+    assert example.supports.log_mass_N.tolist() == [0, -0.5, 0, -1]
+    assert drift_metrics(command, result)[SUPPORTED] == pytest.approx(2 / 3)
+    assert SUPPORTED not in drift_metrics(decode(body(data, loss)), result)
 
 
 @pytest.mark.parametrize(

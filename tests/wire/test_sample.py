@@ -258,6 +258,23 @@ def picture(colour: int = 7, **more: Any) -> dict[str, Any]:
     return {"type": "image", "format": "png", "data": base64.b64encode(out.getvalue()).decode(), **more}
 
 
+@pytest.mark.parametrize(
+    ("params", "recorded"),
+    [
+        ({"top_p": 0.9}, True),
+        ({"top_k": 5}, True),
+        ({"min_p": 0.1}, True),
+        ({}, False),
+        ({"top_p": 0.9, "temperature": 0}, False),
+    ],
+)
+def test_supports_are_recorded_of_requests_that_filter(params: dict[str, Any], recorded: bool) -> None:
+    values = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"seed": 1, **params}}
+    how = {"request_id": "r", "owner": "o", "vocab_size": 100, "max_context": 64, "eos": ()}
+    assert sample_request(SampleBody.from_values(values), supports=True, **how).supports is recorded
+    assert not sample_request(SampleBody.from_values(values), **how).supports
+
+
 def seen(*chunks: Any, blank: bool = False) -> SampleRequest:
     given = [{"type": "encoded_text", "tokens": [1, 2]} if chunk == "text" else chunk for chunk in chunks]
     read = SampleBody.from_values({"prompt": {"chunks": given}, "sampling_params": {"seed": 1}})

@@ -45,6 +45,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.packing import bucket
+from tinkerflow.backend.spec.supports import MOST_SUPPORTED
 
 _LEAST_TOKENS = 1024  # per device of the fsdp axis; fewer leave the device idle
 _MOST_TOKENS = 4096  # more make sample requests wait
@@ -190,12 +191,16 @@ def _step(
     ends = 3 * tokens * (cfg.hidden + cfg.layers * (cfg.layer_input.width if cfg.layer_input else 0)) * item
     if config.routing_replay:  # the recorded experts as int16, and as int32 for the layers
         ends += 6 * tokens * cfg.layers * cfg.experts_per_token
+    if config.support_replay:  # the ids of recorded supports
+        ends += 4 * tokens * MOST_SUPPORTED
     before = 0
     if cfg.vision is not None:  # the features of images; the tower ends before the step begins
         before = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
         ends += tokens * cfg.vision.vectors * cfg.hidden * item
     vocab = share(cfg.vocab, config.tensor)
     logits = int(min(tokens, SCORED_ROWS) * vocab * (item + _MORE_PER_LOGIT))
+    if config.support_replay:  # without kernels: a chunk in float32, its softmax and its gradient
+        logits = max(logits, 3 * 4 * MOST_LOGITS_OF_GPUS)
     if platform() is TURING:  # a chunk in float32, its softmax and its gradient; and the unembedding in float16
         logits = 3 * 4 * MOST_LOGITS_OF_GPUS + 2 * vocab * cfg.hidden
     gathered = 0

@@ -20,6 +20,7 @@ from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSeq
 from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import Shapes
 from tinkerflow.backend.spec.commands import Candidates, Int16, NewTokens, SampleResult
+from tinkerflow.backend.spec.supports import Supports
 
 
 class TokensOf(NamedTuple):
@@ -45,6 +46,13 @@ class TokensOf(NamedTuple):
         if self.decoded.routes_CSLk is None:
             return None
         return np.asarray(self.decoded.routes_CSLk)[self.where][:count].reshape(count, -1)
+
+    def supports(self, count: int) -> Supports:
+        """The supports of the first `count` tokens."""
+        rows = self.decoded.supports
+        assert rows is not None
+        tokens_Ns, log_mass_N = (np.asarray(array)[self.where][:count] for array in (rows.tokens_Ss, rows.log_mass_S))
+        return Supports.of(tokens_Ns, log_mass_N)
 
 
 class ChunkPipeline:
@@ -129,7 +137,8 @@ class ChunkPipeline:
         start, tainted = len(sequence.tokens), new.finite < len(new.tokens_N)
         top = new.top(count) if sequence.parent.request.topk_sample else None
         routes_Nn = new.routes(count) if sequence.parent.request.routes else None
-        if sequence.append(new.tokens_N[:right], new.logprobs_N[:right], top, routes_Nn):
+        supports = new.supports(count) if sequence.parent.request.supports else None
+        if sequence.append(new.tokens_N[:right], new.logprobs_N[:right], top, routes_Nn, supports):
             # Tokens after the end may be NaN, although all tokens of the sequence are finite.
             self._scheduler.slots.remove(sequence, tainted=tainted)
             if self.scope_is_alive(sequence.parent.scope):

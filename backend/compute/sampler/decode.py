@@ -23,8 +23,15 @@ from tinkerflow.backend.compute.platforms import platform
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.forward import StepInputs, pin_cache, run_layers, unembedded
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache
-from tinkerflow.backend.compute.sampler.sampling import Choice, greedy_choice, sample
+from tinkerflow.backend.compute.sampler.sampling import (
+    Choice,
+    SupportRows,
+    greedy_choice,
+    sample,
+    sample_with_supports,
+)
 from tinkerflow.backend.compute.sampler.states import States, gather_states, scatter_states
+from tinkerflow.backend.spec.supports import MOST_SUPPORTED
 
 
 @flax.struct.dataclass
@@ -59,7 +66,8 @@ class Decoded:
     """tokens_CS int32 and their logprobs_CS float32; top_CSk int32 and top_logprobs_CSk float32, or None without.
 
     last_M int32: the last token of each slot, for the `before_M` of the next chunk; None in a chunk without one.
-    routes_CSLk int16: the experts of the token before each token; None if nobody asks.
+    routes_CSLk int16: the experts of the token before each token. supports: of each token, [C, S, s] and [C, S]. Both
+    are None if nobody asks.
     """
 
     tokens_CS: Array
@@ -68,6 +76,7 @@ class Decoded:
     top_logprobs_CSk: Array | None = None
     last_M: Array | None = None
     routes_CSLk: Array | None = None
+    supports: SupportRows | None = None
 
 
 def empty_rows(slots: int, pages: int, chunk: int, *, states: bool) -> Rows:
@@ -95,7 +104,12 @@ def decided(rows: Rows, chunk: int) -> Rows:
     return replace(rows, choice=replace(rows.choice, filters=rare or bool(rows.choice.any_filter)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), static_argnames="routes", donate_argnums=6)
+def recording(*, routes: bool, supports: bool) -> dict[str, bool]:
+    """The last arguments of `decode`. Those that are off are left out: given defaults are another program to JAX."""
+    return {name: True for name, on in (("routes", routes), ("supports", supports)) if on}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), static_argnames=("routes", "supports"), donate_argnums=6)
 def decode(
     cfg: ModelConfig,
     mesh: Mesh,
@@ -107,6 +121,7 @@ def decode(
     rows: Rows,
     steps: jax.Array | None,
     routes: bool = False,
+    supports: bool = False,
 ) -> tuple[KVCache, Decoded]:
     """More tokens for every slot: the cache, updated in place, and the tokens [C, S], replicated.
 
@@ -115,7 +130,8 @@ def decode(
     params: the base model. lora: the stack of adapters. cache: the pages. If `params` is by layer, the stack and the
     cache must be too. rows: the start of each of the S slots. steps: int32 scalar, tokens to decode, at most C; the
     rest are 0. None: C tokens. On CPUs, each token that nobody needs costs a step. On GPUs, a loop whose turns only
-    the device knows makes the host wait for the whole chunk. routes: whether the experts of tokens are returned.
+    the device knows makes the host wait for the whole chunk. routes, supports: whether the experts and the supports of
+    tokens are returned.
     """
 
     def step(i: jax.Array, state: tuple[KVCache, States, jax.Array, AdjustedRows | None, Decoded]) -> Any:
@@ -127,7 +143,11 @@ def decode(
         # With unsplit rows on each device, drawing a token needs no collectives.
         logits_SV = by_rows(mesh, logits_SV)
         wanted_SV = logits_SV if adjust is None else adjusted(logits_SV, adjust)
-        next_S, logprob_S = sample(logits_SV, rows.choice, rows.uniform_CS[i], wanted_SV)
+        drawn, own = (logits_SV, rows.choice, rows.uniform_CS[i], wanted_SV), None
+        if supports:
+            next_S, logprob_S, own = sample_with_supports(*drawn)
+        else:
+            next_S, logprob_S = sample(*drawn)
         adjust = None if adjust is None else generated(adjust, next_S)
         token = Decoded(next_S, logprob_S)
         if top:
@@ -137,16 +157,22 @@ def decode(
             token = Decoded(next_S, logprob_S, top_Sk.astype(jnp.int32), values_Sk - spread_S[:, None])
         if experts_S1Lk is not None:
             token = replace(token, routes_CSLk=experts_S1Lk[:, 0])
+        token = replace(token, supports=own)
         decoded = jax.tree.map(lambda chunk, new: jax.lax.dynamic_update_index_in_dim(chunk, new, i, 0), decoded, token)
         return cache, states, next_S, adjust, decoded
 
     S = rows.tokens_S.shape[0]
+    no_supports = None
+    if supports:
+        ids_CSs = jnp.zeros((chunk, S, MOST_SUPPORTED), jnp.int32)
+        no_supports = SupportRows(ids_CSs, jnp.zeros((chunk, S), jnp.float32))
     nothing = Decoded(
         jnp.zeros((chunk, S), jnp.int32),
         jnp.zeros((chunk, S), jnp.float32),
         jnp.zeros((chunk, S, top), jnp.int32) if top else None,
         jnp.zeros((chunk, S, top), jnp.float32) if top else None,
         routes_CSLk=jnp.zeros((chunk, S, cfg.layers, cfg.experts_per_token), jnp.int16) if routes else None,
+        supports=no_supports,
     )
     pool, cache = cache.states, replace(cache, states=None)
     fresh_S = jnp.asarray(rows.positions_S == 0)

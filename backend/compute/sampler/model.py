@@ -19,7 +19,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.sampler.adjustments import adjusted_rows
-from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decided, decode, empty_rows
+from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decided, decode, empty_rows, recording
 from tinkerflow.backend.compute.sampler.image_features import ImageFeatureCache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, cache_shape, copy_pages, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
@@ -149,7 +149,11 @@ class SamplerModel:
         host decides. before: the chunk that is not read yet, with the last tokens of all sequences in flight.
         """
         most_listed = max(sequence.parent.request.topk_sample for _, sequence in slots)
-        routed = {"routes": True} if self.cfg.experts and any(row.parent.request.routes for _, row in slots) else {}
+        requests = [row.parent.request for _, row in slots]
+        recorded = recording(
+            routes=bool(self.cfg.experts) and any(request.routes for request in requests),
+            supports=any(request.supports for request in requests),
+        )
         chunk = steps if self._host_decides else self.chunk
         rows = self._rows(slots, S, chunk, steps, before)
         self.cache, on_devices = decode(
@@ -162,7 +166,7 @@ class SamplerModel:
             self._copied_cache(),
             decided(rows, self.chunk) if self._host_decides else rows,
             None if self._host_decides else np.int32(steps),
-            **routed,
+            **recorded,
         )
         return Chunk(slots, steps, on_devices)
 

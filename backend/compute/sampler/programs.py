@@ -24,7 +24,7 @@ from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.models.vision_tower import VisionTower
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.adjustments import warm_rows
-from tinkerflow.backend.compute.sampler.decode import decided, decode, empty_rows
+from tinkerflow.backend.compute.sampler.decode import decided, decode, empty_rows, recording
 from tinkerflow.backend.compute.sampler.kv_cache import COPIES, cache_shape, copied, copied_states, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prefill import empty_piece, fill, prefill, score
@@ -46,7 +46,8 @@ class SamplerPrograms:
     shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
     of a sequence. usual: the shape of most adapters. accelerated: whether a chunk is dispatched before the last one is
     read, and the base model alone has programs without adapters. host_decides: as in `Platform`. kv_cache: the format
-    of the pages. routes: whether the experts of tokens are recorded. tower: of models with images.
+    of the pages. routes, supports: whether the experts and the supports of tokens are recorded. tower: of models with
+    images.
     """
 
     cfg: ModelConfig
@@ -61,6 +62,7 @@ class SamplerPrograms:
     host_decides: bool
     kv_cache: CacheFormat
     routes: bool
+    supports: bool
     tower: VisionTower | None = None
 
     def all(self) -> Iterator[Program]:
@@ -92,9 +94,9 @@ class SamplerPrograms:
                     name = f"{kind}, {slots} slots, {width} columns"
                     distance = further + (slots not in (sizes[0], sizes[-1]))
                     yield Program(name, _distance(distance, width), run)
-                    if self.routes:
-                        routed = partial(run, routes=True)
-                        yield Program(f"{name}, with experts", _distance(distance + 1, width), routed)
+                    for what, recorded in self._recordings(**variant):
+                        recorder = partial(run, **recorded)
+                        yield Program(f"{name}, with {what}", _distance(distance + 1, width), recorder)
         yield Program("copies of pages", 0, partial(self._copies, copied))
         if self.pool.states:
             yield Program("copies of states", 0, partial(self._copies, copied_states))
@@ -104,6 +106,17 @@ class SamplerPrograms:
                     name = f"decode of {chunk} with adjusted logits, {slots} slots, {width} columns"
                     run = partial(self._decode, slots, width, chunk=chunk, adjusted=True)
                     yield Program(name, _distance(distance, _WIDTHS[-1]), run)
+
+    def _recordings(
+        self, filters: bool | None = None, chunk: int | None = None
+    ) -> Iterator[tuple[str, dict[str, bool]]]:
+        """What a variant of decode may record. Supports are recorded only where the program filters."""
+        if self.routes:
+            yield "experts", {"routes": True}
+        if self.supports and (filters or chunk == 1 or not self.host_decides):
+            yield "supports", {"supports": True}
+            if self.routes:
+                yield "experts and supports", {"routes": True, "supports": True}
 
     def _slots(self, chunk: int | None = None, **_: Any) -> tuple[int, ...]:
         return self.shapes.slots if chunk in (None, self.chunk) else self.shapes.slots_of_one_token
@@ -151,6 +164,7 @@ class SamplerPrograms:
         filters: bool = False,
         adjusted: bool = False,
         routes: bool = False,
+        supports: bool = False,
     ) -> None:
         most, chunk = self.shapes.slots[-1], chunk or self.chunk
         rows = replace(
@@ -165,8 +179,8 @@ class SamplerPrograms:
         if self.host_decides:
             rows.choice.top_k_S[:] = 1 if filters else -1
             rows = decided(rows, self.chunk)
-        routed = {"routes": True} if routes else {}  # as `decode_chunk` gives it: a default is another program to JAX
-        decode.lower(self.cfg, self.mesh, chunk, 0, self.params, stack, cache, rows, steps, **routed).compile()
+        recorded = recording(routes=routes, supports=supports)
+        decode.lower(self.cfg, self.mesh, chunk, 0, self.params, stack, cache, rows, steps, **recorded).compile()
 
     def _copies(self, program: Any) -> None:
         places = np.zeros(COPIES, np.int32)

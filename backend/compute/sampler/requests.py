@@ -31,6 +31,7 @@ from tinkerflow.backend.spec.commands import (
     SampleRequest,
     SampleResult,
 )
+from tinkerflow.backend.spec.supports import Supports
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class ActiveRequest:
 class ActiveSequence:
     """Sample `index` of a request, with its tokens so far.
 
-    top: candidates at every token so far, k or more for a token. routes: experts, as in its result. table: its pages,
+    top: candidates at every token so far, k or more for a token. routes, supports: as in its result. table: its pages,
     while it decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk is
     decoded. Before, they might hold NaN. unverified_from: no chunk was decoded from the pages of its table from this
     place on, so they might hold NaN; None after a chunk. preempted: the sequence had to leave its slot before its end.
@@ -132,6 +133,7 @@ class ActiveSequence:
     logprobs: list[float] = field(default_factory=list)
     top: list[Candidates] = field(default_factory=list)
     routes: list[Int16] = field(default_factory=list)
+    supports: list[Supports] = field(default_factory=list)
     table: PageTable = field(default_factory=lambda: PageTable(0))
     prompt_pages: PageTable = field(default_factory=lambda: PageTable(0))
     unverified_from: int | None = None
@@ -191,17 +193,20 @@ class ActiveSequence:
         logprobs: Sequence[float],
         top: Candidates | None = None,
         routes_Nn: Int16 | None = None,
+        supports: Supports | None = None,
     ) -> bool:
         """Append decoded tokens up to the end of the sequence; True when it has ended.
 
         tokens, logprobs: of one chunk. top: the candidates at each of the tokens, when the request wants some.
-        routes_Nn: the experts behind each of them, likewise.
+        routes_Nn, supports: the experts behind each of them, and their supports, likewise.
         """
         self.unverified_from = None
         if top is not None:
             self.top.append(top)
         if routes_Nn is not None:
             self.routes.append(routes_Nn)
+        if supports is not None:
+            self.supports.append(supports)
         left = self.parent.max_tokens - len(self.tokens)
         tokens, logprobs = tokens[:left], logprobs[:left]
         end = self.stops.end_of(tokens)
@@ -215,6 +220,7 @@ class ActiveSequence:
             stop_reason="length" if end is None else "stop",
             top=self._candidates(),
             routes_Tn=np.concatenate(self.routes)[: len(self.tokens)] if self.routes else None,
+            supports=Supports.joined(self.supports).part(0, len(self.tokens)) if self.supports else None,
         )
         return True
 

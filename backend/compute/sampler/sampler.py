@@ -101,6 +101,7 @@ class Sampler:
             host_decides=host_decides,
             kv_cache=config.kv_cache,
             routes=config.routing_replay and bool(cfg.experts),
+            supports=config.support_replay,
             tower=tower,
         )
         self.snapshots = SnapshotCache(

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -106,7 +106,7 @@ class ForwardRun:
             if steps or command.backward or not current.done:
                 yield waiting
         forward = self._training.read(current.finish())
-        losses = SequenceLosses(command, forward.logprobs)
+        losses = SequenceLosses(command, current.loss_logprobs())
         for step in range(steps):
             losses.compute(examples_of_step(command, step))
             if step + 1 < steps or command.backward:
@@ -186,6 +186,13 @@ class _Pass:
         self._training.adapters.set(self._command.adapter_id, after)
         return partial(_computed, gathered, computing)
 
+    def loss_logprobs(self) -> list[Float32]:
+        """The log probabilities that a loss gets: of the softmax over its support, where a token has one."""
+        results = to_host(self._scored)
+        masses = (0 if scored.log_mass_BT is None else scored.log_mass_BT[..., None] for scored in results)
+        found = [scored.logprobs_BTK - mass for scored, mass in zip(results, masses, strict=True)]
+        return _by_example(self._command, self._batches, found)
+
 
 def _or_no_memory(command: Forward, run: Callable[[], T]) -> T:
     try:
@@ -226,15 +233,21 @@ def _computed(scored: ReadResult, computing: PendingGradients) -> ForwardResult:
 
 def _gather(command: Forward, batches: list[MicroBatch], on_devices: list[Scored]) -> ForwardResult:
     results = to_host(on_devices)
-    logprobs: list[Float32] = [np.empty(0, np.float32)] * len(command.examples)
-    for batch, scored in zip(batches, results, strict=True):
-        logprobs_BTK = batch.in_rows(scored.logprobs_BTK)
-        for place in batch.places:
-            example = command.examples[place.example]
-            rows = logprobs_BTK[place.row, place.columns]
-            logprobs[place.example] = np.array(rows[:, 0] if example.flat else rows[:, : example.targets_TK.shape[1]])
+    logprobs = _by_example(command, batches, [scored.logprobs_BTK for scored in results])
     loss = float(sum(np.float64(scored.loss) for scored in results))
     return ForwardResult(tuple(logprobs), loss, _agreement(command, batches, results))
+
+
+def _by_example(command: Forward, batches: list[MicroBatch], found: list[Any]) -> list[Float32]:
+    """The numbers of each example, [T] or [T, K]. found: those of each micro-batch, [B, T, K]."""
+    numbers: list[Float32] = [np.empty(0, np.float32)] * len(command.examples)
+    for batch, found_BTK in zip(batches, found, strict=True):
+        whole_BTK = batch.in_rows(found_BTK)
+        for place in batch.places:
+            example = command.examples[place.example]
+            rows = whole_BTK[place.row, place.columns]
+            numbers[place.example] = np.array(rows[:, 0] if example.flat else rows[:, : example.targets_TK.shape[1]])
+    return numbers
 
 
 def _agreement(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> dict[str, float]:

@@ -6,15 +6,18 @@ logits. No array of size V is kept for a backward pass, and the matmul with the 
 Every chunk reads the unembedding. On GPUs and TPUs this is the cost of a chunk, so a chunk has as many rows as memory
 allows, and kernels keep the logits on the chip. On CPUs a chunk's logits stay in the caches.
 
-Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabulary, R rank; M rows and N parts of the
-vocabulary, as kernels know them.
+With supports (`spec.supports`), a token's loss depends on its log probability under the softmax over its support. The
+logits of the support are among those of the chunk. Kernels do not return logits, so they are not used then.
+
+Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabulary, R rank, s tokens of a support; M rows
+and N parts of the vocabulary, as kernels know them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -38,12 +41,28 @@ MOST_LOGITS_OF_GPUS = 2**26  # without kernels
 class Scored:
     """loss: float32 scalar, the sum over all tokens; logprobs_BTK: float32, of the full softmax.
 
-    equal_BT: the routers' agreement (`transformer.forward`); None without given experts.
+    equal_BT: the routers' agreement (`transformer.forward`); None without given experts. log_mass_BT: float32, the log
+    of the probability of each token's support; None without supports.
     """
 
     loss: jax.Array
     logprobs_BTK: jax.Array
     equal_BT: jax.Array | None = None
+    log_mass_BT: jax.Array | None = None
+
+
+class Restricted(NamedTuple):
+    """The softmax over the supports of a chunk of tokens.
+
+    ids_Bcs int32: the tokens of the supports, 0 where there are no more. shares_Bcs: their probabilities, 0 there.
+    log_mass_Bc1: the log of the probability of the support under the full softmax, 0 of the whole vocabulary.
+    given_Bc1 bool: whether the token has a support.
+    """
+
+    ids_Bcs: jax.Array
+    shares_Bcs: jax.Array
+    log_mass_Bc1: jax.Array
+    given_Bc1: jax.Array
 
 
 def score(
@@ -55,6 +74,7 @@ def score(
     inputs: TokenInputs,
     mesh: Mesh | None = None,
     *,
+    supports_BTs: jax.Array | None = None,
     most_logits: int | None = None,
     interpret: bool = False,
 ) -> Scored:
@@ -62,23 +82,28 @@ def score(
 
     params: the base model. pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power
     of two. targets_BTK: int32. choice: the loss. inputs: of the loss, each [B, T, K]. mesh: splits B evenly; CPUs need
-    none. most_logits: computed at a time (by kernels: on each device); None = the platform's default. interpret:
+    none. supports_BTs: int32, the tokens of each support, -1 = no more; a row of -1 is the whole vocabulary. None = all
+    are. most_logits: computed at a time (by kernels: on each device); None = the platform's default. interpret:
     run the kernels of other platforms on a CPU, for tests.
     """
-    whole = (hidden_BTD, targets_BTK, inputs)
-    if platform().kernels:
+    if platform().kernels and supports_BTs is None:
+        whole = (hidden_BTD, targets_BTK, inputs)
         return _by_device(params, pair, whole, choice, mesh, most_logits, interpret, keep=False)[0]
 
-    def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[jax.Array, jax.Array]:
-        x_BcD, targets_BcK, here = part
+    def chunk(loss: jax.Array, part: tuple[Any, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+        x_BcD, targets_BcK, here, supports_Bcs = part
         logits_BcV = _from_largest(_logits(params, x_BcD, _update(x_BcD, pair)))
-        logprobs_BcK = _pick(logits_BcV, targets_BcK) - _log_total(logits_BcV)
-        return loss + jnp.sum(token_losses(choice, logprobs_BcK, here)), logprobs_BcK
+        picked_BcK, log_total = _pick(logits_BcV, targets_BcK), _log_total(logits_BcV)
+        logprobs_BcK = picked_BcK - log_total
+        restricted = _restricted(logits_BcV, log_total, supports_Bcs)
+        loss = loss + jnp.sum(token_losses(choice, _of_support(logprobs_BcK, restricted), here))
+        return loss, (logprobs_BcK, _log_mass(restricted))
 
     B, T, _ = hidden_BTD.shape
-    parts = split_chunks(whole, chunk_size(B, T, params, most_logits or _most_logits()))
-    loss, logprobs = jax.lax.scan(chunk, jnp.float32(0), parts)
-    return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
+    arrays = hidden_BTD, targets_BTK, inputs, supports_BTs
+    parts = split_chunks(arrays, chunk_size(B, T, params, most_logits or _most_logits()))
+    loss, found = jax.lax.scan(chunk, jnp.float32(0), parts)
+    return _scored(loss, *found)
 
 
 def score_and_grads(
@@ -90,43 +115,47 @@ def score_and_grads(
     inputs: TokenInputs,
     mesh: Mesh | None = None,
     *,
+    supports_BTs: jax.Array | None = None,
     most_logits: int | None = None,
     by_head: bool = False,
     interpret: bool = False,
 ) -> tuple[Scored, jax.Array, Any]:
     """The result of `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (or None).
 
-    params, pair, targets_BTK, choice, inputs, mesh, most_logits, interpret: see `score`. by_head: return the gradient
-    by the unembedding, float32 [V, D], instead of that by `pair`, which must be None.
+    params, pair, targets_BTK, choice, inputs, mesh, supports_BTs, most_logits, interpret: see `score`. by_head: return
+    the gradient by the unembedding, float32 [V, D], instead of that by `pair`, which must be None.
     """
     assert not (by_head and pair is not None)
-    whole = (hidden_BTD, targets_BTK, inputs)
-    if platform().kernels:
+    if platform().kernels and supports_BTs is None:
+        whole = (hidden_BTD, targets_BTK, inputs)
         return _by_device(params, pair, whole, choice, mesh, most_logits, interpret, by_head=by_head)
 
-    def chunk(carry: tuple[jax.Array, Any, Any], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
+    def chunk(carry: tuple[jax.Array, Any, Any], part: tuple[Any, ...]) -> tuple[Any, Any]:
         loss, d_pair, d_head = carry
-        x_BcD, targets_BcK, here = part
+        x_BcD, targets_BcK, here, supports_Bcs = part
         update, pull = jax.vjp(_update, x_BcD, pair)
         whole_BcV = _logits(params, x_BcD, update)
         logits_BcV = _from_largest(whole_BcV)
         log_total = _log_total(logits_BcV)
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - log_total
-        value, slope_BcK = jax.value_and_grad(lambda lp: jnp.sum(token_losses(choice, lp, here)))(logprobs_BcK)
-        d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK)
+        restricted = _restricted(logits_BcV, log_total, supports_Bcs)
+        seen_BcK = _of_support(logprobs_BcK, restricted)
+        value, slope_BcK = jax.value_and_grad(lambda lp: jnp.sum(token_losses(choice, lp, here)))(seen_BcK)
+        d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK, restricted)
         d_logits = capped_pullback(params, whole_BcV, d_logits).astype(x_BcD.dtype)
         d_x, more = pull(None if update is None else d_logits)
         d_x += unembed_pullback(params, d_logits)
         if by_head:
             d_head += jnp.einsum("bcv,bcd->vd", d_logits, x_BcD, preferred_element_type=jnp.float32)
-        return (loss + value, jax.tree.map(jnp.add, d_pair, more), d_head), (logprobs_BcK, d_x)
+        found = logprobs_BcK, _log_mass(restricted)
+        return (loss + value, jax.tree.map(jnp.add, d_pair, more), d_head), (found, d_x)
 
     B, T, _ = hidden_BTD.shape
-    parts = split_chunks(whole, chunk_size(B, T, params, most_logits or _most_logits()))
+    arrays = hidden_BTD, targets_BTK, inputs, supports_BTs
+    parts = split_chunks(arrays, chunk_size(B, T, params, most_logits or _most_logits()))
     zeros = jax.tree.map(jnp.zeros_like, pair), jnp.zeros(params.head.shape) if by_head else None
-    (loss, d_pair, d_head), (logprobs, d_hidden) = jax.lax.scan(chunk, (jnp.float32(0), *zeros), parts)
-    scored = Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
-    return scored, join_chunks(d_hidden), d_head if by_head else d_pair
+    (loss, d_pair, d_head), (found, d_hidden) = jax.lax.scan(chunk, (jnp.float32(0), *zeros), parts)
+    return _scored(loss, *found), join_chunks(d_hidden), d_head if by_head else d_pair
 
 
 def _by_device(
@@ -241,15 +270,59 @@ def _log_total(logits_BcV: jax.Array) -> jax.Array:
     return jnp.log(jnp.sum(jnp.exp(logits_BcV), axis=-1, keepdims=True))
 
 
+def _restricted(logits_BcV: jax.Array, log_total: jax.Array, supports_Bcs: jax.Array | None) -> Restricted | None:
+    """The softmax over the supports. log_total: the log-sum-exp of the logits, [B, c, 1]."""
+    if supports_Bcs is None:
+        return None
+    held_Bcs = supports_Bcs >= 0
+    given_Bc1 = jnp.any(held_Bcs, axis=-1, keepdims=True)
+    ids_Bcs = jnp.maximum(supports_Bcs, 0)
+    own_Bcs = jnp.where(held_Bcs, _pick(logits_BcV, ids_Bcs), -jnp.inf)
+    # All logits of the support may be far below the largest one, where exp would be 0.
+    largest_Bc1 = jnp.where(given_Bc1, jnp.max(own_Bcs, axis=-1, keepdims=True), 0)
+    weights_Bcs = jnp.exp(own_Bcs - largest_Bc1)
+    total_Bc1 = jnp.where(given_Bc1, jnp.sum(weights_Bcs, axis=-1, keepdims=True), 1)
+    log_mass_Bc1 = jnp.where(given_Bc1, largest_Bc1 + jnp.log(total_Bc1) - log_total, 0)
+    return Restricted(ids_Bcs, weights_Bcs / total_Bc1, log_mass_Bc1, given_Bc1)
+
+
+def _log_mass(restricted: Restricted | None) -> jax.Array | None:
+    return None if restricted is None else restricted.log_mass_Bc1
+
+
+def _of_support(logprobs_BcK: jax.Array, restricted: Restricted | None) -> jax.Array:
+    """The log probabilities that a loss gets."""
+    return logprobs_BcK if restricted is None else logprobs_BcK - restricted.log_mass_Bc1
+
+
+def _scored(loss: jax.Array, logprobs: jax.Array, log_mass: jax.Array | None) -> Scored:
+    log_mass_BT = None if log_mass is None else join_chunks(log_mass)[..., 0]
+    return Scored(loss, join_chunks(logprobs), log_mass_BT=log_mass_BT)
+
+
 def _pick(logits_BcV: jax.Array, targets_BcK: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logits_BcV, targets_BcK, axis=-1)
 
 
-def _d_logits(logits_BcV: jax.Array, log_total: jax.Array, targets_BcK: jax.Array, slope_BcK: jax.Array) -> jax.Array:
-    """The gradient by the logits: d logprob[t] / d logits = onehot(t) - softmax. A repeated target counts twice."""
+def _d_logits(
+    logits_BcV: jax.Array,
+    log_total: jax.Array,
+    targets_BcK: jax.Array,
+    slope_BcK: jax.Array,
+    restricted: Restricted | None,
+) -> jax.Array:
+    """The gradient by the logits: d logprob[t] / d logits = onehot(t) - softmax. A repeated target counts twice.
+
+    logits_BcV: less their maximum. log_total: their log-sum-exp, [B, c, 1]. slope_BcK: of the loss by the targets'
+    logprobs. restricted: the softmax of tokens with a support.
+    """
     d_logits = jnp.exp(logits_BcV - log_total) * -jnp.sum(slope_BcK, axis=-1, keepdims=True)
     B, c, _ = targets_BcK.shape
     rows, columns = jnp.arange(B)[:, None, None], jnp.arange(c)[None, :, None]
+    if restricted is not None:
+        d_logits = jnp.where(restricted.given_Bc1, 0, d_logits)
+        d_own_Bcs = restricted.shares_Bcs * -jnp.sum(slope_BcK, axis=-1, keepdims=True)
+        d_logits = d_logits.at[rows, columns, restricted.ids_Bcs].add(d_own_Bcs)
     return d_logits.at[rows, columns, targets_BcK].add(slope_BcK)
 
 

@@ -3,7 +3,7 @@
 Several short examples share a row, and examples with equal beginnings share the tokens of these beginnings
 (`prefix_trees`). A tree lies in its row depth first: every token comes behind all tokens before it in its example. A
 token sees the tokens at or before its own place whose subtrees are not yet complete. The layout is that of
-`backend/spec/packing.py`. Letters: B rows, T tokens, K targets.
+`backend/spec/packing.py`. Letters: B rows, T tokens, K targets, s tokens of a support.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tinkerflow.backend.spec.packing import (
     layout,
 )
 from tinkerflow.backend.spec.prefix_trees import Tree, prefix_trees, trained_cells
+from tinkerflow.backend.spec.supports import MOST_SUPPORTED, restricted_inputs
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class MicroBatch:
     ends_BT: the column where the subtree of each token ends. Where no tokens are shared, this is the end of the token's
     example, so it also identifies the example in its row. T in padding.
     inputs_BTK: the inputs of losses per token, in the order of `packed_inputs`. Weights are 0 in padding and for unused
-    targets. routes_BTn: the given experts (`Example.routes_Tn`), -1 = none; None = no example has any.
+    targets. routes_BTn: the given experts (`Example.routes_Tn`), -1 = none; None = no example has any. supports_BTs:
+    `Example.supports` as rows of ids, -1 = no more; None = no example has any.
     """
 
     tokens_BT: Int32
@@ -58,6 +60,7 @@ class MicroBatch:
     inputs_BTK: Mapping[str, Float32]
     places: tuple[Place, ...]
     routes_BTn: Int16 | None = None
+    supports_BTs: Int32 | None = None
 
     @property
     def shares(self) -> bool:
@@ -114,9 +117,11 @@ def _micro_batch(
     ends, targets = np.full((B, T), T, np.int32), np.zeros((B, T, K), np.int32)
     fills = packed_inputs()
     inputs = {name: np.full((B, T, K), fill, np.float32) for name, fill in fills.items()}
-    here = (examples[branch.example].routes_Tn for trees in rows for tree in trees for branch in tree)
-    given = next((routes_Tn for routes_Tn in here if routes_Tn is not None), None)
+    here = [examples[branch.example] for trees in rows for tree in trees for branch in tree]
+    given = next((example.routes_Tn for example in here if example.routes_Tn is not None), None)
     routes = None if given is None else np.full((B, T, given.shape[1]), -1, np.int16)
+    restricted = any(example.supports is not None for example in here)
+    supports = np.full((B, T, MOST_SUPPORTED), -1, np.int32) if restricted else None
     places: list[Place] = []
     for row, trees in enumerate(rows):
         start = 0  # of the next token
@@ -133,12 +138,14 @@ def _micro_batch(
                 targets[row, own, :k] = example.targets_TK[shared:]
                 if routes is not None and example.routes_Tn is not None:
                     routes[row, own] = example.routes_Tn[shared:]
+                if supports is not None and example.supports is not None:
+                    supports[row, own] = example.supports.part(shared, length).rows()
                 _add_loss({name: cells[row] for name, cells in inputs.items()}, path, example, loss)
                 places.append(Place(branch.example, row, path, shared))
                 start += sizes.own_tokens(branch)
                 ends[row, own.stop : start] = np.arange(own.stop, start) + 1  # nothing sees padding
             ends[row, path] = start
-    return MicroBatch(tokens, positions, parents, ends, targets, inputs, tuple(places), routes)
+    return MicroBatch(tokens, positions, parents, ends, targets, inputs, tuple(places), routes, supports)
 
 
 def _add_loss(inputs: Mapping[str, Float32], path: Int32, example: Example, loss: LossSpec) -> None:
@@ -147,8 +154,9 @@ def _add_loss(inputs: Mapping[str, Float32], path: Int32, example: Example, loss
     A cell that several examples train has equal inputs in all of them, and the sum of their weights.
     """
     steps, targets = np.nonzero(trained_cells(example, loss))
+    own = restricted_inputs(example.inputs, example.supports)
     cells = path[steps], targets
     inputs["weights"][cells] += example.weights_TK[steps, targets]
     for name in loss.names:
-        if name != "weights" and name in inputs and name in example.inputs:  # a traced loss may name one so
-            inputs[name][cells] = example.inputs[name][steps, targets]
+        if name != "weights" and name in inputs and name in own:  # a traced loss may name one so
+            inputs[name][cells] = own[name][steps, targets]

@@ -17,6 +17,7 @@ from tinkerflow.backend.compute.training.custom_loss import Outcome, custom_loss
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import Example, Float32, Forward
 from tinkerflow.backend.spec.losses import LOSSES
+from tinkerflow.backend.spec.supports import restricted_inputs
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class SequenceLosses:
     """The losses of the examples of a command, computed some at a time."""
 
     def __init__(self, command: Forward, logprobs: Sequence[Float32]) -> None:
-        """Nothing is computed yet. logprobs: of each example, [T] or [T, K]."""
+        """Nothing is computed yet. logprobs: of each example, [T] or [T, K]; of its supports, if it has any."""
         self._command, self._logprobs = command, logprobs
         self._outcomes: dict[int, Outcome] = {}
 
@@ -58,7 +59,8 @@ class SequenceLosses:
         logprobs_TK = self._logprobs[index].reshape(example.targets_TK.shape)
         if command.custom is not None:
             return custom_loss(command.custom, example, logprobs_TK)
-        spec, inputs = LOSSES[command.loss], {"weights": example.weights_TK, **example.inputs}
+        spec, given = LOSSES[command.loss], restricted_inputs(example.inputs, example.supports)
+        inputs = {"weights": example.weights_TK, **given}
         if missing := sorted(spec.read - inputs.keys()):
             raise UserError(f"data[{index}].loss_fn_inputs lacks {missing[0]!r}: {spec.name} needs it")
         assert spec.per_sequence is not None

@@ -51,7 +51,7 @@ class DeviceBatch:
     Each array costs a copy to the devices, so there is one for each dtype. ints_BTI int32: tokens, positions, ends,
     then the K targets. floats_BTJK float32: the losses' inputs, in the order of `packed_inputs`. parents_BT: see
     `MicroBatch`; only where examples share tokens and need another program for that (`needs_tree_program`).
-    routes_BTn int16: see `MicroBatch`.
+    routes_BTn int16 and supports_BTs int32: see `MicroBatch`.
     """
 
     ints_BTI: Leaf
@@ -60,6 +60,7 @@ class DeviceBatch:
     images: ImageFeatures | None = None
     parents_BT: Leaf | None = None
     routes_BTn: Leaf | None = None
+    supports_BTs: Leaf | None = None
     pieces: int = flax.struct.field(pytree_node=False, default=1)  # type: ignore[no-untyped-call]
 
     @property
@@ -159,8 +160,8 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         batch: DeviceBatch,
         **more: bool,
     ) -> Result:
-        rows = batch.targets, batch.choice, batch.inputs
-        return scoring(with_head(params), lora.unembed, hidden_BTD, *rows, mesh, **more)
+        rows, supports = (batch.targets, batch.choice, batch.inputs), batch.supports_BTs
+        return scoring(with_head(params), lora.unembed, hidden_BTD, *rows, mesh, supports_BTs=supports, **more)
 
     def kept(lora: Lora, params: Params, batch: DeviceBatch, budget: Budget = budget) -> Keep:
         tokens, dtype = batch.tokens.size // mesh.shape[FSDP], params.embed_VD.dtype
@@ -243,13 +244,15 @@ def to_devices(
         images=jax.tree.map(cut, images),
         parents_BT=cut(batch.parents_BT) if trees and batch.shares else None,
         routes_BTn=None if batch.routes_BTn is None else cut(batch.routes_BTn),
+        supports_BTs=None if batch.supports_BTs is None else cut(batch.supports_BTs),
         pieces=shape[0] // len(batch.tokens_BT),
     )
     rows = sharding(mesh, shape, ROWS)
     features = jax.tree.map(lambda _: rows, images)
-    parents, routes = (None if leaf is None else rows for leaf in (host.parents_BT, host.routes_BTn))
+    optional = (host.parents_BT, host.routes_BTn, host.supports_BTs)
+    parents, routes, supports = (None if leaf is None else rows for leaf in optional)
     choices = LossChoice(replicated(mesh))
-    return put(host, DeviceBatch(rows, rows, choices, features, parents, routes, host.pieces))
+    return put(host, DeviceBatch(rows, rows, choices, features, parents, routes, supports, host.pieces))
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:

@@ -31,6 +31,7 @@ from tinkerflow.backend.spec.commands import LoraSpec, Optimizer
 from tinkerflow.backend.spec.losses import packed_inputs
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.packing import Grid, Shape
+from tinkerflow.backend.spec.supports import MOST_SUPPORTED
 
 _SHARED = 1  # added to the distance of programs for shared tokens
 _FORWARD = 3  # added to the distance of forward passes, which are rarer than training
@@ -96,6 +97,7 @@ def training_programs(
     tower: VisionTower | None = None,
     trees: bool = False,
     routes: int = 0,
+    supports: bool = False,
 ) -> Iterator[Program]:
     """The programs of an adapter like `lora` with one target per position, the commonest first (`distances`).
 
@@ -103,7 +105,8 @@ def training_programs(
     optimizer: of the adapter. budget: of the steps. max_context: the most tokens of an example. tower: of a model with
     images; adds the programs of batches with images. trees: adds the programs of batches with shared tokens; where
     there are many shapes, only of full ones. routes: the experts of a token in all layers; adds the programs of all
-    these batches with recorded experts. 0 = none are recorded.
+    these batches with recorded experts. 0 = none are recorded. supports: adds those of all these batches with recorded
+    supports.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)
@@ -124,6 +127,10 @@ def training_programs(
         if routes:
             given = jax.ShapeDtypeStruct((B, T, routes), np.int16, sharding=sharding(mesh, (B, T), ROWS))
             kinds += [(f"{what} with recorded experts", replace(batch, routes_BTn=given)) for what, batch in kinds]
+        if supports:
+            like_tokens = tokens_like(mesh, B, T)
+            ids = like_tokens.update(shape=(*like_tokens.shape, MOST_SUPPORTED))
+            kinds += [(f"{what} with recorded supports", replace(batch, supports_BTs=ids)) for what, batch in kinds]
         for what, batch in kinds:
             distance = nearest + (0 if batch.parents_BT is None else _SHARED)
             backward = partial(result_of, steps.backward, params, lora, lora, batch)

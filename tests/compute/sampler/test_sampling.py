@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.compute.closeness import close_logprobs
 
-from tinkerflow.backend.compute.sampler.sampling import Choice, UniformStream, filtered, greedy_choice, invert, sample
+from tinkerflow.backend.compute.sampler.sampling import (
+    Choice,
+    UniformStream,
+    filtered,
+    greedy_choice,
+    invert,
+    sample,
+    sample_with_supports,
+)
+from tinkerflow.backend.spec.supports import MOST_SUPPORTED
 
 ROWS, VOCAB = 4096, 300
 jitted_sample, jitted_filter, jitted_invert = jax.jit(sample), jax.jit(filtered), jax.jit(invert)
@@ -137,3 +146,29 @@ def test_a_stream_depends_on_seed_and_index_and_nothing_else() -> None:
     np.testing.assert_array_equal(
         UniformStream(1, 0).draw(3), np.float32([0.3035680651664734, 0.8487088084220886, 0.15613478422164917])
     )
+
+
+def test_supports_are_the_tokens_that_a_row_was_drawn_from() -> None:
+    """Of each row by its own filters. Rows that filter nothing, and rows with too many tokens, have none."""
+    rows = [(1.0, 7, 1.0, 0.0), (1.3, 20, 0.7, 0.0), (0.5, -1, 0.9, 0.0), (1.0, -1, 1.0, 0.1), (1.0, -1, 1.0, 0.0)]
+    rows += [(0.0, 5, 1.0, 0.0), (1.0, MOST_SUPPORTED + 1, 1.0, 0.0)]
+    made = greedy_choice(len(rows))
+    for row, values in enumerate(rows):
+        for part, value in zip(jax.tree.leaves(made), values, strict=True):
+            part[row] = value
+    logits_SV = np.random.default_rng(0).normal(size=(len(rows), VOCAB), scale=2).astype(np.float32)
+    uniform_S = UniformStream(1, 0).draw(len(rows))
+    tokens_S, logprobs_S, supports = jax.jit(sample_with_supports)(logits_SV, made, uniform_S)
+    assert all(
+        np.array_equal(*pair)
+        for pair in zip(jitted_sample(logits_SV, made, uniform_S), (tokens_S, logprobs_S), strict=True)
+    )
+    for row, values in enumerate(rows):
+        ids = [token for token in np.asarray(supports.tokens_Ss)[row].tolist() if token >= 0]
+        if row >= 4:
+            assert not ids and float(supports.log_mass_S[row]) == 0
+            continue
+        expected_V = reference(logits_SV[row], *values)
+        assert sorted(ids) == np.flatnonzero(expected_V).tolist() and int(tokens_S[row]) in ids
+        log_mass = np.log(reference(logits_SV[row], 1.0, -1, 1.0)[ids].sum())
+        assert float(supports.log_mass_S[row]) == pytest.approx(log_mass, abs=1e-5)

@@ -104,6 +104,54 @@ def test_the_gradient_by_the_unembedding_is_that_of_the_plain_formula(data, most
     assert np.abs(found - slope).max() < 1e-4 * np.abs(slope).max()
 
 
+@pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda target: target.name)
+@pytest.mark.parametrize("by_head", [False, True])
+def test_a_loss_sees_the_softmax_over_the_support(data, by_head, target):
+    """Without a support, that of the whole vocabulary; logprobs stay those of the whole. Some logits are far apart."""
+    params, pair, hidden, targets, choice, inputs = data
+    rng = np.random.default_rng(3)
+    held_BTV = rng.random((B, T, V)) < 0.2
+    held_BTV |= (np.arange(V) == targets[..., :1]) | (np.arange(V) == targets[..., 2:])  # a target is in its support
+    held_BTV[:, ::5] = False
+    supports = np.full((B, T, V + 3), -1, np.int32)
+    for b, t in np.ndindex(B, T):
+        ids = rng.permutation(np.flatnonzero(held_BTV[b, t]))
+        supports[b, t, : len(ids)] = ids
+    hidden, pair = hidden.at[:, 1::4].multiply(40), None if by_head else pair
+
+    def expected(params, pair, hidden):
+        logits = hidden @ params.head.T
+        if pair is not None:
+            logits += (hidden @ pair.A.T) @ pair.B * (32 / R)
+        masked = jnp.where(held_BTV | ~held_BTV.any(-1, keepdims=True), logits, -jnp.inf)
+        seen, whole = (jnp.take_along_axis(jax.nn.log_softmax(x), targets, axis=-1) for x in (masked, logits))
+        return jnp.sum(token_losses(choice, seen, inputs)), (whole, (whole - seen)[..., 0])
+
+    inputs = {**inputs, "logprobs": jnp.full((B, T, K), -1.0)}
+    where = (0, 2) if by_head else (1, 2)
+    (loss, (whole, mass)), slopes = compiled(
+        jax.value_and_grad(expected, argnums=where, has_aux=True), params, pair, hidden
+    )
+    how = {"mesh": make_mesh(1, 1), "most_logits": B * V * 8, "supports_BTs": supports}
+    with compiling_for(target):
+        rest = hidden, targets, choice, inputs
+        without = compiled(partial(logprobs.score, **how), params, pair, *rest)
+        scored, d_hidden, found = compiled(
+            partial(logprobs.score_and_grads, **how, by_head=by_head), params, pair, *rest
+        )
+    for one in (without, scored):
+        assert np.allclose(one.loss, loss, rtol=1e-4)
+        assert np.allclose(one.logprobs_BTK, whole, rtol=1e-4, atol=1e-4)
+        assert np.allclose(one.log_mass_BT, mass, rtol=1e-4, atol=1e-4)
+    of_weights = slopes[0]
+    if by_head:
+        found, of_weights = [found], [slopes[0].head if params.unembed_VD is None else slopes[0].unembed_VD]
+    pairs = zip(jax.tree.leaves((found, d_hidden)), jax.tree.leaves((of_weights, slopes[1])), strict=True)
+    for one, slope in pairs:
+        assert np.isfinite(one).all()
+        assert np.abs(one - slope).max() < 5e-4 * max(1.0, np.abs(slope).max())
+
+
 def test_logits_never_exist_whole(data):
     for function in (logprobs.score, logprobs.score_and_grads):
         program = jax.make_jaxpr(partial(function, most_logits=B * V * 8))(*data).jaxpr
