@@ -187,7 +187,8 @@ def programs_of(target: Platform) -> list[str]:
         host: Any = weights_like(cfg, mesh)  # the programs are listed, not compiled
         shapes = make_shapes(max_slots=64, fsdp=1, pieces=target.prefill_tokens)
         pool: Any = SimpleNamespace(states=None)
-        how = {"accelerated": True, "host_decides": target.host_decides, "kv_cache": "full", "routes": False}
+        how = {"accelerated": True, "host_decides": target.host_decides, "kv_cache": "full"}
+        how |= {"routes": False, "supports": False}
         sampler = SamplerPrograms(cfg, mesh, shapes, host, pool, 8, CONTEXT_OF_4B, spec, **how)  # type: ignore[arg-type]
         adapter = adapter_like(cfg, mesh, spec)
         budget, trees = Budget(4096, 0), needs_tree_program(cfg)

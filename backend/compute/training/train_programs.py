@@ -124,12 +124,12 @@ def training_programs(
             kinds.append((" with images", replace(batch, images=features_like(tower, mesh, B, T))))
         if trees and (grid.few or grid.microbatch_tokens < 2 * B * T):
             kinds.append((" with shared tokens", replace(batch, parents_BT=tokens_like(mesh, B, T))))
+        of_tokens = tokens_like(mesh, B, T)
         if routes:
-            given = jax.ShapeDtypeStruct((B, T, routes), np.int16, sharding=sharding(mesh, (B, T), ROWS))
+            given = of_tokens.update(shape=(*of_tokens.shape, routes), dtype=np.int16)
             kinds += [(f"{what} with recorded experts", replace(batch, routes_BTn=given)) for what, batch in kinds]
         if supports:
-            like_tokens = tokens_like(mesh, B, T)
-            ids = like_tokens.update(shape=(*like_tokens.shape, MOST_SUPPORTED))
+            ids = of_tokens.update(shape=(*of_tokens.shape, MOST_SUPPORTED))
             kinds += [(f"{what} with recorded supports", replace(batch, supports_BTs=ids)) for what, batch in kinds]
         for what, batch in kinds:
             distance = nearest + (0 if batch.parents_BT is None else _SHARED)
