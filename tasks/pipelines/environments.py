@@ -19,7 +19,7 @@ import httpx
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.tasks.pipelines.rows import Json, Message, Row
-from tinkerflow.tasks.pipelines.user_code import call_in_thread, import_named
+from tinkerflow.tasks.pipelines.user_code import call_in_loop, call_in_thread, import_named
 
 MAY_IMPORT = "PIPELINES_MAY_IMPORT"  # import paths, divided by spaces
 REWARDS = "tinkerflow.tasks.pipelines.rewards"
@@ -94,10 +94,8 @@ class Asked:
 
     async def answered(self, text: str) -> Reply:
         """Reward the answer and end the conversation."""
-        if self.plain:
-            reward = await call_in_thread(self.reward, self.facts, text)
-        else:
-            reward = self.reward(self.facts, text)
+        call = call_in_thread if self.plain else call_in_loop
+        reward = await call(self.reward, self.facts, text)
         return Reply(await reward if inspect.isawaitable(reward) else reward)
 
 

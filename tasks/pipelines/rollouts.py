@@ -28,7 +28,7 @@ from tinkerflow.tasks.pipelines.environments import (
 from tinkerflow.tasks.pipelines.render import Renderer
 from tinkerflow.tasks.pipelines.row_errors import shorten
 from tinkerflow.tasks.pipelines.rows import Message, Row
-from tinkerflow.tasks.pipelines.user_code import described, user_frames
+from tinkerflow.tasks.pipelines.user_code import blocking_reported, call_in_loop, described, user_frames
 
 if TYPE_CHECKING:
     import tinker
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_BLOCKED_SECONDS = 60.0  # after which code that blocks the event loop is logged, if its limit is not shorter
+_ADVICE = "call blocking code with `await asyncio.to_thread(…)`"
 _REPEATED = 2**31  # in the seeds of conversations that are begun again, plus the number of the attempt
 
 
@@ -141,11 +143,12 @@ class Trajectory:
 class Episode:
     """One conversation: the messages so far, the model's answers, and the sum of the rewards.
 
-    environment: None until it is made. answered: the places of the model's answers among the messages. parts: sums of
-    the parts of the rewards. attempt: how many conversations in its place were interrupted before. interrupted: why the
-    environment is not available any more; "" while it is.
+    row: the beginning of the row's prompt. environment: None until it is made. answered: the places of the model's
+    answers among the messages. parts: sums of the parts of the rewards. attempt: how many conversations in its place
+    were interrupted before. interrupted: why the environment is not available any more; "" while it is.
     """
 
+    row: str = ""
     environment: Environment | None = None
     messages: list[Message] = field(default_factory=list)
     tools: Sequence[Mapping[str, Any]] = ()
@@ -205,7 +208,7 @@ class Rollouts:
     environment_retries: how many times a conversation is begun again whose environment was not available. After that it
     is left out of its group, and so is a group that has too few others to compare with.
 
-    interruptions: the reasons that were logged. plain_calls: plain functions are called one after another, in the order
+    warned: the lines that were logged. plain_calls: plain functions are called one after another, in the order
     of samples. So a function with a state, such as a random generator, gives the same rewards again.
     """
 
@@ -220,7 +223,7 @@ class Rollouts:
     environment_retries: int = 2
     judge: str = "environment"
     failures: dict[str, str] = field(default_factory=dict)
-    interruptions: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
     plain_calls: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def groups(
@@ -234,7 +237,8 @@ class Rollouts:
         """
         lost = [] if lost is None else lost
         conversations = [self._group(sampler, row, [*seed, i], lost) for i, row in enumerate(rows)]
-        results = await asyncio.gather(*conversations, return_exceptions=True)
+        with blocking_reported(min(self.environment_seconds, _BLOCKED_SECONDS), self._warn_of_blocking):
+            results = await asyncio.gather(*conversations, return_exceptions=True)
         failed = [(shorten(row.prompt[-1]["content"]), result) for row, result in zip(rows, results, strict=True)
                   if isinstance(result, FailedRowError)]  # fmt: skip
         for prompt, error in failed:
@@ -267,6 +271,16 @@ class Rollouts:
             frames = traceback.format_list(user_frames(error.__cause__)) if error.__cause__ else []
             log_line("\n".join([line, *frames]), logging.WARNING)
 
+    def _warn_of_blocking(self, place: str) -> None:
+        self._warn(f"{self.judge}: {place} blocks the event loop, and the whole run waits: {_ADVICE}")
+
+    def _warn(self, line: str) -> None:
+        """Log a line once."""
+        if line not in self.warned:
+            self.warned.add(line)
+            log.warning(line)
+            log_line(line, logging.WARNING)
+
     async def _group(
         self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], lost: list[Lost]
     ) -> list[Episode]:
@@ -280,15 +294,14 @@ class Rollouts:
                 if not episode.interrupted:
                     episodes.append(episode)
                     continue
-                prompt, repeated = shorten(row.prompt[-1]["content"]), attempt < self.environment_retries
-                lost.append(Lost(prompt, episode.interrupted, repeated))
+                lost.append(Lost(episode.row, episode.interrupted, attempt < self.environment_retries))
         return episodes
 
     async def _conversations(
         self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], count: int
     ) -> list[Episode]:
         """`count` conversations that begin with a row; some may be interrupted."""
-        episodes = [Episode(tools=row.tools) for _ in range(count)]
+        episodes = [Episode(shorten(row.prompt[-1]["content"]), tools=row.tools) for _ in range(count)]
         try:
             await _all(self._begin(episode, row) for episode in episodes)
             for turn in range(self.max_turns):
@@ -342,14 +355,14 @@ class Rollouts:
 
     async def _begin(self, episode: Episode, row: Row) -> None:
         async with self._asking(episode):
-            episode.environment = self.make(facts_of(row))
-            episode.messages += await episode.environment.begin()
+            episode.environment = await call_in_loop(self.make, facts_of(row))
+            episode.messages += await call_in_loop(episode.environment.begin)
 
     async def _take(self, episode: Episode, turn: SampledTurn) -> None:
         assert episode.environment is not None, "only conversations that have begun have turns"
         text = self.renderer.text(turn.answer)
         async with self._asking(episode, text):
-            reply = await episode.environment.answered(text)
+            reply = await call_in_loop(episode.environment.answered, text)
             episode.add_reward(reply)
             episode.turns.append(turn)
             episode.answered.append(len(episode.messages))
@@ -361,7 +374,7 @@ class Rollouts:
         stopped = getattr(episode.environment, "stopped", None)
         if stopped is not None and not (episode.ended or episode.interrupted):
             async with self._asking(episode):
-                episode.add_reward(await stopped())
+                episode.add_reward(await call_in_loop(stopped))
 
     @asynccontextmanager
     async def _asking(self, episode: Episode, answer: str | None = None) -> AsyncIterator[None]:
@@ -371,24 +384,28 @@ class Rollouts:
         """
         plain = isinstance(episode.environment, Asked) and episode.environment.plain and answer is not None
         async with self.plain_calls if plain else nullcontext():
-            limit = asyncio.timeout(self.environment_seconds)
+            limit, now = asyncio.timeout(self.environment_seconds), asyncio.get_running_loop().time
+            ends = now() + self.environment_seconds
             try:
                 async with limit:
                     with _of_row(self.judge, answer):
                         yield
+                if now() > ends:
+                    raise TimeoutError  # the code blocked the event loop, so nothing interrupted it
             except UNAVAILABLE as error:
                 late = f"took longer than environment_seconds, {self.environment_seconds:g} s"
-                reason = f"{late}: raise it, or make the code faster" if limit.expired() else described(error)
+                if limit.expired():
+                    reason = f"{late}: raise it, or make the code faster"
+                else:
+                    reason = f"{late}, and blocked the event loop: {_ADVICE}" if now() > ends else described(error)
                 episode.interrupted = f"{self.judge}: {reason}"
-                if episode.interrupted not in self.interruptions:  # the first of many
-                    self.interruptions.add(episode.interrupted)
-                    log.warning("a conversation is interrupted: %s", episode.interrupted)
+                self._warn(f"row {episode.row!r}: a conversation is interrupted: {episode.interrupted}")
 
     async def _close(self, environment: Environment | None) -> None:
         if (close := getattr(environment, "close", None)) is not None:
             try:
                 async with asyncio.timeout(self.environment_seconds):
-                    await close()
+                    await call_in_loop(close)
             except Exception:
                 log.warning("an environment could not be closed", exc_info=True)
 

@@ -1,19 +1,22 @@
-"""Rewards and environments as Python code of a user: import it, call it in a thread, and show where it failed."""
+"""Rewards and environments as Python code of a user: import it, call it, and show where it failed or blocks."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import pkgutil
 import site
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from contextvars import copy_context
 from importlib import import_module
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
@@ -77,10 +80,59 @@ async def call_in_thread(function: Callable[..., T], *arguments: object) -> T:
     return await asyncio.wrap_future(future)
 
 
+async def call_in_loop(function: Callable[..., Any], *arguments: object) -> Any:
+    """The value of a function, or of an `async def`, in the event loop; `blocking_reported` names it when it blocks."""
+    value = function(*arguments)
+    return await value if inspect.isawaitable(value) else value
+
+
+@contextmanager
+def blocking_reported(seconds: float, report: Callable[[str], None]) -> Iterator[None]:
+    """In the block, report code of `call_in_loop` that blocks this event loop for more than `seconds`.
+
+    report: called in a thread, in this context, with the function, its file and its line. Each time is reported once.
+    """
+    loop, blocked, ended = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
+    context = copy_context()
+
+    def watch() -> None:
+        while not ended.wait(min(seconds, 1.0)):
+            passed = threading.Event()
+            try:
+                loop.call_soon_threadsafe(passed.set)
+            except RuntimeError:  # the loop is closed
+                return
+            if not passed.wait(seconds) and (place := _place_in_loop(sys._current_frames().get(blocked))):
+                context.run(report, place)
+            passed.wait()
+
+    threading.Thread(target=watch, name="watch of the event loop", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _place_in_loop(frame: FrameType | None) -> str:
+    """The function of a user that `call_in_loop` is executing in these frames, with its file and line; else ""."""
+    walked = [*traceback.walk_stack(frame)] if frame is not None else []
+    calls = [i for i, (found, _) in enumerate(walked) if found.f_code is call_in_loop.__code__]
+    own = [(found, line) for found, line in walked[: calls[0] if calls else 0] if _is_theirs(found)]
+    if not own:
+        return ""
+    code = own[-1][0].f_code  # the outermost
+    line = next(line for found, line in own if found.f_code.co_filename == code.co_filename)
+    return f"{code.co_qualname} ({code.co_filename}:{line})"
+
+
+def _is_theirs(frame: FrameType) -> bool:
+    return frame.f_globals["__name__"].partition(".")[0] not in _NOT_THEIRS
+
+
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of an error in the user's file: the first file that is not ours. Frames of libraries are left out."""
     walked = traceback.walk_tb(error.__traceback__)
-    own = [(frame, line) for frame, line in walked if frame.f_globals["__name__"].partition(".")[0] not in _NOT_THEIRS]
+    own = [(frame, line) for frame, line in walked if _is_theirs(frame)]
     file = own[0][0].f_code.co_filename if own else ""
     return [*traceback.StackSummary.extract(one for one in own if one[0].f_code.co_filename == file)]
 

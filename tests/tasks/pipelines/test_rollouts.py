@@ -308,6 +308,33 @@ async def test_a_reward_over_its_limit_is_named_with_the_limit(
     over.set()
 
 
+async def test_code_that_blocks_the_event_loop_is_named_and_interrupted(
+    tokenizer: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported, lines = threading.Event(), list[str]()
+
+    def log_line(line: str, level: int) -> None:
+        lines.append(line)
+        if "whole run waits" in line:
+            reported.set()
+
+    class Blocking(Counting):
+        async def answered(self, text: str) -> Reply:
+            reported.wait()
+            return Reply(1.0)
+
+    monkeypatch.setattr("tinkerflow.tasks.pipelines.rollouts.log_line", log_line)
+    limits = {"environment_seconds": 0.2, "environment_retries": 0}
+    rollouts = Rollouts(renderer, Blocking, 1, 4, **limits)  # type: ignore[arg-type]
+    with pytest.raises(EnvironmentUnavailableError, match="all conversations of this step"):
+        await rollouts.groups(Echo(tokenizer), [ROW], [1])
+    place = rf"\.Blocking\.answered \({__file__}:{Blocking.answered.__code__.co_firstlineno + 1}\)"
+    blocks, interrupted = lines
+    assert re.search(f"{place} blocks the event loop, and the whole run waits: .* asyncio.to_thread", blocks)
+    assert interrupted.startswith("row 'Which colour is grass?': a conversation is interrupted: environment: took ")
+    assert "0.2 s, and blocked the event loop" in interrupted
+
+
 async def test_no_reward_is_asked_after_its_row_has_failed(tokenizer: Any, renderer: Renderer) -> None:
     asked = []
 
