@@ -54,7 +54,11 @@ UNAVAILABLE = (TimeoutError, EnvironmentUnavailableError, ConnectionError, httpx
 
 
 class Environment(Protocol):
-    """One conversation with the model; a new object, made from a row's facts, for each conversation.
+    """One conversation with the model; a new object, made from a row's `Facts`, for each conversation.
+
+    `Facts` is a mapping: `prompt` is a list of messages, also where the row has a text. If the row has an answer,
+    `completion` is its text and `continuation` its messages. `tools` are those of the row. All other fields are as in
+    the row.
 
     If it has a method `async def stopped(self) -> Reply`, this gives the last reward of a conversation that the
     environment did not end: it has max_turns answers, or no space for another one.

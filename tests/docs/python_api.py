@@ -21,6 +21,7 @@ PUBLIC = {
     },
     "Rewards and environments": {
         "tinkerflow.tasks.pipelines.environments": ("Environment", "Reply", "EnvironmentUnavailableError"),
+        "tinkerflow.tasks.pipelines.rows": ("Message",),
         "tinkerflow.tasks.pipelines.rewards": ("is_answer", "holds_answer"),
         "tinkerflow.tasks.pipelines.sandbox": ("run_python", "run_program", "Ran"),
     },
