@@ -218,7 +218,10 @@ class SamplingParameters(PipelineParameters):
 
     group_size: int = Field(8, ge=1, le=1024, description="Answers that are sampled for each prompt of a step.")
     answer_tokens: int = Field(128, ge=1, le=65536, description="Longest sampled answer, in tokens.")
-    loss: PolicyLoss = Field("importance_sampling", description="The policy's loss.")
+    loss: PolicyLoss = Field(
+        "importance_sampling",
+        description="The policy's loss. ppo, cispo and gspo clip ratios, which needs max_staleness: 1 or more.",
+    )
     loss_config: dict[str, float] = Field(
         {}, description="The loss's `loss_fn_config`, such as clip_high_threshold: 1.28 for ppo."
     )
