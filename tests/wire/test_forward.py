@@ -181,6 +181,8 @@ WRONG: list[tuple[str, str, Callable[[Any], object], str]] = [
      "loss_fn_config['beta'] is nan: must be a finite number >= 0"),
     ("config crossed", "ppo", lambda m: m.loss_fn_config.update({"clip_low_threshold": 2.0}),
      "loss_fn_config['clip_low_threshold'] is 2.0: must be <= clip_high_threshold, 1.2"),
+    ("config of an epsilon", "ppo", lambda m: m.loss_fn_config.update({"clip_high_threshold": 0.28}),
+     "must be <= clip_high_threshold, 0.28; thresholds are ratios: 1.28 = 1 + 0.28"),
     ("text config", "ppo", lambda m: setattr(m.loss_fn_config_v2["clip_low_threshold"], "text", "a"),
      "loss_fn_config['clip_low_threshold'] is 'a': must be a finite number >= 0"),
     ("missing targets", "cross_entropy", lambda m: one(m).loss_fn_inputs.pop("target_tokens"),

@@ -119,7 +119,10 @@ class LossSpec:
             config[key] = value
         if self.ordered is not None and config[self.ordered[0]] > config[self.ordered[1]]:
             low, high = self.ordered
-            raise broken(f"loss_fn_config[{low!r}]", config[low], f"<= {high}, {config[high]:g}")
+            epsilon = (
+                f"; thresholds are ratios: {1 + config[high]:g} = 1 + {config[high]:g}" if config[high] < 1 else ""
+            )
+            raise broken(f"loss_fn_config[{low!r}]", config[low], f"<= {high}, {config[high]:g}{epsilon}")
         return config
 
 
