@@ -132,6 +132,19 @@ def load(field: str, path: str) -> Callable[..., Any]:
     return loaded
 
 
+def check_methods(environment: object, name: str) -> None:
+    """Raise UserError unless the methods of an environment, or of a class of environments, are `async def`.
+
+    name: of the environment, for the error.
+    """
+    for method in ("begin", "answered", "stopped", "close"):
+        found = getattr(environment, method, None)
+        if found is None and method in ("begin", "answered"):
+            raise UserError(f"{name} has no method `async def {method}`")
+        if inspect.isroutine(found) and not inspect.iscoroutinefunction(inspect.unwrap(found)):
+            raise UserError(f"`{method}` of {name} must be `async def`")
+
+
 def refuse_code(field: str, path: str) -> None:
     """Raise UserError, which names `field`, where MAY_IMPORT is set (by `tinkerflow serve`) and does not have `path`.
 

@@ -22,11 +22,12 @@ from tinkerflow.tasks.pipelines.environments import (
     EnvironmentMaker,
     EnvironmentUnavailableError,
     Reply,
+    check_methods,
     checked_reward,
     facts_of,
 )
 from tinkerflow.tasks.pipelines.render import Renderer
-from tinkerflow.tasks.pipelines.row_errors import shorten
+from tinkerflow.tasks.pipelines.row_errors import shorten, show
 from tinkerflow.tasks.pipelines.rows import Message, Row
 from tinkerflow.tasks.pipelines.user_code import blocking_reported, call_in_loop, described, user_frames
 
@@ -356,6 +357,7 @@ class Rollouts:
     async def _begin(self, episode: Episode, row: Row) -> None:
         async with self._asking(episode):
             episode.environment = await call_in_loop(self.make, facts_of(row))
+            check_methods(episode.environment, type(episode.environment).__qualname__)
             episode.messages += await call_in_loop(episode.environment.begin)
 
     async def _take(self, episode: Episode, turn: SampledTurn) -> None:
@@ -363,6 +365,8 @@ class Rollouts:
         text = self.renderer.text(turn.answer)
         async with self._asking(episode, text):
             reply = await call_in_loop(episode.environment.answered, text)
+            if not isinstance(reply, Reply):
+                raise UserError(f"`answered` must return a Reply, got {type(reply).__name__} {shorten(show(reply))}")
             episode.add_reward(reply)
             episode.turns.append(turn)
             episode.answered.append(len(episode.messages))

@@ -6,6 +6,7 @@ A module has `environment_maker(name)`, which makes the conversations of `enviro
 
 from __future__ import annotations
 
+import inspect
 import json
 import pkgutil
 import warnings
@@ -15,7 +16,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, load
+from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, check_methods, load
 
 
 def adapter_named(prefix: str) -> ModuleType | None:
@@ -48,11 +49,16 @@ def environment_maker(reward: str, environment: str) -> EnvironmentMaker:
     """What makes conversations: `environment`, or one turn with the function `reward`.
 
     environment: the import path of a class, or PREFIX:NAME for one of a library in `adapters`.
-    Raises UserError when an import path is wrong.
+    Raises UserError when an import path is wrong, or a method of the class is not `async def`.
     """
     if environment:
         prefix, _, name = environment.partition(":")
         adapter = adapter_named(prefix)
-        return load("environment", environment) if adapter is None else adapter.environment_maker(name)
+        if adapter is not None:
+            return adapter.environment_maker(name)  # type: ignore[no-any-return]
+        made = load("environment", environment)
+        if inspect.isclass(made):
+            check_methods(made, environment)
+        return made
     function = load("reward", reward)
     return lambda facts: Asked(facts, function)

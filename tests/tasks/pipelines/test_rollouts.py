@@ -224,6 +224,33 @@ class Failing(Counting):
         return Reply(self.fault)
 
 
+class Plain(Counting):
+    """Has a method without async."""
+
+    def begin(self) -> Any:
+        return []
+
+
+class Pair(Counting):
+    """Returns a reward alone."""
+
+    async def answered(self, text: str) -> Any:
+        return 0.5, True
+
+
+async def test_methods_of_a_wrong_form_are_named(tokenizer: Any, renderer: Renderer) -> None:
+    with pytest.raises(UserError, match=rf"^`begin` of {__name__}:Plain must be `async def`$"):
+        environment_maker("", f"{__name__}:Plain")
+    with pytest.raises(UserError, match=rf"^{__name__}:Echo has no method `async def begin`$"):
+        environment_maker("", f"{__name__}:Echo")
+    for make, error in (
+        (Plain, "`begin` of Plain must"),
+        (Pair, "`answered` must return a Reply, got tuple (0.5, True)"),
+    ):
+        with pytest.raises(UserError, match=re.escape(error)):
+            await Rollouts(renderer, make, 2, 4).groups(Echo(tokenizer), [ROW], [1])
+
+
 FAULTS = {"make": "KeyError: 'answer'", "answered": "ValueError: no", "message": "messages: ", "1": "finite number",
           None: "finite number", float("nan"): "finite number", float("inf"): "finite number"}  # fmt: skip
 
