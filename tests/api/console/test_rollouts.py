@@ -55,7 +55,7 @@ def test_a_step_shows_its_groups_and_what_was_dropped(browser: Any, server: Any,
         f"No rollouts are in <code>{work}/rollouts/{run.replace(':', '.')}</code>" in page
         and f"must be <code>{work}</code>" in page
     )
-    assert "the <code>--data-dir</code> of <code>tinkerflow up</code>" in page
+    assert 'the <code class="whole">--data-dir</code> of <code>tinkerflow up</code>' in page
     for step in (3, 4):
         put_rollouts(server, run, step)
     page = browser.get(where).text
@@ -68,6 +68,16 @@ def test_a_step_shows_its_groups_and_what_was_dropped(browser: Any, server: Any,
     assert "Rollouts of step 3" in worst and worst.index("Reward -1") < worst.index("Reward 1")
     chances = browser.get(where, params={"chances": "yes"}).text
     assert '<span title="1.83 %" class="shade-0">b</span><span title="90.5 %">c</span>' in chances
+
+
+def test_a_run_without_a_step_shows_its_failure_instead_of_advice(browser: Any, server: Any) -> None:
+    run = server.model()
+    where = f"/training_runs/{run}/rollouts"
+    assert "No step was trained yet, so there are no rollouts." in browser.get(where).text
+    server.post(f"training_runs/{run}/outcome", {"outcome": "failed", "reason": "reward a:b: KeyError"})
+    page = browser.get(where).text
+    assert "No step was trained, so there are no rollouts. The run failed: reward a:b: KeyError" in page
+    assert "--data-dir" not in page
 
 
 @pytest.mark.parametrize(
