@@ -346,7 +346,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     """The values of a result that are not empty, by name."""
     table = Table(show_header=False, box=None)
     for name, value in result.items():
-        if value not in ("", []):
+        if value not in ("", [], None):
             table.add_row(_LABELS.get(name, name), Text(as_text(value)))
     return table
 
@@ -357,7 +357,8 @@ def as_text(value: object) -> str:
         case Mapping() if not value:
             return "none"
         case Mapping():
-            return "  ".join(_entry(name, entry) for name, entry in value.items()).removeprefix("\n")
+            shown = [(name, entry) for name, entry in value.items() if entry or name != "wanted"]
+            return "  ".join(_entry(name, entry) for name, entry in shown).removeprefix("\n")
         case list():
             return "\n".join(map(as_text, value))
     return str(value)

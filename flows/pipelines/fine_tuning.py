@@ -52,6 +52,7 @@ class TrainingResult(BaseModel):
 
     first, last: mean metrics of the first and the last tenth of the steps. held_out: metrics after the last segment.
     samples: the answers after the last segment. left_out: rows that spoiled a step, if the run was to leave them out.
+    left_out_episodes: how many conversations `rl` left out of their groups in all steps; None = none.
     """
 
     run: str
@@ -65,6 +66,7 @@ class TrainingResult(BaseModel):
     held_out: dict[str, float]
     samples: list[Sample]
     left_out: list[LeftOutRow] = []
+    left_out_episodes: int | None = None
 
 
 def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T | State[None]]]:
@@ -146,6 +148,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
         held_out=segments[-1].held_out,
         samples=segments[-1].samples,
         left_out=[one for segment in segments for one in segment.left_out],
+        left_out_episodes=int(sum(step.values.get("left_out_episodes", 0) for step in steps)) or None,
     )
 
 
@@ -193,7 +196,9 @@ def _what_is_saved(segments: list[SegmentRecord]) -> str:
 
 
 def _mean(steps: list[StepMetrics]) -> dict[str, float]:
-    return {name: sum(step.values[name] for step in steps) / len(steps) for name in steps[0].values}
+    """The mean of each value; counts such as `left_out_episodes` are 0 in the steps that lack them."""
+    names = dict.fromkeys(name for step in steps for name in step.values)
+    return {name: sum(step.values.get(name, 0.0) for step in steps) / len(steps) for name in names}
 
 
 async def _export(trainer: Trainer, step: int) -> str:

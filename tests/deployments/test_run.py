@@ -205,9 +205,19 @@ def test_results_read_well() -> None:
     assert as_text({"new": {"loss": 1.0}, "old": {"loss": 2.0}}) == "new: loss 1  \nold: loss 2"
     assert as_text(["a", {"b": 1}]) == "a\nb: 1"
     assert as_text("plain") == "plain"
+    assert as_text({"prompt": "a", "answer": "", "wanted": ""}) == "prompt: a  answer: "
     console = quiet()
     console.print(
-        result_table({"steps": 2, "first": {"loss": 2.0}, "last": {"loss": 1.0}, "held_out": {}, "left_out": []})
+        result_table(
+            {
+                "steps": 2,
+                "first": {"loss": 2.0},
+                "last": {"loss": 1.0},
+                "held_out": {},
+                "left_out": [],
+                "left_out_episodes": None,
+            }
+        )
     )
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert lines == ["steps 2", "first tenth loss 2", "last tenth loss 1", "held_out none"]

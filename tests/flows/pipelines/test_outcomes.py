@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.flows.pipelines.fine_tuning import _outcome_reported
+from tinkerflow.flows.pipelines.fine_tuning import _mean, _outcome_reported
 from tinkerflow.tasks.pipelines.connection import ServerClients
 from tinkerflow.tasks.pipelines.control import StoppedError
+from tinkerflow.tasks.pipelines.progress import StepMetrics
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
 
 
@@ -46,6 +47,14 @@ async def test_the_end_of_a_pipeline_is_sent_for_its_newest_run(
     async with _outcome_reported(trainer):
         pass
     assert len(sent) == 1, "no training run was made"
+
+
+def test_a_value_that_some_steps_lack_counts_as_0_there() -> None:
+    steps = [
+        StepMetrics(step=1, values={"reward": 1.0, "left_out_episodes": 4}),
+        StepMetrics(step=2, values={"reward": 0.0}),
+    ]
+    assert _mean(steps) == {"reward": 0.5, "left_out_episodes": 2.0} == _mean(steps[::-1])
 
 
 async def test_an_outcome_that_no_server_takes_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
