@@ -87,11 +87,10 @@ async def rollouts_page(
         await record(visit.call.services, AuditedEvent.PROJECT_SAMPLE_READ, visit.identity, run.owner, samples=seen)
     tokenizer = await tokenizer_of(visit, run.base_model) if wanted.chances else None
     groups = [] if found is None else await asyncio.to_thread(_groups, found, wanted, tokenizer)
-    curve = await asyncio.to_thread(visit.journal.curves.of_run, run.id, visit.owner, most=1) if found is None else None
     url = visit.call.services.settings.pipelines_url
     where = {"work": url, "searched": f"{url}/{rollouts_folder(run.id)}"}
     return visit.page("rollouts.html", **where, run=run, steps=steps, found=found, wanted=wanted, groups=groups,
-                      shaded=tokenizer is not None, trained=curve is not None and bool(curve.points))  # fmt: skip
+                      shaded=tokenizer is not None)  # fmt: skip
 
 
 def _read(work: Blobs, run_id: str, step: int | None) -> tuple[list[int], StepRollouts | None]:
