@@ -270,16 +270,24 @@ def run_and_show(
     again: the command that goes on with a run, up to the run's name; "" = there is none. server: the address of the
     service, for a link to the run's page in the console; "" = it ends with this command, or is not known.
     """
-    state = _run(console, pipeline, values, prefect)
+    from tinkerflow.tasks.pipelines.artifacts import training_runs
+
+    made: list[str] = []
+    token = training_runs.set(made)
+    try:
+        state = _run(console, pipeline, values, prefect)
+    finally:
+        training_runs.reset(token)
     if state.is_completed():
         result = _result(state)
         console.print(result_table(result), highlight=False)
-        if server and result.get("training_run"):
-            print_line(console, f"see it in the console: {server}/training_runs/{result['training_run']}")
+        made = [run for run in (result.get("training_run"),) if run]
     else:
         show_failure(console, pipeline.name, state)
         if again and state.is_cancelled():
             print_line(console, f"to go on: {again}{values.get('resume') or state.state_details.flow_run_id}")
+    if server and made:
+        print_line(console, f"see it in the console: {server}/training_runs/{made[-1]}")
     return f"/runs/flow-run/{state.state_details.flow_run_id}", state.is_completed()
 
 

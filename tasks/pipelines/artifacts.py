@@ -36,6 +36,8 @@ MOST_ROWS = 200
 
 # Code that runs a flow in this process may set this, for a progress bar: it gets step, number of steps, step's metrics.
 follower: ContextVar[Callable[[int, int, Mapping[str, float]], None] | None] = ContextVar("follower", default=None)
+# It may also set this, for links: a list that gets the id of each training run.
+training_runs: ContextVar[list[str] | None] = ContextVar("training_runs", default=None)
 
 
 def log_line(text: str, level: int = logging.INFO) -> None:

@@ -16,6 +16,7 @@ from prefect.runtime import flow_run
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.spec.run_metadata import FLOW_RUN
+from tinkerflow.tasks.pipelines.artifacts import training_runs
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.outliers import HISTORY, OutlierWatch
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
@@ -146,6 +147,8 @@ class Trainer:
     def _set_live(self, step: int, client: tinker.TrainingClient) -> None:
         self._live = (step, client)
         self.newest_run = self.run_id
+        if (made := training_runs.get()) is not None:
+            made.append(self.run_id)
 
     def _metadata(self, step: int) -> dict[str, str]:
         parameters = self.run.parameters

@@ -33,6 +33,7 @@ from tinkerflow.deployments.run import (
     prefect_api,
     result_table,
     run,
+    run_and_show,
     see_again,
     show_failure,
     wait_for_prefect,
@@ -251,6 +252,24 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
     assert lines == ["sft: step 1 of 3  loss 1", "sft: step 3 of 3  loss 0.3333"]
     assert logging.getLogger("tinker").level == level, "the SDK's warnings stay hidden after the run"
     assert lines_of_runs.propagate and not lines_of_runs.isEnabledFor(logging.INFO)
+
+
+def test_a_failed_run_shows_its_page_in_the_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinkerflow.tasks.pipelines.artifacts import training_runs
+
+    def failed(*_: object) -> Any:
+        made = training_runs.get()
+        assert made is not None
+        made += ["sess-1:train:0", "sess-1:train:1"]
+        return Failed(message="no")
+
+    monkeypatch.setattr(module, "_run", failed)
+    console = quiet()
+    access = PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555")
+    assert not run_and_show(console, find("rl"), {}, access, server="http://service")[1]
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines == ["rl: Failed: no", "see it in the console: http://service/training_runs/sess-1:train:1"]
+    assert training_runs.get() is None
 
 
 @pytest.mark.parametrize(
