@@ -153,7 +153,8 @@ class Trainer:
     def _metadata(self, step: int) -> dict[str, str]:
         parameters = self.run.parameters
         kept = parameters.history or self.watch is not None
-        plan = {"planned_steps": str(self.training.steps), "save_every": str(self.training.segment_steps)}
+        segment = str(self.training.segment_steps)  # also where it is no part of the plan, so that runs compare
+        plan = {"planned_steps": str(self.training.steps), "save_every": segment, "training.segment_steps": segment}
         shown = {**self.settings, **({FLOW_RUN: str(flow_run.id)} if flow_run.id else {})}
         return shown | self.lineage.metadata(step) | {"name": parameters.name} | plan | (HISTORY if kept else {})
 

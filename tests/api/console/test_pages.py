@@ -140,10 +140,12 @@ def test_curves_are_there_and_change_only_when_there_is_something_new(
 
 
 def test_runs_are_compared_in_the_same_charts(browser: Any, server: Any, engine: Any, put_steps: Any) -> None:
-    runs = [server.model(), server.model()]
+    runs = [server.model(parent="", corpus="b", step="0"), server.model(parent="", corpus="b", step="0")]
     for run in runs:
         put_steps(run, 3)
     page = browser.get("/compare", params={"run": runs}).text
+    equal = page.partition("What is equal")[2]
+    assert "<dt>corpus</dt><dd>b</dd>" in equal and "<dt>parent" not in equal and "<dt>step" not in equal
     assert page.count("<figure") == 5 and page.count('class="line line-1"') == 5
     assert all(f"/training_runs/{run}" in page for run in runs)
     assert browser.get("/compare", params={"run": [f"r{n}" for n in range(9)]}).status_code == 404

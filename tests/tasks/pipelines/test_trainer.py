@@ -113,6 +113,7 @@ async def test_segments_are_made_recorded_and_continued_by_another_process(work:
     assert segment.steps == shown and segment.held_out == {"held_out_loss": 1.0}
     live: Any = await first.at(3)
     assert live.user_metadata["loss"] == "gspo" and live.user_metadata["planned_steps"] == "6"
+    assert live.user_metadata["training.segment_steps"] == "3", "in runs of every max_staleness, so that they compare"
     assert live.origin == "tiny" and live.saved == [("step-00000003", 7 * 24 * 3600)]
     second = trainer(work, Recipe())
     client: Any = await second.at(3)
