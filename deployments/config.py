@@ -62,7 +62,8 @@ def _in_words(error: yaml.YAMLError) -> str:
 def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     """The parameters of a YAML file; relative paths of data in the file are relative to the file.
 
-    changes: parameters that replace those of the file, as `training.steps=10`. Raises UserError when the file cannot be
+    changes: parameters that replace those of the file, as `training.steps=10`. An empty value, or null, leaves out the
+    parameter of the file, so that it has its default. Raises UserError when the file cannot be
     read, or a change is not NAME.NAME=VALUE.
     """
     try:
@@ -88,6 +89,8 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
                 raise UserError(f"--set {change!r}: {name} holds no other names")
         try:
             section[last] = read_yaml(value)
+            if section[last] is None:
+                del section[last]
         except yaml.YAMLError as error:
             raise UserError(f"--set {change!r}: {_in_words(error)}") from error
     make_absolute(file.resolve().parent, values)

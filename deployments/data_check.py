@@ -61,7 +61,7 @@ def parameters_of(pipeline: str, values: Mapping[str, Any]) -> AnyParameters:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise UserError(explain(error, model)) from error
+        raise UserError(explain(error, model, names={"settings": f"parameters of {pipeline}"})) from error
 
 
 def check_code(parameters: AnyParameters) -> None:

@@ -52,7 +52,10 @@ def run(
     ] = False,
     change: Annotated[
         list[str] | None,
-        typer.Option("--set", help="replace a parameter of the file, as in training.steps=10; may be repeated"),
+        typer.Option(
+            "--set",
+            help="replace a parameter of the file, as in training.steps=10; NAME= leaves it out; may be repeated",
+        ),
     ] = None,
     data_dir: Annotated[Path | None, setting("data_dir", default=f"~/.tinkerflow, with --example {SCRATCH}")] = None,
 ) -> None:

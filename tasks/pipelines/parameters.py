@@ -316,7 +316,8 @@ class RlParameters(SamplingParameters):
     @model_validator(mode="after")
     def _one_judge(self) -> Self:
         if bool(self.reward) == bool(self.environment):
-            raise ValueError("give either reward or environment")
+            both = ", and not both; `--set reward=` leaves out the reward of the file" if self.reward else ""
+            raise ValueError(f"give either reward or environment{both}")
         if self.overlong_tokens > self.answer_tokens:
             rule = f"must be at most answer_tokens, {self.answer_tokens}"
             raise ValueError(f"overlong_tokens {self.overlong_tokens}: {rule}")

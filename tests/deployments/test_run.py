@@ -65,10 +65,14 @@ def test_an_unknown_pipeline_is_refused_with_those_there_are() -> None:
 
 def test_paths_of_data_are_relative_to_the_file_and_changes_come_on_top(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
-    file.write_text("data: {url: rows.jsonl}\nheld_out: {url: 'gs://bucket/rows.jsonl'}\ntraining: {steps: 3}\n")
-    values = read_config(file, ["training.steps=10", "model.rank=4", "name=mine", "data.limit=null"])
+    file.write_text(
+        "data: {url: rows.jsonl}\nheld_out: {url: 'gs://bucket/rows.jsonl'}\ntraining: {steps: 3}\n"
+        "tracking: mlflow\nresume: a\n"
+    )
+    changes = ["training.steps=10", "model.rank=4", "name=mine", "data.limit=null", "tracking=", "resume=null"]
+    values = read_config(file, changes)
     assert values == {
-        "data": {"url": str(tmp_path / "rows.jsonl"), "limit": None},
+        "data": {"url": str(tmp_path / "rows.jsonl")},
         "held_out": {"url": "gs://bucket/rows.jsonl"},
         "training": {"steps": 10},
         "model": {"rank": 4},

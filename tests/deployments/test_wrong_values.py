@@ -69,7 +69,7 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("rl", "reward", "a.b", "reward: 'a.b': write module:function, as in rewards:vowels"),
     ("rl", "reward", "rewardz:vowels", "reward 'rewardz:vowels': there is no module 'rewardz'"),
     ("rl", "reward", "math:pi", "reward 'math:pi': must be a function or a class"),
-    ("rl", "environment", "m:E", "give either reward or environment"),
+    ("rl", "environment", "m:E", "parameters of rl: give either reward or environment, and not both; `--set reward=` "),
     ("rl", "loss", "cross_entropy", "loss: 'cross_entropy': Input should be 'importance_sampling', 'ppo', 'cispo', "),
     ("distill", "teacher.weight", "x", "teacher.weight: is not a parameter (did you mean 'weights'?)"),
     ("evaluate", "weights", "a/b", "weights: 'a/b': must be the tinker:// path of a checkpoint, as `tink"),
