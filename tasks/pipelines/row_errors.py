@@ -45,7 +45,7 @@ class RowError(UserError):
             return f"{self._text}; for example {parameter}.columns: {_flow(self.columns)}{ignored}"
         if self.ignore:
             names, them = ", ".join(map(repr, self.ignore)), "it" if len(self.ignore) == 1 else "them"
-            return f"{self._text}; add {names} to {parameter}.ignore to train without {them}"
+            return f"{self._text}; add {names} to {parameter}.ignore to leave {them} out"
         return self._text
 
 

@@ -114,7 +114,7 @@ def test_a_misspelled_required_field_gets_a_suggestion() -> None:
 
 def test_all_unused_fields_of_a_row_are_named_at_once() -> None:
     with pytest.raises(
-        RowError, match=r"^id, source: are not used by sft; add 'id', 'source' to data\.ignore to train without them"
+        RowError, match=r"^id, source: are not used by sft; add 'id', 'source' to data\.ignore to leave them out"
     ):
         read({"messages": [U, A], "id": 7, "source": "x", "score": None}, user="sft")
     with pytest.raises(RowError, match=r"^messages\[1\]: .* has fields that are not used") as error:
