@@ -318,7 +318,7 @@ def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefec
     """Run the pipeline with a progress bar; its final state. UserError when a parameter is wrong."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
-    from tinkerflow.tasks.pipelines.artifacts import follower
+    from tinkerflow.tasks.pipelines.artifacts import announced, follower
 
     parameters = parameters_of(pipeline.name, values)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -344,9 +344,11 @@ def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefec
             return await call(parameters, return_state=True)
 
         token = follower.set(follow)
+        lines = announced.set(lambda text: print_line(console, f"{pipeline.name}: {text}"))
         try:
             return asyncio.run(state())
         finally:
+            announced.reset(lines)
             follower.reset(token)
 
 

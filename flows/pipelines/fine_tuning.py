@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from tinkerflow.backend.core.errors import TinkerflowError
 from tinkerflow.backend.spec.run_metadata import DEFAULTS, Outcome
-from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell, log_line
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, announce, cell, log_line
 from tinkerflow.tasks.pipelines.control import StoppedError, controlled
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
@@ -109,6 +109,8 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     settings[DEFAULTS] = " ".join(sorted(settings.keys() - chosen.keys()))
     trainer = Trainer(run, recipe, progress, lineage, watch, settings)
     segments = progress.segments()
+    if segments:
+        announce(f"goes on after step {_done(segments)} of {training.steps}")
     async with (
         _prepared(trainer, segments),
         controlled() as control,

@@ -233,12 +233,13 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
 ) -> None:
     from prefect.states import Completed
 
-    from tinkerflow.tasks.pipelines.artifacts import follower
+    from tinkerflow.tasks.pipelines.artifacts import announce, follower
 
     class Fake:
         name = "sft"
 
         async def flow(self, parameters: Any, return_state: bool) -> Any:
+            announce("goes on after step 0 of 3")
             for step in (1, 2, 3):
                 follower.get()(step, 3, {"loss": 1.0 / step})
             assert not logging.getLogger("tinker").isEnabledFor(logging.WARNING)
@@ -253,7 +254,7 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
     console = quiet()
     module._run(console, Fake(), {}, PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555"))  # type: ignore[arg-type]
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines == ["sft: step 1 of 3  loss 1", "sft: step 3 of 3  loss 0.3333"]
+    assert lines == ["sft: goes on after step 0 of 3", "sft: step 1 of 3  loss 1", "sft: step 3 of 3  loss 0.3333"]
     assert logging.getLogger("tinker").level == level, "the SDK's warnings stay hidden after the run"
     assert lines_of_runs.propagate and not lines_of_runs.isEnabledFor(logging.INFO)
 
