@@ -28,7 +28,9 @@ def events_of(visit: Visit, run: ModelView) -> dict[str, object]:
     state = _state(visit, run)  # read first, so that later events count as new
     events = visit.journal.run_events.newest(run.id)
     begin = f"created from {run.origin}" if run.origin else f"created on {run.base_model}"
-    events.append(RunEvent(run.created_at, logging.INFO, begin))
+    if refused := not run.base_model:  # the request named a checkpoint that there is not, or was wrong itself
+        begin = f"not created: {run.detail}"
+    events.append(RunEvent(run.created_at, logging.ERROR if refused else logging.INFO, begin))
     return {"events": events, "events_state": state, "events_live": run.state in TAKES_WORK}
 
 

@@ -61,6 +61,19 @@ def test_a_fork_names_its_origin_and_both_runs_have_their_lineage(browser: Any, 
     assert f'href="/training_runs/{began}">{began}</a> <span class="soft">(@3)' in parent
 
 
+def test_a_run_that_was_not_created_shows_the_reason(browser: Any, server: Any) -> None:
+    body = {
+        "session_id": server.session(),
+        "model_seq_id": 0,
+        "path": "tinker://nope:train:0/weights/a",
+        "optimizer": True,
+    }
+    refused = server.post("load_weights", body).json()["model_id"]
+    page = unescape(browser.get(f"/training_runs/{refused}").text)
+    assert re.search(r"not created: .*nope:train:0", page)
+    assert "created on" not in page
+
+
 def test_a_rerun_leads_to_the_run_that_it_repeats(browser: Any, server: Any, engine: Any) -> None:
     first = server.model()
     again = server.model(rerun_of=first)
