@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments import cli, commands
 from tinkerflow.deployments.commands import every_command
 from tinkerflow.deployments.parts import open_journal, with_base_models
 
@@ -33,6 +35,17 @@ def test_doctor_names_what_is_wrong(tmp_path):
     done = tinkerflow("doctor", "--data-dir", str(tmp_path), TINKERFLOW_BASE_MODELS='["/no/such/folder"]')
     assert done.returncode == 1
     assert "/no/such/folder" in done.stdout
+
+
+@pytest.mark.parametrize(("own", "used"), [({}, "1"), ({"DO_NOT_TRACK": "0"}, "0")])
+def test_a_command_turns_off_the_usage_data_of_prefects_client_unless_the_user_decides(monkeypatch, own, used):
+    environment = dict(own)
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(sys, "argv", ["tinkerflow", "status"])
+    at_start: list[str | None] = []
+    monkeypatch.setattr(commands, "run", lambda _module: at_start.append(environment.get("DO_NOT_TRACK")))
+    cli.main()
+    assert at_start == [used]
 
 
 def test_keys_are_shown_once(tmp_path):
