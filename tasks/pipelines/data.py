@@ -89,7 +89,7 @@ class DataReport(BaseModel):
     tokens: int = 0
     trained_tokens: int = 0
     lengths: list[int] = Field([], description="tokens of a sequence: shortest, median, 95th percentile, longest")
-    notes: list[str] = Field([], description="parts of good rows that are not trained on")
+    notes: list[str] = Field([], description="empty rows, and parts of good rows that are not trained on")
     first_errors: list[BadRow]
     quarantine: str = Field("", description="key of the file of bad rows in the work folder, empty when there are none")
     tokenized: str = Field("", description="key of the rows' tokens in the work folder, for `load_examples`")
@@ -106,10 +106,14 @@ class DataCheckError(UserError):
 
 @dataclass
 class ReadRows:
-    """The rows of a source: `good` ones with their content, and in `quarantine` each bad one with its error."""
+    """The rows of a source: `good` ones with their content, and in `quarantine` each bad one with its error.
+
+    empty: the places of rows of a table without any value, which are neither good nor bad.
+    """
 
     reader: RowReader
     good: list[tuple[RawRow, Row]] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
     quarantine: list[bytes] = field(default_factory=list)
     _problems: dict[str, _Problem] = field(default_factory=dict)
 
@@ -231,6 +235,9 @@ def read_source(source: DataSource, use: Use, most: int = 0) -> ReadRows:
         if isinstance(item, tuple):
             read.refuse(*item)
             continue
+        if item.is_empty:
+            read.empty.append(item.where)
+            continue
         try:
             read.good.append((item, read.reader.parse(item.value)))
         except RowError as error:
@@ -253,7 +260,7 @@ def _form(source: DataSource, first: Sequence[Item], use: Use) -> tuple[Form, bo
         return source.kind, True
     forms = Counter[Form]()
     for item in first:
-        if isinstance(item, RawRow):
+        if isinstance(item, RawRow) and not item.is_empty:
             try:
                 forms[guess_form(_renamed(item.value, source))] += 1
             except RowError:
@@ -293,6 +300,8 @@ def inspect(
     tokenized = replace(tokenized, counts=counts)
     lengths = [len(example.tokens) for example in tokenized.examples]
     notes = Counter(note for _, row in read.good for note in _notes(row, use))
+    shown = ", ".join(read.empty[:_SHOWN_ERRORS]) + (", ..." if len(read.empty) > _SHOWN_ERRORS else "")
+    skipped = [f"{len(read.empty)} row(s): empty, skipped: {shown}"] if read.empty else []
     report = DataReport(
         url=source.url,
         form="" if read.reader.forms else read.reader.form,
@@ -306,7 +315,7 @@ def inspect(
         tokens=sum(lengths),
         trained_tokens=sum(int((example.weights > 0).sum()) for example in tokenized.examples),
         lengths=[int(n) for n in np.percentile(lengths, (0, 50, 95, 100), method="lower")] if lengths else [],
-        notes=[f"{count} row(s): {note}" for note, count in sorted(notes.items())],
+        notes=skipped + [f"{count} row(s): {note}" for note, count in sorted(notes.items())],
         first_errors=read.bad[:_SHOWN_ERRORS],
         tokenized=key,
     )

@@ -95,10 +95,11 @@ class HeldOutSource(DataSource):
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as it was read. where: `file:line` for people; lines and rows count from 1."""
+    """A row as it was read. where: `file:line` for people; lines and rows count from 1. is_empty: of blank cells only."""
 
     where: str
     value: object
+    is_empty: bool = False
 
 
 Item = RawRow | tuple[RawRow, RowError]
@@ -289,7 +290,7 @@ def _elements(data: bytes) -> list[bytes] | None:
 
 
 def _csv(file: IO[bytes], name: str, usual: str) -> Iterator[Item]:
-    """Rows of a CSV file; an empty cell is absent. usual: its separator, unless line 1 has more of another."""
+    """Rows of a CSV file; an empty cell is absent. Spreadsheets write an empty row as separators alone. usual: its separator, unless line 1 has more of another."""
     csv.field_size_limit(MAX_ROW_BYTES)
     lines = (line.decode(errors="surrogateescape").removeprefix("\ufeff") for line in file)
     first = next(lines, "")
@@ -319,7 +320,8 @@ def _csv(file: IO[bytes], name: str, usual: str) -> Iterator[Item]:
             text = delimiter.join(cells).encode(errors="surrogateescape").decode(errors="replace")
             yield _wrong(where, text, _UTF_8)
         elif cells:
-            yield RawRow(where, {column: cell for column, cell in zip(header, cells, strict=True) if cell})
+            row = {column: cell for column, cell in zip(header, cells, strict=True) if cell}
+            yield RawRow(where, row, is_empty=not any(cell.strip() for cell in cells))
 
 
 def _has_bytes(cells: Iterable[str]) -> bool:
@@ -353,7 +355,8 @@ def _table(file: IO[bytes], name: str, kind: str) -> Iterator[Item]:
             number += 1
             try:
                 value = batch.slice(i, 1).to_pylist()[0] if row is None else row
-                yield RawRow(f"{name}:{number}", _without_nulls(value))
+                kept = _without_nulls(value)
+                yield RawRow(f"{name}:{number}", kept, is_empty=not kept)
             except unreadable as error:
                 yield _wrong(f"{name}:{number}", None, f"must be UTF-8 and values of Python ({error})")
 

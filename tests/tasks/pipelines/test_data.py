@@ -246,6 +246,20 @@ def test_equal_problems_of_many_rows_are_one_and_name_the_fix(check: Check) -> N
     assert (problem.rows, problem.ignore) == (4, ["id", "source", "note"])
 
 
+def test_empty_rows_of_a_table_are_skipped_with_a_note(tmp_path: Path, work: str, renderer: Renderer) -> None:
+    (tmp_path / "rows.csv").write_text("Question,Answer\na,b\n,\nc,d\n , \n")
+    rows = {"Question": ["a", None, "c", None], "Answer": ["b", None, "d", None]}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    for file, places in (("rows.csv", "rows.csv:3, rows.csv:5"), ("rows.parquet", "rows.parquet:2, rows.parquet:4")):
+        source = DataSource(url=str(tmp_path / file), columns={"prompt": "Question", "completion": "Answer"})
+        report = check_source(source, work, renderer, SFT)
+        assert (report.rows, report.bad_rows) == (2, 0)
+        assert report.notes == [f"2 row(s): empty, skipped: {places}"]
+    (tmp_path / "rows.jsonl").write_text(LINES + "{}\n")
+    report = check_source(DataSource(url=str(tmp_path / "rows.jsonl"), max_bad_fraction=1), work, renderer, SFT)
+    assert (report.bad_rows, report.notes) == (1, [])
+
+
 def test_a_csv_file_of_a_spreadsheet_in_another_language(tmp_path: Path, work: str, renderer: Renderer) -> None:
     lines = ["prompt;completion", '"a; b, c, d";x', "f;y"]
     for separator in ";,\t":
