@@ -44,7 +44,8 @@ def prefect_link(visit: Visit, pages: str | None, flow_run: str = "") -> Prefect
         query = f"?{urlencode({'flow_run': flow_run})}" if flow_run else ""
         return PrefectLink(f"{base_of(services)}/prefect{query}")
     command = f"tinkerflow prefect --page {path}"
-    if visit.identity.admin and services.settings.data_dir != Settings().data_dir:
+    default = Settings.model_fields["data_dir"].default  # the variable of this process need not be that of the reader
+    if visit.identity.admin and services.settings.data_dir != Settings(data_dir=default).data_dir:
         command = page_command(path, services.settings.data_dir)
     return PrefectLink(f"{pages}{path}", command)
 

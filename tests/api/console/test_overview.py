@@ -73,7 +73,9 @@ def test_only_an_admin_key_opens_prefect_signed_in(start: Any, browse: Any, jour
     assert browse(server).get("/prefect").status_code == 401, "nobody is signed in"
 
 
-def test_the_page_of_a_run_links_the_flow_run_that_shows_it(start: Any, browse: Any, journal: Any, engine: Any) -> None:
+def test_the_page_of_a_run_links_the_flow_run_that_shows_it(
+    start: Any, browse: Any, journal: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, flow_run = start(prefect_port=4321), "7d0b8a5e-52bd-4a55-8d4f-4bd6e1c2f6a1"
     run, page = server.model(), f"/runs/flow-run/{flow_run}"
     browser = browse(server)
@@ -86,6 +88,8 @@ def test_the_page_of_a_run_links_the_flow_run_that_shows_it(start: Any, browse: 
     assert f"tinkerflow prefect --page {page} --data-dir {server.settings.data_dir}<" in text
     front = browser.get("/").text
     assert f"tinkerflow prefect --page / --data-dir {server.settings.data_dir}<" in front
+    monkeypatch.setenv("TINKERFLOW_DATA_DIR", str(server.settings.data_dir))  # as in the API of `quickstart --data-dir`
+    assert f"tinkerflow prefect --page / --data-dir {server.settings.data_dir}<" in browser.get("/").text
     pipeline = "1e0b8a5e-52bd-4a55-8d4f-4bd6e1c2f6a1"
     for named, shown in ((pipeline, True), ("//elsewhere.example", False)):
         text = browser.get(f"/training_runs/{server.model(flow_run=named)}").text
