@@ -25,7 +25,7 @@ def main() -> None:
     else:
         hide_password(words)
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch: we need none
-        os.environ.setdefault("DO_NOT_TRACK", "1")  # Prefect's client sends usage data otherwise; child processes inherit
+        os.environ.setdefault("DO_NOT_TRACK", "1")  # otherwise Prefect's client sends usage data
         from tinkerflow.deployments.commands import run
 
         run(MODULES[words[0]])

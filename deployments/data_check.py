@@ -26,6 +26,7 @@ from tinkerflow.deployments.options import explain
 from tinkerflow.tasks.pipelines.data import (
     DataCheckError,
     DataReport,
+    ReadRows,
     Use,
     inspect,
     read_source,
@@ -161,7 +162,7 @@ def check_files(
             console.print(Text(f"wrong  {bad}", "red"), soft_wrap=True)
         if checked.of_options and (flags := _flags(report)):
             console.print(Text(f"fix    add to this command, for example: {flags}", "yellow"), soft_wrap=True)
-        for note in report.notes:
+        for note in report.notes + _unused_without_pipeline(checked, read):
             console.print(Text(f"note   {note}", "yellow"), soft_wrap=True)
         for example in tokenized.examples[:show]:
             _print_example(console, renderer, example)
@@ -225,6 +226,20 @@ def _compare(
                 table.add_row(place, "all" if overlap.exact else f"{overlap.share:.0%}", str(overlap.nearest))
         console.print(table)
     return not bad
+
+
+def _unused_without_pipeline(checked: Checked, read: ReadRows) -> list[str]:
+    """A note about columns that most pipelines refuse, when the check is for no pipeline."""
+    if checked.use.name != _ANY_SCHEMA.name:
+        return []
+    names = dict.fromkeys(name for _, row in read.good for name, value in row.extra.items() if value is not None)
+    if not names:
+        return []
+    flags = shlex.join(word for name in names for word in ("--ignore", name))
+    return [
+        f"not used: {', '.join(names)}: rl gives them to the reward, and other pipelines refuse the rows; "
+        f"check again with --pipeline sft, or add: {flags}"
+    ]
 
 
 def _flags(report: DataReport) -> str:

@@ -10,6 +10,21 @@ import yaml
 from tinkerflow.backend.core.errors import UserError
 
 _SHOWN = 80  # characters of a wrong value that an error shows
+PLACEHOLDER = "COLUMN"  # in an example of columns, where no column has a likely name
+_LIKELY = {  # names of columns, in lower case, that usually hold a field
+    "prompt": ("prompt", "question", "instruction", "input", "query", "q", "frage", "pregunta"),
+    "completion": ("completion", "answer", "response", "output", "reply", "a", "antwort", "respuesta"),
+    "chosen": ("chosen", "accepted", "better", "preferred"),
+    "rejected": ("rejected", "worse", "dispreferred"),
+    "text": ("text", "content", "document", "body"),
+}
+
+
+def likely_columns(fields: Sequence[str], columns: Sequence[str]) -> dict[str, str]:
+    """Field -> the column that probably holds it by its name, in any case; PLACEHOLDER where none has a likely name."""
+    by_name = {column.strip().lower(): column for column in reversed(columns)}
+    likely = {name: next((by_name[one] for one in _LIKELY.get(name, ()) if one in by_name), "") for name in fields}
+    return {name: column or PLACEHOLDER for name, column in likely.items()}
 
 
 class RowError(UserError):

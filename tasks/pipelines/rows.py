@@ -23,7 +23,7 @@ from datetime import date, datetime, time
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, get_args
 
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.tasks.pipelines.row_errors import RowError, shorten
+from tinkerflow.tasks.pipelines.row_errors import PLACEHOLDER, RowError, likely_columns, shorten
 
 Schema = Literal["chat", "prompt_completion", "preference", "prompt", "text"]
 Form = Literal["chat", "sharegpt", "alpaca", "preference", "prompt_completion", "prompt", "text"]
@@ -193,8 +193,9 @@ class RowReader:
             free = [name for name in has if name not in fields_of(example)]
             fields = [name for name in _REQUIRED[example] if name not in has]
             if len(free) >= len(fields):
-                columns = dict(zip(fields, free, strict=False))
-                ignore = free[len(fields) :] if self.extra is not None else []
+                columns = likely_columns(fields, free)
+                if self.extra is not None and PLACEHOLDER not in columns.values():
+                    ignore = [name for name in free if name not in columns.values()]
         needed = "; ".join(f"{_IN_WORDS[form]} has {', '.join(_REQUIRED[form])}" for form in forms)
         if not self.forms:
             rule, row = f"{'is' if len(missing) == 1 else 'are'} missing; {needed}", f", and this row has {_names(has)}"

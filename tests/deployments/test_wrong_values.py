@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tinkerflow.backend.core.errors import UserError
@@ -22,7 +24,14 @@ from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import cli
 from tinkerflow.deployments.commands import every_command
 from tinkerflow.deployments.config import read_config
-from tinkerflow.deployments.data_check import check_code, check_first_rows, check_server, parameters_of
+from tinkerflow.deployments.data_check import (
+    check_code,
+    check_files,
+    check_first_rows,
+    check_server,
+    parameters_of,
+    sources_of,
+)
 from tinkerflow.deployments.options import database_of
 from tinkerflow.deployments.overview import MODULES, overview
 from tinkerflow.deployments.run import example_file
@@ -371,3 +380,14 @@ def test_a_database_password_is_moved_out_of_the_arguments(monkeypatch: pytest.M
     assert cli.has_password("postgresql:///x?host=db&password=secret")
     for url in ("postgresql:///x?host=db&password=secret", "postgresql://me:secret@db/x"):
         assert "secret" not in database_of(Settings(database_url=url))
+
+
+def test_a_check_for_no_pipeline_names_the_columns_that_most_pipelines_refuse(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("id,prompt,completion\n1,a,b\n2,c,d\n")
+    options: dict[str, Any] = {"kind": "auto", "column": [], "ignore": [], "max_tokens": 64, "format": "chat"}
+    for pipeline, ignore, noted in (("", [], True), ("", ["id"], False), ("sft", ["id"], False)):
+        sources = sources_of(str(tmp_path / "rows.csv"), None, pipeline, options | {"ignore": ignore})
+        console = Console(file=io.StringIO(), width=300)
+        assert check_files(console, Settings(data_dir=tmp_path), sources, "", 0)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("not used: id: rl gives them" in text and "--pipeline sft, or add: --ignore id" in text) is noted

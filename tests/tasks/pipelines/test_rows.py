@@ -132,6 +132,10 @@ def test_columns_are_mapped_to_fields() -> None:
         RowError, match=r"^prompt, completion: are missing; .*; for example data\.columns: {prompt: q, comp"
     ):
         read({"q": "hi", "reply": "hello"}, "prompt_completion")
+    with pytest.raises(RowError, match=r"{prompt: Question, completion: Answer} and data\.ignore: \[id\]"):
+        read({"id": "1", "Question": "hi", "Answer": "hello"}, "prompt_completion")
+    with pytest.raises(RowError, match=r"data\.columns: {prompt: COLUMN, completion: Answer}$"):
+        read({"id": "1", "Gruss": "hi", "Answer": "hello"}, "prompt_completion")
     assert read({"question": "hi", "reply": "hello"}, "prompt_completion", columns=columns) == Row((U,), (A,))
     with pytest.raises(
         RowError, match=r"data\.columns\.prompt: 'question': the column is missing or empty, and this row has"
