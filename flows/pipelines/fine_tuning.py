@@ -47,8 +47,8 @@ class TrainingResult(BaseModel):
     """What a training pipeline made.
 
     run: the name that retries share. training_run: the id of the newest training run. data: name and digest of the
-    training data. state: the checkpoint to train on from. weights: the checkpoint to sample from. Both stay until
-    somebody deletes them. steps: optimizer steps made.
+    training data. rows: how many rows are used and left out, with the first reason. state: the checkpoint to train on
+    from. weights: the checkpoint to sample from. Both stay until somebody deletes them. steps: optimizer steps made.
 
     first, last: mean metrics of the first and the last tenth of the steps. held_out: metrics after the last segment.
     samples: the answers after the last segment. left_out: rows that spoiled a step, if the run was to leave them out.
@@ -58,6 +58,7 @@ class TrainingResult(BaseModel):
     run: str
     training_run: str = ""
     data: str
+    rows: str = ""
     state: str
     weights: str
     steps: int
@@ -107,6 +108,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     settings = {name: str(value)[:_SHOWN] for name, value in _flat(decisive).items() if value not in (None, "", [])}
     chosen = _flat(run.parameters.model_dump(mode="json", exclude_defaults=True))
     settings[DEFAULTS] = " ".join(sorted(settings.keys() - chosen.keys()))
+    settings["rows"] = run.used_rows[:_SHOWN]
     trainer = Trainer(run, recipe, progress, lineage, watch, settings)
     segments = progress.segments()
     if segments:
@@ -142,6 +144,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
         run=name,
         training_run=trainer.newest_run,
         data=shown,
+        rows=run.used_rows,
         state=segments[-1].state,
         weights=weights,
         steps=training.steps,

@@ -94,6 +94,13 @@ class DataReport(BaseModel):
     quarantine: str = Field("", description="key of the file of bad rows in the work folder, empty when there are none")
     tokenized: str = Field("", description="key of the rows' tokens in the work folder, for `load_examples`")
 
+    def summary(self) -> str:
+        """How many rows are used and left out on one line, with the first reason."""
+        parts = [f"{self.rows} rows"]
+        parts += [f"{self.bad_rows} left out ({self.first_errors[0]})"] if self.bad_rows else []
+        parts += [f"{self.too_long} sequences over max_tokens left out"] if self.too_long else []
+        return ", ".join(parts)
+
 
 class DataCheckError(UserError):
     """More rows are wrong, or fewer good, than the source allows; `report` has the figures."""
@@ -363,8 +370,9 @@ def refuse_bad(source: DataSource, report: DataReport) -> None:
         raise DataCheckError(f"{source.parameter}.url {source.url!r}: is empty: it contains no rows", report)
     first = f"; first: {report.first_errors[0].where}: {report.first_errors[0].error}" if report.first_errors else ""
     if report.bad_rows > source.max_bad_fraction * total:
+        verb = "is" if report.bad_rows == 1 else "are"
         raise DataCheckError(
-            f"{source.parameter} {source.url}: {report.bad_rows} of {total} rows are wrong, "
+            f"{source.parameter} {source.url}: {report.bad_rows} of {total} rows {verb} wrong, "
             f"max_bad_fraction allows {source.max_bad_fraction:.1%}{first}",
             report,
         )

@@ -45,6 +45,12 @@ class PreparedRun:
     artifacts: RunArtifacts
     reports: dict[str, DataReport]
 
+    @property
+    def used_rows(self) -> str:
+        """How many rows are used and left out, of `data` and of `held_out`."""
+        parts = {name: report.summary() for name, report in self.reports.items()}
+        return "; ".join(text if name == "data" else f"{name}: {text}" for name, text in parts.items())
+
     def rows(self, dataset: str) -> list[Row]:
         """The good rows of `data` or `held_out` that are not too long; none when the data set was not given."""
         return load_rows(self.work_url, self.reports[dataset]) if dataset in self.reports else []

@@ -95,7 +95,7 @@ class HeldOutSource(DataSource):
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as it was read. where: `file:line` for people; lines and rows count from 1. is_empty: of blank cells only."""
+    """A row as it was read. where: `file:line` for people; lines and rows count from 1. is_empty: without any value."""
 
     where: str
     value: object
@@ -290,7 +290,10 @@ def _elements(data: bytes) -> list[bytes] | None:
 
 
 def _csv(file: IO[bytes], name: str, usual: str) -> Iterator[Item]:
-    """Rows of a CSV file; an empty cell is absent. Spreadsheets write an empty row as separators alone. usual: its separator, unless line 1 has more of another."""
+    """Rows of a CSV file; an empty cell is absent. usual: its separator, unless line 1 has more of another.
+
+    Spreadsheets write an empty row as separators alone.
+    """
     csv.field_size_limit(MAX_ROW_BYTES)
     lines = (line.decode(errors="surrogateescape").removeprefix("\ufeff") for line in file)
     first = next(lines, "")

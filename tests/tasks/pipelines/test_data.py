@@ -11,6 +11,7 @@ import lzma
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -32,6 +33,7 @@ from tinkerflow.tasks.pipelines import (
     load_rows,
 )
 from tinkerflow.tasks.pipelines.parameters import SftParameters
+from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.sources import MAX_ROW_BYTES
 from tinkerflow.tasks.pipelines.work import open_work
 
@@ -175,7 +177,7 @@ def test_one_bad_row_never_fails_a_check_that_allows_it(
             (line,) = open_work(work).read(report.quarantine).splitlines()
             assert json.loads(line)["error"] == report.first_errors[0].error
             with pytest.raises(
-                DataCheckError, match=r"1 of 9 rows are wrong, max_bad_fraction allows 2\.0%; first: rows"
+                DataCheckError, match=r"1 of 9 rows is wrong, max_bad_fraction allows 2\.0%; first: rows"
             ):
                 check(rows)
     finally:
@@ -260,6 +262,14 @@ def test_empty_rows_of_a_table_are_skipped_with_a_note(tmp_path: Path, work: str
     assert (report.bad_rows, report.notes) == (1, [])
 
 
+def test_rows_that_are_left_out_are_summed_up_on_one_line(check: Check) -> None:
+    assert check(ROWS).summary() == "4 rows"
+    report = check([*ROWS, "{"], max_bad_fraction=0.5)
+    assert re.fullmatch(r"4 rows, 1 left out \(rows\.jsonl:5: line: .*must be JSON .*\)", report.summary())
+    run: Any = SimpleNamespace(reports={"data": check(ROWS), "held_out": report})
+    assert PreparedRun.used_rows.fget(run).startswith("4 rows; held_out: 4 rows, 1 left out (rows.jsonl:5")  # type: ignore[attr-defined]
+
+
 def test_a_csv_file_of_a_spreadsheet_in_another_language(tmp_path: Path, work: str, renderer: Renderer) -> None:
     lines = ["prompt;completion", '"a; b, c, d";x', "f;y"]
     for separator in ";,\t":
@@ -292,7 +302,7 @@ def test_held_out_rows_are_written_as_the_data_unless_they_say_otherwise(
     held_out = SftParameters.model_validate({"data": data, "held_out": own}).held_out
     assert held_out is not None and (held_out.columns, held_out.ignore) == ({}, ["id"])
     (tmp_path / "b.csv").write_text("q,a\nb,c\n")
-    with pytest.raises(UserError, match=r"held_out .*b\.csv: 1 of 1 rows are wrong"):
+    with pytest.raises(UserError, match=r"held_out .*b\.csv: 1 of 1 rows is wrong"):
         check_source(held_out, work, renderer, SFT)
     mapped = held_out.model_copy(update={"columns": {"messages": "r"}})
     with pytest.raises(UserError, match=r"held_out\.columns\.messages: 'r': the column is missing"):
