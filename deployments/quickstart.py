@@ -65,10 +65,10 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
 
 
 def _progress(status: Status) -> Callable[[str], None]:
-    """Shows the newest line of a service's parts; the line of the ready service stays."""
+    """Shows the newest line of a service's parts; the line of the ready service stays, and in a file every line."""
 
     def report(line: str) -> None:
-        if line.startswith("ready:"):
+        if line.startswith("ready:") or not status.console.is_terminal:
             print_line(status.console, line)
         else:
             status.update(line)
@@ -109,7 +109,10 @@ def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: 
             update = trainer.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
             losses.append(forward.result().metrics["loss:sum"])
             update.result()
-            bar.update(task, completed=step + 1, description=f"step {step + 1}, loss {losses[-1]:.4f}")
+            line = f"step {step + 1}, loss {losses[-1]:.4f}"
+            bar.update(task, completed=step + 1, description=line)
+            if bar.disable:
+                print_line(console, line)
         after = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
         saved = trainer.save_weights_for_sampler(SAVED).result()
         page = "" if prefect is None else _flow_run_page(prefect, trainer.model_id)
@@ -157,8 +160,13 @@ def _answers(sampler: tinker.SamplingClient, tokenizer: PreTrainedTokenizerBase)
 def _table(before: list[str], after: list[str]) -> Table:
     table = Table("english", "before", "after", "pig latin")
     for lesson, old, new in zip(LESSONS, before, after, strict=True):
-        table.add_row(*(shorten(ascii(text)[1:-1], 24) for text in (lesson.english, old, new, lesson.pig_latin)))
+        table.add_row(*(shorten(_printable(text), 24) for text in (lesson.english, old, new, lesson.pig_latin)))
     return table
+
+
+def _printable(text: str) -> str:
+    """The text in ASCII on one line; "?" for bytes of the untrained model that are no character."""
+    return ascii(text.replace("\ufffd", "?"))[1:-1]
 
 
 def _flow_run_page(prefect: PrefectAccess, model_id: str) -> str:

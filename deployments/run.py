@@ -275,7 +275,7 @@ def run_and_show(
     made: list[str] = []
     token = training_runs.set(made)
     try:
-        state = _run(console, pipeline, values, prefect)
+        state = _run(console, pipeline, values, prefect, again)
     finally:
         training_runs.reset(token)
     if state.is_completed():
@@ -314,11 +314,17 @@ def show_failure(console: Console, name: str, state: State[BaseModel]) -> None:
     console.print(Text(f"{name}: {state.name}: {reason}"), soft_wrap=True)  # no emoji for :b: in module:b: of a reward
 
 
-def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess) -> State[BaseModel]:
-    """Run the pipeline with a progress bar; its final state. UserError when a parameter is wrong."""
+def _run(
+    console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess, again: str = ""
+) -> State[BaseModel]:
+    """Run the pipeline with a progress bar; its final state. UserError when a parameter is wrong.
+
+    again: as for `run_and_show`; the command is also printed when the run begins.
+    """
+    from prefect.runtime import flow_run
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
-    from tinkerflow.tasks.pipelines.artifacts import announced, follower
+    from tinkerflow.tasks.pipelines.artifacts import follower, phases
 
     parameters = parameters_of(pipeline.name, values)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -330,11 +336,21 @@ def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefec
     }
     bar.disable = not console.is_terminal
     with temporary_settings(server), quiet_client(), logs_in_prefect(), bar:
-        shown, next_line = bar.add_task(pipeline.name, total=None, metrics=""), time.monotonic()
+        shown, next_line = bar.add_task(f"{pipeline.name}: starting", total=None, metrics=""), time.monotonic()
+        begun = False
+
+        def show_phase(text: str) -> None:
+            nonlocal begun
+            if again and not begun:
+                print_line(console, f"to go on if it is interrupted: {again}{values.get('resume') or flow_run.id}")
+            begun = True
+            bar.update(shown, description=f"{pipeline.name}: {text}")
+            if bar.disable:
+                print_line(console, f"{pipeline.name}: {text}")
 
         def follow(step: int, steps: int, metrics: Mapping[str, float]) -> None:
             nonlocal next_line
-            bar.update(shown, completed=step, total=steps, metrics=as_text(metrics))
+            bar.update(shown, description=pipeline.name, completed=step, total=steps, metrics=as_text(metrics))
             if bar.disable and (step == steps or time.monotonic() >= next_line):
                 print_line(console, f"{pipeline.name}: step {step} of {steps}  {as_text(metrics)}")
                 next_line = time.monotonic() + LINE_SECONDS
@@ -343,13 +359,15 @@ def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefec
             call: Callable[..., Awaitable[State[BaseModel]]] = pipeline.flow
             return await call(parameters, return_state=True)
 
-        token = follower.set(follow)
-        lines = announced.set(lambda text: print_line(console, f"{pipeline.name}: {text}"))
+        token, phase_token = follower.set(follow), phases.set(show_phase)
         try:
             return asyncio.run(state())
+        except KeyboardInterrupt:  # before the first step, or the second Ctrl-C
+            print_line(console, f"{pipeline.name}: interrupted; steps since the last saved state are not kept")
+            raise
         finally:
-            announced.reset(lines)
             follower.reset(token)
+            phases.reset(phase_token)
 
 
 def result_table(result: Mapping[str, Any]) -> Table:

@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from tinkerflow.backend.core.errors import TinkerflowError
 from tinkerflow.backend.spec.run_metadata import DEFAULTS, Outcome
-from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, announce, cell, log_line
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, cell, log_line
 from tinkerflow.tasks.pipelines.control import StoppedError, controlled
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
@@ -111,8 +111,6 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     settings["rows"] = run.used_rows[:_SHOWN]
     trainer = Trainer(run, recipe, progress, lineage, watch, settings)
     segments = progress.segments()
-    if segments:
-        announce(f"goes on after step {_done(segments)} of {training.steps}")
     async with (
         _prepared(trainer, segments),
         controlled() as control,
@@ -125,6 +123,8 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
             show_progress(made)
             tracked_steps.add([made])
 
+        if (done := _done(segments)) < training.steps:
+            begin_phase(f"step {done + 1} of {training.steps}: new shapes are compiled first")
         while (done := _done(segments)) < training.steps:
             last = min(done + training.segment_steps, training.steps)
             with tags(*flow_run.tags or ()):  # a limit on a tag then lets runs alternate after each segment

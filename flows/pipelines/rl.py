@@ -16,7 +16,7 @@ from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, 
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.adapters import environment_maker
 from tinkerflow.tasks.pipelines.advantages import ESTIMATORS, Floats, kl_advantages, overlong_penalty
-from tinkerflow.tasks.pipelines.artifacts import announce
+from tinkerflow.tasks.pipelines.artifacts import begin_phase
 from tinkerflow.tasks.pipelines.curriculum import Curriculum
 from tinkerflow.tasks.pipelines.environments import EnvironmentMaker
 from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters, SamplingParameters
@@ -264,7 +264,7 @@ async def rl(parameters: RlParameters) -> TrainingResult:
             recorded=True,
         )
         answers = training.batch_size * parameters.group_size
-        announce(f"each step samples {answers} answers; the first step may wait until the service has compiled")
+        begin_phase(f"each step samples {answers} answers")
         return await train(run, key, recipe)
 
 

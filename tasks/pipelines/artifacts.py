@@ -36,23 +36,23 @@ MOST_ROWS = 200
 
 # Code that runs a flow in this process may set this, for a progress bar: it gets step, number of steps, step's metrics.
 follower: ContextVar[Callable[[int, int, Mapping[str, float]], None] | None] = ContextVar("follower", default=None)
-# It may also set this, for lines before the first step.
-announced: ContextVar[Callable[[str], None] | None] = ContextVar("announced", default=None)
+# Such code may set this, too, for what the run does before its next step.
+phases: ContextVar[Callable[[str], None] | None] = ContextVar("phases", default=None)
 # And this, for links: a list that gets the id of each training run.
 training_runs: ContextVar[list[str] | None] = ContextVar("training_runs", default=None)
+
+
+def begin_phase(text: str) -> None:
+    """Show what the run does now, to the code that follows it and in the logs of the run."""
+    if (show := phases.get()) is not None:
+        show(text)
+    log_line(text)
 
 
 def log_line(text: str, level: int = logging.INFO) -> None:
     """Add a line to the logs of the current flow or task run; outside of a run, do nothing."""
     if FlowRunContext.get() is not None or TaskRunContext.get() is not None:
         get_run_logger().log(level, text)
-
-
-def announce(text: str) -> None:
-    """Add a line to the logs of the run, and show it where the run was started in this process."""
-    log_line(text)
-    if (show := announced.get()) is not None:
-        show(text)
 
 
 class RunArtifacts:

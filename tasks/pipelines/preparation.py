@@ -11,7 +11,7 @@ import orjson
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase
 from tinkerflow.tasks.pipelines.connection import OfferedModel, ServerClients, connect
 from tinkerflow.tasks.pipelines.data import DataReport, Use, check_source, load_examples, load_rows
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
@@ -97,12 +97,14 @@ async def prepare(parameters: PipelineParameters) -> AsyncIterator[PreparedRun]:
     """
     work_url, use = parameters.work_url, parameters.use()
     artifacts = RunArtifacts(f"{use.name}-{parameters.name}")
+    begin_phase("connecting to the service")
     async with connect(parameters.connection) as server:
         model = await server.base_model(parameters.model.base_model)
         base = await server.service.create_sampling_client(base_model=model.name)
         renderer = Renderer(base.get_tokenizer(), parameters.model.format, parameters.data.special_tokens)
         use = use.within(model.max_context + use.learns)  # the last token of a trained sequence is only a target
         sources = parameters.sources().items()
+        begin_phase("checking the data")
         reports = {name: check_data(source, work_url, renderer, use) for name, source in sources}
         await artifacts.data(reports)
         yield PreparedRun(use.name, parameters, server, model, base, renderer, work_url, artifacts, reports)

@@ -65,6 +65,17 @@ def test_it_stays_up_when_asked_and_a_data_dir_is_continued(tmp_path: Path, stan
     assert f"tinkerflow prefect --page {PAGE} --data-dir {tmp_path}" in shown
 
 
+def test_a_file_gets_every_phase_and_no_escaped_characters() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with console.status("starting") as status:
+        for line in ("engine: starting the Prefect server", "ready: http://127.0.0.1:5000"):
+            module._progress(status)(line)
+    console.print(module._table(["a\ufffdb"] * 3, ["c"] * 3))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "engine: starting the Prefect server\nready: http" in shown
+    assert "a?b" in shown and "ufffd" not in shown
+
+
 def test_an_interrupted_lesson_is_not_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

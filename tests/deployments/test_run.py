@@ -233,13 +233,14 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
 ) -> None:
     from prefect.states import Completed
 
-    from tinkerflow.tasks.pipelines.artifacts import announce, follower
+    from tinkerflow.tasks.pipelines.artifacts import begin_phase, follower
 
     class Fake:
         name = "sft"
 
         async def flow(self, parameters: Any, return_state: bool) -> Any:
-            announce("goes on after step 0 of 3")
+            begin_phase("checking the data")
+            begin_phase("step 1: new shapes are compiled first")
             for step in (1, 2, 3):
                 follower.get()(step, 3, {"loss": 1.0 / step})
             assert not logging.getLogger("tinker").isEnabledFor(logging.WARNING)
@@ -252,9 +253,16 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
     level = logging.getLogger("tinker").level
     monkeypatch.setattr(module, "parameters_of", lambda *_: None)
     console = quiet()
-    module._run(console, Fake(), {}, PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555"))  # type: ignore[arg-type]
+    access = PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555")
+    module._run(console, Fake(), {"resume": "mine"}, access, "tinkerflow run --set resume=")  # type: ignore[arg-type]
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines == ["sft: goes on after step 0 of 3", "sft: step 1 of 3  loss 1", "sft: step 3 of 3  loss 0.3333"]
+    assert lines == [
+        "to go on if it is interrupted: tinkerflow run --set resume=mine",
+        "sft: checking the data",
+        "sft: step 1: new shapes are compiled first",
+        "sft: step 1 of 3  loss 1",
+        "sft: step 3 of 3  loss 0.3333",
+    ]
     assert logging.getLogger("tinker").level == level, "the SDK's warnings stay hidden after the run"
     assert lines_of_runs.propagate and not lines_of_runs.isEnabledFor(logging.INFO)
 
