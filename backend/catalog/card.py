@@ -26,6 +26,8 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 
 _SAVES = {"save_weights": WEIGHTS, "save_for_sampler": SAMPLER_WEIGHTS, "save_weights_external": EXTERNAL_WEIGHTS}
 _POINTS = 10  # rows of the curve
+_EMPTY = {"parent": "the base model"}  # meanings of empty metadata
+_OF_BATCHES = ("tokens", "rows_left_out")  # metrics of pipelines that measure no quality
 _HEADER = re.compile(r"\A---\n(.*?\n)---\n", re.DOTALL)  # of a README on the hub
 
 
@@ -119,11 +121,14 @@ def card(journal: Journal | None, store: Store, saved: Saved, base: Path, *, mer
     header |= {"license": license_} if license_ else {}
     header["library_name"] = "peft" if saved.spec.rank and not merged else "transformers"
     kind = f"An adapter of rank {saved.spec.rank}" if saved.spec.rank else "All parameters"
+    name = _run_name(journal, saved)
+    title = f"{name}: {saved.name}" if name else saved.name
     lines = [
         *("---", yaml.safe_dump({**header, "tags": ["tinkerflow"]}, sort_keys=True).strip(), "---", ""),
-        *(f"# {saved.name}", "", f"{kind} of `{named}`, after {saved.step} steps with {saved.optimizer}.", ""),
+        *(f"# {title}", "", f"{kind} of `{named}`, after {saved.step} steps with {saved.optimizer}.", ""),
         *(f"- checkpoint `{saved.path}`, saved at {saved.created_at:%Y-%m-%d %H:%M} UTC",),
-        *(f"- {name}: {value}" for name, value in sorted(saved.meta.user_metadata.items())),
+        *(f"- {key}: {value or _EMPTY.get(key, '')}" for key, value in sorted(saved.meta.user_metadata.items())),
+        *_usage(saved, hub[0] if hub is not None else "", merged=merged),
     ]
     data = None if journal is None else trained_data(journal, store, saved)
     facts = [f"- {line}" for line in data.lines()] if data is not None else ["The run has no history of its data."]
@@ -132,6 +137,45 @@ def card(journal: Journal | None, store: Store, saved: Saved, base: Path, *, mer
         lines += _training(journal, saved)
     lines += ["", "## License", "", f"Base model: {license_ or 'not known'} ({source})."]
     return "\n".join(lines) + "\n"
+
+
+def _run_name(journal: Journal | None, saved: Saved) -> str:
+    try:
+        return "" if journal is None else journal.models.run(saved.run_id, None).model.user_metadata.get("name", "")
+    except NotFoundError:  # an imported checkpoint
+        return ""
+
+
+def _usage(saved: Saved, hub: str, *, merged: bool) -> Iterator[str]:
+    """How to load the checkpoint, from Python and from a client of the service. hub: id of the base model, or ""."""
+    yield from ("", "## Use", "")
+    if merged or (hub and saved.spec.rank):
+        base = "FOLDER" if merged else hub
+        yield from ("In Python, where `FOLDER` is the folder of this file:", "", "```python")
+        yield from () if merged else ("from peft import PeftModel",)
+        yield from ("from transformers import AutoModelForCausalLM, AutoTokenizer", "")
+        yield from (f'tokenizer = AutoTokenizer.from_pretrained("{base}")',)
+        yield from (f'model = AutoModelForCausalLM.from_pretrained("{base}")',)
+        yield from () if merged else ('model = PeftModel.from_pretrained(model, "FOLDER")',)
+        yield from ("```", "")
+    else:
+        yield from (f"{merge_hint(saved)}.", "")
+    yield from (
+        *("From a client of OpenAI's API, with the service that has the checkpoint:", "", "```python"),
+        *("from openai import OpenAI", ""),
+        'client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="tml-local")',
+        'messages = [{"role": "user", "content": "..."}]',
+        f'answer = client.chat.completions.create(model="{saved.path}", messages=messages)',
+        "```",
+    )
+
+
+def merge_hint(saved: Saved) -> str:
+    """How to get a folder that loads without the service's own files; "" where the base model is on the hub."""
+    if saved.spec.rank and hub_name(saved.meta.base_model) is not None:
+        return ""
+    base = "The base model is a folder of the service" if saved.spec.rank else "These are the parameters alone"
+    return f"{base}: `tinkerflow checkpoint merge {saved.path} --to FOLDER` writes a whole model that transformers load"
 
 
 def _training(journal: Journal, saved: Saved) -> Iterator[str]:
@@ -143,7 +187,11 @@ def _training(journal: Journal, saved: Saved) -> Iterator[str]:
     if points:
         yield from ("", "## Curve", "", "| step | loss | gradient norm | learning rate |", "|---|---|---|---|")
         yield from (_row(point) for point in _spread(points))
-    measured = [(one.name, [(step, v) for step, v in one.points if step <= saved.step]) for one in metrics]
+    measured = [
+        (one.name, [(step, v) for step, v in one.points if step <= saved.step])
+        for one in metrics
+        if one.name not in _OF_BATCHES
+    ]
     if any(values for _, values in measured):
         yield from ("", "## Evaluation", "", "| metric | step | value |", "|---|---|---|")
         yield from (f"| {name} | {values[-1][0]} | {values[-1][1]:.4g} |" for name, values in measured if values)

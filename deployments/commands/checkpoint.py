@@ -251,6 +251,7 @@ def export(
     The optimizer state is left out. Where all parameters were trained, the folder has model.safetensors instead of an
     adapter.
     """
+    from tinkerflow.backend.catalog.card import merge_hint
     from tinkerflow.backend.catalog.model_source import find_model
     from tinkerflow.backend.spec.checkpoint import BLOCK
     from tinkerflow.backend.store import Store
@@ -272,6 +273,8 @@ def export(
                     file.write(opened.read_range(saved, name, start, BLOCK))
     (to / "README.md").write_text(text)
     print(f"written: {', '.join(sorted(file.name for file in to.iterdir()))}")
+    if hint := merge_hint(saved):
+        print(hint)
 
 
 @app.command()

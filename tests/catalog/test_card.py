@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tinkerflow.backend.catalog.card import license_of
+from tinkerflow.backend.catalog.card import card, license_of
+from tinkerflow.backend.spec.checkpoint import CheckpointMeta
+from tinkerflow.backend.spec.commands import LoraSpec
 
 
 @pytest.mark.parametrize(
@@ -25,3 +30,18 @@ def test_the_license_is_that_of_the_readme_or_of_the_license_file(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert license_of(tmp_path) == stated
+
+
+def saved_on(base_model: str, **metadata: str) -> Any:
+    meta = CheckpointMeta(base_model=base_model, owner="team", user_metadata=metadata)
+    when = datetime(2026, 11, 28, tzinfo=UTC)
+    return SimpleNamespace(meta=meta, spec=LoraSpec(4), step=2, optimizer="adamw", name="final", created_at=when,
+                           path="tinker://a/weights/final")  # fmt: skip
+
+
+def test_a_card_shows_how_to_load_an_adapter_whose_base_model_is_on_the_hub(tmp_path: Path) -> None:
+    text = card(None, None, saved_on("Qwen/Qwen3-0.6B", parent=""), tmp_path)  # type: ignore[arg-type]
+    assert "# final\n" in text and "- parent: the base model\n" in text
+    code = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert len(code) == 2 and [compile(part, "card", "exec") for part in code]
+    assert 'PeftModel.from_pretrained(model, "FOLDER")' in code[0] and "checkpoint merge" not in text

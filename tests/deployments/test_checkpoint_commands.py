@@ -265,7 +265,9 @@ def test_a_checkpoint_is_merged_into_its_base_model(tmp_path: Path) -> None:
     assert "An adapter of rank 4 of `model`, after 1 steps with adamw." in card and f"checkpoint `{path}`" in card
     assert card.startswith("---\nlibrary_name: transformers\ntags:\n- tinkerflow\n---\n")
     shown = CliRunner().invoke(every_command(), ["checkpoint", "card", path, "--data-dir", str(tmp_path)])
-    assert shown.stdout == card.replace("library_name: transformers", "library_name: peft")
+    assert 'AutoModelForCausalLM.from_pretrained("FOLDER")' in card and f'create(model="{path}"' in card
+    hint = f"The base model is a folder of the service: `tinkerflow checkpoint merge {path} --to FOLDER` writes"
+    assert "library_name: peft" in shown.stdout and hint in shown.stdout
     missing = CliRunner().invoke(every_command(), ["checkpoint", "card", f"{path}b", "--data-dir", str(tmp_path)])
     assert isinstance(missing.exception, NotFoundError)
 
@@ -282,7 +284,9 @@ def test_an_exported_checkpoint_is_an_adapter_of_peft_with_its_card(tmp_path: Pa
     path = save(run_id=RUN, name="a", state=state, meta=meta).path
     arguments = ["checkpoint", "export", path, "--to", str(tmp_path / "out/deep"), "--data-dir", str(tmp_path)]
     done = CliRunner().invoke(every_command(), arguments, catch_exceptions=False)
-    assert done.stdout == "written: README.md, adapter_config.json, adapter_model.safetensors\n"
+    written, hint = done.stdout.splitlines()
+    assert written == "written: README.md, adapter_config.json, adapter_model.safetensors"
+    assert f"tinkerflow checkpoint merge {path} --to FOLDER" in hint
     exported = load_file(tmp_path / "out/deep/adapter_model.safetensors")
     assert {name: array.tolist() for name, array in exported.items()} == {n: a.tolist() for n, a in weights.items()}
     assert json.loads((tmp_path / "out/deep" / ADAPTER_CONFIG).read_text())["r"] == 4
