@@ -51,7 +51,8 @@ def test_a_fork_names_its_origin_and_both_runs_have_their_lineage(browser: Any, 
         copied = connection.exec_driver_sql("SELECT origin, origin_run FROM model WHERE id = ?", (began,)).one()
         assert tuple(copied) == (things.weights, things.run)
     page = unescape(browser.get(f"/training_runs/{began}").text)
-    assert f">{things.weights}</a></p>" in page and "began with" in page and "from weights/state" in page
+    assert f">{things.weights}</a></p>" in page and "<small>this run, began with weights/state" in page
+    assert f'<small>run</small><a class="mono" href="/training_runs/{things.run}">' in page
     with server.journal.models._write() as connection:
         path = f"tinker://{things.run}/weights/@3"
         connection.exec_driver_sql("UPDATE model SET origin = ? WHERE id = ?", (path, began))

@@ -159,7 +159,8 @@ def test_a_checkpoint_has_its_lineage_and_what_can_be_done(browser: Any, server:
     )
     page = browser.get(where).text
     assert "after 3 steps" in page and "helpdesk" in page and things.run in page
-    assert "<small>answers</small>1 request<br>" in page
+    answers = page.partition("<small>answers</small>1 request<br>")[2].partition("</li>")[0]
+    assert answers.count("<time") == 1, "the first answer is also the last"
     asked = f"{server.url}/api/v1/training_runs/{things.run}/checkpoints/sampler_weights/best/answers"
     answers = server.http.get(asked, headers={"X-API-Key": KEY}).json()
     assert (answers["champions"], answers["number"]) == ({"helpdesk": ""}, 1)
