@@ -27,7 +27,7 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 _SAVES = {"save_weights": WEIGHTS, "save_for_sampler": SAMPLER_WEIGHTS, "save_weights_external": EXTERNAL_WEIGHTS}
 _POINTS = 10  # rows of the curve
 _EMPTY = {"parent": "the base model"}  # meanings of empty metadata
-_OF_BATCHES = ("tokens", "rows_left_out")  # metrics of pipelines that measure no quality
+_OF_BATCHES = ("trained_tokens", "tokens", "rows_left_out")  # metrics of pipelines that measure no quality
 _HEADER = re.compile(r"\A---\n(.*?\n)---\n", re.DOTALL)  # of a README on the hub
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import wraps
 from importlib.metadata import version
@@ -140,6 +140,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     await _show(run.artifacts, segments, lineage, weights)
     steps = [step for segment in segments for step in segment.steps]
     tenth = max(1, len(steps) // 10)
+    names = dict.fromkeys(name for step in reversed(steps) for name in step.values)  # recorded steps are sorted
     return TrainingResult(
         run=name,
         training_run=trainer.newest_run,
@@ -148,8 +149,8 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
         state=segments[-1].state,
         weights=weights,
         steps=training.steps,
-        first=_mean(steps[:tenth]),
-        last=_mean(steps[-tenth:]),
+        first=_mean(steps[:tenth], names),
+        last=_mean(steps[-tenth:], names),
         held_out=segments[-1].held_out,
         samples=segments[-1].samples,
         left_out=[one for segment in segments for one in segment.left_out],
@@ -200,10 +201,10 @@ def _what_is_saved(segments: list[SegmentRecord]) -> str:
     return f"stopped after step {segments[-1].last_step}, which is saved as {segments[-1].state}"
 
 
-def _mean(steps: list[StepMetrics]) -> dict[str, float]:
-    """The mean of each value; counts such as `left_out_episodes` are 0 in the steps that lack them."""
-    names = dict.fromkeys(name for step in steps for name in step.values)
-    return {name: sum(step.values.get(name, 0.0) for step in steps) / len(steps) for name in names}
+def _mean(steps: Sequence[StepMetrics], names: Iterable[str]) -> dict[str, float]:
+    """The mean of each value in the order of `names`; counts such as `left_out_episodes` are 0 in steps without them."""
+    found = [name for name in names if any(name in step.values for step in steps)]
+    return {name: sum(step.values.get(name, 0.0) for step in steps) / len(steps) for name in found}
 
 
 async def _export(trainer: Trainer, step: int) -> str:

@@ -68,7 +68,7 @@ class SftRecipe:
 
         async def metrics() -> Values:
             loss = (await forward).metrics.get("loss:sum", math.nan)
-            return {"loss": loss, "grad_norm": await grad_norm(update), "tokens": learnt}
+            return {"loss": loss, "grad_norm": await grad_norm(update), "trained_tokens": learnt}
 
         return metrics()
 

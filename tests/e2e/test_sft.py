@@ -76,7 +76,7 @@ async def test_it_learns_and_shows_what_it_did(pipelines, tmp_path, monkeypatch,
     tracked = sorted(
         (value.tag, event.step) for event in events for value in event.summary.value if value.tag[:3] != "run"
     )
-    measured = ("grad_norm", "learning_rate", "loss", "tokens")
+    measured = ("grad_norm", "learning_rate", "loss", "trained_tokens")
     wanted = [(name, step) for name in measured for step in range(1, 13)]
     assert tracked == sorted([*wanted, *(("held_out_loss", step) for step in (4, 8, 12))])
     with pytest.raises(Exception, match=r"other parameters or data \(training.learning_rate was \S+ and is 0.001\)"):

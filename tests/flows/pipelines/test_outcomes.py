@@ -62,3 +62,10 @@ async def test_an_outcome_that_no_server_takes_is_a_warning(caplog: pytest.LogCa
     await reported.end("run-2", "failed", "why")
     await reported.close()
     assert "does not show that it is failed" in caplog.text
+
+
+def test_means_have_the_order_of_the_names_and_only_metrics_of_all_steps() -> None:
+    recorded = StepMetrics(step=1, values={"grad_norm": 1.0, "loss": 4.0, "tokens": 9.0})
+    made = StepMetrics(step=2, values={"loss": 2.0, "grad_norm": 3.0, "trained_tokens": 9.0})
+    assert list(_mean([recorded], made.values)) == ["loss", "grad_norm"]
+    assert _mean([recorded, made], made.values) == {"loss": 3.0, "grad_norm": 2.0}
