@@ -202,7 +202,7 @@ def _what_is_saved(segments: list[SegmentRecord]) -> str:
 
 
 def _mean(steps: Sequence[StepMetrics], names: Iterable[str]) -> dict[str, float]:
-    """The mean of each value in the order of `names`; counts such as `left_out_episodes` are 0 in steps without them."""
+    """The mean of each value, in the order of `names`; counts such as `left_out_episodes` are 0 in other steps."""
     found = [name for name in names if any(name in step.values for step in steps)]
     return {name: sum(step.values.get(name, 0.0) for step in steps) / len(steps) for name in found}
 
