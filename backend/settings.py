@@ -93,7 +93,7 @@ class Settings(BaseSettings):
     tensor_parallel: int = Field(1, ge=1)
     """size of the tensor axis of the device mesh; the fsdp axis has the devices that tensor and expert axes leave"""
     expert_parallel: int = Field(1, ge=1)
-    """size of the expert axis of the device mesh over all processes, for models with experts"""
+    """size of the expert axis of the device mesh over all processes, for models with experts; 1 for all others"""
     context_parallel: int = Field(1, ge=1, le=32)
     """most devices that a training sequence is split over where it is too long for one; a power of two"""
     expert_rank: RankRule = "divided"

@@ -76,7 +76,7 @@ def plan_service(settings: Settings, base_model: str, topology: str, *, rank: in
     target = parse_topology(topology)
     cfg = parse_config(_config(base_model), name=base_model)
     context = context_of(base_model, cfg, settings.max_context)
-    config = _on_devices(group_config(settings, base_model, context), target)
+    config = _on_devices(group_config(settings, base_model, context, experts=cfg.experts > 0), target)
     check_context_parallel(cfg, config, row_devices(config))
     if config.kv_cache == "float8" and not target.device.float8:
         raise UserError(f"kv_cache is 'float8', and {target.device.name} does not compute with such numbers")

@@ -293,7 +293,7 @@ async def _start_pool(
         await asyncio.to_thread(journal.base_models.note_progress, card.name, text)
 
     config = PoolConfig(
-        group_config(settings, card.path, card.max_context, store_mark),
+        group_config(settings, card.path, card.max_context, store_mark, experts=card.experts_per_token > 0),
         processes=settings.processes,
         command_deadline=settings.command_deadline,
         start_deadline=settings.start_deadline,

@@ -23,10 +23,13 @@ class ServedModel:
     sampling: SamplingRunner
 
 
-def group_config(settings: Settings, model_path: str, max_context: int, store_mark: str = "") -> GroupConfig:
+def group_config(
+    settings: Settings, model_path: str, max_context: int, store_mark: str = "", *, experts: bool
+) -> GroupConfig:
     """The configuration that every process of a group gets. model_path: the base model's folder.
 
-    max_context: tokens. store_mark: the store's (`Store.mark`); "" = the processes do not use it themselves.
+    max_context: tokens. store_mark: the store's (`Store.mark`); "" = the processes do not use it themselves. experts:
+    whether the model has some. For other models the size of the expert axis is 1.
 
     A field that is named like a setting holds that setting. The processes lay the mesh over the devices that they find.
     """
@@ -37,7 +40,7 @@ def group_config(settings: Settings, model_path: str, max_context: int, store_ma
         "max_context": max_context,
         "fsdp": 0,
         "tensor": settings.tensor_parallel,
-        "expert": settings.expert_parallel,
+        "expert": settings.expert_parallel if experts else 1,
         "compile_cache_dir": str(settings.compile_cache),
         "store_url": settings.store_url if store_mark else "",
         "store_mark": store_mark,

@@ -107,6 +107,11 @@ def test_the_longest_sequence_grows_with_the_devices_that_it_is_split_over() -> 
     assert "TINKERFLOW_CONTEXT_PARALLEL=8" in command_of(planned, Settings(context_parallel=8))
 
 
+def test_the_expert_axis_is_for_models_with_experts_only(tmp_path: Path) -> None:
+    assert plan(tmp_path, "4B", "h100:8", expert_parallel=8) == plan(tmp_path, "4B", "h100:8")
+    assert "mesh fsdp 1, expert 8, tensor 1" in plan(tmp_path, "30B-A3B", "h100:8", expert_parallel=8)
+
+
 def test_a_token_is_decoded_as_fast_with_the_defaults_as_with_a_tensor_axis(tmp_path: Path) -> None:
     pattern = r"decode, \d+ sequence\(s\) of 1024 tokens: +at most ([\d,]+) tokens/s"
     plain = plan(tmp_path, "32B", "h100:8")
