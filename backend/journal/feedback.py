@@ -12,7 +12,7 @@ from sqlmodel import col
 from tinkerflow.backend.core.errors import TooManyError
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view
-from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, text_bytes
+from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, rule_of, text_bytes
 from tinkerflow.backend.journal.tables import FeedbackRow
 
 _AT_ONCE = 8  # rows of one read from the database
@@ -59,9 +59,8 @@ class FeedbackGiven(Aggregate):
         with self._read() as connection:  # ids rise with time, and have an index
             oldest = connection.execute(latest.order_by(col(FeedbackRow.id).desc()).offset(most - 1).limit(1)).scalar()
         if oldest is not None and oldest > self._now() - timedelta(days=1):
-            raise TooManyError(
-                f"this project has rated {most} answers in 24 hours, as many as it may (max_feedback_per_day)"
-            )
+            rule = rule_of("feedback_per_day")
+            raise TooManyError(f"this project has rated {most} answers in 24 hours, as many as it may {rule}")
 
     def add(self, new: NewFeedback, limits: Limits = NO_LIMITS) -> int:
         """Store feedback and return its id. The audit log has the key, not the text. TooManyError as in `check`."""

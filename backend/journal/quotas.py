@@ -79,6 +79,26 @@ KEPT = (
 )  # columns of project_total
 
 
+_REMEDIES = {  # what a client can do itself
+    "max_sampling_requests": "wait for answers",
+    "max_queued_tokens": "wait for answers",
+    "max_queued_bytes": "wait for answers",
+    "max_live_models": 'end sessions that are done (`service.close("success").result()`) or unload their models (`POST '
+    "/api/v1/unload_model`); a program that ended without this counts until its session times out "
+    "(TINKERFLOW_SESSION_TIMEOUT)",
+    "max_stored_bytes": "delete some",
+    "max_images": "delete some",
+    "max_feedback_per_day": "wait",
+}
+
+
+def rule_of(limit: str) -> str:
+    """The end of an error about a field of Limits: its setting, and the ways to go on."""
+    setting = f"max_{limit}"
+    own = f"{_REMEDIES[setting]}, or " if setting in _REMEDIES else ""
+    return f"({setting}); {own}ask the operator (`tinkerflow limit set PROJECT {setting}=N`)"
+
+
 def refused(text: str) -> tuple[str, Category]:
     """The failure of a wrong request with the reason `text`."""
     return text, UserError.category
@@ -115,9 +135,8 @@ def check_sample(connection: sa.Connection, limits: Limits, owner: str, size: in
     """TooManyError if a further sample of `size` bytes would exceed the project's limits."""
     most = limits.sampling_requests
     if most and _count(connection, _COUNT_SAMPLES, owner, at_most=most) >= most:
-        raise TooManyError(
-            f"this project has {most} sampling requests waiting, as many as it may (max_sampling_requests)"
-        )
+        rule = rule_of("sampling_requests")
+        raise TooManyError(f"this project has {most} sampling requests waiting, as many as it may {rule}")
     if (failure := _bytes_failure(connection, limits, owner, size)) is not None:
         raise TooManyError(failure)
 
@@ -134,7 +153,7 @@ def training_failure(
         if waiting + tokens > limits.queued_tokens:
             return refused(
                 f"the request has {tokens} tokens, and this project has {waiting} waiting: "
-                f"together they must be at most {limits.queued_tokens} (max_queued_tokens)"
+                f"together they must be at most {limits.queued_tokens} {rule_of('queued_tokens')}"
             )
     if (failure := _bytes_failure(connection, limits, owner, size)) is not None:
         return refused(failure)
@@ -149,9 +168,7 @@ def model_failure(connection: sa.Connection, owner: str, limits: Limits) -> Fail
     if live < limits.live_models:
         return None
     return refused(
-        f"this project would have {live + 1} models: must be at most {limits.live_models} (max_live_models); "
-        "close the sessions of those that are done (`ServiceClient.close`); a program that ended without this counts "
-        "until its session times out"
+        f"this project would have {live + 1} models: must be at most {limits.live_models} {rule_of('live_models')}"
     )
 
 
@@ -162,7 +179,7 @@ def _bytes_failure(connection: sa.Connection, limits: Limits, owner: str, size: 
         return None
     return (
         f"the request has {size} bytes, and this project's waiting requests have {waiting}: "
-        f"together they must be at most {limits.queued_bytes} (max_queued_bytes)"
+        f"together they must be at most {limits.queued_bytes} {rule_of('queued_bytes')}"
     )
 
 
@@ -188,7 +205,7 @@ def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Fa
         return None
     return refused(
         f"this project's checkpoints and images have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
-        "(max_stored_bytes); delete some"
+        f"{rule_of('stored_bytes')}"
     )
 
 
@@ -202,7 +219,7 @@ def check_storage(connection: sa.Connection, limits: Limits, owner: str, what: s
         uploads = f", and its other uploads up to {reserved}" if reserved else ""
         raise UserError(
             f"{what} {size} bytes, this project's checkpoints and images {stored}{uploads}: together they must be at "
-            f"most {limits.stored_bytes} (max_stored_bytes)"
+            f"most {limits.stored_bytes} {rule_of('stored_bytes')}"
         )
 
 
@@ -238,7 +255,7 @@ def count_kept(
         if (most := getattr(limits, name)) and number > most:
             raise UserError(
                 f"this project keeps {number - adds} {name.replace('_', ' ')}, and this adds {adds}: together they "
-                f"must be at most {most} (max_{name})"
+                f"must be at most {most} {rule_of(name)}"
             )
 
 
@@ -256,7 +273,7 @@ def kept_failure(connection: sa.Connection, owner: str, limits: Limits, *kept: s
     for name in limited:
         if total is not None and (number := getattr(total, name)) >= (most := getattr(limits, name)):
             would = f"would keep at least {number + 1} {name.replace('_', ' ')}"
-            return refused(f"this project {would}: must be at most {most} (max_{name})")
+            return refused(f"this project {would}: must be at most {most} {rule_of(name)}")
     return None
 
 

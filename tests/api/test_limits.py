@@ -46,7 +46,10 @@ def test_what_is_told_of_a_full_queue(start: Any, engine: Any) -> None:
     body = {"sampling_session_id": name, "seq_id": 1, "prompt": {"chunks": []}, "sampling_params": {}}
     refused = server.post("asample", body)
     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
-    assert "max_sampling_requests" in refused.json()["detail"]
+    assert refused.json()["detail"].endswith(
+        "waiting, as many as it may (max_sampling_requests); wait for answers, or ask the operator "
+        "(`tinkerflow limit set PROJECT max_sampling_requests=N`)"
+    )
 
 
 def test_training_over_the_limits_fails_its_future_and_the_next_works(start: Any, engine: Any) -> None:

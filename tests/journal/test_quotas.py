@@ -110,7 +110,9 @@ def create(scene, session: str, n: int, limits: Limits) -> str:
 def test_models_beyond_the_limit_fail_by_name_and_ended_ones_make_room(scene):
     limits, session = Limits(live_models=2), scene.session()
     assert create(scene, session, 0, limits) == create(scene, session, 1, limits) == ""
-    assert "would have 3 models: must be at most 2 (max_live_models)" in create(scene, session, 2, limits)
+    error = create(scene, session, 2, limits)
+    assert "would have 3 models: must be at most 2 (max_live_models)" in error
+    assert '`service.close("success").result()`' in error and "limit set PROJECT max_live_models=N" in error
     assert create(scene, session, 1, limits) == ""  # repeated
     (creation,) = scene.journal.requests.ready(model_id(session, 0))
     scene.journal.results.finish([creation.failed("no", "user")])
@@ -284,7 +286,10 @@ def test_an_unnamed_save_fails_where_no_sampler_may_be_kept(scene):
     scene.sampler(scene.session())
     save = replace(scene.operation(model, 1), kind=Kind.SAVE_FOR_SAMPLER)
     failed = scene.journal.results.get(scene.journal.requests.submit(save, Limits(samplers=1)), "local")
-    assert failed.error == "this project would keep at least 2 samplers: must be at most 1 (max_samplers)"
+    assert failed.error == (
+        "this project would keep at least 2 samplers: must be at most 1 (max_samplers); "
+        "ask the operator (`tinkerflow limit set PROJECT max_samplers=N`)"
+    )
 
 
 def test_bytes_of_waiting_requests_have_a_limit(scene):
