@@ -7,6 +7,7 @@ accelerator's compiler.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from tinkerflow.backend.compute.planning.memory_plan import GB, MemoryPlan, plan
 from tinkerflow.backend.compute.planning.roofline import Estimate, decode_bound, training_bound
 from tinkerflow.backend.compute.planning.topologies import Topology, parse_topology
 from tinkerflow.backend.compute.planning.training_memory import adapter_bytes, check_context_parallel
-from tinkerflow.backend.compute.platforms import CUDA, TURING, compiling_for
+from tinkerflow.backend.compute.platforms import CUDA, TPU, TURING, compiling_for
 from tinkerflow.backend.compute.weights.files import read_object
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import hub_name
@@ -38,6 +39,8 @@ from tinkerflow.flows.groups import group_config
 CONFIG = "config.json"
 ROW = 1024  # tokens of the examples that training is estimated for
 _WIDTH = 44  # of the column with the kind of work
+_WORTHWHILE = 1.2  # times the rate of training
+_HOST_GPUS = 8
 _PART = 0.5  # of the bound, to expect
 _PART_WITHOUT_KERNELS = 0.2  # the compiler's roofline of training a 4B on a T4 is 0.37 of the bound
 
@@ -127,11 +130,53 @@ def _larger(settings: Settings, topology: str) -> Iterator[tuple[str, Settings, 
 
 
 def command_of(plan: ServicePlan, settings: Settings) -> str:
-    """The command that serves the base model as planned."""
+    """The command that serves the base model as planned. For GPUs of several hosts: that of the first host."""
     planned = ("max_context", "base_weights", "tensor_parallel", "expert_parallel", "context_parallel")
     changed = [name for name in planned if getattr(settings, name) != Settings.model_fields[name].default]
     words = [f"TINKERFLOW_{name.upper()}={getattr(settings, name)}" for name in changed]
-    return " ".join([*words, "tinkerflow", "up", "--base-model", shlex.quote(plan.name)])
+    words += ["tinkerflow", "up", "--base-model", shlex.quote(plan.name)]
+    if hosts := _hosts(plan.target):
+        words += ["--processes", str(hosts), "--group", "ADDRESS:7000"]
+    return " ".join(words)
+
+
+def _hosts(target: Topology) -> int:
+    """The number of hosts with GPUs; 0 for a single one, and for TPUs, whose shapes do not name hosts."""
+    several = target.device.platform is not TPU and len(target.shape) == 2 and target.shape[0] > 1
+    return target.shape[0] if several else 0
+
+
+def about_hosts(target: Topology) -> list[str]:
+    """Lines about GPUs of several hosts: the command of the others, and a limit of the plan."""
+    if _hosts(target):
+        return [
+            "and on each host: tinkerflow worker --group ADDRESS:7000 --secret-file group.secret "
+            "(docs/many-hosts.md); ADDRESS is that of the first host",
+            "Links between hosts count as those of one host. The network is often slower, and so are the rates above.",
+        ]
+    if target.device.platform is not TPU and target.count > _HOST_GPUS:
+        return [f"{target} is one host. Most hosts have at most {_HOST_GPUS} GPUs: {target.device.name}:2x8 is two."]
+    return []
+
+
+def with_expert_axis(plan: ServicePlan, settings: Settings) -> str:
+    """A line about whole experts on each device of a host, where this trains faster; "" otherwise."""
+    size = math.gcd(plan.cfg.experts, plan.target.shape[-1] // plan.config.tensor)
+    if plan.config.expert > 1 or size < 2:
+        return ""
+    changed = settings.model_copy(update={"expert_parallel": size})
+    try:
+        other = plan_service(changed, plan.name, str(plan.target), rank=plan.spec.rank)
+    except UserError:
+        return ""
+    before, after = _training(plan).rate, _training(other).rate
+    if after < _WORTHWHILE * before:
+        return ""
+    length = min(ROW, plan.memory.context, other.memory.context)
+    decodes = f"{_decode(other, length).rate:,.0f} tokens/s instead of {_decode(plan, length).rate:,.0f}"
+    positions = f"{other.memory.cells} positions to sample in instead of {plan.memory.cells}"
+    training = f"{after:,.0f} tokens/s instead of {before:,.0f}"
+    return f"with --expert-parallel {size}: training at most {training}, decode at most {decodes}, {positions}"
 
 
 def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
@@ -141,19 +186,7 @@ def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
     """
     cfg, config, target, memory = plan.cfg, plan.config, plan.target, plan.memory
     assert memory.uses is not None  # an accelerator
-    undivided = replace(config, fsdp=1, tensor=1, expert=1)
-    part, halves = (_PART, 0)
-    if target.device.platform is TURING and config.dtype == "bfloat16":  # a step writes and reads matrices in float16
-        part, halves = _PART_WITHOUT_KERNELS, 2 * weight_bytes(cfg, replace(undivided, base_weights="full"))
-    training = training_bound(
-        cfg,
-        config,
-        target.device,
-        spec=plan.spec,
-        weights=weight_bytes(cfg, undivided),
-        tokens=memory.budget.microbatch_tokens,
-        kept=memory.uses.activations,
-    )
+    part = _PART_WITHOUT_KERNELS if _computes_in_halves(plan) else _PART
     residents = memory.uses.adapters // adapter_bytes(cfg, config, plan.spec, DEFAULT_OPTIMIZER)
     axes = f"fsdp {config.fsdp}, expert {config.expert}, tensor {config.tensor}"
     lines = [
@@ -162,19 +195,10 @@ def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
         f"fits: {memory.describe()}",
         f"adapters of rank {plan.spec.rank} in training at the same time: {residents}",
         f"all parameters in training (rank 0): {_full(cfg, config, memory)}",
-        f"{f'training, examples of {ROW} tokens:':<{_WIDTH}}at most {_rate(training, price, part)}",
+        f"{f'training, examples of {ROW} tokens:':<{_WIDTH}}at most {_rate(_training(plan), price, part)}",
     ]
     for positions in sorted({min(ROW, memory.context), memory.context}):
-        slots = plan.slots(positions)
-        decode = decode_bound(
-            cfg,
-            config,
-            target.device,
-            weights=step_weights(cfg, undivided, slots) + halves,
-            slots=slots,
-            positions=positions,
-            cell=memory.uses.kv_cache / memory.cells,
-        )
+        decode = _decode(plan, positions)
         work = f"decode, {decode.tokens} sequence(s) of {positions} tokens:"
         lines.append(f"{work:<{_WIDTH}}at most {_rate(decode, price, part)}")
     expected = "half" if part == _PART else "a fifth"
@@ -186,6 +210,42 @@ def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
     if config.dtype == "float32":
         lines.append("The peaks are those of matmuls in bfloat16: in float32 expect several times less.")
     return "\n".join(lines)
+
+
+def _computes_in_halves(plan: ServicePlan) -> bool:
+    """Whether a step writes and reads the matrices in float16."""
+    return plan.target.device.platform is TURING and plan.config.dtype == "bfloat16"
+
+
+def _training(plan: ServicePlan) -> Estimate:
+    assert plan.memory.uses is not None
+    return training_bound(
+        plan.cfg,
+        plan.config,
+        plan.target.device,
+        spec=plan.spec,
+        weights=weight_bytes(plan.cfg, replace(plan.config, fsdp=1, tensor=1, expert=1)),
+        tokens=plan.memory.budget.microbatch_tokens,
+        kept=plan.memory.uses.activations,
+    )
+
+
+def _decode(plan: ServicePlan, positions: int) -> Estimate:
+    """The bound of a decode step of sequences with so many positions."""
+    assert plan.memory.uses is not None
+    undivided = replace(plan.config, fsdp=1, tensor=1, expert=1)
+    slots, weights = plan.slots(positions), 0.0
+    if _computes_in_halves(plan):
+        weights = 2 * weight_bytes(plan.cfg, replace(undivided, base_weights="full"))
+    return decode_bound(
+        plan.cfg,
+        plan.config,
+        plan.target.device,
+        weights=step_weights(plan.cfg, undivided, slots) + weights,
+        slots=slots,
+        positions=positions,
+        cell=plan.memory.uses.kv_cache / plan.memory.cells,
+    )
 
 
 def _on_devices(config: GroupConfig, target: Topology) -> GroupConfig:

@@ -127,7 +127,7 @@ def plan(
     `tinkerflow plan Qwen/Qwen3-8B --for h100:1` needs no accelerator: it makes the plan that the workers would make,
     and uses the devices' peak rates. For popular models it needs no network. The exit status is 0 only if it fits.
     """
-    from tinkerflow.deployments.plan import DoesNotFitError, command_of, describe_plan, plan_service, what_fits
+    from tinkerflow.deployments import plan as planning
 
     if bool(model) == bool(base_model) or not topology:
         raise UserError("plan: name one model and the devices, as in `tinkerflow plan Qwen/Qwen3-8B --for h100:1`")
@@ -141,12 +141,14 @@ def plan(
         context_parallel=context_parallel,
     )
     try:
-        made = plan_service(settings, name, topology, rank=rank)
-    except DoesNotFitError as error:
-        fits = what_fits(settings, name, topology, rank=rank)
+        made = planning.plan_service(settings, name, topology, rank=rank)
+    except planning.DoesNotFitError as error:
+        fits = planning.what_fits(settings, name, topology, rank=rank)
         raise UserError(f"no: {name} does not fit {topology}: {error.message}{fits}") from error
-    print(describe_plan(made, price))
-    print(f"start it: {command_of(made, settings)}")
+    print(planning.describe_plan(made, price))
+    if line := planning.with_expert_axis(made, settings):
+        print(line)
+    print(f"start it: {planning.command_of(made, settings)}", *planning.about_hosts(made.target), sep="\n")
 
 
 @app.command()

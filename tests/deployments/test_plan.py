@@ -112,6 +112,35 @@ def test_the_expert_axis_is_for_models_with_experts_only(tmp_path: Path) -> None
     assert "mesh fsdp 1, expert 8, tensor 1" in plan(tmp_path, "30B-A3B", "h100:8", expert_parallel=8)
 
 
+def test_a_mixture_of_experts_is_shown_the_trade_of_the_expert_axis() -> None:
+    _, text = said("Qwen/Qwen3-30B-A3B", "--for", "h100:2x8")
+    trade = re.search(
+        r"^with --expert-parallel 8: training at most ([\d,]+) tokens/s instead of ([\d,]+), "
+        r"decode at most ([\d,]+) tokens/s instead of ([\d,]+), (\d+) positions to sample in instead of (\d+)$",
+        text,
+        re.M,
+    )
+    assert trade, text
+    faster, training, slower, decode, fewer, positions = (int(figure.replace(",", "")) for figure in trade.groups())
+    assert faster > 1.2 * training and slower < decode and fewer < positions
+    _, split = said("Qwen/Qwen3-30B-A3B", "--for", "h100:2x8", "--expert-parallel", "8")
+    assert f"at most {faster:,} tokens/s" in split and f"at most {slower:,} tokens/s" in split
+    assert "with --expert-parallel" not in split + said("Qwen/Qwen3-8B", "--for", "h100:8")[1]
+
+
+def test_the_command_for_two_hosts_waits_for_both() -> None:
+    _, two = said("Qwen/Qwen3-8B", "--for", "h100:2x8")
+    assert (
+        "up --base-model Qwen/Qwen3-8B --processes 2 --group ADDRESS:7000\nand on each host: tinkerflow worker" in two
+    )
+    assert "Links between hosts count as those of one host." in two
+    assert said("Qwen/Qwen3-8B", "--for", "h100:16")[1].endswith(
+        "h100:16 is one host. Most hosts have at most 8 GPUs: h100:2x8 is two.\n"
+    )
+    for one in ("h100:8", "h100:1x8", "v6e:2x4"):
+        assert "--group" not in said("Qwen/Qwen3-8B", "--for", one)[1]
+
+
 def test_a_token_is_decoded_as_fast_with_the_defaults_as_with_a_tensor_axis(tmp_path: Path) -> None:
     pattern = r"decode, \d+ sequence\(s\) of 1024 tokens: +at most ([\d,]+) tokens/s"
     plain = plan(tmp_path, "32B", "h100:8")
