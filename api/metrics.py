@@ -23,6 +23,7 @@ from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+_FAILED = "Operations whose clients read that they failed in the service, by kind. Wrong requests do not count."
 _WAITING = {
     "samples": "Sample requests that have no answer yet.",
     "models": "Models with an operation that can be executed now.",
@@ -79,6 +80,7 @@ class Metrics(Collector):
         """Nothing is counted yet."""
         self.registry = CollectorRegistry()
         self.answered: dict[str, Answered] = {}
+        self.failed: Counter[str] = Counter()  # operations, by kind
         self._known: Known | None = None
         self.registry.register(self)
 
@@ -99,7 +101,10 @@ class Metrics(Collector):
             bounds = (*(str(bound) for bound in SECONDS), "+Inf")
             buckets = list(zip(bounds, accumulate(answered.took), strict=True))
             seconds.add_metric((operation,), buckets, answered.seconds)
-        yield from (requests, seconds)
+        failed = CounterMetricFamily("tinkerflow_operations_failed", _FAILED, labels=("operation",))
+        for kind, count in list(self.failed.items()):
+            failed.add_metric((kind,), count)
+        yield from (requests, seconds, failed)
         if self._known is not None:
             yield from _of_journal(self._known)
             yield from _of_groups(self._known)

@@ -26,6 +26,7 @@ from tinkerflow.backend.journal import AWAY
 from tinkerflow.backend.pool.host.devices import accelerator, expected, seen
 from tinkerflow.backend.service import opened_journal, refuse_other_service, service_url
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.checkpoint import RUNS
 from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.deployments.data_dir import NEEDED_BYTES, open_to_others
@@ -139,17 +140,20 @@ def check_recovery(settings: Settings) -> str:
 
 
 def check_store(settings: Settings) -> str:
-    """Write, read and remove an object, through the code that saves checkpoints.
+    """Write, read and remove objects, also where checkpoints are, through the code that saves these.
 
     Raises StoreError when other bytes come back; UserError and OSError when the store cannot be opened or written.
     """
-    blobs, probe, content = open_blobs(settings.store_url), f".doctor-{uuid.uuid4().hex}", b"tinkerflow"
-    blobs.create(probe, content)
-    try:
-        if blobs.read(probe) != content:
-            raise StoreError(f"{settings.store_url}: other bytes were read than written; is it shared with a cache?")
-    finally:
-        blobs.remove(probe)
+    blobs, name, content = open_blobs(settings.store_url), f".doctor-{uuid.uuid4().hex}", b"tinkerflow"
+    for probe in (name, f"{RUNS}/{name}"):
+        blobs.create(probe, content)
+        try:
+            if blobs.read(probe) != content:
+                raise StoreError(
+                    f"{settings.store_url}: other bytes were read than written; is it shared with a cache?"
+                )
+        finally:
+            blobs.remove(probe)
     return f"{settings.store_url}: writeable"
 
 

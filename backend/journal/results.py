@@ -33,6 +33,7 @@ from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     UNMADE,
+    Kind,
     Model,
     ModelState,
     PayloadType,
@@ -120,6 +121,7 @@ _MAKE_STEP = (
 _MOST = sa.bindparam("at_most", type_=sa.BigInteger)
 _READ = sa.select(
     col(Request.id),
+    col(Request.kind),
     col(Request.state),
     col(Request.result_type),
     col(Request.error),
@@ -248,15 +250,18 @@ class Outcome:
 class Result:
     """A request's answer: `result` bytes of `result_type` when done, else `error` and `category`.
 
-    size: of the result in bytes. Results over the size that the reader allowed have a size and no bytes.
+    size: of the result in bytes. Results over the size that the reader allowed have a size and no bytes. again: whether
+    an earlier call has read it.
     """
 
     request_id: str
+    kind: Kind
     result: bytes | None
     result_type: PayloadType
     error: str | None
     category: Category | None
     size: int
+    again: bool
 
 
 @dataclass(frozen=True)
@@ -307,7 +312,8 @@ class Results(Aggregate):
         if row.read_at is None and not size_only:
             with self._write() as connection:
                 connection.execute(_MARK_READ, {"request_id": request_id, "now": self._now()})
-        return Result(row.id, row.result, row.result_type, row.error, row.category, row.size or 0)
+        again = row.read_at is not None
+        return Result(row.id, row.kind, row.result, row.result_type, row.error, row.category, row.size or 0, again)
 
     def finished(self, request_ids: Collection[str]) -> set[str]:
         """Which of these requests are answered, in one query per ten thousand ids."""

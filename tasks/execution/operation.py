@@ -282,7 +282,7 @@ def failure(request: Pending, error: Exception) -> Outcome:
     name = f"{request.kind} {request.id}" + (f" of {request.model_id}" if request.model_id else "")
     effects: tuple[Effect, ...] = ()
     if isinstance(error, TinkerflowError):
-        level = logging.INFO if error.category == "user" else logging.WARNING
+        level = logging.INFO if error.category == "user" else logging.ERROR
         log.log(level, "%s failed: %s: %s", name, type(error).__name__, error.message)
         if isinstance(error, StateLostError) and request.model_id is not None:
             effects = (ModelEnded(request.model_id, ModelState.LOST, error.message),)

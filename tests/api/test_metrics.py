@@ -84,6 +84,18 @@ def test_requests_are_counted_by_operation_and_status(server: Any) -> None:
     assert timed["create_session",] == 1
 
 
+def test_a_failure_of_the_service_is_counted_when_its_client_reads_it(server: Any) -> None:
+    def failed() -> dict[tuple[str, ...], float]:
+        return counts(server, "tinkerflow_operations_failed", "tinkerflow_operations_failed_total")
+
+    broken, refused = (server.journal.requests.ready(server.model())[0] for _ in range(2))
+    server.journal.results.finish([broken.failed("no", "server"), refused.failed("no", "user")])
+    assert failed() == {}
+    for request in (broken, broken, refused):
+        assert server.result(request.id).json()["error"] == "no"
+    assert failed() == {("create_model",): 1.0}
+
+
 def test_two_apps_of_a_process_count_apart(start: Any) -> None:
     one, other = start(), start()
     one.session()

@@ -104,12 +104,16 @@ def test_what_is_compiled(tmp_path: Path) -> None:
 def test_the_store_is_probed_as_checkpoints_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(data_dir=tmp_path)
     assert doctor.check_store(settings) == f"file://{tmp_path}/store: writeable"
-    assert not list((tmp_path / "store").glob(".doctor*"))
+    assert not list((tmp_path / "store").rglob(".doctor*"))
     with pytest.raises(UserError, match="ftp"):  # fsspec could write there, but no checkpoint can be saved there
         doctor.check_store(Settings(data_dir=tmp_path, store="ftp://somewhere/x"))
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(OSError, match="file"):
         doctor.check_store(Settings(data_dir=tmp_path, store=f"file://{tmp_path}/file"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "runs").write_text("no checkpoint can be written below")
+    with pytest.raises(OSError, match="runs"):
+        doctor.check_store(Settings(data_dir=tmp_path, store=f"file://{tmp_path}/other"))
 
     monkeypatch.setattr(blobs.LocalBlobs, "read", lambda *_: b"something else")
     with pytest.raises(StoreError, match="other bytes were read than written"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
+from tinkerflow.backend.journal import Kind
 
 
 def test_pending_then_answered_and_re_readable(scene):
@@ -15,8 +18,9 @@ def test_pending_then_answered_and_re_readable(scene):
     first = scene.journal.results.get(request, "local")
     assert (first.request_id, first.result) == (request, b"result")
     assert (first.result_type, first.error, first.category) == ("proto", None, None)
-    assert scene.journal.results.get(request, "local") == first
-    assert scene.journal.results.get(request, None) == first
+    assert (first.kind, first.again) == (Kind.FORWARD_BACKWARD, False)
+    assert scene.journal.results.get(request, "local") == replace(first, again=True)
+    assert scene.journal.results.get(request, None) == replace(first, again=True)
 
 
 def test_failures_keep_text_and_category(scene):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from tinkerflow.backend.core.errors import (
     GroupFailedError,
     JournalBusyError,
     StateLostError,
+    StoreError,
     SuspectError,
     UserError,
 )
@@ -106,19 +108,22 @@ async def test_a_published_save_is_stored_after_its_answer(context: Any, client:
 
 
 @pytest.mark.parametrize(
-    ("error", "category", "effects"),
+    ("error", "category", "effects", "level"),
     [
-        (UserError("rank is 0: at least 1"), "user", 0),
-        (StateLostError("adapter gone"), "server", 1),
-        (RuntimeError("no such thing"), "server", 0),
+        (UserError("rank is 0: at least 1"), "user", 0, "INFO"),
+        (StateLostError("adapter gone"), "server", 1, "ERROR"),
+        (StoreError("runs/x: no space"), "server", 0, "ERROR"),
+        (RuntimeError("no such thing"), "server", 0, "ERROR"),
     ],
 )
 def test_a_failure_names_what_happened(
-    context: Any, client: Any, error: Exception, category: str, effects: int
+    context: Any, client: Any, caplog: Any, error: Exception, category: str, effects: int, level: str
 ) -> None:
     model, _ = client.submit_create()
     (request,) = context.journal.requests.ready(model, 1)
-    outcome = failure(request, error)
+    with caplog.at_level(logging.INFO):
+        outcome = failure(request, error)
+    assert [record.levelname for record in caplog.records] == [level]
     assert outcome.category == category and str(error) in str(outcome.error)
     assert len(outcome.effects) == effects
     if effects:
