@@ -24,7 +24,7 @@ from tinkerflow.backend.core.errors import StoreError, TinkerflowError, UserErro
 from tinkerflow.backend.core.prefect_access import server_for_clients
 from tinkerflow.backend.journal import AWAY
 from tinkerflow.backend.pool.host.devices import accelerator, expected, seen
-from tinkerflow.backend.service import opened_journal, refuse_other_service, service_url
+from tinkerflow.backend.service import opened_journal, read_owner, refuse_other_service, service_url
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.checkpoint import RUNS
 from tinkerflow.backend.spec.commands import CompileStatus
@@ -211,6 +211,8 @@ def check_prefect(settings: Settings) -> str:
         raise UserError("TINKERFLOW_PREFECT is external: set PREFECT_API_URL to the URL of that server's API")
     server = server_for_clients(settings.data_dir, os.environ)
     if server is None:
+        if read_owner(settings.data_dir) is not None:
+            return "restarting: it starts with the engine"
         return "not running; `tinkerflow up` starts it"
     url = f"{server.api_url.removesuffix('/')}/health"
     try:

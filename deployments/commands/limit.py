@@ -48,8 +48,9 @@ def list_limits(data_dir: DataDir = None) -> None:
 
     table = Table("project", "limits")
     with open_journal(settings_with(data_dir=data_dir)) as journal:
+        known = {key.project for key in journal.keys.all()}
         for project, own in journal.project_limits.all().items():
-            table.add_row(project, _shown(own))
+            table.add_row(project if project in known else f"{project} (no such project yet)", _shown(own))
     print_wide(table, empty="no project has limits of its own: `tinkerflow limit set PROJECT NAME=VALUE` sets one")
 
 

@@ -80,7 +80,9 @@ def test_limits_of_a_project_are_set_and_listed(tmp_path):
     )
     assert "search has no key yet" in limit("set", "search", "max_sessions=default").stderr
     assert (
-        "search" in (listed := limit("list").stdout) and "max_live_models=2" in listed and "max_sessions" not in listed
+        "search (no such project yet)" in (listed := limit("list").stdout)
+        and "max_live_models=2" in listed
+        and "max_sessions" not in listed
     )
     for wrong in ("max_live_models", "max_live_models=two", "max_live_models=-1"):
         assert f"limit {wrong!r}: must be NAME=VALUE" in str(limit("set", "search", wrong).exception)

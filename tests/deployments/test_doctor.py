@@ -19,6 +19,7 @@ from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.store import blobs
 from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import doctor
+from tinkerflow.deployments.data_dir import owned
 from tinkerflow.deployments.options import plain_console
 from tinkerflow.deployments.parts import open_journal
 from tinkerflow.deployments.status import show_status
@@ -171,6 +172,8 @@ def test_prefect_embedded_external_or_off(tmp_path: Path, port: int, monkeypatch
     assert doctor.check_prefect(Settings(data_dir=tmp_path, prefect="off")) == "off: nothing is tracked"
     idle = Settings(data_dir=tmp_path, prefect_port=port)  # which another program has
     assert doctor.check_prefect(idle) == "not running; `tinkerflow up` starts it"
+    with owned(tmp_path, "http://127.0.0.1:8000"):
+        assert doctor.check_prefect(idle) == "restarting: it starts with the engine"
     make_credential(tmp_path)
     record_server(tmp_path, port, os.getpid())
     assert f"{port}/api/health" in doctor.check_prefect(idle)

@@ -94,7 +94,7 @@ async def usage_page(visit: Visiting) -> Response:
         return {
             "kinds": list(NAMES.values()),
             "projects": sorted(by_project.items()),
-            "figure": chart("Tokens by day", lines, across="days from now") if lines else None,
+            "figure": chart("Tokens by day", lines, across="days, 0 is today") if lines else None,
             "stored": visit.journal.usage.stored_now(visit.owner),
         }
 
