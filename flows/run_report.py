@@ -79,7 +79,7 @@ class RunReport:
                     self._step_made(effect)
                     news = True
                 case CheckpointSaved():
-                    size = f"{effect.size_bytes / 2**20:.1f} MiB"
+                    size = f"{effect.size_bytes / 1e6:.3g} MB"
                     self._say(f"step {effect.step}: saved {effect.path} ({effect.kind}, {size})", logging.INFO)
                     self._tell(
                         "tinkerflow.checkpoint.saved",

@@ -57,5 +57,5 @@ async def test_restores_saves_and_alarms_are_events_and_steps_are_not(client: An
         ),
         (logging.WARNING, "its worker group ended; what was in flight is executed again by the next one"),
         (logging.ERROR, "the loss is nan, not a finite number"),
-        (logging.INFO, f"step 1: saved {path} (weights, 1.0 MiB)"),
+        (logging.INFO, f"step 1: saved {path} (weights, 1.05 MB)"),
     ]

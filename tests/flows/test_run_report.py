@@ -118,7 +118,7 @@ def test_a_checkpoint_is_said_and_told() -> None:
     path = f"tinker://{RUN}/weights/seen"
     saved = CheckpointSaved(path, RUN, CheckpointKind.WEIGHTS, "seen", "local", "tiny", 8, True, True, True, 3, 2**20)
     assert told.answered(saved)
-    assert told.lines == [(logging.INFO, f"step 3: saved {path} (weights, 1.0 MiB)")]
+    assert told.lines == [(logging.INFO, f"step 3: saved {path} (weights, 1.05 MB)")]
     assert told.events == [
         ("tinkerflow.checkpoint.saved", {"path": path, "kind": "weights", "step": 3, "bytes": 2**20})
     ]
