@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tinkerflow.backend.catalog.model_card import public_name
-from tinkerflow.backend.journal import BaseModelView, ProcessView, ServiceFigures, UsageKind
+from tinkerflow.backend.journal import BaseModelView, Kind, ProcessView, ServiceFigures, UsageKind
 from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -80,7 +80,8 @@ class Metrics(Collector):
         """Nothing is counted yet."""
         self.registry = CollectorRegistry()
         self.answered: dict[str, Answered] = {}
-        self.failed: Counter[str] = Counter()  # operations, by kind
+        # Operations, by kind. They begin with 0, because Prometheus sees no increase in a line that is new.
+        self.failed: Counter[str] = Counter(dict.fromkeys(Kind, 0))
         self._known: Known | None = None
         self.registry.register(self)
 

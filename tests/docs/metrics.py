@@ -26,7 +26,6 @@ def families() -> list[Family]:
     """Every family of the page, in its order; without the times at which counters began, which nobody asks for."""
     metrics = Metrics()
     metrics.answered["x"] = Answered({200: 1})  # so that the page has lines of it
-    metrics.failed["x"] = 1
     now, status = datetime.now(UTC), CompileStatus(**dict.fromkeys(CompileStatus.__struct_fields__, 1))
     base = BaseModelView("a/b", "", now, status, {"generation": 1, "memory": {"weights": 1}})
     used = {("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}
