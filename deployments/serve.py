@@ -237,13 +237,16 @@ class OutageFilter(logging.Filter):
 
         error = record.exc_info[1] if record.exc_info else None
         has_given_up = isinstance(error, RuntimeError) and "error threshold" in str(error)
-        return not has_given_up and not isinstance(error, httpx.TransportError | OSError | WebSocketException)
+        away = httpx.TransportError | OSError | WebSocketException | asyncio.CancelledError
+        is_of_runner = record.name.split(".")[0] in ("prefect", "asyncio")
+        return not is_of_runner or not (has_given_up or isinstance(error, away))
 
 
 @contextmanager
 def outages_in_one_line() -> Iterator[None]:
     """Drop what Prefect's runner logs and prints about a server that is away, inside."""
-    handlers, outage = logging.getLogger("prefect").handlers, OutageFilter()
+    # Releases of Prefect differ in the logger that has the console.
+    handlers, outage = [*logging.getLogger("prefect").handlers, *logging.getLogger().handlers], OutageFilter()
     for handler in handlers:
         handler.addFilter(outage)
     try:

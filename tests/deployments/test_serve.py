@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from tinkerflow.deployments.serve import (
     PLAIN_LOG,
     Deployment,
     make_deployment,
+    outages_in_one_line,
     read_file,
 )
 from tinkerflow.flows.pipelines import Pipeline, pipelines
@@ -184,3 +187,22 @@ async def test_serve_follows_the_prefect_server_of_its_data_dir(
                 serving.kill()
             await server.stop()
     assert "Traceback" not in log.read_text(), log.read_text()
+
+
+def test_a_server_that_is_away_prints_no_traceback_on_the_root_logger_either() -> None:
+    printed = io.StringIO()
+    handler = logging.StreamHandler(printed)
+    logging.getLogger().addHandler(handler)
+    try:
+        with outages_in_one_line():
+            for name, error in (
+                ("prefect.FlowRunCancellingObserver", ConnectionRefusedError(111, "refused")),
+                ("asyncio", asyncio.CancelledError()),
+                ("prefect.runner", KeyError("a defect")),
+                ("tinkerflow.flows", ConnectionRefusedError(111, "of us")),
+            ):
+                logging.getLogger(name).error("%s failed", name, exc_info=error)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert "Observer" not in printed.getvalue() and "asyncio" not in printed.getvalue()
+    assert "a defect" in printed.getvalue() and "of us" in printed.getvalue()
