@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROOM = Path(__file__).parent
 os.environ["TINKER_TELEMETRY"] = "0"
+os.environ["DO_NOT_TRACK"] = "1"  # as our commands set it for Prefect
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # as in our commands
 os.environ["TINKERFLOW_WARM_UP"] = "false"  # services of the tests compile what they need; test_warming.py is of it
 # Prefect's set-up of logging closes the stream of absl's handler, which would be the stream of pytest's capture.

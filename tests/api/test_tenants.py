@@ -208,6 +208,7 @@ IN_BODY: dict[str, list[Probe]] = {
         ),
     ],
     "get_info": [Probe("model", lambda it, me: {"model_id": it})],
+    "unload_model": [Probe("model", lambda it, me: {"model_id": it})],
     "asample": [Probe("sampler", lambda it, me: sample(it, next(_late)))],
     "create_sampling_session": [
         in_session(sampling_session_seq_id=7, base_model=BASE),
