@@ -1,7 +1,8 @@
-"""What sampling ahead saves with a slow environment: `python -m tests.benchmarks.staleness [--seconds 2]`.
+"""The gain of sampling ahead with a slow environment: `python -m tests.benchmarks.staleness [--seconds 2] [--seeds 5]`.
 
 The pipeline `rl` trains the tiny model with `max_staleness` 0, 1 and 2, in turns, on one service. Its environment
-sleeps for each answer. Printed are the steps per hour after the first few, which compile.
+sleeps for each answer. Printed are the steps per hour after the first few, which compile, and with --seeds the mean
+rewards of the last steps of so many runs.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -29,7 +32,7 @@ SECONDS, TIMES = "SLEEPY_SECONDS", "SLEEPY_TIMES"
 
 
 class Sleepy:
-    """Sleeps for each answer, rewards its vowels, and notes the time."""
+    """Sleeps for each answer, rewards its vowels, and notes the time and the reward."""
 
     def __init__(self, facts: Facts) -> None:
         """facts: of the row."""
@@ -42,17 +45,20 @@ class Sleepy:
     async def answered(self, text: str) -> Reply:
         """Reward the answer after a while."""
         await asyncio.sleep(float(os.environ[SECONDS]))
-        _note_time()
-        return Reply(sum(letter in "aeiou" for letter in text) / max(1, len(text)))
+        reward = sum(letter in "aeiou" for letter in text) / max(1, len(text))
+        _note(reward)
+        return Reply(reward)
 
 
-def _note_time() -> None:
+def _note(reward: float) -> None:
     with Path(os.environ[TIMES]).open("a", encoding="utf-8") as file:
-        print(time.time(), file=file)
+        print(time.time(), reward, file=file)
 
 
-def steps_per_hour(url: str, folder: Path, staleness: int, seconds: float, name: str) -> float:
-    """Train, and count. name: of the run."""
+def answers_of_run(
+    url: str, folder: Path, staleness: int, seconds: float, name: str, seed: int = 0
+) -> list[tuple[float, float]]:
+    """Train; the time and the reward of each answer, in order. name: of the run. seed: of its adapter and samples."""
     (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "Say {n}"}}\n' for n in range(8)))
     config = {
         "name": name,
@@ -61,6 +67,7 @@ def steps_per_hour(url: str, folder: Path, staleness: int, seconds: float, name:
         "group_size": GROUP,
         "answer_tokens": 16,
         "max_staleness": staleness,
+        "model": {"seed": seed},
         "training": {"steps": STEPS, "batch_size": ROWS},
     }
     (folder / "rl.yaml").write_text(yaml.safe_dump(config))
@@ -73,8 +80,19 @@ def steps_per_hour(url: str, folder: Path, staleness: int, seconds: float, name:
         stdout=subprocess.DEVNULL,
         check=True,
     )
-    answered = sorted(float(line) for line in times.read_text().splitlines())[FIRST * ROWS * GROUP :]
+    lines = (line.split() for line in times.read_text().splitlines())
+    return sorted((float(at), float(reward)) for at, reward in lines)
+
+
+def steps_per_hour(answers: Sequence[tuple[float, float]]) -> float:
+    """The steps of a run per hour, without the first few. answers: of the run."""
+    answered = [at for at, _ in answers[FIRST * ROWS * GROUP :]]
     return 3600 * (len(answered) / (ROWS * GROUP) - 1) / (answered[-1] - answered[0])
+
+
+def last_reward(answers: Sequence[tuple[float, float]]) -> float:
+    """The mean reward of the last quarter of a run."""
+    return statistics.mean(reward for _, reward in answers[-len(answers) // 4 :])
 
 
 def main() -> None:
@@ -82,13 +100,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=2.0, help="that the environment sleeps for each answer")
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=0, help="of the runs whose rewards are compared")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, server(Path(folder) / "data", {}) as (url, _):
-        steps_per_hour(url, Path(folder), 1, 0.0, "warm-up")
+        run = partial(answers_of_run, url, Path(folder))
+        run(1, 0.0, "warm-up")
         for turn in range(args.repeat):
-            rates = {k: steps_per_hour(url, Path(folder), k, args.seconds, f"k{k}-{turn}") for k in (0, 1, 2)}
+            rates = {k: steps_per_hour(run(k, args.seconds, f"k{k}-{turn}")) for k in (0, 1, 2)}
             compared = "; ".join(f"k = {k}: {rate:.0f}, {rate / rates[0]:.2f} x" for k, rate in rates.items())
             print(f"steps per hour: {compared}; load {os.getloadavg()[0]:.1f}", flush=True)
+        for k in (0, 1, 2) if args.seeds else ():
+            found = [last_reward(run(k, args.seconds, f"k{k}-seed{seed}", seed)) for seed in range(args.seeds)]
+            shown = " ".join(f"{reward:.3f}" for reward in found)
+            print(
+                f"last rewards: k = {k}: {shown}; {statistics.mean(found):.3f} +- {statistics.stdev(found):.3f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
