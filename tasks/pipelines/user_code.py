@@ -104,7 +104,8 @@ def blocking_reported(seconds: float, report: Callable[[str], None]) -> Iterator
                 return
             if not passed.wait(seconds) and (place := _place_in_loop(sys._current_frames().get(blocked))):
                 context.run(report, place)
-            passed.wait()
+            while not (passed.wait(seconds) or ended.is_set()):
+                pass
 
     threading.Thread(target=watch, name="watch of the event loop", daemon=True).start()
     try:
