@@ -293,6 +293,7 @@ def modeled_sampler(
         sample_slots=slots,
         drafts=False,
         routing_replay=False,
+        support_replay=False,
         max_context=context,
         decode_chunk=chunk,
         expert_rank=0,
