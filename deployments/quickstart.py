@@ -22,7 +22,7 @@ from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.core.prefect_access import PrefectAccess, page_command
 from tinkerflow.deployments.local import API_KEY, running_stack
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson
-from tinkerflow.deployments.run import print_line, quiet_client
+from tinkerflow.deployments.run import LINE_SECONDS, print_line, quiet_client
 from tinkerflow.tasks.pipelines.row_errors import shorten
 
 if TYPE_CHECKING:
@@ -65,11 +65,15 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
 
 
 def _progress(status: Status) -> Callable[[str], None]:
-    """Shows the newest line of a service's parts; the line of the ready service stays, and in a file every line."""
+    """Shows the newest line of a service's parts, in a file one now and then; the line of the ready service stays."""
+    next_line = time.monotonic()
 
     def report(line: str) -> None:
-        if line.startswith("ready:") or not status.console.is_terminal:
+        nonlocal next_line
+        in_file = not status.console.is_terminal and time.monotonic() >= next_line
+        if line.startswith("ready:") or in_file:
             print_line(status.console, line)
+            next_line = time.monotonic() + LINE_SECONDS
         else:
             status.update(line)
 

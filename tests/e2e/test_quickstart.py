@@ -82,8 +82,10 @@ def test_quickstart_teaches_pig_latin_and_says_where_its_run_can_be_seen(kept):
     first, last = map(float, kept.found(r"tinkerflow/tiny, 30 steps, loss ([\d.]+) -> ([\d.]+): ").groups())
     assert last < 0.1 * first
     assert "all three answers learnt" in kept.said
-    lines = [line for line in kept.said.splitlines() if line.strip()]
+    progress = re.compile(r"step \d+, loss |(engine|api|prefect): ")
+    lines = [line for line in kept.said.splitlines() if line.strip() and not progress.match(line)]
     assert len(lines) <= 10 + 7  # the table has seven
+    assert len(re.findall(r"^step \d+, loss [\d.]+$", kept.said, re.MULTILINE)) == 30
     console, run = kept.console
     shown = httpx.get(f"{console}/training_runs/{run}", timeout=60)
     assert shown.status_code == 200 and "steps measured" in shown.text and "sampler_weights/pig-latin" in shown.text

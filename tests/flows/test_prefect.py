@@ -437,10 +437,11 @@ async def ask(http: httpx.AsyncClient, method: str, path: str, **more: Any) -> A
     return answer.raise_for_status().json()
 
 
-async def shown(http: httpx.AsyncClient, model: str) -> dict[str, Any]:
-    """Wait for the model's flow run. No operation waits for the server to have it."""
+async def shown(http: httpx.AsyncClient, model: str = "", *, name: str = "") -> dict[str, Any]:
+    """Wait for the flow run of a model, or with a name. No operation waits for the server to have it."""
+    wanted = {"flow_runs": {"name": {"any_": [name]}}} if name else tagged(model)
     async with asyncio.timeout(120):
-        while not (found := await post(http, "/flow_runs/filter", json=tagged(model))):  # noqa: ASYNC110
+        while not (found := await post(http, "/flow_runs/filter", json=wanted)):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     (run,) = found
     return dict(run)

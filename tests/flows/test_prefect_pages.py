@@ -53,7 +53,7 @@ async def asks() -> str:
 async def test_a_person_approves_by_mouse(connection: PrefectConnection, server: PrefectServer, page: Page) -> None:
     asking = asyncio.create_task(asks.with_options(flow_run_name="mouse")())
     async with prefect_http(connection.api_url) as http:
-        run = await shown(http, "approval of mouse")
+        run = await shown(http, name="approval of mouse")
         await in_state(http, run, "Paused")
     await asyncio.to_thread(answer_by_mouse, page, page_of(server, run), "Promote it?", "short answers")
     assert await asking == "True: short answers"
@@ -106,7 +106,7 @@ async def test_a_run_that_cannot_be_retried_has_no_retry(
     (samples,) = Mirror(connection, Pacing(1000.0, SystemClock())).observe_sampling("folder/other")
     samples.ended("Completed", "the engine has ended")
     async with prefect_http(connection.api_url) as http:
-        run = await shown(http, "other sampling")
+        run = await shown(http, name="other sampling")
         await in_state(http, run, "Completed")
     assert "Retry" not in await asyncio.to_thread(buttons, page, page_of(server, run), "Completed")
 
