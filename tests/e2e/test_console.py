@@ -12,6 +12,8 @@ import tinker.lib.console_urls
 from browser import wait_for
 from tinker import types
 
+from tinkerflow.backend.core.ids import EMBEDDED
+
 pytestmark = pytest.mark.thorough
 
 STEPS = "return Number((document.body.innerText.match(/(\\d+) steps? measured/) || [0, 0])[1])"
@@ -55,7 +57,7 @@ def test_the_curve_of_a_run_moves_while_it_trains_and_its_weights_answer(server,
         assert f"<figcaption>{title}" in curve
     talk(page, server, saved.path)
     page.open(f"{server.api_url}/pool")
-    page.shows("alive", server.base_model, "Memory of each device", "weights", "kv cache", "tokens")
+    page.shows("alive", EMBEDDED, "Memory of each device", "weights", "kv cache", "tokens")
     assert page.complaints() == []
 
 
