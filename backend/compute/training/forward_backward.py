@@ -9,7 +9,7 @@ sends a command for each part.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -106,7 +106,7 @@ class ForwardRun:
             if steps or command.backward or not current.done:
                 yield waiting
         forward = self._training.read(current.finish())
-        losses = SequenceLosses(command, current.loss_logprobs())
+        losses = SequenceLosses(command, current.of_supports(forward.logprobs))
         for step in range(steps):
             losses.compute(examples_of_step(command, step))
             if step + 1 < steps or command.backward:
@@ -186,12 +186,20 @@ class _Pass:
         self._training.adapters.set(self._command.adapter_id, after)
         return partial(_computed, gathered, computing)
 
-    def loss_logprobs(self) -> list[Float32]:
-        """The log probabilities that a loss gets: of the softmax over its support, where a token has one."""
-        results = to_host(self._scored)
-        masses = (0 if scored.log_mass_BT is None else scored.log_mass_BT[..., None] for scored in results)
-        found = [scored.logprobs_BTK - mass for scored, mass in zip(results, masses, strict=True)]
-        return _by_example(self._command, self._batches, found)
+    def of_supports(self, logprobs: Sequence[Float32]) -> Sequence[Float32]:
+        """The log probabilities that a loss gets: of the softmax over its support, where a token has one.
+
+        logprobs: the result of this pass, of the full softmax.
+        """
+        if all(scored.log_mass_BT is None for scored in self._scored):
+            return logprobs
+        on_host = to_host([scored.log_mass_BT for scored in self._scored])
+        masses = [
+            np.zeros((*scored.logprobs_BTK.shape[:-1], 1), np.float32) if mass_BT is None else mass_BT[..., None]
+            for scored, mass_BT in zip(self._scored, on_host, strict=True)
+        ]
+        by_example = _by_example(self._command, self._batches, masses)
+        return [found - mass for found, mass in zip(logprobs, by_example, strict=True)]
 
 
 def _or_no_memory(command: Forward, run: Callable[[], T]) -> T:
