@@ -51,9 +51,14 @@ class Choice:
     filters: bool | None = flax.struct.field(pytree_node=False, default=None)  # type: ignore[no-untyped-call]
 
     @property
+    def row_filters(self) -> Any:
+        """Whether each row has a top-k, a top-p or a min-p: bool [S], on the host if the rows are there."""
+        return (self.top_k_S >= 0) | (self.top_p_S < 1) | (self.min_p_S > 0)
+
+    @property
     def any_filter(self) -> Any:
-        """Whether any row has a top-k, a top-p or a min-p: a bool scalar, on the host if the rows are there."""
-        return ((self.top_k_S >= 0) | (self.top_p_S < 1) | (self.min_p_S > 0)).any()
+        """Whether any row has a filter: a bool scalar, on the host if the rows are there."""
+        return self.row_filters.any()
 
 
 @flax.struct.dataclass
@@ -182,9 +187,8 @@ def _sample(
 
 def _supports(weights_SV: jax.Array, choice: Choice, logits_SV: jax.Array, spread_S: jax.Array) -> SupportRows:
     """weights_SV: after the filters. logits_SV: less their maximum. spread_S: their log-sum-exp."""
-    filters_S = (choice.top_k_S >= 0) | (choice.top_p_S < 1) | (choice.min_p_S > 0)
     fits_S = jnp.sum(weights_SV > 0, axis=-1) <= MOST_SUPPORTED
-    restricted_S = filters_S & (choice.temperature_S > 0) & fits_S
+    restricted_S = choice.row_filters & (choice.temperature_S > 0) & fits_S
     kept_Ss, tokens_Ss = jax.lax.top_k(weights_SV, min(MOST_SUPPORTED, weights_SV.shape[1]))
     held_Ss = (kept_Ss > 0) & restricted_S[:, None]
     own_Ss = jnp.where(held_Ss, jnp.take_along_axis(logits_SV, tokens_Ss, axis=-1), -jnp.inf)
