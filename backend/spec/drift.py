@@ -94,11 +94,12 @@ class UsualDrift:
 
     def alarm(self, value: float, limits: DriftLimits) -> str:
         """The line of an alarm for a value that is far above the values before; "" for others. Counts the value."""
-        figure, log, usual = self._figure, math.log(max(value, _TINY)), math.exp(self._logs.median)
-        rises = 0 < figure.least_rise <= value and figure.limit(limits) > 0 and self._logs.exceeded_by(log)
+        figure, log, line = self._figure, math.log(max(value, _TINY)), ""
+        if 0 < figure.least_rise <= value and figure.limit(limits) > 0 and self._logs.exceeded_by(log):
+            before = f"and the median of the steps before is {math.exp(self._logs.median):.2g}"
+            line = f"{figure.name} is {value:.3g}, {before}: {figure.cause}"
         self._logs.add(log)
-        before = f"and the median of the steps before is {usual:.2g}"
-        return f"{figure.name} is {value:.3g}, {before}: {figure.cause}" if rises else ""
+        return line
 
 
 DRIFT_FIGURES = (
