@@ -278,16 +278,17 @@ def run_and_show(
         state = _run(console, pipeline, values, prefect, again)
     finally:
         training_runs.reset(token)
+    newest = made[-1] if made else ""
     if state.is_completed():
         result = _result(state)
         console.print(result_table(result), highlight=False)
-        made = [run for run in (result.get("training_run"),) if run]
+        newest = result.get("training_run", "")  # also of a finished run that is resumed, which makes no model
     else:
         show_failure(console, pipeline.name, state)
         if again and state.is_cancelled():
             print_line(console, f"to go on: {again}{values.get('resume') or state.state_details.flow_run_id}")
-    if server and made:
-        print_line(console, f"see it in the console: {server}/training_runs/{made[-1]}")
+    if server and newest:
+        print_line(console, f"see it in the console: {server}/training_runs/{newest}")
     return f"/runs/flow-run/{state.state_details.flow_run_id}", state.is_completed()
 
 

@@ -76,7 +76,7 @@ async def retrieve_future(call: Authorised) -> Response:
     if result is None:
         return _not_yet(body.request_id, await asyncio.to_thread(services.journal.queue.waits_for, body.request_id))
     if result.error is not None and result.category == "server" and not result.again:
-        call.services.metrics.failed[result.kind] += 1
+        services.metrics.failed[result.kind] += 1
     return _answer(result, body.request_id)
 
 
