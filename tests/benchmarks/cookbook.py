@@ -8,7 +8,6 @@ compiles and does not count.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import statistics
@@ -16,13 +15,10 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-import tinker
-from tests.benchmarks.service import cpu_seconds, server
-from tests.benchmarks.small_model import make_small
+from tests.benchmarks.service import compared_services, cpu_seconds, offered_model
 
 # Counts the tokens of each request, and those that are left when equal beginnings of 16 tokens or more count once.
 PROGRAM = """
@@ -93,23 +89,13 @@ def _prompt_tokens(url: str) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="", help="default: small-qwen3 in a scratch folder")
-    parser.add_argument("--repeat", type=int, default=3)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        model = args.model or str(make_small(Path(folder) / "small-qwen3"))
-        services = {
-            name: stack.enter_context(server(Path(folder) / name, settings, model=model))
-            for name, settings in SIDES.items()
-        }
+    with compared_services(SIDES) as (folder, repeat, services):
+        models = {name: offered_model(url) for name, (url, _) in services.items()}
         for recipe in ("math_rl", "guess_number"):
             found = defaultdict(list)
-            for number in range(args.repeat + 1):
+            for number in range(repeat + 1):
                 for name, (url, pid) in services.items():
-                    served = tinker.RestClient(base_url=url, api_key="tml-benchmark").get_server_capabilities().result()
-                    offered = str(served.supported_models[0].model_name)
-                    values = run_recipe(recipe, url, pid, offered, Path(folder))
+                    values = run_recipe(recipe, url, pid, models[name], folder)
                     if number:
                         found[name].append(values)
             for name, rounds in found.items():

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
+from tests.benchmarks.small_model import make_small
 from tinker import types
 
 from tinkerflow.backend.settings import Settings
@@ -47,6 +50,32 @@ def server(data_dir: Path, settings: Mapping[str, str], *, model: str = "") -> I
     finally:
         up.terminate()
         up.wait()
+
+
+def offered_model(url: str) -> str:
+    """The name of the base model that the service offers first."""
+    served = tinker.RestClient(base_url=url, api_key="tml-benchmark").get_server_capabilities().result()
+    return str(served.supported_models[0].model_name)
+
+
+@contextmanager
+def compared_services(sides: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Path, int, dict[str, tuple[str, int]]]]:
+    """Services that take turns on one model: a scratch folder, --repeat, and for each side its URL and pid.
+
+    sides: settings as for `server`, by the name of the side, whose data dir has that name in the folder. The command
+    line has --model (default: small-qwen3) and --repeat (default: 3).
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="", help="default: small-qwen3 in a scratch folder")
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        model = args.model or str(make_small(folder / "small-qwen3"))
+        services = {
+            name: stack.enter_context(server(folder / name, settings, model=model)) for name, settings in sides.items()
+        }
+        yield folder, args.repeat, services
 
 
 def warm(work: Callable[[], T], data_dir: Path) -> T:

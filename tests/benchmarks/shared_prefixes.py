@@ -7,18 +7,15 @@ are the clients' tokens for each CPU-second of the whole server. A round with a 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import tinker
-from tests.benchmarks.service import cpu_seconds, random_ids, server, warm
-from tests.benchmarks.small_model import make_small
+from tests.benchmarks.service import compared_services, cpu_seconds, offered_model, random_ids, warm
 from tinker import types
 
 GROUP, PROMPT, ANSWER = 16, 512, 64
@@ -56,24 +53,15 @@ def step(client: tinker.TrainingClient, data: Callable[[], list[types.Datum]]) -
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="", help="default: small-qwen3 in a scratch folder")
-    parser.add_argument("--repeat", type=int, default=3)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        model = args.model or str(make_small(Path(folder) / "small-qwen3"))
+    sides = {share: {"SHARE_PREFIXES": share} for share in ("true", "false")}
+    with compared_services(sides) as (folder, repeat, services), ExitStack() as stack:
         rounds = {}
-        for share in ("true", "false"):
-            data_dir = Path(folder) / share
-            url, pid = stack.enter_context(server(data_dir, {"SHARE_PREFIXES": share}, model=model))
+        for share, (url, pid) in services.items():
             service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-benchmark"))
-            served = tinker.RestClient(base_url=url, api_key="tml-benchmark").get_server_capabilities().result()
-            client = service.create_lora_training_client(
-                base_model=str(served.supported_models[0].model_name), rank=RANK
-            ).result()
-            rounds[share] = partial(measured, client, pid, data_dir)
+            client = service.create_lora_training_client(base_model=offered_model(url), rank=RANK).result()
+            rounds[share] = partial(measured, client, pid, folder / share)
         for data in (group, strangers):
-            found = [{share: turn(data) for share, turn in rounds.items()} for _ in range(args.repeat)]
+            found = [{share: turn(data) for share, turn in rounds.items()} for _ in range(repeat)]
             median = {share: statistics.median(each[share] for each in found) for share in rounds}
             rates = {share: GROUP * (PROMPT + ANSWER - 1) / seconds for share, seconds in median.items()}
             print(
