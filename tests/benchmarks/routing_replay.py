@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.compute.conftest import SHAPE, VOCAB, random_model
+from tests.compute.conftest import SHAPE, VOCAB, random_model, results_of
 
 from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.spec.commands import (
@@ -25,7 +25,6 @@ from tinkerflow.backend.spec.commands import (
     LoraSpec,
     PublishSnapshot,
     SampleRequest,
-    SampleStep,
 )
 from tinkerflow.backend.spec.drift import AGREEMENT, KL_MAX, KL_MEAN, kl_sample_train
 
@@ -46,11 +45,8 @@ def sampled(executor: Executor) -> list[tuple[Example, np.ndarray]]:
     """Samples as examples with their experts, and the sampler's logprobs."""
     prompt_T = np.random.default_rng(0).integers(0, VOCAB, PROMPT).astype(np.int32)
     request = SampleRequest("r", "owner", "s", prompt_T, SAMPLES, ANSWER, 1.0, -1, 1.0, seed=0, routes=True)
-    progress = executor.execute(SampleStep(admit=(request,)))
-    while not progress.finished:
-        progress = executor.execute(SampleStep())
     found = []
-    for sequence in progress.finished[0].sequences:
+    for sequence in results_of(executor, request)["r"].sequences:
         whole = np.concatenate([prompt_T, sequence.tokens_T])
         routes_Tn = np.full((len(whole) - 1, LAYERS * PER_TOKEN), -1, np.int16)
         routes_Tn[PROMPT - 1 :] = sequence.routes_Tn

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.compute.conftest import SHAPE, VOCAB, random_model
+from tests.compute.conftest import SHAPE, VOCAB, random_model, results_of
 
 from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.spec.commands import (
@@ -27,7 +27,6 @@ from tinkerflow.backend.spec.commands import (
     LoraSpec,
     PublishSnapshot,
     SampleRequest,
-    SampleStep,
 )
 from tinkerflow.backend.spec.supports import Supports
 
@@ -39,11 +38,8 @@ def sampled(executor: Executor) -> tuple[Example, ...]:
     """Samples as data whose advantages are all 1, with their supports."""
     prompt_T = np.random.default_rng(0).integers(0, VOCAB, PROMPT).astype(np.int32)
     request = SampleRequest("r", "owner", "s", prompt_T, SAMPLES, ANSWER, 1.0, -1, TOP_P, seed=0, supports=True)
-    progress = executor.execute(SampleStep(admit=(request,)))
-    while not progress.finished:
-        progress = executor.execute(SampleStep())
     found = []
-    for sequence in progress.finished[0].sequences:
+    for sequence in results_of(executor, request)["r"].sequences:
         whole, before = np.concatenate([prompt_T, sequence.tokens_T]), PROMPT - 1
         logprobs_TK = np.concatenate([np.zeros(before, np.float32), sequence.logprobs_T])[:, None]
         counted_TK = (np.arange(len(whole) - 1) >= before).astype(np.float32)[:, None]

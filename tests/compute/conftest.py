@@ -436,20 +436,21 @@ def ask() -> Callable[..., SampleRequest]:
 
 @pytest.fixture(scope="session")
 def run_all() -> Callable[..., dict[str, SampleResult]]:
-    """run_all(sampler or executor, *requests): the results by id, after as many steps as they need."""
+    """run_all(sampler or executor, *requests): see `results_of`."""
+    return results_of
 
-    def run(sampler: Sampler | Executor, *requests: SampleRequest, most_steps: int = 500) -> dict[str, SampleResult]:
-        step = sampler.execute if isinstance(sampler, Executor) else sampler.step
-        results: dict[str, SampleResult] = {}
-        progress = step(SampleStep(admit=requests))
-        for _ in range(most_steps):
-            results |= {result.request_id: result for result in progress.finished}
-            if not (progress.active or progress.waiting):
-                return results
-            progress = step(SampleStep())
-        raise AssertionError(f"{progress} after {most_steps} steps")
 
-    return run
+def results_of(sampler: Sampler | Executor, *requests: SampleRequest, most_steps: int = 500) -> dict[str, SampleResult]:
+    """The results by id, after as many steps as they need."""
+    step = sampler.execute if isinstance(sampler, Executor) else sampler.step
+    results: dict[str, SampleResult] = {}
+    progress = step(SampleStep(admit=requests))
+    for _ in range(most_steps):
+        results |= {result.request_id: result for result in progress.finished}
+        if not (progress.active or progress.waiting):
+            return results
+        progress = step(SampleStep())
+    raise AssertionError(f"{progress} after {most_steps} steps")
 
 
 @pytest.fixture(scope="session")
