@@ -93,7 +93,7 @@ def print_wide(table: Table, *, empty: str = "") -> None:
 
 def existing(settings: Settings, url: str) -> str:
     """The URL of a store, unless it is a folder of a data dir that does not exist: that is a UserError."""
-    if url.startswith(settings.data_dir.as_uri()) and not settings.data_dir.is_dir():
+    if f"{url}/".startswith(f"{settings.data_dir.as_uri()}/") and not settings.data_dir.is_dir():
         raise UserError(f"data dir {settings.data_dir}: does not exist")
     return url
 

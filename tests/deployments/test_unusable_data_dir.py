@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from tests.docs.generate import command_line, parameters
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import cli
 from tinkerflow.deployments.commands import one_line
 from tinkerflow.deployments.data_dir import make_data_dir
+from tinkerflow.deployments.options import existing
 from tinkerflow.deployments.parts import open_journal
 
 GIVEN = {
@@ -72,6 +74,15 @@ def test_a_data_dir_that_does_not_exist(command: str, tmp_path: Path, monkeypatc
     missing = tmp_path / "dta"
     assert line_of([*command.split(), "--data-dir", str(missing)], monkeypatch) == f"data dir {missing}: does not exist"
     assert not missing.exists()
+
+
+def test_a_store_outside_of_a_missing_data_dir_is_accepted(tmp_path: Path) -> None:
+    missing = Settings(data_dir=tmp_path / "data")
+    neighbor = (tmp_path / "data2").as_uri()
+    assert existing(missing, neighbor) == neighbor
+    for inside in (missing.data_dir.as_uri(), f"{missing.data_dir.as_uri()}/store"):
+        with pytest.raises(UserError, match="does not exist"):
+            existing(missing, inside)
 
 
 @pytest.mark.parametrize("command", MAKE_IT)
