@@ -26,7 +26,7 @@ from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 
 _ROWS, _OUTS, _BYTES_IN = 64, 64, 256  # the most of a tile; _BYTES_IN: of one row of it
-_STEPS = 8  # tiles of inputs that a program sums; more programs share what is longer, or most of a GPU would be idle
+_STEPS = 2  # tiles of inputs that a program sums; with more, few programs read A, and most of a GPU is idle
 
 
 class AdapterStack(Protocol):

@@ -12,7 +12,7 @@ from tinkerflow.backend.compute.kernels.adapter_gpu import in_place
 from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
 
-WIDTH, LAYERS, INS, OUTS = 160, 2, 700, 70  # sums in two parts, and tiles that are not full
+WIDTH, LAYERS, INS, OUTS = 160, 2, 700, 70  # sums in several parts, and tiles that are not full
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
