@@ -5,9 +5,11 @@ A budget that is not met yet has `met=False`. Its test fails when the budget is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.accelerators.efficiency import expected, expected_mfu
 
 Record = Mapping[str, Any]  # of one compiled program: see `compile.record`
 
@@ -34,12 +36,65 @@ class Case:
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a program. unit: in the table. of: the figure of a record. most: the limit is a maximum."""
+    """A figure of a program. unit: in the table. of: the figure of a record. most: the limit is a maximum.
+
+    names: what the figure counts, for messages.
+    """
 
     name: str
     unit: str
     of: Callable[[Record], float]
     most: bool = True
+    names: Callable[[Record], Sequence[str]] | None = None
+
+
+def _count(name: str, names: Callable[[Record], Sequence[str]]) -> Measure:
+    return Measure(name, "", lambda record: len(names(record)), names=names)
+
+
+@dataclass(frozen=True)
+class KernelBudget:
+    """The limits of one kernel on an H100. Kernels that `KERNELS` does not name have these defaults.
+
+    resident: the fewest blocks that a multiprocessor executes at the same time, which its registers, its shared memory
+    and the threads of a block decide. spilled: bytes. serialized: whether its matmuls may wait for each other. idle: in
+    decode, the microseconds that its launches may leave multiprocessors without a block.
+    """
+
+    resident: int = 1
+    spilled: int = 0
+    serialized: bool = False
+    idle: float = 0.0
+
+
+# A limit that is not the default says why.
+KERNELS = {
+    "adapter_low": KernelBudget(3, idle=3),  # 10 to 38 blocks, each of 256 inputs; more would move more partial sums
+    "adapter_update": KernelBudget(8),
+    "attention_backward": KernelBudget(serialized=True),  # JAX's kernel changes its sums between matmuls
+    "layer_product": KernelBudget(2, idle=4),  # k and v: 64 blocks of 16 columns; more would split sums
+    "paged_attention": KernelBudget(5, idle=3),  # one sequence: a block for each of 8 heads and 4 pages
+    "softmax_totals": KernelBudget(spilled=40),  # tiles of 256 rows; fewer would read the unembedding more often
+}
+
+
+def faults(record: Record) -> list[str]:
+    """Each figure of a kernel that breaks its budget."""
+    found = []
+    for name, kernel in record["kernels"].items():
+        limits = KERNELS.get(name, KernelBudget())
+        if kernel["resident"] < limits.resident:
+            taken = f"{kernel['registers']} registers, {kernel['shared']} bytes of shared memory"
+            found.append(
+                f"{name}: {kernel['resident']} blocks on a multiprocessor, at least {limits.resident} ({taken})"
+            )
+        if kernel["spilled"] > limits.spilled:
+            found.append(f"{name}: {kernel['spilled']} bytes of spilled registers, at most {limits.spilled}")
+        if kernel["serialized"] and not limits.serialized:
+            found.append(f"{name}: serialized wgmma")
+        if "step" in record and kernel["idle"] > limits.idle:
+            found.append(f"{name}: {kernel['blocks']} blocks, {kernel['idle']} us, at most {limits.idle}")
+    return found
 
 
 GB = 1e9
@@ -52,22 +107,24 @@ MEMORY_16 = Measure(
     "%",
     lambda record: 100 * (record["peak"] + 15 * record["adapter"]) / record["memory"],
 )
-UNKNOWN_LOOPS = Measure("loops without a trip count", "", lambda record: len(record["unknown_loops"]))
-SHORT_OFFSETS = Measure(
-    "kernels whose offsets do not reach all of an array", "", lambda record: len(record["short_offsets"])
+UNKNOWN_LOOPS = _count("loops without a trip count", lambda record: record["unknown_loops"])
+SHORT_OFFSETS = _count(
+    "kernels whose offsets do not reach all of an array",
+    lambda record: [f"{name} {', '.join(arrays)}" for name, arrays in record["short_offsets"].items()],
 )
+FAULTS = _count("faults of kernels", faults)
 TRITON = Measure("kernels of Triton", "", lambda record: record["triton"])
 SLICES = Measure("bytes of slices and updates of stacks", "GB", lambda record: record["slices"] / GB)
 # On GPUs, the host waits at each until the device has decided.
-DECISIONS = Measure(
-    "branches, and loops without a trip count",
-    "",
-    lambda record: len(record["unknown_loops"]) + len(record["branches"]),
+DECISIONS = _count(
+    "branches, and loops without a trip count", lambda record: [*record["unknown_loops"], *record["branches"]]
 )
 GATHERED = Measure("largest array that is gathered", "MB", lambda record: record["gathered"] / 1e6)
 DENSE = Measure("flops over those that are needed", "x", lambda record: record["flops"] / record["useful_flops"])
 STEP = Measure("bytes of a step over weights and live KV", "x", lambda record: record["step"] / record["needed"])
 LOSS_ROWS = Measure("rows of a matmul with the vocabulary", "", lambda record: record["loss_rows"], most=False)
+EXPECTED_MFU = Measure("MFU to expect", "%", lambda record: 100 * expected_mfu(record)[0], most=False)
+EXPECTED_STEP = Measure("time of a step to expect", "ms", lambda record: 1e3 * expected(record)[1] / CHUNK)
 MFU = Measure("MFU by roofline", "%", lambda record: 100 * record["mfu"], most=False)
 ADAPTER = Measure("an adapter in training, of each device", "GB", lambda record: record["adapter"] / GB)
 WHOLE_ADAPTER = Measure("an adapter in training, in all", "GB", lambda record: record["whole_adapter"] / GB)
@@ -91,6 +148,12 @@ class Budget:
     def holds(self, value: float) -> bool:
         """Whether the figure is within the limit."""
         return value <= self.limit if self.measure.most else value >= self.limit
+
+    def describe(self, record: Record) -> str:
+        """The figure beside its limit, with the names that it counts."""
+        value, names = self.measure.of(record), self.measure.names
+        named = f": {'; '.join(names(record))}" if names and value else ""
+        return f"{self.measure.name}: {value:.4g} {self.measure.unit}, limit {self.limit}{named}"
 
 
 def _case(text: str, *, unknown_trips: int = 1, **axes: int | str) -> Case:
@@ -121,6 +184,21 @@ BUDGETS = (
     ),
     Budget(_case("4B h100:1 forward_backward 4x1024"), MFU, 45),
     Budget(_case("4B h100:1 forward_backward 4x1024"), SLICES, 85),
+    *(
+        Budget(_case(f"4B h100:1 {program}", unknown_trips=trips), FAULTS, 0)
+        for trips, programs in (
+            (1, ("loss 4x1024", "forward_backward 4x1024", "tree_attention 1x8192")),
+            (CHUNK, ("decode 1x512", "decode 64x2048", "decode 256x512")),
+        )
+        for program in programs
+    ),
+    # As fast as other trainers and samplers on an H100, also where kernels reach the least that we expect of them.
+    Budget(_case("4B h100:1 forward_backward 4x1024"), EXPECTED_MFU, 40, met=False),
+    Budget(_case("4B h100:1 forward_backward 1x32768"), EXPECTED_MFU, 30, met=False),
+    *(  # 230, 8,300 and 17,000 tokens per second
+        Budget(_case(f"4B h100:1 decode {sizes}", unknown_trips=CHUNK), EXPECTED_STEP, limit, met=False)
+        for sizes, limit in (("1x512", 4.35), ("64x512", 7.7), ("256x512", 15))
+    ),
     # A v6e's micro-batch, whose layers are not computed again; of 4x1024 they would be, and the MFU 36 %.
     Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MFU, 45, met=False),
     Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MEMORY, 100),
@@ -134,7 +212,7 @@ BUDGETS = (
     # A row that is split over eight devices.
     *(
         Budget(_case("4B h100:8 forward_backward 1x131072"), measure, limit)
-        for measure, limit in ((MFU, 45), (TEMPORARIES, 8), (LARGEST_F32, 1))
+        for measure, limit in ((MFU, 45), (TEMPORARIES, 8), (LARGEST_F32, 1), (SLICES, 170))
     ),
     Budget(_case("8B h100:1 forward_backward 1x8192"), MEMORY_16, 100),
     Budget(_case("32B h100:8 forward_backward 8x1024"), MEMORY_16, 100),
@@ -201,7 +279,7 @@ BUDGETS = (
     *(  # a GPU of 24 GB: a layer's matrices are computed back, forward and backward, and never those of all layers
         Budget(_case(f"8B {target} forward_backward 1x8192", base_weights="nf4", **memory), measure, limit)
         for target, memory in (("l4:1", {}), ("h100:1", {"memory": 24}))
-        for measure, limit in ((MEMORY, 50), (TEMPORARIES, 3))
+        for measure, limit in ((MEMORY, 50), (TEMPORARIES, 3), (SLICES, 230))
     ),
     *(
         Budget(_case(f"{model} l4:1 decode 16x2048", unknown_trips=CHUNK, base_weights="nf4"), *rest)

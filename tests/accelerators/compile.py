@@ -12,13 +12,14 @@ import json
 import math
 import re
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 from tests.accelerators.budgets import Case, Record
-from tests.accelerators.hlo_text import Counts, seconds
+from tests.accelerators.hlo_text import PALLAS, Counts, seconds
 from tests.accelerators.model_programs import Programs
 from tests.accelerators.models import config
 from tests.accelerators.targets import Figures
@@ -39,7 +40,8 @@ def record(case: Case, cache: str) -> Record:
     useful = 0.0
     if case.program == "forward_backward":
         useful = useful_flops(programs.cfg, programs.spec, case.sizes[1]) * math.prod(case.sizes) / programs.mesh.size
-    check_flops(counts.flops, useful)
+    check_flops(counts, useful)
+    sent = sum(one.bytes * one.times for one in counts.collectives)
     copies = 2 + len(OPTIMIZERS[DEFAULT_OPTIMIZER].state)  # weights, gradient, moments
     return {
         "arguments": figures.arguments,
@@ -49,7 +51,7 @@ def record(case: Case, cache: str) -> Record:
         "flops": counts.flops,
         "bytes": counts.bytes,
         "seconds": figures.seconds,
-        "parts": _parts(counts, device, programs.rank),
+        "parts": _parts(counts, device, programs.rank, decodes=case.program in ("decode", "prefill")),
         "useful_flops": useful,
         "mfu": useful / device.flops / figures.seconds,
         "largest": {one.dtype: one.nbytes for one in reversed(counts.largest(count=None))},
@@ -57,11 +59,13 @@ def record(case: Case, cache: str) -> Record:
         "branches": sorted(counts.branches),
         "slices": sum(work.bytes for work in counts.work if re.search("dynamic_(update_)?slice", work.name)),
         "gathered": max((one.bytes for one in counts.collectives if one.kind == "all-gather"), default=0),
-        "sent": sum(one.bytes * one.times for one in counts.collectives),
+        "sent": sent,
+        "transfers": sent / device.link,
         "loss_rows": _rows(counts.matmuls(), programs.cfg.vocab // programs.tensor),
         "adapter": held_bytes(programs.lora) * copies,
         "whole_adapter": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.lora)) * copies,
         "unstated": counts.kernels,
+        "kernels": {name: asdict(kernel) for name, kernel in figures.kernels.items()},
         "triton": figures.triton,
         "short_offsets": {name: arrays for name, arrays in figures.short_offsets.items() if arrays},
         **(
@@ -76,11 +80,13 @@ class MissingFlopsError(Exception):
     """A program was counted to do less than it must do."""
 
 
-def check_flops(counted: float, useful: float) -> None:
-    """MissingFlopsError if fewer flops were counted than are useful."""
-    if counted < useful:
-        text = f"{counted / 1e12:.2f} TFLOP were counted, but {useful / 1e12:.2f} are useful: `hlo_kernels.KERNELS`"
-        raise MissingFlopsError(f"{text} lacks a kernel, or has too few flops for one")
+def check_flops(counts: Counts, useful: float) -> None:
+    """MissingFlopsError if fewer flops were counted than are useful, or if nothing states those of a Pallas kernel."""
+    if missing := [name for name in counts.kernels if name.endswith(PALLAS)]:
+        raise MissingFlopsError(f"`hlo_kernels.KERNELS` has no flops for {', '.join(missing)}")
+    if counts.flops < useful:
+        text = f"{counts.flops / 1e12:.2f} TFLOP were counted, but {useful / 1e12:.2f} are useful"
+        raise MissingFlopsError(f"{text}: `hlo_kernels.KERNELS` has too few flops for a kernel")
 
 
 def _step(counts: Counts, steps: int) -> float:
@@ -102,13 +108,18 @@ def _needed(programs: Programs, case: Case) -> float:
     return read_bytes(programs.params, slots) + slots * row / programs.mesh.size
 
 
-def _parts(counts: Counts, device: Device, rank: int) -> dict[str, float]:
-    """Seconds of the roofline by the purpose of the operations. JAX differentiates the layers, but not the loss."""
+def _parts(counts: Counts, device: Device, rank: int, *, decodes: bool) -> dict[str, float]:
+    """Seconds of the roofline by the purpose of the operations. JAX differentiates the layers, but not the loss.
+
+    decodes: of the sampler, whose parts are two.
+    """
     parts: dict[str, float] = {}
     for work in counts.work:
         sizes = [int(size) for shape, _ in work.matmuls for size in re.findall(r"\d+(?=[,\]])", shape)]
         if "attention" in work.name or "splash" in work.name:
-            part = "attention"
+            part = "attention over pages" if decodes else "attention"
+        elif decodes:
+            part = "weights and sampling"
         elif "jvp" not in work.name:
             part = "loss"
         elif not work.flops:

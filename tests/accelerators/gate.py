@@ -64,8 +64,7 @@ def main(*words: str) -> int:
         if (record := records[budget.case.name]) and not isinstance(record, str):
             value = budget.measure.of(record)
             kept = "holds" if budget.holds(value) else "BROKEN" if budget.met else "not yet"
-            said = f"{budget.measure.name} {value:.4g} {budget.measure.unit}, limit {budget.limit}"
-            print(f"{kept:8} {budget.case.name}: {said}")
+            print(f"{kept:8} {budget.case.name}: {budget.describe(record)}")
     for name, error in failed.items():
         print(f"FAILED   {name}: {error}")
     old = json.loads(FIGURES.read_text()) if words else {}

@@ -40,6 +40,7 @@ _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "col
 _NO_WORK = frozenset(
     ("AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "AssumeGatherIndicesInBound")
 )
+PALLAS = "/pallas_call"  # the end of the paths of Pallas kernels
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # with the place of their updates among the operands
 
@@ -49,6 +50,7 @@ class Work:
     """What one operation does in the whole program. times: how often it runs. flops and bytes are of all the times.
 
     name: of the operation in our code, as JAX names it. matmuls: their shapes, with the flops of all the times.
+    operation: its name in the text.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Work:
     flops: int
     bytes: int
     matmuls: tuple[tuple[str, int], ...] = ()
+    operation: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Counts:
     branches: list[str] = field(default_factory=list)  # names of conditionals
     collectives: list[Collective] = field(default_factory=list)
     arrays: dict[str, Shape] = field(default_factory=dict)  # results of operations, by their name and shape
-    kernels: dict[str, int] = field(default_factory=dict)  # calls of kernels that state no flops, by target
+    kernels: dict[str, int] = field(default_factory=dict)  # calls that state no flops, by the path of a Pallas kernel
 
     @property
     def flops(self) -> int:
@@ -297,7 +300,7 @@ class _Counter:
         flops = sum(flops for _, flops in matmuls) + self._stated(computation, op, times)
         if flops or moved:
             each = tuple((shape, one * times) for shape, one in matmuls)
-            self._counts.work.append(Work(op.label, kind, times, flops * times, moved * times, each))
+            self._counts.work.append(Work(op.label, kind, times, flops * times, moved * times, each, op.name))
 
     def _branch(self, op: _Op, times: int, depth: int) -> None:
         """Count the branch of a conditional that moves the most bytes."""
@@ -469,7 +472,8 @@ class _Counter:
             return int(op.cost.get("flops", 0))
         if known := _known(KERNELS, op):
             return known([computation[name].shapes[0] for name in op.operands], op.shapes[0])
-        self._counts.kernels[op.target] = self._counts.kernels.get(op.target, 0) + times
+        name = op.label if op.label.endswith(PALLAS) else op.target
+        self._counts.kernels[name] = self._counts.kernels.get(name, 0) + times
         return 0
 
 

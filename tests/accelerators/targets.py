@@ -13,8 +13,9 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
+from tests.accelerators.gpu_kernels import Kernel, Multiprocessors, assembled, kernels, launches
 from tests.accelerators.hlo_text import Counts, count, seconds
 from tests.accelerators.triton_ir import short_offsets
 
@@ -84,7 +86,7 @@ class Figures:
 
     arguments, outputs and temporaries: memory. aliased: of the outputs, in the place of donated arguments. took:
     seconds of the compilation. short_offsets: as in `triton_ir`, of NVIDIA GPUs. triton: kernels that are compiled by
-    Triton, ours and XLA's own.
+    Triton, ours and XLA's own. kernels: as in `gpu_kernels`.
     """
 
     target: Topology
@@ -95,6 +97,7 @@ class Figures:
     temporaries: int
     counts: Counts
     short_offsets: Mapping[str, list[str]]
+    kernels: Mapping[str, Kernel]
     triton: int = 0
 
     @property
@@ -128,6 +131,7 @@ class Figures:
         lines += [
             f"  {100 * part / flops:4.1f} % of flops: {shape}" for shape, part in list(counts.matmuls().items())[:most]
         ]
+        lines += [f"  {name}: {kernel}" for name, kernel in self.kernels.items()]
         lines.append("  longest by roofline, ms (TFLOP, GB, times):")
         longest = sorted(counts.work, key=lambda work: -seconds([work], device))[:most]
         lines += [
@@ -193,7 +197,13 @@ def compile_for(
     counts = count(compiled.text, on_chip, unknown_trips)
     short = {} if on_chip else short_offsets(lowered)
     triton = len(re.findall(r"(?:__|xla\.gpu\.)triton", compiled.text))
-    return Figures(topology, compiled.took, **compiled.memory, counts=counts, short_offsets=short, triton=triton)
+    found: Mapping[str, Kernel] = {}
+    if not on_chip:
+        gpu = _GPUS[topology.device.name]
+        each = Multiprocessors(gpu.cores, gpu.threads, gpu.shared_memory + _CORE_ONLY)
+        found = kernels(counts.work, topology.device, each, compiled.launches, compiled.assembled)
+    more = {"counts": counts, "short_offsets": short, "kernels": found, "triton": triton}
+    return Figures(topology, compiled.took, **compiled.memory, **more)
 
 
 @dataclass(frozen=True)
@@ -201,13 +211,16 @@ class _Compiled:
     took: float
     memory: dict[str, int]  # as in `Figures`
     text: str
+    launches: dict[str, Any] = field(default_factory=dict)  # this and the next: as in `gpu_kernels`, of NVIDIA GPUs
+    assembled: dict[str, Any] = field(default_factory=dict)
 
 
 def _compiled(lowered: Any, target: str, cache: Path | None) -> _Compiled:
     if cache is None:
         return _compile(lowered, target)
     flags = [os.environ.get(platform.flags_variable) for platform in (CUDA, TPU)]
-    made_of = (lowered.as_text(), target, jax.__version__, flags)
+    form = [] if parse_topology(target).device.platform is TPU else [one.name for one in fields(_Compiled)]
+    made_of = (lowered.as_text(), target, jax.__version__, flags, *form)
     place = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()}.json.gz"
     if place.exists():
         return _Compiled(**json.loads(gzip.decompress(place.read_bytes())))
@@ -224,19 +237,28 @@ def _compile(lowered: Any, target: str) -> _Compiled:
     with TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         on_tpu = parse_topology(target).device.platform is TPU
-        compiled = lowered.compile(compiler_options=dump if on_tpu else None)
+        compiled = lowered.compile(compiler_options=dump)
         took, memory = time.monotonic() - began, compiled.memory_analysis()
+        starts: dict[str, Any] = {}
+        code: dict[str, Any] = {}
         if on_tpu:  # jaxlib cannot read every program that a newer libtpu makes, such as one with async updates
             (text,) = [path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")]
         else:
             text = compiled.as_text()
+            starts, code = launches(Path(folder)), assembled(Path(folder), _ptxas())
     sizes = {
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
     }
-    return _Compiled(took, sizes, text)
+    return _Compiled(took, sizes, text, starts, code)
+
+
+def _ptxas() -> Path:
+    """The assembler that comes with the compiler for NVIDIA GPUs."""
+    (packages,) = import_module("nvidia").__path__
+    return next(Path(packages).glob("*/bin/ptxas"))
 
 
 def _environment(topology: Topology) -> dict[str, str]:

@@ -164,9 +164,12 @@ def test_tpus_attention_counts_its_queries_and_keys_and_not_its_tables_of_masks(
 
 
 def test_a_kernel_that_states_no_flops_is_named() -> None:
-    counts = one('bf16[8]{0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton"', "bf16[8]{0}")
+    call = 'bf16[8]{0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton"'
+    counts = one(call, "bf16[8]{0}")
     assert counts.kernels == {"__gpu$xla.gpu.triton": 1}
     assert counts.bytes == 32
+    ours = one(f'{call}, metadata={{op_name="jit(f)/unknown/pallas_call"}}', "bf16[8]{0}")
+    assert ours.kernels == {"jit(f)/unknown/pallas_call": 1}
 
 
 @pytest.mark.parametrize(

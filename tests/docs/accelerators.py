@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tests.accelerators.budgets import BUDGETS, MFU, Record
+from tests.accelerators.budgets import BUDGETS, FAULTS, MFU, Record
+from tests.accelerators.efficiency import EFFICIENCIES, expected, expected_mfu
 from tests.accelerators.gate import FIGURES
 
 from tinkerflow.backend.compute.planning.topologies import DEVICES
@@ -51,7 +52,9 @@ def programs() -> tuple[Row, list[Row]]:
             *(f"{record[field] / 1e9:.2f}" for field in ("arguments", "temporaries", "bytes")),
             f"{record['flops'] / 1e12:.2f}",
             f"{record['seconds'] * 1e3:.1f}",
+            _between(1e3, expected(record)),
             f"{100 * record['mfu']:.0f} %" if record["mfu"] else "",
+            f"{_between(100, expected_mfu(record))} %" if record["mfu"] else "",
             f"{record['sent'] / 1e9:.2f}",
         )
         for name, record in sorted(_figures().items())
@@ -63,10 +66,30 @@ def programs() -> tuple[Row, list[Row]]:
         "accessed GB",
         "TFLOP",
         "roofline ms",
-        "MFU",
+        "ms to expect",
+        "MFU by roofline",
+        "MFU to expect",
         "between devices GB",
     )
     return head, rows
+
+
+def kernels() -> tuple[Row, list[Row]]:
+    """Our kernels and XLA's that have a fault, in the programs whose kernels have a budget."""
+    found, rows = _figures(), []
+    for name in dict.fromkeys(budget.case.name for budget in BUDGETS if budget.measure is FAULTS):
+        for kernel, one in found[name]["kernels"].items():
+            faults = {"spills": "spilled", "serialized wgmma": "serialized", "idle multiprocessors": "idle"}
+            said = ", ".join(fault for fault, field in faults.items() if one[field])
+            sizes = (f"{one[field]:,}" for field in ("blocks", "resident", "registers"))
+            rows.append((name, f"`{kernel}`", *sizes, f"{one['shared'] / 1e3:.0f}", said))
+    return ("program", "kernel", "blocks", "at a time", "registers", "shared memory kB", "faults"), rows
+
+
+def efficiencies() -> tuple[Row, list[Row]]:
+    """The share of the peaks to expect of each kind of kernel."""
+    rows = [(kind, _between(100, (one.low, one.high)), one.source) for kind, one in EFFICIENCIES.items()]
+    return ("kind of kernel", "% of the peak", "source"), rows
 
 
 def parts() -> tuple[Row, list[Row]]:
@@ -81,6 +104,11 @@ def parts() -> tuple[Row, list[Row]]:
     }
     rows = [(name, *(f"{of(record) * 1e3:.1f}" for record in compiled.values())) for name, of in figures.items()]
     return ("roofline, ms", *compiled), rows
+
+
+def _between(scale: float, figures: tuple[float, float]) -> str:
+    low, high = (f"{scale * figure:,.{0 if scale * figure >= 10 else 1}f}" for figure in figures)
+    return f"{low} to {high}"
 
 
 def _part(name: str, record: Record) -> float:

@@ -350,6 +350,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "accelerator-devices": lambda: table(*accelerators.devices()),
     "accelerator-budgets": lambda: table(*accelerators.budgets()),
     "accelerator-programs": lambda: table(*accelerators.programs()),
+    "accelerator-kernels": lambda: table(*accelerators.kernels()),
+    "accelerator-efficiencies": lambda: table(*accelerators.efficiencies()),
     "accelerator-parts": lambda: table(*accelerators.parts()),
     "sizing-needs": sizing.needs,
     "sizing-fits": lambda: sizing.fits("full"),

@@ -1,0 +1,155 @@
+"""The kernels of a program for NVIDIA GPUs: their blocks by XLA's dump, and their registers and spills by `ptxas`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.accelerators.hlo_text import Work, seconds
+
+from tinkerflow.backend.compute.planning.topologies import Device
+
+_THUNK = re.compile(
+    r"^\s*(\d+): kCustomKernel.*\] (\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]"
+    r"\s+shared_memory: (\d+)",
+    re.M,
+)
+_NAMED = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
+_REGISTERS, _BLOCKS, _WARP, _AT_ONCE = 65536, 32, 32, 256  # of a multiprocessor; _AT_ONCE: registers of a warp
+_OWN_SHARED = 1024  # bytes of shared memory that CUDA takes for each block
+_LAUNCH = 2e-6  # seconds that the start of a kernel takes at least
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an operation starts its kernel. shared: bytes of shared memory of a block."""
+
+    kernel: str
+    blocks: int
+    threads: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The machine code of a kernel. registers: of a thread. spilled: bytes that a thread stores for want of registers.
+
+    serialized: whether its matmuls wait for each other, because `ptxas` could not keep them asynchronous.
+    """
+
+    registers: int
+    spilled: int
+    serialized: bool
+
+
+@dataclass(frozen=True)
+class Multiprocessors:
+    """Of a GPU: how many, and the threads and bytes of shared memory of each."""
+
+    count: int
+    threads: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of a program, over all its launches and its variants for other shapes.
+
+    blocks: the fewest of a launch. resident: blocks that a multiprocessor executes at the same time, the fewest. idle:
+    the microseconds of the slowest launch that leaves multiprocessors idle, at the peaks of the others; 0 if it ends
+    before a next one could start.
+    """
+
+    blocks: int
+    resident: int
+    registers: int
+    shared: int
+    spilled: int
+    serialized: bool
+    idle: float
+
+
+def launches(folder: Path) -> dict[str, dict[str, Any]]:
+    """The `Launch` of each operation, as a dictionary, in XLA's dump."""
+    (sequence,), (metadata,) = folder.glob("*.thunk_sequence.txt"), folder.glob("*.thunk_metadata.txt")
+    operations = {number: name for name, number in _NAMED.findall(metadata.read_text())}
+    found = {}
+    for number, kernel, *sizes in _THUNK.findall(sequence.read_text()):
+        x, y, z, *threads, shared = map(int, sizes)
+        launch = Launch(kernel, x * y * z, threads[0] * threads[1] * threads[2], shared)
+        found[operations[str(int(number))]] = asdict(launch)
+    return found
+
+
+def assembled(folder: Path, ptxas: Path) -> dict[str, dict[str, Any]]:
+    """What `ptxas` reports for each kernel whose PTX XLA has dumped: an `Assembled` as a dictionary."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in folder.glob("*.ptx"):
+        if target := re.search(r"^\.target (\w+)", path.read_text(), re.M):
+            command = [ptxas, "-v", f"-arch={target[1]}", "-o", "/dev/null", path]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found |= reported(done.stderr + done.stdout)
+    return found
+
+
+def reported(text: str) -> dict[str, dict[str, Any]]:
+    """The same, in the output of `ptxas -v`."""
+    serialized = set(re.findall(r"instructions are serialized.* in (?:the )?function '([^']+)'", text))
+    found = {}
+    for part in text.split("Compiling entry function ")[1:]:
+        name, registers, spilled = (
+            re.search(pattern, part) for pattern in (r"'([^']+)'", r"Used (\d+) registers", r"(\d+) bytes spill stores")
+        )
+        if name and registers and spilled:
+            found[name[1]] = asdict(Assembled(int(registers[1]), int(spilled[1]), name[1] in serialized))
+    return found
+
+
+def kernels(
+    work: Iterable[Work],
+    device: Device,
+    each: Multiprocessors,
+    launched: Mapping[str, Mapping[str, Any]],
+    code: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Kernel]:
+    """By name, our kernels, which XLA calls custom calls, and those kernels of XLA that have a fault.
+
+    device: that the program is for. each: its multiprocessors. launched, code: as `launches` and `assembled` return.
+    XLA's kernels may have few blocks outside of the loop of layers, for example to choose a token for each row.
+    """
+    found: dict[str, list[Kernel]] = {}
+    operations = [one for one in work if one.operation in launched]
+    most = max((one.times for one in operations), default=0)
+    for one in operations:
+        launch = Launch(**launched[one.operation])
+        kernel = _kernel(one, device, each, launch, Assembled(**code[launch.kernel]))
+        idle = kernel.idle and one.times == most
+        if one.opcode == "custom-call" or kernel.spilled or kernel.serialized or idle:
+            found.setdefault(re.sub(r"__\d+$", "", launch.kernel), []).append(kernel)
+    return {name: _worst(variants) for name, variants in sorted(found.items())}
+
+
+def _kernel(one: Work, device: Device, each: Multiprocessors, launch: Launch, code: Assembled) -> Kernel:
+    warps = -(-launch.threads // _WARP)
+    registers = warps * -(-code.registers * _WARP // _AT_ONCE) * _AT_ONCE
+    shared = each.shared // (launch.shared + _OWN_SHARED)
+    resident = min(_REGISTERS // registers, shared, each.threads // launch.threads, _BLOCKS)
+    busy = seconds([one], device) / one.times * each.count / launch.blocks
+    idle = busy * 1e6 if launch.blocks < each.count and busy > _LAUNCH else 0.0
+    return Kernel(launch.blocks, resident, code.registers, launch.shared, code.spilled, code.serialized, round(idle, 2))
+
+
+def _worst(variants: list[Kernel]) -> Kernel:
+    return Kernel(
+        min(one.blocks for one in variants),
+        min(one.resident for one in variants),
+        max(one.registers for one in variants),
+        max(one.shared for one in variants),
+        max(one.spilled for one in variants),
+        any(one.serialized for one in variants),
+        max(one.idle for one in variants),
+    )
