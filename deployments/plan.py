@@ -41,8 +41,6 @@ ROW = 1024  # tokens of the examples that training is estimated for
 _WIDTH = 44  # of the column with the kind of work
 _WORTHWHILE = 1.2  # times the rate of training
 _HOST_GPUS = 8
-_PART = 0.5  # of the bound, to expect
-_PART_WITHOUT_KERNELS = 0.2  # the compiler's roofline of training a 4B on a T4 is 0.37 of the bound
 
 
 class DoesNotFitError(UserError):
@@ -186,7 +184,6 @@ def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
     """
     cfg, config, target, memory = plan.cfg, plan.config, plan.target, plan.memory
     assert memory.uses is not None  # an accelerator
-    part = _PART_WITHOUT_KERNELS if _computes_in_halves(plan) else _PART
     residents = memory.uses.adapters // adapter_bytes(cfg, config, plan.spec, DEFAULT_OPTIMIZER)
     axes = f"fsdp {config.fsdp}, expert {config.expert}, tensor {config.tensor}"
     lines = [
@@ -195,18 +192,16 @@ def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
         f"fits: {memory.describe()}",
         f"adapters of rank {plan.spec.rank} in training at the same time: {residents}",
         f"all parameters in training (rank 0): {_full(cfg, config, memory)}",
-        f"{f'training, examples of {ROW} tokens:':<{_WIDTH}}at most {_rate(_training(plan), price, part)}",
+        f"{f'training, examples of {ROW} tokens:':<{_WIDTH}}{_rate(_training(plan), price)}",
     ]
     for positions in sorted({min(ROW, memory.context), memory.context}):
         decode = _decode(plan, positions)
         work = f"decode, {decode.tokens} sequence(s) of {positions} tokens:"
-        lines.append(f"{work:<{_WIDTH}}at most {_rate(decode, price, part)}")
-    expected = "half" if part == _PART else "a fifth"
-    lines.append(f"These rates are bounds: every operation at its peak, all at the same time. Expect about {expected}.")
+        lines.append(f"{work:<{_WIDTH}}{_rate(decode, price)}")
+    lines.append("At most: every operation at its peak, all at the same time. Expect: our estimate for dense models.")
+    lines.append("No rate was measured: no GPU or TPU has run Tinkerflow yet.")
     if price:
-        lines.append(
-            f"The costs are those of {expected} of these rates, at {price:g} US dollars an hour for all devices."
-        )
+        lines.append(f"The costs are those of the rates to expect, at {price:g} US dollars an hour for all devices.")
     if config.dtype == "float32":
         lines.append("The peaks are those of matmuls in bfloat16: in float32 expect several times less.")
     return "\n".join(lines)
@@ -270,7 +265,10 @@ def _full(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> str:
     return f"fits: {facts}; {sampled}"
 
 
-def _rate(bound: Estimate, price: float, part: float) -> str:
+def _rate(bound: Estimate, price: float) -> str:
     limits = {"flops": "matmuls", "memory": "memory bandwidth", "links": "links between devices"}
-    cost = f"; ${price / (part * bound.rate * 3600) * 1e6:.3g} for a million tokens" if price else ""
-    return f"{bound.rate:,.0f} tokens/s, limited by {limits[bound.limit]}{cost}"
+    low, high = bound.expected
+    most, least = (price / (rate * 3600) * 1e6 for rate in (low, high))
+    cost = f"; ${least:.3g} to ${most:.3g} for a million tokens" if price else ""
+    bounded = f"at most {bound.rate:,.0f} tokens/s, limited by {limits[bound.limit]}"
+    return f"{bounded}; expect {low:,.0f} to {high:,.0f}{cost}"

@@ -8,16 +8,20 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from tests.accelerators import environment
-from tests.accelerators.budgets import BUDGETS, DECISIONS, FAULTS, KERNELS, Budget, Case, KernelBudget, Record
+from tests.accelerators.budgets import BUDGETS, CHUNK, DECISIONS, FAULTS, KERNELS, Budget, Case, KernelBudget, Record
 from tests.accelerators.compile import MissingFlopsError, check_flops
+from tests.accelerators.efficiency import expected, expected_mfu
 from tests.accelerators.gate import FIGURES, compile_cases
 from tests.accelerators.hlo_kernels import KERNELS as FLOPS
 from tests.accelerators.hlo_text import PALLAS, count
 
+from tinkerflow.backend.compute.planning.roofline import DECODE_SHARE, TRAINING_SHARE
+from tinkerflow.backend.compute.planning.topologies import DEVICES
 from tinkerflow.backend.compute.platforms import CUDA
 from tinkerflow.backend.compute.training.packing import pack
 from tinkerflow.backend.spec.commands import Example
 
+H100 = DEVICES["h100"]
 QUICK = [budget for budget in BUDGETS if budget.quick]
 
 
@@ -82,6 +86,18 @@ def test_the_figures_of_the_page_keep_the_budgets_that_are_met() -> None:
     assert known
     for budget in known:
         assert budget.holds(budget.measure.of(figures[budget.case.name])) == budget.met, budget
+
+
+def test_the_plan_expects_what_the_kinds_of_kernels_are_expected_to_reach() -> None:
+    """Of dense models. The plan's bounds have fewer bytes than the programs."""
+    figures = json.loads(FIGURES.read_text())
+    for name in ("4B h100:1 forward_backward 4x1024", "Gemma-3-12B h100:1 forward_backward 4x1024"):
+        low, high = expected_mfu(figures[name])
+        assert TRAINING_SHARE[0] <= low <= high <= TRAINING_SHARE[1], name
+    for sizes in ("1x512", "64x512", "256x512"):
+        record = figures[f"4B h100:1 decode {sizes}"]
+        low, high = (CHUNK * record["needed"] / H100.bandwidth / seconds for seconds in reversed(expected(record)))
+        assert low == pytest.approx(DECODE_SHARE[0], abs=0.03) and high == pytest.approx(DECODE_SHARE[1], abs=0.03)
 
 
 def test_no_kernel_has_a_wider_budget_than_it_needs() -> None:

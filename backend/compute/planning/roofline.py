@@ -1,5 +1,7 @@
 """How fast training and decoding can be at most, in closed form: the flops and bytes of a step at a device's peaks.
 
+Kernels reach a part of the peaks. `Estimate.expected` is the range that we expect. No device has confirmed it.
+
 Roofline: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model", 2009.
 """
 
@@ -14,6 +16,8 @@ from tinkerflow.backend.compute.planning.topologies import Device
 from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 
 _ROW = 1024  # tokens of the examples that training is estimated for
+# Shares of a bound. tests/accelerators/efficiency.py has them for each kind of kernel, and a test compares them.
+TRAINING_SHARE, DECODE_SHARE, SHARE_WITHOUT_KERNELS = (0.2, 0.4), (0.3, 0.5), (0.1, 0.2)
 
 
 def useful_flops(cfg: ModelConfig, spec: LoraSpec | None, length: int) -> float:
@@ -42,28 +46,37 @@ class Estimate:
     """The highest possible speed of a step.
 
     tokens: of the step, on all devices. seconds: the least time of the step. limit: the resource that sets the bound:
-    "flops", "memory" (bandwidth) or "links" (between devices).
+    "flops", "memory" (bandwidth) or "links" (between devices). share: the least and the most of the bound to expect.
     """
 
     tokens: int
     seconds: float
     limit: str
+    share: tuple[float, float]
 
     @property
     def rate(self) -> float:
         """Tokens a second."""
         return self.tokens / self.seconds
 
+    @property
+    def expected(self) -> tuple[float, float]:
+        """The range of tokens a second to expect."""
+        low, high = self.share
+        return low * self.rate, high * self.rate
+
 
 def _devices(config: GroupConfig) -> int:
     return config.fsdp * config.expert * config.tensor
 
 
-def _bound(tokens: int, device: Device, *, flops: float, moved: float, sent: float) -> Estimate:
+def _bound(
+    tokens: int, device: Device, share: tuple[float, float], *, flops: float, moved: float, sent: float
+) -> Estimate:
     """The bound of a step that needs this much of each device, with everything at its peak and at the same time."""
     times = {"flops": flops / device.flops, "memory": moved / device.bandwidth, "links": sent / device.link}
     limit = max(times, key=lambda name: times[name])
-    return Estimate(tokens, times[limit], limit)
+    return Estimate(tokens, times[limit], limit, share if device.platform.kernels else SHARE_WITHOUT_KERNELS)
 
 
 def training_bound(
@@ -81,7 +94,7 @@ def training_bound(
         each += (each - useful_flops(cfg, None, 0)) * (device.flops / device.float32_flops - 1)
     flops = each * tokens / _devices(config)
     sent = 2 * own * (config.fsdp - 1) / config.fsdp  # gathered for the forward and for the backward pass
-    return _bound(tokens, device, flops=flops, moved=2 * own + 2 * kept, sent=sent)
+    return _bound(tokens, device, TRAINING_SHARE, flops=flops, moved=2 * own + 2 * kept, sent=sent)
 
 
 def decode_bound(
@@ -97,4 +110,4 @@ def decode_bound(
     flops = useful_flops(cfg, None, 0) / 2 * slots / _devices(config)
     # The results of attention and of the MLP are summed over the devices, and each device gets the sums.
     sent = 4 * cfg.layers * slots * cfg.hidden * (4 if config.dtype == "float32" else 2) * (parts - 1) / parts
-    return _bound(slots, device, flops=flops, moved=own + slots * positions * cell, sent=sent)
+    return _bound(slots, device, DECODE_SHARE, flops=flops, moved=own + slots * positions * cell, sent=sent)
