@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.accelerators.hlo_text import Work, seconds
+from tests.accelerators.hlo_text import PALLAS, Work, seconds
 
 from tinkerflow.backend.compute.planning.topologies import Device
 
@@ -120,9 +120,10 @@ def kernels(
 
     device: that the program is for. each: its multiprocessors. launched, code: as `launches` and `assembled` return.
     XLA's kernels may have few blocks outside of the loop of layers, for example to choose a token for each row.
+    KeyError: `launched` lacks the operation of a Pallas kernel, or `code` a kernel, because a dump has another form.
     """
     found: dict[str, list[Kernel]] = {}
-    operations = [one for one in work if one.operation in launched]
+    operations = [one for one in work if one.operation in launched or one.name.endswith(PALLAS)]
     most = max((one.times for one in operations), default=0)
     for one in operations:
         launch = Launch(**launched[one.operation])

@@ -110,6 +110,12 @@ def test_a_kernel_of_decode_needs_a_block_for_each_multiprocessor() -> None:
     assert not of(one(64)["planted"], decode=False)
 
 
+def test_a_kernel_that_the_dump_lacks_is_no_kernel_without_faults() -> None:
+    work = Work("jit(f)/planted/pallas_call", "custom-call", 1, 0, MATRIX, operation="pallas_call.2")
+    with pytest.raises(KeyError, match=r"pallas_call\.2"):
+        kernels([work], DEVICES["h100"], H100, {}, {})
+
+
 def test_xlas_kernels_are_held_to_it_in_the_loop_of_layers() -> None:
     assert of(one(64, opcode="fusion")["planted"])
     assert not one(64, opcode="fusion", times=1)
