@@ -56,7 +56,9 @@ def test_a_loop_and_branches_that_the_device_decides_break_the_budget_by_name(
     assert not isinstance(record, str), record
     assert record["unknown_loops"] == ["jit(decode)/while"]
     assert len(record["branches"]) == 2 and all("/cond" in name for name in record["branches"])
-    assert not Budget(PLANTED, DECISIONS, 0).holds(DECISIONS.of(record))
+    broken = Budget(PLANTED, DECISIONS, 0)
+    assert not broken.holds(DECISIONS.of(record))
+    assert "limit 0: jit(decode)/while; " in broken.describe(record)
 
 
 def test_no_program_of_the_page_has_fewer_flops_than_are_useful() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.accelerators.budgets import BUDGETS, SHORT_OFFSETS, Budget
 from tests.accelerators.triton_ir import short_offsets
 
 from tinkerflow.backend.compute.kernels import (
@@ -167,6 +168,9 @@ def test_without_the_remedy_the_check_names_the_kernel_and_the_array(
 ) -> None:
     monkeypatch.setattr(triton_calls, "_wraps", lambda array: False)
     assert short_offsets(lowered(case)) == named
+    broken, ((kernel, (array,)),) = Budget(BUDGETS[0].case, SHORT_OFFSETS, 0), named.items()
+    assert not broken.holds(SHORT_OFFSETS.of({"short_offsets": named}))
+    assert f"limit 0: {kernel} {array}" in broken.describe({"short_offsets": named})
 
 
 def test_where_offsets_cannot_be_widened_the_array_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
