@@ -33,7 +33,7 @@ from tinkerflow.tasks.pipelines.data import (
     refuse_bad,
     refuse_unknown_fields,
 )
-from tinkerflow.tasks.pipelines.parameters import PARAMETERS, AnyParameters, RlParameters
+from tinkerflow.tasks.pipelines.parameters import PARAMETERS, AnyParameters, JudgeParameters
 from tinkerflow.tasks.pipelines.render import Format, Renderer, TokenizedExample
 from tinkerflow.tasks.pipelines.server_address import offered_name, server_from_environment
 from tinkerflow.tasks.pipelines.sources import DataSource
@@ -69,7 +69,9 @@ def check_code(parameters: AnyParameters) -> None:
     """Raise UserError when the reward or the environment of a run cannot be imported."""
     from tinkerflow.tasks.pipelines.adapters import adapter_named, environment_maker
 
-    if isinstance(parameters, RlParameters) and adapter_named(parameters.environment.partition(":")[0]) is None:
+    if not isinstance(parameters, JudgeParameters) or not parameters.judge:
+        return
+    if adapter_named(parameters.environment.partition(":")[0]) is None:
         environment_maker(parameters.reward, parameters.environment)
 
 

@@ -34,7 +34,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.data_check import check_code, check_first_rows, check_server, parameters_of
 from tinkerflow.deployments.options import settings_with
-from tinkerflow.tasks.pipelines.parameters import AnyParameters
+from tinkerflow.tasks.pipelines.parameters import AnyParameters, PipelineParameters
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
 _LABELS = {"first": "first tenth", "last": "last tenth"}  # of the steps, whose means a result has
@@ -92,6 +92,7 @@ def run(
         for change in changes:
             words += [] if change.startswith("resume=") else ["--set", change]
         again = shlex.join([*words, *(("--data-dir", str(data_dir)) if data_dir else ())]) + " --set resume="
+        again = again if isinstance(parameters, PipelineParameters) else ""  # others begin again
         page, completed = run_and_show(console, find(pipeline), values, prefect, again, url.rstrip("/"))
     _print_page(console, page, prefect, settings.data_dir, ends=starts)
     return completed
@@ -282,7 +283,7 @@ def run_and_show(
     if state.is_completed():
         result = _result(state)
         console.print(result_table(result), highlight=False)
-        newest = result.get("training_run", "")  # also of a finished run that is resumed, which makes no model
+        newest = result.get("training_run", newest)  # also of a finished run that is resumed, which makes no model
     else:
         show_failure(console, pipeline.name, state)
         if again and state.is_cancelled():
@@ -386,7 +387,8 @@ def as_text(value: object) -> str:
         case Mapping() if not value:
             return "none"
         case Mapping():
-            shown = [(name, entry) for name, entry in value.items() if entry or name != "wanted"]
+            present = [(name, entry) for name, entry in value.items() if entry is not None]
+            shown = [(name, entry) for name, entry in present if entry or name not in ("wanted", "parts")]
             return "  ".join(_entry(name, entry) for name, entry in shown).removeprefix("\n")
         case list():
             return "\n".join(map(as_text, value))

@@ -1,14 +1,17 @@
-"""Rollouts of training runs by step, for people: pipelines write them to their work folder, and the console reads them.
+"""Rollouts of training runs, for people: pipelines write them to their work folder, and the console reads them.
 
-    rollouts/<training run>/<step>.json
+    rollouts/<training run>/<step>.json        conversations that a step learned from
+    evaluations/<training run>/<number>.json   conversations of an evaluation of the run's weights, numbered from 1
 
-A step is written once. The newest FULL steps stay, and of older ones every EVERY-th. A step has at most MOST_BYTES:
-token probabilities are left out first, then whole groups.
+An object is written once. The newest FULL of a run stay, and of older ones every EVERY-th. An object has at most
+MOST_BYTES: token probabilities are left out first, then whole groups.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import datetime
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -21,6 +24,7 @@ MOST_BYTES = 2**20  # of a step
 MOST_TEXT = 20_000  # characters of a message
 MOST_TOKENS = 4096  # of an answer, whose probabilities are kept
 MOST_DROPPED = 200  # conversations of a step
+Kind = Literal["rollouts", "evaluations"]
 
 
 class RolloutMessage(BaseModel):
@@ -72,14 +76,34 @@ class DroppedRollout(BaseModel):
     reason: str
 
 
+class EvaluationFacts(BaseModel):
+    """An evaluation of weights by a reward. name: of its line of runs. weights: a tinker:// path.
+
+    judge: the reward or environment. reward, reward_error, parts, rows, answers: as in the scores of `evaluate`.
+    """
+
+    name: str
+    weights: str
+    judge: str
+    data: str
+    reward: float
+    reward_error: float | None = None
+    parts: dict[str, float] = {}
+    rows: int
+    answers: int
+    evaluated_at: datetime
+
+
 class StepRollouts(BaseModel):
-    """The rollouts of one step, counted from 1. staleness: age of the sampled weights in steps.
+    """The rollouts of one step or evaluation, counted from 1. staleness: age of the sampled weights in steps.
 
     left_off: groups that the limit of bytes left out. more_dropped: entries of `dropped` beyond MOST_DROPPED.
+    evaluation: None for a step of training.
     """
 
     step: int
-    staleness: int
+    staleness: int = 0
+    evaluation: EvaluationFacts | None = None
     groups: list[RolloutGroup]
     dropped: list[DroppedRollout] = []
     left_off: int = 0
@@ -89,21 +113,34 @@ class StepRollouts(BaseModel):
 def write_rollouts(work: Blobs, run_id: str, rollouts: StepRollouts) -> None:
     """Write a step, unless it is written already, and remove the older step that need not stay. OSError: no access."""
     with suppress(FileExistsError):
-        work.create(_key(run_id, rollouts.step), bounded(rollouts).model_dump_json(exclude_defaults=True).encode())
+        _write(work, "rollouts", run_id, rollouts)
+
+
+def write_evaluation(work: Blobs, run_id: str, rollouts: StepRollouts) -> int:
+    """Write an evaluation of a run's weights under the next number, which is returned. OSError: no access."""
+    while True:
+        number = max(numbers_of(work, "evaluations", run_id), default=0) + 1
+        with suppress(FileExistsError):  # another evaluation has ended meanwhile
+            _write(work, "evaluations", run_id, rollouts.model_copy(update={"step": number}))
+            return number
+
+
+def _write(work: Blobs, kind: Kind, run_id: str, rollouts: StepRollouts) -> None:
+    work.create(_key(kind, run_id, rollouts.step), bounded(rollouts).model_dump_json(exclude_defaults=True).encode())
     old = rollouts.step - FULL
     if old > 0 and old % EVERY:
-        work.remove(_key(run_id, old))
+        work.remove(_key(kind, run_id, old))
 
 
-def steps_with_rollouts(work: Blobs, run_id: str) -> list[int]:
-    """The steps of a training run that have rollouts, in their order."""
-    names = (name.removesuffix(".json") for name in work.children(rollouts_folder(run_id)))
+def numbers_of(work: Blobs, kind: Kind, run_id: str) -> list[int]:
+    """The steps of a training run that have rollouts, or the numbers of its evaluations, in their order."""
+    names = (name.removesuffix(".json") for name in work.children(rollouts_folder(kind, run_id)))
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
 
 
-def read_rollouts(work: Blobs, run_id: str, step: int) -> StepRollouts:
-    """The rollouts of a step. FileNotFoundError: there are none. ServerError: the object is damaged."""
-    key = _key(run_id, step)
+def read_rollouts(work: Blobs, kind: Kind, run_id: str, number: int) -> StepRollouts:
+    """The rollouts of a step or evaluation. FileNotFoundError: there are none. ServerError: the object is damaged."""
+    key = _key(kind, run_id, number)
     if (size := work.size(key)) > 2 * MOST_BYTES:
         raise ServerError(f"{key}: it has {size} bytes, and may have {2 * MOST_BYTES}")
     try:
@@ -134,10 +171,10 @@ def _without_tokens(group: RolloutGroup) -> RolloutGroup:
     return group.model_copy(update={"samples": [without(sample) for sample in group.samples]})
 
 
-def rollouts_folder(run_id: str) -> str:
-    """The folder of a training run's rollouts in the work folder."""
-    return f"rollouts/{checked_name('run', run_id.replace(':', '.'))}"
+def rollouts_folder(kind: Kind, run_id: str) -> str:
+    """The folder of a training run's rollouts or evaluations in the work folder."""
+    return f"{kind}/{checked_name('run', run_id.replace(':', '.'))}"
 
 
-def _key(run_id: str, step: int) -> str:
-    return f"{rollouts_folder(run_id)}/{step:08d}.json"
+def _key(kind: Kind, run_id: str, number: int) -> str:
+    return f"{rollouts_folder(kind, run_id)}/{number:08d}.json"

@@ -79,9 +79,11 @@ def _history(work: Blobs, name: str) -> list[dict[str, Any]]:
 def _print(entries: list[tuple[str, dict[str, Any]]]) -> None:
     from rich.table import Table
 
-    table = Table("name", "number", "weights", "run", "loss", "exact match", "promoted")
+    table = Table("name", "number", "weights", "run", "loss", "exact match", "reward", "promoted")
     for name, entry in entries:
         scores = entry["scores"]
-        figures = (f"{scores['loss']:.4g}", f"{scores['exact_match']:.4g}", str(entry["promoted_at"])[:16])
-        table.add_row(name, str(entry["number"]), entry["weights"], entry["run"], *figures)
+        measured = tuple(scores.get(name) for name in ("loss", "exact_match", "reward"))
+        figures = ("" if value is None else f"{value:.4g}" for value in measured)
+        promoted = str(entry["promoted_at"])[:16]
+        table.add_row(name, str(entry["number"]), entry["weights"], entry["run"], *figures, promoted)
     print_wide(table, empty="no champions: the pipeline `nightly` promotes them")

@@ -9,11 +9,12 @@ from prefect import flow
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
-from tinkerflow.flows.pipelines.rl import RlRecipe, rollouts_of
+from tinkerflow.flows.pipelines.rl import RlRecipe
 from tinkerflow.tasks.pipelines.environments import unrewarded
 from tinkerflow.tasks.pipelines.parameters import DistillParameters, TeacherParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.render import Renderer
+from tinkerflow.tasks.pipelines.rollouts import Rollouts
 from tinkerflow.tasks.pipelines.versions import WeightVersions
 
 if TYPE_CHECKING:
@@ -29,7 +30,14 @@ async def distill(parameters: DistillParameters) -> TrainingResult:
         recipe = RlRecipe(
             run,
             rows,
-            rollouts_of(run, parameters, unrewarded),
+            Rollouts(
+                run.renderer,
+                unrewarded,
+                parameters.group_size,
+                parameters.answer_tokens,
+                max_context=run.model.max_context,
+                max_bad_fraction=parameters.data.max_bad_fraction,
+            ),
             await _teacher(parameters.teacher, run),
             kl="reverse_kl",
             coefficient=1.0,

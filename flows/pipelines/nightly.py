@@ -9,7 +9,7 @@ from prefect import flow
 from pydantic import BaseModel
 
 from tinkerflow.backend.core.clock import SystemClock
-from tinkerflow.flows.pipelines.evaluate import BASE, on_held_out, score_all, show_scores
+from tinkerflow.flows.pipelines.evaluate import BASE, answers_by_prompt, on_held_out, score_all, show_scores
 from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import fine_tune
@@ -51,10 +51,9 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
     scores = await score_all(on_held_out(parameters), candidates)
     await show_scores(artifacts, scores)
     new, old = scores["new"], scores.get("champion", scores[BASE])
-    compared = (
-        f"{parameters.metric} {getattr(new, parameters.metric):.4g} against {getattr(old, parameters.metric):.4g}"
-    )
-    better, answered = new.beats(old, parameters.metric, parameters.margin), ""
+    metric = parameters.metric
+    compared = f"{metric} {new.value(metric):.4g} against {old.value(metric):.4g}"
+    better, answered = new.beats(old, metric, parameters.margin), ""
     if better and parameters.approval_hours:
         question = f"Promote to champion `{parameters.champion}`: {cell(compared)}?"
         better, answered = await _approved(question, scores, parameters.approval_hours)
@@ -78,10 +77,7 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
 
 async def _approved(question: str, scores: Mapping[str, Scores], hours: float) -> tuple[bool, str]:
     """Whether a person approves, and the report's line about it. The form shows all candidates' first answers."""
-    rows = [
-        " | ".join(cell(text) for text in (first.prompt, *(one.samples[i].answer for one in scores.values())))
-        for i, first in enumerate(next(iter(scores.values())).samples)
-    ]
+    rows = [" | ".join(cell(answers[name]) for name in ("prompt", *scores)) for answers in answers_by_prompt(scores)]
     table = [" | ".join(("prompt", *scores)), "|".join(["---"] * (len(scores) + 1)), *rows]
     answer = await approval("\n".join([question, "", *(f"| {row} |" for row in table)]), hours)
     if answer is None:

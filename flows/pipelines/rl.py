@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,11 +18,10 @@ from tinkerflow.tasks.pipelines.adapters import environment_maker
 from tinkerflow.tasks.pipelines.advantages import ESTIMATORS, Floats, kl_advantages, overlong_penalty
 from tinkerflow.tasks.pipelines.artifacts import begin_phase
 from tinkerflow.tasks.pipelines.curriculum import Curriculum
-from tinkerflow.tasks.pipelines.environments import EnvironmentMaker
-from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters, SamplingParameters
+from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.rollout_record import dropped_of, group_of, record_rollouts
-from tinkerflow.tasks.pipelines.rollouts import Episode, Lost, Rollouts, Trajectory, is_varied
+from tinkerflow.tasks.pipelines.rollouts import HELD_OUT, Episode, Lost, Rollouts, Trajectory, is_varied
 from tinkerflow.tasks.pipelines.rows import Row
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 from tinkerflow.tasks.pipelines.versions import WeightVersions
@@ -30,7 +29,6 @@ from tinkerflow.tasks.pipelines.versions import WeightVersions
 if TYPE_CHECKING:
     import tinker
 
-_HELD_OUT = 2**32 - 1  # in the seeds of held-out samples, instead of the number of a training step
 _RESAMPLED = 2**31  # in the seeds of other rows, plus the number of the attempt, instead of the number of a row
 
 
@@ -149,7 +147,7 @@ class RlRecipe:
         if not self.held_out_rows:
             return {}
         sampler = await client.save_weights_and_get_sampling_client()
-        measured = self._measure(await self._sample(sampler, self.held_out_rows, _HELD_OUT))
+        measured = self._measure(await self._sample(sampler, self.held_out_rows, HELD_OUT))
         return {f"held_out_{name}": value for name, value in measured.items() if name in ("reward", self.kl)}
 
     def _record(
@@ -219,18 +217,6 @@ class RlRecipe:
         }
 
 
-def rollouts_of(run: PreparedRun, parameters: SamplingParameters, make: EnvironmentMaker) -> Rollouts:
-    """The conversations of a run with the environments that `make` makes."""
-    return Rollouts(
-        run.renderer,
-        make,
-        parameters.group_size,
-        parameters.answer_tokens,
-        max_context=run.model.max_context,
-        max_bad_fraction=parameters.data.max_bad_fraction,
-    )
-
-
 @flow(name="rl", flow_run_name="rl {parameters.name}")
 @cancellable
 async def rl(parameters: RlParameters) -> TrainingResult:
@@ -243,12 +229,13 @@ async def rl(parameters: RlParameters) -> TrainingResult:
         recipe = RlRecipe(
             run,
             rows,
-            replace(
-                rollouts_of(run, parameters, make),
-                judge=f"reward {parameters.reward}" if parameters.reward else f"environment {parameters.environment}",
-                max_turns=parameters.max_turns,
-                environment_seconds=parameters.environment_seconds,
-                environment_retries=parameters.environment_retries,
+            Rollouts.judged(
+                parameters,
+                make,
+                run.renderer,
+                max_tokens=parameters.answer_tokens,
+                max_context=run.model.max_context,
+                max_bad_fraction=parameters.data.max_bad_fraction,
             ),
             run.base,
             kl="kl_to_base",

@@ -21,11 +21,12 @@ from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import sft
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.control import controlled
-from tinkerflow.tasks.pipelines.parameters import SftParameters, SweepParameters
+from tinkerflow.tasks.pipelines.parameters import Metric, SftParameters, SweepParameters
 from tinkerflow.tasks.pipelines.scoring import Scores
 from tinkerflow.tasks.pipelines.work import create_json, digest, open_work, read_json
 
 _SECTIONS = {"rank": "model", "seed": "model"}  # the other parameters of a grid belong to `training`
+_METRICS: tuple[Metric, ...] = ("loss", "exact_match")
 _LOGARITHMIC = {"learning_rate"}
 
 
@@ -159,7 +160,7 @@ async def _show(
     """
     rows = [
         {"point": point.label, **point.values}
-        | {"loss": scores[point.label].loss, "exact match": scores[point.label].exact_match}
+        | {"loss": scores[point.label].value("loss"), "exact match": scores[point.label].value("exact_match")}
         | {"last training loss": result.last["loss"], "best": "best" if point.label == best else ""}
         | {"weights": result.weights}
         for point in grid
@@ -169,16 +170,16 @@ async def _show(
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for point in grid:
         if point.label in scores:
-            for metric in ("loss", "exact_match"):
+            for metric in _METRICS:
                 panel = panels.setdefault(f"{metric} over {point.axis}", {})
-                panel.setdefault(point.line, []).append((point.x, getattr(scores[point.label], metric)))
+                panel.setdefault(point.line, []).append((point.x, scores[point.label].value(metric)))
     await artifacts.pictures("comparison", panels, "scores on the held-out rows")
     winner = trained[best]
     lines = [
         f"# Best: {best}",
         "",
-        f"loss {scores[best].loss:.4g}, exact match {scores[best].exact_match:.4g}; "
-        f"the base model: loss {scores[BASE].loss:.4g}",
+        f"loss {scores[best].value('loss'):.4g}, exact match {scores[best].value('exact_match'):.4g}; "
+        f"the base model: loss {scores[BASE].value('loss'):.4g}",
         "",
         "| | |",
         "|---|---|",

@@ -38,7 +38,7 @@ MOST_ROWS = 200
 follower: ContextVar[Callable[[int, int, Mapping[str, float]], None] | None] = ContextVar("follower", default=None)
 # Such code may set this, too, for what the run does before its next step.
 phases: ContextVar[Callable[[str], None] | None] = ContextVar("phases", default=None)
-# And this, for links: a list that gets the id of each training run.
+# And this, for links: a list that gets the id of each training run, or the path of a page below that of its weights.
 training_runs: ContextVar[list[str] | None] = ContextVar("training_runs", default=None)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -62,7 +62,7 @@ NameOrEmpty: TypeAlias = Annotated[str, Matches(f"({_NAME})?", _NAME_RULE)]
 Path: TypeAlias = Annotated[str, Matches(r"(tinker://.+)?", _PATH_RULE)]
 PathOrRun: TypeAlias = Annotated[str, Matches(r"(tinker://.+|[^/]+)?", f"{_PATH_RULE}, or the id of a training run")]
 Resume: TypeAlias = Annotated[str, Matches(r"([A-Za-z0-9][A-Za-z0-9._-]{0,127})?", _RESUME_RULE)]
-Metric = Literal["loss", "exact_match"]
+Metric = Literal["loss", "exact_match", "reward"]
 PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 MOST_POINTS = 256  # of a sweep
 Import: TypeAlias = Annotated[
@@ -249,22 +249,9 @@ class SamplingParameters(PipelineParameters):
         return self
 
 
-class CurriculumParameters(Parameters):
-    """Easy rows first. Steps pick from a pool of the easiest rows, which grows until it has all."""
+class JudgeParameters(Parameters):
+    """The reward of answers: a function, or an environment that leads conversations."""
 
-    by: str = Field(min_length=1, description="A row's field with its difficulty, a number.")
-    first: float = Field(0.2, gt=0, le=1, description="Share of the rows, the easiest, with which training begins.")
-    until: float = Field(0.5, ge=0, le=1, description="Share of the steps after which all rows are in the pool.")
-
-
-class RlParameters(SamplingParameters):
-    """Reinforcement learning: answers with more reward than others to the same prompt become likelier."""
-
-    pipeline = "rl"
-    uses_fields = None
-    data: DataSource = Field(description="Prompts; the other fields of a row are for the reward.")
-    held_out: HeldOutSource | None = Field(None, description="Prompts whose reward is measured after each segment.")
-    group_size: int = Field(8, ge=2, le=1024, description="Answers that are sampled for each prompt of a step.")
     reward: Import = Field(
         "",
         description="package.module:function, called with the row's fields and the answer; returns a number.",
@@ -275,6 +262,7 @@ class RlParameters(SamplingParameters):
         "conversations of several turns, or one of a library: reasoning-gym:TASK, verifiers:NAME, openenv:URL or "
         "harbor:FOLDER; instead of reward.",
     )
+    group_size: int = Field(8, ge=1, le=1024, description="Answers that are sampled for each prompt, to reward them.")
     max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
     environment_seconds: float = Field(
         600.0, gt=0, le=86400, description="Longest time of a call of the reward or environment."
@@ -286,6 +274,36 @@ class RlParameters(SamplingParameters):
         description="How many times a conversation is begun again whose environment was not available or took too "
         "long; then it is left out of its group.",
     )
+
+    @property
+    def judge(self) -> str:
+        """The reward or environment, as people read it; "" when there is none."""
+        return f"reward {self.reward}" if self.reward else self.environment and f"environment {self.environment}"
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Self:
+        if self.reward and self.environment:
+            fix = "`--set reward=` leaves out the reward of the file"
+            raise ValueError(f"give either reward or environment, and not both; {fix}")
+        return self
+
+
+class CurriculumParameters(Parameters):
+    """Easy rows first. Steps pick from a pool of the easiest rows, which grows until it has all."""
+
+    by: str = Field(min_length=1, description="A row's field with its difficulty, a number.")
+    first: float = Field(0.2, gt=0, le=1, description="Share of the rows, the easiest, with which training begins.")
+    until: float = Field(0.5, ge=0, le=1, description="Share of the steps after which all rows are in the pool.")
+
+
+class RlParameters(JudgeParameters, SamplingParameters):
+    """Reinforcement learning: answers with more reward than others to the same prompt become likelier."""
+
+    pipeline = "rl"
+    uses_fields = None
+    data: DataSource = Field(description="Prompts; the other fields of a row are for the reward.")
+    held_out: HeldOutSource | None = Field(None, description="Prompts whose reward is measured after each segment.")
+    group_size: int = Field(8, ge=2, le=1024, description="Answers that are sampled for each prompt of a step.")
     advantage: Literal[
         "group_mean", "group_deviation", "leave_one_out", "batch_deviation", "group_mean_batch_deviation"
     ] = Field(
@@ -314,10 +332,9 @@ class RlParameters(SamplingParameters):
     )
 
     @model_validator(mode="after")
-    def _one_judge(self) -> Self:
-        if bool(self.reward) == bool(self.environment):
-            both = ", and not both; `--set reward=` leaves out the reward of the file" if self.reward else ""
-            raise ValueError(f"give either reward or environment{both}")
+    def _judge_and_penalty(self) -> Self:
+        if not self.judge:
+            raise ValueError("give either reward or environment")
         if self.overlong_tokens > self.answer_tokens:
             rule = f"must be at most answer_tokens, {self.answer_tokens}"
             raise ValueError(f"overlong_tokens {self.overlong_tokens}: {rule}")
@@ -341,8 +358,8 @@ class DistillParameters(SamplingParameters):
     teacher: TeacherParameters = Field(default_factory=TeacherParameters, description="The model to learn from.")
 
 
-class EvaluateParameters(RunParameters):
-    """Scores of weights, compared with others, on rows with answers."""
+class EvaluateParameters(JudgeParameters, RunParameters):
+    """Scores of weights, compared with others, by a reward or on rows with answers."""
 
     pipeline = "evaluate"
     base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
@@ -353,12 +370,21 @@ class EvaluateParameters(RunParameters):
     )
     against: PathOrRun = Field("", description="Sampler weights to compare with, as `weights`; empty = none.")
     champion: NameOrEmpty = Field("", max_length=40, description="A champion to compare with; empty = none.")
-    data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
+    data: DataSource = Field(
+        description="Rows with answers: chat or prompt/completion. With a reward or environment: prompts, as in `rl`."
+    )
     format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")
-    max_tokens: int = Field(48, ge=1, le=4096, description="Longest answer, in tokens.")
+    max_tokens: int = Field(48, ge=1, le=65536, description="Longest answer, in tokens.")
+    rows_at_once: int = Field(
+        64, ge=1, le=65536, description="Rows whose answers are sampled and rewarded at the same time."
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of the answers that are rewarded, as `model.seed` of `rl`.")
 
     def use(self) -> Use:
         """What the pipeline does with rows. Scoring samples one token behind each sequence."""
+        if self.judge:
+            schemas: tuple[Schema, ...] = ("prompt", "prompt_completion", "chat")
+            return Use(self.pipeline, schemas, 2**31, False, None, self.max_tokens)
         return Use(self.pipeline, ("chat", "prompt_completion"), 2**31, answer_tokens=1)
 
     def sources(self) -> dict[str, DataSource]:
@@ -370,7 +396,7 @@ class EvaluateParameters(RunParameters):
         return self.base_model, self.format
 
 
-class NightlyParameters(SftParameters):
+class NightlyParameters(JudgeParameters, SftParameters):
     """A fine-tune whose result is promoted only if it is better."""
 
     pipeline = "nightly"
@@ -382,6 +408,16 @@ class NightlyParameters(SftParameters):
         0.0, ge=0, le=720, description="Hours in which a person must approve a better result, on the page of the "
         "run `approval of nightly NAME`; after them the champion stays. 0 = nobody is asked."
     )  # fmt: skip
+
+    def use(self) -> Use:
+        """What the pipeline does with rows. With a reward, further fields of rows are for it."""
+        return replace(super().use(), extra=None) if self.judge else super().use()
+
+    @model_validator(mode="after")
+    def _reward_decides(self) -> Self:
+        if bool(self.judge) != (self.metric == "reward"):
+            raise ValueError("metric: reward needs a reward or an environment, and they need metric: reward")
+        return self
 
 
 class GridParameters(Parameters):
@@ -409,7 +445,7 @@ class SweepParameters(SftParameters):
     pipeline = "sweep"
     held_out: HeldOutSource = Field(description="Rows on which the results are compared.")
     grid: GridParameters = Field(description="The values to try.")
-    metric: Metric = Field("loss", description="The score that decides.")
+    metric: Literal["loss", "exact_match"] = Field("loss", description="The score that decides.")
     at_once: int = Field(2, ge=1, le=64, description="Fine-tunes that run at the same time.")
 
 

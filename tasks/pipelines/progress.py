@@ -20,11 +20,17 @@ class StepMetrics(BaseModel):
 
 
 class Sample(BaseModel):
-    """The model's answer to a prompt. wanted: the expected answer, empty when the row has none."""
+    """The model's answer to a prompt. wanted: the expected answer, empty when the row has none. reward: if any."""
 
     prompt: str
     answer: str
     wanted: str = ""
+    reward: float | None = None
+
+    @property
+    def rated(self) -> str:
+        """The answer, with its reward if it has one."""
+        return self.answer if self.reward is None else f"{self.answer} (reward {self.reward:.4g})"
 
 
 class LeftOutRow(BaseModel):

@@ -12,10 +12,12 @@ from tinkerflow.backend.catalog.rollouts import (
     MOST_TEXT,
     MOST_TOKENS,
     DroppedRollout,
+    EvaluationFacts,
     RolloutGroup,
     RolloutMessage,
     RolloutSample,
     StepRollouts,
+    write_evaluation,
     write_rollouts,
 )
 from tinkerflow.tasks.pipelines.rollouts import Episode, Lost, SampledTurn
@@ -32,6 +34,20 @@ def record_rollouts(work_url: str, run_id: str, rollouts: StepRollouts) -> None:
         write_rollouts(open_work(work_url), run_id, rollouts)
     except (OSError, ValueError) as error:
         log.warning("the rollouts of step %d were not written: %s: %s", rollouts.step, type(error).__name__, error)
+
+
+def record_evaluation(work_url: str, rollouts: StepRollouts, facts: EvaluationFacts) -> str:
+    """Write the conversations of an evaluation for a page of the run that saved the weights.
+
+    Returns the path of the page below /training_runs. A failure is logged, and the path is then "".
+    """
+    run_id = facts.weights.removeprefix("tinker://").partition("/")[0]
+    try:
+        number = write_evaluation(open_work(work_url), run_id, rollouts.model_copy(update={"evaluation": facts}))
+    except (OSError, ValueError) as error:
+        log.warning("the answers of %s were not written: %s: %s", facts.weights, type(error).__name__, error)
+        return ""
+    return f"{run_id}/evaluations?number={number}"
 
 
 def group_of(episodes: Sequence[Episode], advantages: npt.NDArray[np.float64], *, rewarded: bool) -> RolloutGroup:

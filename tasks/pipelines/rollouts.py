@@ -26,6 +26,7 @@ from tinkerflow.tasks.pipelines.environments import (
     checked_reward,
     facts_of,
 )
+from tinkerflow.tasks.pipelines.parameters import JudgeParameters
 from tinkerflow.tasks.pipelines.render import Renderer
 from tinkerflow.tasks.pipelines.row_errors import shorten, show
 from tinkerflow.tasks.pipelines.rows import Message, Row
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+HELD_OUT = 2**32 - 1  # in the seeds of held-out samples, instead of the number of a training step
 _BLOCKED_SECONDS = 60.0  # after which code that blocks the event loop is logged, if its limit is not shorter
 _ADVICE = "call blocking code with `await asyncio.to_thread(…)`"
 _REPEATED = 2**31  # in the seeds of conversations that are begun again, plus the number of the attempt
@@ -210,7 +212,8 @@ class Rollouts:
     is left out of its group, and so is a group that has too few others to compare with.
 
     warned: the lines that were logged. plain_calls: plain functions are called one after another, in the order
-    of samples. So a function with a state, such as a random generator, gives the same rewards again.
+    of samples. So a function with a state, such as a random generator, gives the same rewards again. places: the rows
+    that may have conversations at the same time.
     """
 
     renderer: Renderer
@@ -226,6 +229,24 @@ class Rollouts:
     failures: dict[str, str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     plain_calls: asyncio.Lock = field(default_factory=asyncio.Lock)
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2**31))
+
+    @classmethod
+    def judged(cls, parameters: JudgeParameters, make: EnvironmentMaker, renderer: Renderer, **others: Any) -> Rollouts:
+        """The conversations that a reward or environment judges.
+
+        parameters: which one, and its limits. make: of the same, by `environment_maker`. others: fields of this class.
+        """
+        return cls(
+            renderer,
+            make,
+            parameters.group_size,
+            max_turns=parameters.max_turns,
+            environment_seconds=parameters.environment_seconds,
+            environment_retries=parameters.environment_retries,
+            judge=parameters.judge,
+            **others,
+        )
 
     async def groups(
         self, sampler: tinker.SamplingClient, rows: Sequence[Row], seed: Sequence[int], lost: list[Lost] | None = None
@@ -286,16 +307,17 @@ class Rollouts:
         self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], lost: list[Lost]
     ) -> list[Episode]:
         episodes: list[Episode] = []
-        for attempt in range(self.environment_retries + 1):
-            if not (missing := self.group_size - len(episodes)):
-                break
-            seed_now = [*seed, _REPEATED + attempt] if attempt else seed
-            for episode in await self._conversations(sampler, row, seed_now, missing):
-                episode.attempt = attempt
-                if not episode.interrupted:
-                    episodes.append(episode)
-                    continue
-                lost.append(Lost(episode.row, episode.interrupted, attempt < self.environment_retries))
+        async with self.places:
+            for attempt in range(self.environment_retries + 1):
+                if not (missing := self.group_size - len(episodes)):
+                    break
+                seed_now = [*seed, _REPEATED + attempt] if attempt else seed
+                for episode in await self._conversations(sampler, row, seed_now, missing):
+                    episode.attempt = attempt
+                    if not episode.interrupted:
+                        episodes.append(episode)
+                        continue
+                    lost.append(Lost(episode.row, episode.interrupted, attempt < self.environment_retries))
         return episodes
 
     async def _conversations(

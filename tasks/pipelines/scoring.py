@@ -1,17 +1,23 @@
-"""Greedy answers of a model to the prompts of rows, and how good weights are on rows with answers."""
+"""Greedy answers of a model to the prompts of rows, and how good weights are: on rows with answers, or by a reward."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, Field
 
+from tinkerflow.backend.catalog.rollouts import StepRollouts
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.parameters import Metric
 from tinkerflow.tasks.pipelines.progress import Sample
 from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
+from tinkerflow.tasks.pipelines.rollout_record import dropped_of, group_of
+from tinkerflow.tasks.pipelines.rollouts import HELD_OUT, Episode, Lost, Rollouts
 from tinkerflow.tasks.pipelines.rows import Row
 
 if TYPE_CHECKING:
@@ -46,17 +52,32 @@ def expected_answer(row: Row, renderer: Renderer) -> str:
 
 
 class Scores(BaseModel):
-    """Scores of one set of weights on one data set."""
+    """Scores of one set of weights on one data set: loss and exact match, or a reward.
+
+    reward: mean over rows, of the mean of a row's answers. reward_error: its standard error, from the means of rows;
+    None for a single row. parts: means of the parts of the reward, over the answers that have them. answers: how many.
+    """
 
     rows: int
-    loss: float = Field(description="mean negative log probability of a token of the answers: less is better")
-    exact_match: float = Field(description="share of rows whose answer the model says, greedily: more is better")
+    loss: float | None = Field(None, description="mean negative log probability of a token of the answers")
+    exact_match: float | None = Field(None, description="share of rows whose answer the model says, greedily")
+    reward: float | None = None
+    reward_error: float | None = None
+    parts: dict[str, float] = {}
+    answers: int | None = None
     samples: list[Sample] = Field(description="the first few answers")
     weights: str = Field("", description="path of the weights; empty = those of the base model")
 
+    def value(self, metric: Metric) -> float:
+        """The score `metric`; UserError when it was not measured."""
+        found: float | None = getattr(self, metric)
+        if found is None:
+            raise UserError(f"metric {metric}: these scores have none")
+        return found
+
     def worse(self, metric: Metric) -> float:
         """A number that is smaller for better scores."""
-        return self.loss if metric == "loss" else -self.exact_match
+        return self.value(metric) if metric == "loss" else -self.value(metric)
 
     def beats(self, other: Scores, metric: Metric, margin: float) -> bool:
         """Whether these scores are better than `other` by more than `margin`."""
@@ -93,3 +114,50 @@ async def score(
                 learnt += weight
     right = sum(sample.answer == sample.wanted for sample in answers)
     return Scores(rows=len(rows), loss=total / learnt, exact_match=right / len(answers), samples=answers[:shown])
+
+
+@task(name="score", task_run_name="score {name}", cache_policy=NO_CACHE)
+async def score_reward(
+    name: str, sampler: tinker.SamplingClient, rollouts: Rollouts, rows: Sequence[Row], seed: int, *, shown: int
+) -> tuple[Scores, StepRollouts]:
+    """Score the weights of `sampler` by a reward; the scores, and the conversations for people.
+
+    The samples are those of `rl` on held-out rows, for the same seed. name: of the weights, for the task run's name.
+    rollouts: how conversations go. rows: the prompts. shown: how many answers the scores keep. UserError: more rows
+    failed than `rollouts` allows.
+    """
+    lost: list[Lost] = []
+    groups = await rollouts.groups(sampler, rows, [seed, HELD_OUT], lost)
+    rollouts.refuse_failures(len(rows))
+    found = StepRollouts(
+        step=0,
+        groups=[group_of(group, np.zeros(len(group)), rewarded=True) for group in groups],
+        dropped=dropped_of(lost, ()),
+    )
+    return reward_score(groups, shown), found
+
+
+def reward_score(groups: Sequence[Sequence[Episode]], shown: int) -> Scores:
+    """The mean reward of conversations, one group for each row, and the first `shown` answers.
+
+    Answers to the same prompt resemble each other, so the error comes from the means of rows (Miller, 2024, "Adding
+    Error Bars to Evals", section 2.2).
+    """
+    means = [float(np.mean([episode.reward for episode in group])) for group in groups]
+    episodes = [episode for group in groups for episode in group]
+    names = dict.fromkeys(name for episode in episodes for name in episode.parts)
+    return Scores(
+        rows=len(groups),
+        reward=float(np.mean(means)),
+        reward_error=float(np.std(means, ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else None,
+        parts={name: float(np.mean([one.parts[name] for one in episodes if name in one.parts])) for name in names},
+        answers=len(episodes),
+        samples=[_sample(group[0]) for group in groups[:shown]],
+    )
+
+
+def _sample(episode: Episode) -> Sample:
+    """The prompt and the last answer of a conversation."""
+    first, last = episode.answered[0], episode.answered[-1]
+    prompt, answer = episode.messages[first - 1]["content"], episode.messages[last]["content"]
+    return Sample(prompt=prompt, answer=answer, reward=episode.reward)

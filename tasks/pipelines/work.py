@@ -7,6 +7,7 @@
     progress/<run>/segments/<n>   the segments that a training run has done
     progress/<run>/kept/<name>    measurements before its first step
     rollouts/<training run>/<n>   the rollouts of a step, for people (backend/catalog/rollouts.py)
+    evaluations/<run>/<n>         the rewarded answers of an evaluation of its weights, for people, too
     champions/<name>/<n>.json     the champions of a name, one after another (backend/catalog/champions.py)
 
 Objects are written once and never change. A second write of the same content does nothing. Only rollouts of old steps

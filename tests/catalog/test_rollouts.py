@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.manual_clock import ManualClock
 
 from tinkerflow.backend.catalog.rollouts import (
     EVERY,
@@ -10,12 +11,14 @@ from tinkerflow.backend.catalog.rollouts import (
     MOST_BYTES,
     MOST_DROPPED,
     DroppedRollout,
+    EvaluationFacts,
     RolloutGroup,
     RolloutMessage,
     RolloutSample,
     StepRollouts,
+    numbers_of,
     read_rollouts,
-    steps_with_rollouts,
+    write_evaluation,
     write_rollouts,
 )
 from tinkerflow.backend.core.errors import ServerError, UserError
@@ -40,15 +43,36 @@ def test_a_step_is_written_once_and_read_back(tmp_path):
     first = step_of(3, group_of("because", 2))
     write_rollouts(work, RUN, first)
     write_rollouts(work, RUN, step_of(3, group_of("another")))
-    assert steps_with_rollouts(work, RUN) == [3] and steps_with_rollouts(work, "sess-1:train:1") == []
-    assert read_rollouts(work, RUN, 3) == first
+    assert numbers_of(work, "rollouts", RUN) == [3] and numbers_of(work, "rollouts", "sess-1:train:1") == []
+    assert read_rollouts(work, "rollouts", RUN, 3) == first
     with pytest.raises(FileNotFoundError):
-        read_rollouts(work, RUN, 4)
+        read_rollouts(work, "rollouts", RUN, 4)
     with pytest.raises(UserError, match="run "):
         write_rollouts(work, "../other", first)
     work.create("rollouts/sess-1.train.0/00000009.json", b'{"step": "x"}')
     with pytest.raises(ServerError, match=r"00000009.json: it is damaged"):
-        read_rollouts(work, RUN, 9)
+        read_rollouts(work, "rollouts", RUN, 9)
+
+
+def test_evaluations_are_numbered_and_apart_from_steps(tmp_path):
+    work = open_blobs(tmp_path.as_uri())
+    facts = EvaluationFacts(
+        name="a",
+        weights=f"tinker://{RUN}/sampler_weights/final",
+        judge="reward a:b",
+        data="rows.jsonl 1",
+        reward=0.5,
+        rows=2,
+        answers=4,
+        evaluated_at=ManualClock().now(),
+    )
+    found = StepRollouts(step=0, groups=[group_of("because", 2)], evaluation=facts)
+    write_rollouts(work, RUN, step_of(7))
+    assert [write_evaluation(work, RUN, found) for _ in range(FULL + 2)] == [*range(1, FULL + 3)]
+    assert numbers_of(work, "evaluations", RUN) == [*range(3, FULL + 3)]
+    assert numbers_of(work, "rollouts", RUN) == [7]
+    last = read_rollouts(work, "evaluations", RUN, FULL + 2)
+    assert (last.groups, last.evaluation, last.step) == (found.groups, facts, FULL + 2)
 
 
 def test_older_steps_are_thinned(tmp_path):
@@ -56,14 +80,14 @@ def test_older_steps_are_thinned(tmp_path):
     last = FULL + 3 * EVERY
     for step in range(1, last + 1):
         write_rollouts(work, RUN, step_of(step))
-    assert steps_with_rollouts(work, RUN) == [EVERY, 2 * EVERY, *range(last - FULL, last + 1)]
+    assert numbers_of(work, "rollouts", RUN) == [EVERY, 2 * EVERY, *range(last - FULL, last + 1)]
 
 
 def test_a_step_that_is_too_large_loses_probabilities_first_and_groups_then(tmp_path):
     work = open_blobs(tmp_path.as_uri())
     most = MOST_BYTES // 2
     write_rollouts(work, RUN, step_of(1, group_of("a" * most), group_of("b", most), group_of("c" * most), dropped=1000))
-    found = read_rollouts(work, RUN, 1)
+    found = read_rollouts(work, "rollouts", RUN, 1)
     first, second = (group.samples[0].messages[0] for group in found.groups)
     assert (first.text, second.text, second.tokens, second.logprobs) == ("a" * most, "b", [], [])
     assert (found.left_off, len(found.dropped), found.more_dropped) == (1, MOST_DROPPED, 1000 - MOST_DROPPED)

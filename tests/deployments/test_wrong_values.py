@@ -82,7 +82,7 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("rl", "loss", "cross_entropy", "loss: 'cross_entropy': Input should be 'importance_sampling', 'ppo', 'cispo', "),
     ("distill", "teacher.weight", "x", "teacher.weight: is not a parameter (did you mean 'weights'?)"),
     ("evaluate", "weights", "a/b", "weights: 'a/b': must be the tinker:// path of a checkpoint, as `tink"),
-    ("nightly", "metric", "accuracy", "metric: 'accuracy': Input should be 'loss' or 'exact_match'"),
+    ("nightly", "metric", "accuracy", "metric: 'accuracy': Input should be 'loss', 'exact_match' or 'reward'"),
     ("nightly", "champion", "A B", "champion: 'A B': must be small letters and digits, with dashes"),
     ("sweep", "grid.momentum", [0.9], "grid.momentum: is not a parameter"),
     ("sweep", "grid", {}, "grid: list values for at least one parameter"),

@@ -1,4 +1,7 @@
-"""`/training_runs/{run_id}/rollouts`: the conversations that a step learned from, by group, and those it dropped."""
+"""`/training_runs/{run_id}/rollouts`: the conversations that a step learned from, by group, and those it dropped.
+
+`/training_runs/{run_id}/evaluations` has those of evaluations of the run's weights by a reward.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fastapi import Query
+from fastapi import Depends, Query
 from fastapi.responses import Response
 
 from tinkerflow.api.console.samples import tokenizer_of
-from tinkerflow.api.console.visit import Visiting, page_router, record
+from tinkerflow.api.console.visit import Visit, Visiting, page_router, record
 from tinkerflow.api.endpoints.targets import work_folder
 from tinkerflow.api.text import Detokenizer, Tokenizer
 from tinkerflow.backend.catalog.rollouts import (
+    Kind,
     RolloutMessage,
     RolloutSample,
     StepRollouts,
+    numbers_of,
     read_rollouts,
     rollouts_folder,
-    steps_with_rollouts,
 )
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import AuditedEvent
@@ -38,12 +42,12 @@ router = page_router()
 
 @dataclass(frozen=True)
 class Wanted:
-    """The choices of the form: a step (None: the newest), a text to find, bounds of the reward, and the order.
+    """The choices of the form: a number (None: the newest), a text to find, bounds of the reward, and the order.
 
     chances: whether tokens are shaded by their probabilities.
     """
 
-    step: int | None
+    number: int | None
     find: str
     low: float | None
     high: float | None
@@ -59,49 +63,68 @@ class Wanted:
         return not find or any(find in message.text.casefold() for message in (*prompt, *sample.messages))
 
 
-@router.get("/training_runs/{run_id}/rollouts")
-async def rollouts_page(
-    run_id: str,
-    visit: Visiting,
+def wanted(
     step: str = "",
+    number: str = "",
     find: Annotated[str, Query(max_length=1000)] = "",
     low: str = "",
     high: str = "",
     order: Literal["best", "worst", "sampled"] = "best",
     chances: str = "",
-) -> Response:
-    """The rollouts of a step.
+) -> Wanted:
+    """The choices in a page's address.
 
-    run_id, visit: whose. step: "" is the newest. find: a text in the prompt or in the sample. low, high: bounds of the
-    reward, "" where there is none. order: of the samples of a group. chances: shade tokens by their probabilities.
+    step, number: of a step, or of an evaluation; "" is the newest. find: a text in the prompt or in the sample. low,
+    high: bounds of the reward, "" where there is none. order: of the samples of a group. chances: shade tokens by their
+    probabilities.
     """
-    number = _number("step", step)
-    wanted = Wanted(
-        None if number is None else int(number), find, _number("low", low), _number("high", high), order, bool(chances)
-    )
+    which = _number("number", number) if number else _number("step", step)
+    bounds = _number("low", low), _number("high", high)
+    return Wanted(None if which is None else int(which), find, *bounds, order, bool(chances))
+
+
+AsWanted = Annotated[Wanted, Depends(wanted)]
+
+
+@router.get("/training_runs/{run_id}/rollouts")
+async def rollouts_page(run_id: str, visit: Visiting, wanted: AsWanted) -> Response:
+    """The rollouts of a step."""
+    return await _page("rollouts", run_id, visit, wanted)
+
+
+@router.get("/training_runs/{run_id}/evaluations")
+async def evaluations_page(run_id: str, visit: Visiting, wanted: AsWanted) -> Response:
+    """The conversations of an evaluation by a reward."""
+    return await _page("evaluations", run_id, visit, wanted)
+
+
+async def _page(kind: Kind, run_id: str, visit: Visit, wanted: Wanted) -> Response:
     run = await asyncio.to_thread(visit.journal.models.get, run_id, visit.owner)
     work = work_folder(visit.call)
-    steps, found = await asyncio.to_thread(_read, work, run.id, wanted.step)
+    numbers, found = await asyncio.to_thread(_read, work, kind, run.id, wanted.number)
     if found is not None and run.owner != visit.identity.owner:
-        seen = [f"{run.id}/rollouts/{found.step}"]
+        seen = [f"{run.id}/{kind}/{found.step}"]
         await record(visit.call.services, AuditedEvent.PROJECT_SAMPLE_READ, visit.identity, run.owner, samples=seen)
     tokenizer = await tokenizer_of(visit, run.base_model) if wanted.chances else None
     groups = [] if found is None else await asyncio.to_thread(_groups, found, wanted, tokenizer)
     url = visit.call.services.settings.pipelines_url
-    where = {"work": url, "searched": f"{url}/{rollouts_folder(run.id)}"}
-    return visit.page("rollouts.html", **where, run=run, steps=steps, found=found, wanted=wanted, groups=groups,
-                      shaded=tokenizer is not None)  # fmt: skip
+    where = {"work": url, "searched": f"{url}/{rollouts_folder(kind, run.id)}"}
+    return visit.page("rollouts.html", **where, kind=kind, run=run, numbers=numbers, found=found, wanted=wanted,
+                      groups=groups, shaded=tokenizer is not None)  # fmt: skip
 
 
-def _read(work: Blobs, run_id: str, step: int | None) -> tuple[list[int], StepRollouts | None]:
-    """The steps that there are, and the rollouts of one; NotFoundError when there is no such step."""
-    steps = steps_with_rollouts(work, run_id)
-    if step is None and not steps:
-        return steps, None
-    wanted = steps[-1] if step is None else step
-    if wanted not in steps:
-        raise NotFoundError(f"step {wanted:g} of training run {run_id!r} has no rollouts")
-    return steps, read_rollouts(work, run_id, wanted)
+def _read(work: Blobs, kind: Kind, run_id: str, number: int | None) -> tuple[list[int], StepRollouts | None]:
+    """The numbers that there are, and the rollouts of one; NotFoundError when there is no such number."""
+    numbers = numbers_of(work, kind, run_id)
+    if number is None and not numbers:
+        return numbers, None
+    wanted = numbers[-1] if number is None else number
+    if wanted not in numbers:
+        missing = f"step {wanted:g} of training run {run_id!r} has no rollouts"
+        raise NotFoundError(
+            missing if kind == "rollouts" else f"training run {run_id!r} has no evaluation number {wanted:g}"
+        )
+    return numbers, read_rollouts(work, kind, run_id, wanted)
 
 
 Piece = tuple[str, str, str]  # text, shade and title of some tokens

@@ -9,10 +9,12 @@ import pytest
 
 from tinkerflow.backend.catalog.rollouts import (
     DroppedRollout,
+    EvaluationFacts,
     RolloutGroup,
     RolloutMessage,
     RolloutSample,
     StepRollouts,
+    write_evaluation,
     write_rollouts,
 )
 from tinkerflow.backend.store.blobs import open_blobs
@@ -68,6 +70,41 @@ def test_a_step_shows_its_groups_and_what_was_dropped(browser: Any, server: Any,
     assert "Rollouts of step 3" in worst and worst.index("Reward -1") < worst.index("Reward 1")
     chances = browser.get(where, params={"chances": "yes"}).text
     assert '<span title="1.83 %" class="shade-0">b</span><span title="90.5 %">c</span>' in chances
+
+
+def test_evaluations_by_a_reward_are_a_page_of_the_run(browser: Any, server: Any, furnish: Any) -> None:
+    things = furnish()
+    where = f"/training_runs/{things.run}/evaluations"
+    linked = "Evaluations of its weights by a reward"
+    assert "No evaluations of the weights of this run are in" in browser.get(where).text
+    assert linked not in browser.get(f"/training_runs/{things.run}").text
+    answer = RolloutMessage(role="assistant", text="<b>four")
+    sample = RolloutSample(reward=1.0, parts={"form": 0.25}, advantage=0.0, length=1, messages=[answer])
+    group = RolloutGroup(prompt=[RolloutMessage(role="user", text="What is 2 + 2?")], samples=[sample])
+    work = open_blobs(server.settings.pipelines_url)
+    for mean in (0.25, 0.5):
+        facts = EvaluationFacts(
+            name="sums",
+            weights=things.sampler_weights,
+            judge="reward rewards:right",
+            data="sums.jsonl 1",
+            reward=mean,
+            reward_error=0.125,
+            parts={"form": 0.75},
+            rows=2,
+            answers=4,
+            evaluated_at=server.clock.now(),
+        )
+        write_evaluation(work, things.run, StepRollouts(step=0, groups=[group], evaluation=facts))
+    assert f"{linked}: 2</a>" in browser.get(f"/training_runs/{things.run}").text
+    page = browser.get(where).text
+    facts = ("Evaluation 2", "sums", "0.5 ± 0.125", "0.75", "4 to 2 prompts", "rewards:right", things.sampler_weights)
+    for words in (*facts, "&lt;b&gt;four", "form 0.25", f'href="{where}?number=1&amp;find='):
+        assert words in page, words
+    assert "advantage" not in page
+    assert "0.25 ± 0.125" in browser.get(where, params={"number": 1}).text
+    missing = browser.get(where, params={"number": 3})
+    assert missing.status_code == 404 and "has no evaluation number 3" in missing.text
 
 
 def test_a_run_without_a_step_shows_its_failure_instead_of_advice(browser: Any, server: Any) -> None:

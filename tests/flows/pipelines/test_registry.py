@@ -15,6 +15,7 @@ from tinkerflow.flows.pipelines.dpo import DpoParameters
 from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.rl import RlParameters
 from tinkerflow.tasks.pipelines.control import StoppedError
+from tinkerflow.tasks.pipelines.parameters import EvaluateParameters, NightlyParameters
 
 DATA: dict[str, Any] = {"data": {"url": "rows.jsonl"}}
 
@@ -63,6 +64,21 @@ async def test_the_reason_of_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch
         (DpoParameters, {"beta": 0}, "beta\n  Input should be greater than 0"),
         (RlParameters, {}, "give either reward or environment"),
         (RlParameters, {"reward": "a:b", "environment": "c:D"}, "give either reward or environment"),
+        (
+            EvaluateParameters,
+            {"reward": "a:b", "environment": "c:D"},
+            "give either reward or environment, and not both",
+        ),
+        (
+            NightlyParameters,
+            {"held_out": {"url": "a.jsonl"}, "champion": "a", "metric": "reward"},
+            "metric: reward needs a reward or an environment",
+        ),
+        (
+            NightlyParameters,
+            {"held_out": {"url": "a.jsonl"}, "champion": "a", "reward": "a:b"},
+            "metric: reward needs a reward or an environment, and they need metric: reward",
+        ),
         (RlParameters, {"reward": "a.b"}, "reward\n  Value error, write module:function"),
         (RlParameters, {"reward": "a:b", "group_size": 1}, "group_size\n  Input should be greater than or equal to 2"),
         (

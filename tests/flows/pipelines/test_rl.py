@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from tests.tasks.pipelines.conftest import parse
 from transformers import PreTrainedTokenizerFast
 
-from tinkerflow.backend.catalog.rollouts import read_rollouts, steps_with_rollouts
+from tinkerflow.backend.catalog.rollouts import numbers_of, read_rollouts
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.deployments.tiny_model import make_tiny
@@ -224,8 +224,8 @@ async def test_the_rollouts_of_a_step_are_recorded_with_those_that_it_dropped(
     recipe.begin(0)
     await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
     work = open_work(url)
-    assert steps_with_rollouts(work, client.model_id) == [1]
-    found = read_rollouts(work, client.model_id, 1)
+    assert numbers_of(work, "rollouts", client.model_id) == [1]
+    found = read_rollouts(work, "rollouts", client.model_id, 1)
     first = found.groups[0]
     assert [message.text for message in first.prompt] == ["varied"]
     assert sorted((one.reward, one.turns, one.length, one.messages[0].text) for one in first.samples) == [

@@ -1,7 +1,8 @@
-"""Scores of weights on rows with answers, and the passes over answers that recipes measure with."""
+"""Scores of weights on rows with answers or by a reward, and the passes over answers that recipes measure with."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,13 @@ import numpy as np
 import pytest
 from tests.tasks.pipelines.conftest import parse
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines import Renderer, TokenizedExample
+from tinkerflow.tasks.pipelines.environments import Facts, Reply
 from tinkerflow.tasks.pipelines.forwards import BATCH, answer_logprobs, mean_loss
-from tinkerflow.tasks.pipelines.scoring import expected_answer, greedy_answers, score
+from tinkerflow.tasks.pipelines.parameters import JudgeParameters
+from tinkerflow.tasks.pipelines.rollouts import Rollouts
+from tinkerflow.tasks.pipelines.scoring import Scores, expected_answer, greedy_answers, score, score_reward
 
 ROWS = [
     parse({"prompt": "Colour of grass?", "completion": "green"}),
@@ -46,6 +51,59 @@ async def test_loss_and_exact_matches(tokenizer: Any, renderer: Renderer) -> Non
     answers = await greedy_answers(sampler, renderer, ROWS, max_tokens=4, max_context=context)
     assert [answer.wanted for answer in answers] == ["green", "black"]
     assert sampler.longest == 3  # an answer ends with the context
+
+
+class Varied:
+    """A sampler whose answers to a prompt are 0, 1 and so on."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    async def sample(self, prompt: Any, num_samples: int, params: Any) -> Any:
+        answers = [self.tokenizer.encode(f"{i}", add_special_tokens=False) for i in range(num_samples)]
+        return SimpleNamespace(
+            sequences=[SimpleNamespace(tokens=one, logprobs=[-1.0], sequence_id="s") for one in answers]
+        )
+
+
+class Graded:
+    """One question; the reward is the answer, times ten for coal, with a part."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    async def begin(self) -> Any:
+        return self.facts["prompt"]
+
+    async def answered(self, text: str) -> Reply:
+        if "sky" in self.facts["prompt"][0]["content"]:
+            raise ValueError("no sky")
+        factor = 10 if self.facts["colour"] == "black" else 1
+        return Reply(factor * float(text), parts={"form": 1.0} if text == "1" else {})
+
+
+async def test_a_reward_has_an_error_of_the_means_of_rows(tokenizer: Any, renderer: Renderer) -> None:
+    rows = [parse({"prompt": f"Colour of {name}?", "colour": c}) for name, c in
+            (("grass", "green"), ("coal", "black"), ("sky", "blue"))]  # fmt: skip
+    sampler: Any = Varied(tokenizer)
+    parameters = JudgeParameters(environment="a:Graded", group_size=3)
+    rollouts = Rollouts.judged(parameters, Graded, renderer, max_tokens=4, max_bad_fraction=0.5)
+    scores, found = await score_reward.fn("mine", sampler, rollouts, rows, 0, shown=1)
+    assert (scores.loss, scores.rows, scores.value("reward")) == (None, 2, 5.5)
+    assert scores.reward_error == pytest.approx(np.std([1, 10], ddof=1) / np.sqrt(2))
+    assert (scores.parts, scores.answers) == ({"form": 1.0}, 6)
+    assert [one.rated for one in scores.samples] == ["0 (reward 0)"]
+    assert [len(group.samples) for group in found.groups] == [3, 3]
+    assert found.dropped[0].fate == "left out" and "no sky" in found.dropped[0].reason
+    with pytest.raises(UserError, match="1 of 3 rows failed, max_bad_fraction allows"):
+        await score_reward.fn("mine", sampler, replace(rollouts, max_bad_fraction=0.0), rows, 0, shown=1)
+    with pytest.raises(UserError, match="metric loss: these scores have none"):
+        scores.beats(scores, "loss", 0.0)
+
+
+def test_better_is_more_reward_by_more_than_the_margin() -> None:
+    low, high = (Scores(rows=2, reward=mean, samples=[]) for mean in (0.25, 0.5))
+    assert high.beats(low, "reward", 0.2) and not high.beats(low, "reward", 0.3) and not low.beats(high, "reward", 0)
 
 
 def test_the_expected_answer_of_a_row(renderer: Renderer) -> None:

@@ -1,0 +1,65 @@
+"""A reward of the user's own: `rl` trains with it, `evaluate` measures with it, and `nightly` promotes by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.catalog.rollouts import numbers_of, read_rollouts
+from tinkerflow.flows.pipelines.evaluate import evaluate
+from tinkerflow.flows.pipelines.nightly import nightly
+from tinkerflow.flows.pipelines.rl import rl
+from tinkerflow.tasks.pipelines.champions import champion
+from tinkerflow.tasks.pipelines.parameters import EvaluateParameters, NightlyParameters, RlParameters
+from tinkerflow.tasks.pipelines.work import open_work
+
+pytest_plugins = ["tinkerflow.deployments.testing"]
+
+REWARD = """
+def shouting(facts, answer):
+    return sum(letter.isupper() for letter in answer) / max(1, len(answer)) + facts.get("bonus", 0)
+"""
+
+
+async def test_a_checkpoint_is_evaluated_with_the_reward_that_it_was_trained_with(
+    tiny_service: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rewards.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    prompts, others, pairs = (tmp_path / name for name in ("prompts.jsonl", "others.jsonl", "pairs.jsonl"))
+    prompts.write_text('{"prompt": "Say hello."}\n{"prompt": "Cheer."}\n')
+    rows = (("Greet.", 1), ("Cry.", 2), ("Go.", 3))
+    others.write_text("".join(f'{{"prompt": "{prompt}", "bonus": {bonus}}}\n' for prompt, bonus in rows))
+    pairs.write_text('{"prompt": "Greet.", "completion": "HELLO", "bonus": 1}\n' * 2)
+    work = tmp_path.as_uri()
+    judge = {"reward": "own_rewards:shouting", "group_size": 4}
+    common = {"name": "mine", "resume": "mine", "work": work, "model": {"rank": 8, "seed": 3}, "samples": {"rows": 0}}
+    training = {"steps": 2, "batch_size": 2, "learning_rate": 0.01}
+    held_out = {"url": str(others)}
+    trained = await rl(
+        RlParameters.model_validate(
+            {**common, **judge, "answer_tokens": 4, "data": {"url": str(prompts)}, "held_out": held_out}
+            | {"training": training}
+        )
+    )
+    values = {"name": "again", "work": work, **judge, "weights": trained.weights, "max_tokens": 4, "seed": 3}
+    values |= {"data": held_out, "rows_at_once": 2}
+    scores = (await evaluate(EvaluateParameters.model_validate(values))).scores
+    mine = scores["weights"]
+    assert mine.loss is None
+    assert mine.reward == pytest.approx(trained.held_out["held_out_reward"]), "the same samples"
+    assert (mine.rows, mine.answers) == (3, 12) and mine.reward_error is not None and 0.5 < mine.reward_error < 0.65
+    assert scores["base model"].value("reward") >= 2.0
+    assert numbers_of(open_work(work), "evaluations", trained.training_run) == [1]
+    found = read_rollouts(open_work(work), "evaluations", trained.training_run, 1)
+    assert found.evaluation is not None and found.evaluation.reward == mine.reward
+    assert [group.prompt[0].text for group in found.groups] == ["Greet.", "Cry.", "Go."]
+
+    night = {**common, **judge, "resume": "night", "champion": "loud", "metric": "reward", "training": training}
+    night |= {"data": {"url": str(pairs)}, "held_out": {"url": str(pairs)}, "margin": 0.0}
+    made = await nightly(NightlyParameters.model_validate(night))
+    new, old = made.scores["new"].value("reward"), made.scores["base model"].value("reward")
+    best = champion(work, "loud")
+    assert (made.outcome == "promoted") == (best is not None) == (new > old)
