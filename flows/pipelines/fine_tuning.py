@@ -28,7 +28,7 @@ from pydantic import BaseModel
 from tinkerflow.backend.core.errors import TinkerflowError
 from tinkerflow.backend.spec.run_metadata import DEFAULTS, Outcome
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, cell, log_line
-from tinkerflow.tasks.pipelines.control import StoppedError, controlled
+from tinkerflow.tasks.pipelines.control import StoppedError, controlled, stoppable
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
@@ -71,15 +71,17 @@ class TrainingResult(BaseModel):
 
 
 def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T | State[None]]]:
-    """Let a flow's function return Prefect's state Cancelled when it raises StoppedError.
+    """Let a flow's function return Prefect's state Cancelled when it raises StoppedError, or is asked to stop.
 
-    The logs of the run have the reason, and that of any other error.
+    A signal that raised in the function would be a crash to Prefect. The logs of the run have the reason, and that of
+    any other error.
     """
 
     @wraps(work)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T | State[None]:
         try:
-            return await work(*args, **kwargs)
+            async with stoppable("stopped on request, and no step was being made"):
+                return await work(*args, **kwargs)
         except StoppedError as stopped:
             log_line(str(stopped))
             return Cancelled(message=str(stopped))

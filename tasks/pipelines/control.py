@@ -1,9 +1,9 @@
 """The buttons of a run's page while the run goes: cancel, pause, suspend, resume.
 
 A runner (`tinkerflow serve`, a Prefect worker) cancels a run with SIGTERM. Prefect's own handler would raise in the
-middle of a step. The handler here only sets a flag: the run stops at the end of a step, with its state saved. In a
-process without a runner Prefect acts on no button, and on Pause it acts nowhere. Therefore the run also reads its own
-state.
+middle of a step. The handler here only sets a flag: the run stops at the end of a step, with its state saved. Before
+and after training, its work is interrupted. A thread interrupts code of a user that blocks the event loop. In a process
+without a runner Prefect acts on no button, and on Pause it acts nowhere. Therefore the run also reads its own state.
 
 Suspend ends the run in this process, at the end of a step with its state saved. When somebody presses Resume, a runner
 starts another process, which continues from that state.
@@ -14,10 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
+from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any, NoReturn
 from uuid import UUID
 
@@ -28,9 +31,14 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause, PrefectException
 from prefect.runtime import flow_run as runtime
 
+from tinkerflow.tasks.pipelines.artifacts import log_line
+from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError, place_in_loop
+
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
+STUCK_SECONDS = 3.0  # that the event loop may be blocked after a signal, before the code that blocks it is interrupted
+_STOPPING = "stopping after this step, with its state saved; press Ctrl-C again to stop without saving"
 
 
 class StoppedError(Exception):
@@ -40,8 +48,12 @@ class StoppedError(Exception):
 class Control:
     """Whether the run may continue. All calls come from one event loop."""
 
-    def __init__(self) -> None:
-        """Allow the run to continue."""
+    def __init__(self, flow_run: UUID | None = None) -> None:
+        """Allow the run to continue. flow_run: its id in Prefect; None outside of a flow run."""
+        self.flow_run = flow_run
+        self.interrupted = ""  # the place of code of a user that blocked the event loop after a request to stop
+        self._limit: asyncio.Timeout | None = None
+        self._gradual = 0  # blocks that end by themselves
         self._stop = asyncio.Event()
         self._go = asyncio.Event()
         self._go.set()
@@ -59,10 +71,45 @@ class Control:
         finally:
             self._parts.remove(part)
 
+    @asynccontextmanager
+    async def interrupting(self, text: str) -> AsyncIterator[None]:
+        """Interrupt the block after a request to stop, except within `gradually`; it raises as `stopped(text)` then."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._limit = limit
+                self._interrupt()
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self.stopped(text)
+        except InterruptedCodeError as error:
+            self.stopped(f"{text}: {error}")
+        finally:
+            self._limit = None
+
+    @contextmanager
+    def gradually(self) -> Iterator[None]:
+        """Do not interrupt the block: it ends by itself after a request to stop."""
+        self._gradual += 1
+        try:
+            yield
+        finally:
+            self._gradual -= 1
+
+    @property
+    def ends_itself(self) -> bool:
+        """Whether what the run does now ends by itself after a request to stop."""
+        return bool(self._gradual or self._parts)
+
+    def _interrupt(self) -> None:
+        if self.stopping and not self.ends_itself and self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(0)
+
     @property
     def stopping(self) -> bool:
         """Whether somebody asked the run to stop."""
-        return self._stop.is_set()
+        return self._stop.is_set() or bool(self.interrupted)
 
     @property
     def paused(self) -> bool:
@@ -75,6 +122,7 @@ class Control:
         self._go.set()
         for part in self._parts:
             part.stop()
+        self._interrupt()
 
     def suspend(self, state: State[Any]) -> None:
         """Ask the run to stop, so that another process can continue it; `state` is the run's suspended state."""
@@ -106,17 +154,41 @@ _current: ContextVar[Control | None] = ContextVar("control", default=None)
 
 
 @asynccontextmanager
-async def controlled() -> AsyncIterator[Control]:
-    """The control of the current flow run; outside of a flow run only signals stop it.
+async def stoppable(text: str) -> AsyncIterator[None]:
+    """Interrupt the block, the work of a flow run, when somebody asks the run to stop: StoppedError with `text`.
 
-    A control within the block of another one belongs to a subflow run; the outer control hears the signal for both.
+    Within `controlled` nothing is interrupted.
     """
-    control, outer = Control(), _current.get()
-    context = FlowRunContext.get()
-    watching = None
-    if context is not None and context.flow_run is not None:
+    async with _control() as control, control.interrupting(text):
+        yield
+
+
+@asynccontextmanager
+async def controlled() -> AsyncIterator[Control]:
+    """The control of the current flow run, for a block that ends by itself when the run is to stop.
+
+    Outside of a flow run only signals stop it.
+    """
+    async with _control() as control:
+        with control.gradually():
+            yield control
+
+
+@asynccontextmanager
+async def _control() -> AsyncIterator[Control]:
+    """The control of the current flow run: that of the block around this one, if it is of the same run, or a new one.
+
+    The control of a subflow run belongs to that of the run around it, which hears the signal for both.
+    """
+    context, outer = FlowRunContext.get(), _current.get()
+    run = context.flow_run.id if context is not None and context.flow_run is not None else None
+    if outer is not None and outer.flow_run == run:
+        yield outer
+        return
+    control, watching = Control(run), None
+    if run is not None:
         root = runtime.root_flow_run_id
-        watching = asyncio.create_task(_watch(control, {context.flow_run.id, *([UUID(root)] if root else [])}))
+        watching = asyncio.create_task(_watch(control, {run, *([UUID(root)] if root else [])}))
     token = _current.set(control)
     try:
         with outer.over(control) if outer is not None else _on_signals(control):
@@ -127,6 +199,13 @@ async def controlled() -> AsyncIterator[Control]:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
+
+
+def refuse_after_interruption() -> None:
+    """Raise InterruptedCodeError if code of a user was interrupted: no more of it begins."""
+    control = _current.get()
+    if control is not None and control.interrupted:
+        raise InterruptedCodeError(control.interrupted)
 
 
 async def _watch(control: Control, flow_runs: set[UUID]) -> None:
@@ -156,26 +235,57 @@ def obey(control: Control, states: list[State[Any]]) -> None:
 
 @contextmanager
 def _on_signals(control: Control) -> Iterator[None]:
-    """Stop the run at SIGTERM, and at the first Ctrl-C; the second Ctrl-C interrupts it."""
+    """Stop the run at SIGTERM, and at the first Ctrl-C; the second Ctrl-C interrupts it.
+
+    Code of a user that blocks the event loop for STUCK_SECONDS after a signal is interrupted.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can handle signals
         return
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in signals}
-    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    received, ended = SimpleQueue[int](), threading.Event()
+    loop, main, context = asyncio.get_running_loop(), threading.get_ident(), copy_context()
 
-    def stop(number: signal.Signals) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            log.warning("stopping after this step, with its state saved; press Ctrl-C again to stop without saving")
-            loop.remove_signal_handler(number)
-            signal.signal(number, before[number])
-        control.stop()
+            signal.signal(number, before[signal.SIGINT])
+        received.put(number)  # the thread does the rest: locks, such as those of logs, may be taken here
+        if control.interrupted and place_in_loop(frame):
+            raise InterruptedCodeError(control.interrupted)
 
-    for number in signals:
-        loop.add_signal_handler(number, stop, number)
+    def warn(text: str) -> None:
+        log.warning(text)
+        log_line(text, logging.WARNING)
+
+    def follow() -> None:
+        asked = False
+        while not ended.is_set():
+            try:
+                number = received.get(timeout=1.0)
+            except Empty:
+                number = 0
+            if number == signal.SIGINT:
+                log.warning(_STOPPING if control.ends_itself else "stopping")
+            asked = asked or number > 0
+            passed = threading.Event()
+            if asked:
+                try:
+                    loop.call_soon_threadsafe(control.stop)
+                    loop.call_soon_threadsafe(passed.set)
+                except RuntimeError:  # the loop is closed
+                    return
+            while asked and not passed.wait(STUCK_SECONDS) and not ended.is_set():
+                if place := place_in_loop(sys._current_frames().get(main)):
+                    control.interrupted = f"{place} blocked the event loop, and was interrupted"
+                    context.run(warn, control.interrupted)
+                    signal.pthread_kill(main, signal.SIGTERM)
+
+    for number in before:
+        signal.signal(number, handle)
+    threading.Thread(target=follow, name="signals of a run", daemon=True).start()
     try:
         yield
     finally:
+        ended.set()
         for number, handler in before.items():
-            loop.remove_signal_handler(number)
             signal.signal(number, handler)

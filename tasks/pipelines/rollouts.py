@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.artifacts import log_line
+from tinkerflow.tasks.pipelines.control import refuse_after_interruption
 from tinkerflow.tasks.pipelines.environments import (
     UNAVAILABLE,
     Asked,
@@ -408,6 +409,7 @@ class Rollouts:
 
         answer: that it is to reward; None: none.
         """
+        refuse_after_interruption()
         plain = isinstance(episode.environment, Asked) and episode.environment.plain and answer is not None
         async with self.plain_calls if plain else nullcontext():
             limit, now = asyncio.timeout(self.environment_seconds), asyncio.get_running_loop().time

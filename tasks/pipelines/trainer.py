@@ -16,12 +16,13 @@ from prefect.runtime import flow_run
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.spec.run_metadata import FLOW_RUN
-from tinkerflow.tasks.pipelines.artifacts import training_runs
+from tinkerflow.tasks.pipelines.artifacts import log_line, training_runs
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.outliers import HISTORY, OutlierWatch
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.schedule import learning_rate
+from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError
 
 if TYPE_CHECKING:
     import tinker
@@ -303,6 +304,8 @@ async def make_steps(
             pending.append(asyncio.ensure_future(trainer.recipe.submit(client, step - 1, params)))
             await answered(trainer.recipe.ahead)
         await answered(0)
+    except InterruptedCodeError as interrupted:  # before its step trained anything
+        log_line(f"step {first + len(made)} is not made: {interrupted}")
     finally:
         for future in pending:
             future.cancel()

@@ -23,6 +23,14 @@ from tinkerflow.backend.core.suggest import did_you_mean
 
 T = TypeVar("T")
 
+
+class InterruptedCodeError(BaseException):
+    """Code that blocked the event loop was interrupted after a request to stop; the message names its place.
+
+    No `except Exception` in the code of a user catches it.
+    """
+
+
 _NOT_THEIRS = ("tinkerflow", "importlib")  # packages
 
 
@@ -102,7 +110,7 @@ def blocking_reported(seconds: float, report: Callable[[str], None]) -> Iterator
                 loop.call_soon_threadsafe(passed.set)
             except RuntimeError:  # the loop is closed
                 return
-            if not passed.wait(seconds) and (place := _place_in_loop(sys._current_frames().get(blocked))):
+            if not passed.wait(seconds) and (place := place_in_loop(sys._current_frames().get(blocked))):
                 context.run(report, place)
             while not (passed.wait(seconds) or ended.is_set()):
                 pass
@@ -114,7 +122,7 @@ def blocking_reported(seconds: float, report: Callable[[str], None]) -> Iterator
         ended.set()
 
 
-def _place_in_loop(frame: FrameType | None) -> str:
+def place_in_loop(frame: FrameType | None) -> str:
     """The function of a user that `call_in_loop` is executing in these frames, with its file and line; else ""."""
     walked = [*traceback.walk_stack(frame)] if frame is not None else []
     calls = [i for i, (found, _) in enumerate(walked) if found.f_code is call_in_loop.__code__]

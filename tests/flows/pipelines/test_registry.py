@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -37,6 +40,16 @@ async def test_a_stopped_flow_is_cancelled_and_says_why() -> None:
     assert await work(stops=False) == 3
     state: Any = await work(stops=True)
     assert state.is_cancelled() and state.message == "stopped after step 3"
+
+
+async def test_a_signal_before_the_first_step_cancels_the_run() -> None:
+    @cancellable
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    state: Any = await work()
+    assert state.is_cancelled() and state.message == "stopped on request, and no step was being made"
 
 
 async def test_the_reason_of_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

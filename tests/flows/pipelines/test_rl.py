@@ -30,6 +30,7 @@ from tinkerflow.tasks.pipelines.parameters import CurriculumParameters, PolicyLo
 from tinkerflow.tasks.pipelines.progress import StepMetrics
 from tinkerflow.tasks.pipelines.rollouts import Rollouts
 from tinkerflow.tasks.pipelines.trainer import make_steps
+from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError
 from tinkerflow.tasks.pipelines.versions import WeightVersions
 from tinkerflow.tasks.pipelines.work import open_work
 
@@ -310,6 +311,26 @@ async def test_steps_sample_from_weights_of_a_fixed_age(tokenizer: Any, lag: int
     if lag:
         assert [one.values["staleness"] for one in made] == [step - version for step, version in enumerate(versions)]
     assert Dawdling.most <= 2 * (lag + 1)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+async def test_the_steps_before_interrupted_code_are_kept(tokenizer: Any, lag: int) -> None:
+    class Blocking(Dawdling):
+        made = 0
+
+        async def answered(self, text: str) -> Reply:
+            Blocking.made += 1
+            if Blocking.made > 5:
+                raise InterruptedCodeError("answered (games.py:3) blocked the event loop")
+            return await super().answered(text)
+
+    client, recipe = Client(tokenizer), recipe_of(tokenizer, Blocking, versions=WeightVersions(lag))
+    training: Any = TrainingParameters(steps=7, segment_steps=7)
+    trainer: Any = SimpleNamespace(
+        recipe=recipe, watch=None, training=training, params=lambda step: tinker.AdamParams(learning_rate=step)
+    )
+    made = await make_steps(trainer, client, 1, 7, Control(), lambda _: None)  # type: ignore[arg-type]
+    assert [one.step for one in made] == [1, 2] and client.version == 2
 
 
 async def test_a_step_whose_sampling_fails_ends_the_segment(tokenizer: Any) -> None:

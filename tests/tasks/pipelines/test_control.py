@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 from prefect.exceptions import Pause
 from prefect.states import Cancelling, Paused, Running, Suspended
 
-from tinkerflow.tasks.pipelines.control import Control, StoppedError, controlled, obey
+from tinkerflow.tasks.pipelines import control as module
+from tinkerflow.tasks.pipelines.control import Control, StoppedError, controlled, obey, stoppable
+from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError, call_in_loop
 
 
 def test_cancel_stops_it() -> None:
@@ -66,3 +69,42 @@ def test_a_part_can_be_stopped_alone() -> None:
         part.stop()
     assert (part.stopping, outer.stopping) == (True, False)
     outer.stop()  # nothing is left to stop
+
+
+async def test_work_before_the_first_step_is_interrupted_and_a_block_that_ends_itself_is_not() -> None:
+    steps = []
+    with pytest.raises(StoppedError, match="nothing is saved"):
+        async with stoppable("nothing is saved"):
+            async with controlled() as control:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert not await asyncio.wait_for(_asked(control), 60)
+                steps.append("saved")
+            await asyncio.Event().wait()
+    assert steps == ["saved"]
+
+
+async def _asked(control: Control) -> bool:
+    control.pause()
+    return await control.may_go_on()
+
+
+def block() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3600)
+
+
+async def test_code_that_blocks_the_event_loop_is_interrupted_after_a_signal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "STUCK_SECONDS", 0.05)
+    place = rf"block \({__file__}:\d+\) blocked the event loop, and was interrupted"
+    with pytest.raises(StoppedError, match=f"stopped: {place}"):
+        async with stoppable("stopped"):
+            await call_in_loop(block)
+    assert "blocked the event loop" in caplog.text
+    async with controlled() as control:
+        with pytest.raises(InterruptedCodeError, match=place):
+            await call_in_loop(block)
+        with pytest.raises(InterruptedCodeError, match=place):
+            module.refuse_after_interruption()
+        assert not await control.may_go_on()
