@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.journal import LossMeasured, RunQuery, StepMeasured
+from tinkerflow.backend.journal import LossMeasured, ModelEnded, ModelState, RunQuery, StepMade, StepMeasured
 
 
 @pytest.fixture
@@ -104,3 +104,22 @@ def test_a_table_has_only_the_owners_runs_and_those_of_a_session(table, scene):
     (_, second, *_) = table()[1]
     assert table(session_id=second.model.session_id)[0] == ["arithmetic"]
     assert scene.journal.run_table.names_of_columns([row.model.id for row in table()[1]]) == ["reward"]
+
+
+def test_runs_that_ended_without_work_are_found_by_a_search_or_in_their_session(table, scene, save):
+    session = scene.session()
+    saved, failed, exported = (scene.model(session, n, origin="tinker://x/weights/y") for n in range(3))
+    refused = scene.model(session, 3, live=False)
+    save(saved, "kept")
+    end_of = {saved: (2, []), failed: (1, []), exported: (1, [StepMade(exported, 12)]), refused: (0, [])}
+    for run, (seq, effects) in end_of.items():
+        if seq:
+            scene.submit(run, seq)
+        (request,) = scene.journal.requests.ready(run)
+        state = ModelState.FAILED if run == refused else ModelState.UNLOADED
+        scene.journal.results.finish([request.done(b"", "json", *effects, ModelEnded(run, state, "limit reached"))])
+    scene.journal.models.note_outcome(failed, "local", "failed", "no reward")
+    shown = [row.model.id for row in table()[1]]
+    assert [run in shown for run in (saved, failed, exported, refused)] == [True, True, False, False]
+    assert refused in [row.model.id for row in table(search="state=failed")[1]]
+    assert len(table(session_id=session)[1]) == 4
