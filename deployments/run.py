@@ -326,7 +326,7 @@ def _run(
     from prefect.runtime import flow_run
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
-    from tinkerflow.tasks.pipelines.artifacts import follower, phases
+    from tinkerflow.tasks.pipelines.artifacts import follower, notes, phases
 
     parameters = parameters_of(pipeline.name, values)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -362,6 +362,7 @@ def _run(
             return await call(parameters, return_state=True)
 
         token, phase_token = follower.set(follow), phases.set(show_phase)
+        note_token = notes.set(lambda text: print_line(console, f"{pipeline.name}: {text}"))
         try:
             return asyncio.run(state())
         except KeyboardInterrupt:  # before the first step, or the second Ctrl-C
@@ -370,6 +371,7 @@ def _run(
         finally:
             follower.reset(token)
             phases.reset(phase_token)
+            notes.reset(note_token)
 
 
 def result_table(result: Mapping[str, Any]) -> Table:

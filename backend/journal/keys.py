@@ -69,14 +69,15 @@ class Keys(Aggregate):
     ) -> tuple[KeyView, str]:
         """Create an API key. Returns its row, and its secret (`tml-...`), which is never shown again.
 
-        UserError if the name or the project is empty or too long.
+        Spaces around the name and the project are dropped. UserError if one of them is empty or too long.
 
         The project of the first key receives all rows that were created without a key.
 
         actor: for the audit log; see `audit.write_event`.
         """
+        name, project = name.strip(), project.strip()
         for field, value in (("name", name), ("project", project)):
-            if not 1 <= len(value.strip()) <= LONGEST_NAME:
+            if not 1 <= len(value) <= LONGEST_NAME:
                 raise UserError(f"{field} is {value!r}: must have 1 to {LONGEST_NAME} characters")
         secret, now = KEY_PREFIX + secrets.token_urlsafe(32), self._now()
         values = {"id": new_id("key"), "key_hash": hash_key(secret), "prefix": secret[:_SHOWN], "created_at": now}

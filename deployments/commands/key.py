@@ -37,11 +37,11 @@ def create_key(
 
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         first = not journal.keys.has_any()
-        adopted = journal.models.runs(LOCAL_OWNER, limit=1, offset=0).total if first and project != LOCAL_OWNER else 0
+        local = journal.models.runs(LOCAL_OWNER, limit=1, offset=0).total if first else 0
         key, secret = journal.keys.create(name, project, admin=admin, actor=command_line_actor())
         print(f"{key.id}: {secret}")
-        if adopted:
-            note = f"project {project} takes over {adopted} training run(s) that were made without a key"
+        if adopted := local if key.project != LOCAL_OWNER else 0:
+            note = f"project {key.project} takes over {adopted} training run(s) that were made without a key"
             typer.echo(note, err=True)
 
 

@@ -38,6 +38,8 @@ MOST_ROWS = 200
 follower: ContextVar[Callable[[int, int, Mapping[str, float]], None] | None] = ContextVar("follower", default=None)
 # Such code may set this, too, for what the run does before its next step.
 phases: ContextVar[Callable[[str], None] | None] = ContextVar("phases", default=None)
+# And this, for lines that stay.
+notes: ContextVar[Callable[[str], None] | None] = ContextVar("notes", default=None)
 # And this, for links: a list that gets the id of each training run, or the path of a page below that of its weights.
 training_runs: ContextVar[list[str] | None] = ContextVar("training_runs", default=None)
 
@@ -47,6 +49,15 @@ def begin_phase(text: str) -> None:
     if (show := phases.get()) is not None:
         show(text)
     log_line(text)
+
+
+def show_note(text: str) -> None:
+    """Show a line to the code that follows the run, or else in the log of the process; also in the logs of the run."""
+    if (show := notes.get()) is not None:
+        show(text)
+    else:
+        log.warning(text)
+    log_line(text, logging.WARNING)
 
 
 def log_line(text: str, level: int = logging.INFO) -> None:

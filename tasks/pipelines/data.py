@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +20,6 @@ from tinkerflow.tasks.pipelines.row_errors import RowError, shorten, show
 from tinkerflow.tasks.pipelines.rows import ALL_FIELDS, Form, Row, RowReader, Schema, forms_of, guess_form
 from tinkerflow.tasks.pipelines.sources import DataSource, Item, RawRow, read_rows
 from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
-
-log = logging.getLogger(__name__)
 
 _SHOWN_ERRORS = 20
 _QUARANTINED = 20_000  # characters of a bad row that the quarantine keeps
@@ -358,8 +355,6 @@ def check_source(source: DataSource, work_url: str, renderer: Renderer, use: Use
     if not tokenized.examples:
         kind = "sequences" if use.learns else "prompts"
         raise UserError(f"max_tokens {use.max_tokens}: all {report.too_long} {kind} of {source.url} are longer")
-    for note in report.notes:
-        log.warning("data %s: %s", source.url, note)
     return report
 
 

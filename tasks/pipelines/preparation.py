@@ -11,7 +11,7 @@ import orjson
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, show_note
 from tinkerflow.tasks.pipelines.connection import OfferedModel, ServerClients, connect
 from tinkerflow.tasks.pipelines.data import DataReport, Use, check_source, load_examples, load_rows
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
@@ -85,8 +85,11 @@ class PreparedRun:
 
 @task(name="check data", task_run_name="check data: {source.url}", cache_policy=NO_CACHE)
 def check_data(source: DataSource, work_url: str, renderer: Renderer, use: Use) -> DataReport:
-    """Check and tokenize a data set, as `check_source` does."""
-    return check_source(source, work_url, renderer, use)
+    """Check and tokenize a data set, as `check_source` does, and show the notes of the report."""
+    report = check_source(source, work_url, renderer, use)
+    for note in report.notes:
+        show_note(f"data {source.url}: {note}")
+    return report
 
 
 @asynccontextmanager

@@ -36,7 +36,8 @@ def test_the_first_key_takes_over_what_was_made_without_one(scene):
 
 
 def test_a_revoked_key_is_useless_for_good(scene, clock):
-    key, secret = scene.journal.keys.create("a", "p")
+    key, secret = scene.journal.keys.create(" a\n", "  p ")
+    assert (key.name, key.project) == ("a", "p"), "stored without spaces around them"
     when = scene.journal.keys.revoke(key.id).revoked_at
     assert when == clock.now()
     clock.advance(5)

@@ -49,7 +49,7 @@ async def key_page(key_id: str, visit: Visiting) -> Response:
 async def create_key(visit: Visiting) -> Response:
     """Make a key. Its secret is on this page, and never again on another one."""
     _only_admins(visit)
-    name, project = (visit.fields.get(field, "").strip() for field in ("name", "project"))
+    name, project = (visit.fields.get(field, "") for field in ("name", "project"))
     admin = visit.fields.get("admin") == "yes"
     actor = actor_of_key(visit.call.key_id)
     made, secret = await asyncio.to_thread(visit.journal.keys.create, name, project, admin=admin, actor=actor)

@@ -201,10 +201,11 @@ async def _curves(visit: Visit, runs: Sequence[str], view: ChartView) -> tuple[l
         journal = visit.journal
         state = _state(visit, runs)  # read first, so that later changes count as new
         models = [journal.models.get(run, visit.owner) for run in runs]
-        names = [journal.models.label(run) or run for run in runs]
+        given = [journal.models.label(run) or run for run in runs]
+        names = [name if given.count(name) == 1 else f"{name} ({run})" for run, name in zip(runs, given, strict=True)]
         found = [
             RunCurves(
-                "value" if len(runs) == 1 else name if names.count(name) == 1 else model.id,
+                "value" if len(runs) == 1 else name,
                 model.created_at,
                 journal.curves.of_run(model.id, visit.owner, steps=view.steps),
                 journal.run_metrics.of_run(model.id, visit.owner, steps=view.steps),

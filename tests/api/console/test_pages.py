@@ -140,9 +140,12 @@ def test_curves_are_there_and_change_only_when_there_is_something_new(
 
 
 def test_runs_are_compared_in_the_same_charts(browser: Any, server: Any, engine: Any, put_steps: Any) -> None:
-    runs = [server.model(parent="", corpus="b", step="0"), server.model(parent="", corpus="b", step="0")]
+    runs = [server.model(name=name, parent="", corpus="b", step="0") for name in ("one", "twin", "twin")]
     for run in runs:
         put_steps(run, 3)
+    twins = browser.get("/compare", params={"run": runs}).text
+    assert all(f"twin ({run})" in twins for run in runs[1:]) and f"one ({runs[0]})" not in twins
+    runs = runs[:2]
     page = browser.get("/compare", params={"run": runs}).text
     equal = page.partition("What is equal")[2]
     assert "<dt>corpus</dt><dd>b</dd>" in equal and "<dt>parent" not in equal and "<dt>step" not in equal

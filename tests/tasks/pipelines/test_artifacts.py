@@ -76,6 +76,16 @@ async def test_outside_of_a_flow_run_nothing_is_written() -> None:
     await RunArtifacts("x").text("report", "# text", "title")
 
 
+def test_a_note_goes_to_the_code_that_follows_the_run_or_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    shown: list[str] = []
+    token = module.notes.set(shown.append)
+    module.show_note("data a.csv: 2 row(s): empty")
+    module.notes.reset(token)
+    assert (shown, caplog.text) == (["data a.csv: 2 row(s): empty"], "")
+    module.show_note("data a.csv: 2 row(s): empty")
+    assert "data a.csv" in caplog.text and len(shown) == 1
+
+
 def test_data_cannot_break_a_table() -> None:
     assert cell("a|b\n<i>\\") == "a\\|b &lt;i>\\\\"
     report = DataReport(
