@@ -49,7 +49,8 @@ async def test_a_checkpoint_is_evaluated_with_the_reward_that_it_was_trained_wit
     scores = (await evaluate(EvaluateParameters.model_validate(values))).scores
     mine = scores["weights"]
     assert mine.loss is None
-    assert mine.reward == pytest.approx(trained.held_out["held_out_reward"]), "the same samples"
+    # The same samples. The last bits of a logprob depend on the batch, so one answer of 12 may be another one.
+    assert mine.reward == pytest.approx(trained.held_out["held_out_reward"], abs=1 / 12)
     assert (mine.rows, mine.answers) == (3, 12) and mine.reward_error is not None and 0.5 < mine.reward_error < 0.65
     assert scores["base model"].value("reward") >= 2.0
     assert numbers_of(open_work(work), "evaluations", trained.training_run) == [1]
