@@ -172,10 +172,11 @@ class DecodeBatch:
             if (step := drafts.next_step(sequences)) is None:
                 return sequences, left
             self._verify(drafts, step)
+            running = set(self._scheduler.slots.running)
             sequences = [
                 sequence
                 for sequence in sequences
-                if sequence in self._scheduler.slots.running
+                if sequence in running
                 and self._pool.reserve(
                     sequence.table, sequence.cached, sequence.cached + min(left - 1, sequence.remaining)
                 )
@@ -187,13 +188,13 @@ class DecodeBatch:
     def _verify(self, drafts: Drafts, step: DraftedStep) -> None:
         """Decode one token in each row of a step, and give each sequence those that are right."""
         decoded = self._model.read_chunk(self._model.decode_chunk(step.slots, step.rows, 1, None))
-        for sequence, draft in step.drafts.items():
+        for sequence in step.drafts:
             where = 0, step.places[sequence]
             logprobs_N = np.asarray(decoded.logprobs_CS)[where]
             finite = int(np.append(np.isfinite(logprobs_N), False).argmin())
             tokens_N = np.asarray(decoded.tokens_CS)[where].tolist()
             new = TokensOf(tokens_N, logprobs_N.tolist(), finite, decoded, where)
-            right = drafts.accept(sequence, draft, tokens_N)
+            right = drafts.accept(step, sequence, tokens_N)
             sequence.uniforms.give_back(step.numbers[sequence][right:])
             if self._scheduler.is_active(sequence):  # otherwise another sample of its request has failed
                 self._chunks.append(sequence, new, right)

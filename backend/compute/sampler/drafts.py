@@ -32,8 +32,9 @@ MOST_DRAFTED = 7  # tokens of one sequence in a step
 _GRAM = 3  # tokens that must be equal before a draft
 _MOST_KEPT = 2**18  # tokens of all texts
 _STEP = 9  # rows that cost as much as the rest of a step (small-qwen3 on 2 cores: 31 CPU-ms for 1 row, 52 for 8)
-_TRIAL = 8  # drafts before a sequence may stop drafting
-_PAUSE = 64  # tokens until it drafts again
+_DISPATCH = 0.5  # the rows that cost as much as one more dispatch (36.1 CPU-ms for a token alone, 34.7 in a chunk)
+_MOST_LOST = 1.6  # tokens whose cost a sequence may lose by wrong drafts before it stops drafting
+_REGAINED = 0.01  # tokens, for each token of the sequence. So 512 tokens without luck cost as much as 519.
 
 Gram = tuple[int, ...]
 
@@ -99,17 +100,34 @@ class DraftTexts:
 
 @dataclass
 class DraftTally:
-    """The drafts of one sequence since it began to draft. resume: the number of its tokens at which it begins again."""
+    """The draft tokens of one sequence that had a chance, since it began to draft, and those that were accepted.
 
-    drafts: int = 0
+    budget: the tokens whose cost it may lose before it stops. tokens: how many it had when the budget was computed.
+    """
+
     drafted: int = 0
     accepted: int = 0
-    resume: int = 0
+    budget: float = _MOST_LOST
+    tokens: int = 0
 
     @property
     def rate(self) -> float:
         """The probability that the next draft token is accepted, if those before it are."""
         return (self.accepted + 3) / (self.drafted + 4)
+
+    def may_draft(self, tokens: int) -> bool:
+        """Whether a sequence with so many tokens drafts. Tokens without drafts refill its budget."""
+        self.budget = min(_MOST_LOST, self.budget + _REGAINED * (tokens - self.tokens))
+        self.tokens = tokens
+        return self.budget > 0
+
+    def add(self, drafted: int, accepted: int, cost: float) -> None:
+        """Count a draft. cost: of its rows, as that of so many tokens without drafts."""
+        self.drafted += min(accepted + 1, drafted)  # those after the first wrong token had no chance
+        self.accepted += accepted
+        self.budget += accepted - cost
+        if self.budget <= 0:
+            self.drafted = self.accepted = 0  # the text may be another one when it drafts again
 
 
 @dataclass
@@ -136,10 +154,12 @@ class DraftedStep:
     """One step of some sequences with their drafts. slots: rows of the dispatch. rows: by slot, ascending.
 
     places: the slots of each sequence, in the order of its positions. numbers: the random numbers of these rows.
+    row_cost: of each draft token, as that of so many tokens without drafts.
     """
 
     slots: int
     drafts: dict[ActiveSequence, list[int]]
+    row_cost: float = 0.0
     rows: list[tuple[int, DraftRow]] = field(default_factory=list)
     places: dict[ActiveSequence, list[int]] = field(default_factory=dict)
     numbers: dict[ActiveSequence, Float32] = field(default_factory=dict)
@@ -172,21 +192,14 @@ class Drafts:
                 draft.clear()
         return self._with_rows(step) if any(step.drafts.values()) else None
 
-    def accept(self, sequence: ActiveSequence, draft: list[int], tokens: list[int]) -> int:
-        """How many of the tokens drawn in a sequence's rows are those of plain decoding.
-
-        draft: at every row but the first, the token that it assumed.
-        """
+    def accept(self, step: DraftedStep, sequence: ActiveSequence, tokens: list[int]) -> int:
+        """How many of the tokens drawn in a sequence's rows are those of plain decoding."""
+        draft = step.drafts[sequence]  # at every row but the first, the token that it assumed
         right = next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
         if draft:
-            tally = self._tallies.setdefault(sequence, DraftTally())
-            tally.drafts += 1
-            tally.drafted += min(right + 1, len(draft))  # those after the first wrong token had no chance
-            tally.accepted += right
+            self._tallies[sequence].add(len(draft), right, len(draft) * step.row_cost)
             self.drafted += len(draft)
             self.accepted += right
-            if tally.drafts >= _TRIAL and 2 * tally.accepted < tally.drafted:
-                self._tallies[sequence] = DraftTally(resume=len(sequence.tokens) + right + 1 + _PAUSE)
         return right + 1
 
     def _propose(self, sequence: ActiveSequence) -> list[int]:
@@ -194,7 +207,7 @@ class Drafts:
         most = min(MOST_DRAFTED, sequence.remaining - 1)
         if most < 1 or parent.request.images or parent.request.adjustments is not None or sequence.matcher is not None:
             return []
-        if len(tokens) < self._tallies.setdefault(sequence, DraftTally()).resume:
+        if not self._tallies.setdefault(sequence, DraftTally()).may_draft(len(tokens)):
             return []
         texts = self._texts.add(sequence)
         last = tokens[-_GRAM:]
@@ -203,10 +216,7 @@ class Drafts:
         return texts.after(tuple(last), most)
 
     def _planned(self, sequences: Sequence[ActiveSequence], found: dict[ActiveSequence, list[int]]) -> DraftedStep:
-        """The size of step with the most expected tokens for its cost, and the drafts that it has room for.
-
-        Where all rows cost the same, the step is not enlarged.
-        """
+        """The size of step with the most expected tokens for its cost, and the drafts that it has room for, if any."""
         shards = range(self._pool.shards)
         here = [sum(sequence.table.shard == shard for sequence in sequences) for shard in shards]
         sizes = [size for size in self._shapes.slots if size >= len(shards) * max(here)] or [self._shapes.slots[-1]]
@@ -217,7 +227,7 @@ class Drafts:
             for i in range(len(draft))
         ]
         worth.sort(key=lambda each: each[:2], reverse=True)
-        best, chosen = -1.0, DraftedStep(sizes[0], {})
+        best, chosen = len(sequences) / (_STEP + sizes[0]), DraftedStep(sizes[0], {})
         for size in sizes:
             free, tokens = [size // len(shards) - count for count in here], float(len(sequences))
             lengths = dict.fromkeys(sequences, 0)
@@ -226,10 +236,11 @@ class Drafts:
                     free[sequence.table.shard] -= 1
                     lengths[sequence] += 1
                     tokens += value
-            if tokens / (_STEP + size) > best:
-                best = tokens / (_STEP + size)
+            if tokens / (_STEP + size + _DISPATCH) > best:
+                best = tokens / (_STEP + size + _DISPATCH)
                 drafts = {sequence: found.get(sequence, [])[:length] for sequence, length in lengths.items()}
-                chosen = DraftedStep(size, drafts)
+                more = (size + _DISPATCH - sizes[0]) / (_STEP + sizes[0]) * len(sequences)
+                chosen = DraftedStep(size, drafts, more / sum(lengths.values()))
         return chosen
 
     def _with_rows(self, step: DraftedStep) -> DraftedStep:

@@ -15,8 +15,9 @@ from tests.compute.sampler.conftest import VOCAB, make_tiny
 from tests.compute.sampler.test_prefix_cache import assert_same
 
 from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.compute.sampler import drafts as drafts_module
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
-from tinkerflow.backend.compute.sampler.drafts import Drafts, DraftTexts, PromptTexts
+from tinkerflow.backend.compute.sampler.drafts import DraftedStep, Drafts, DraftTexts, PromptTexts
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
@@ -169,25 +170,83 @@ def test_requests_that_differ_in_larger_steps_differ_by_a_tie(qwen: Any, ask: An
     assert moved < 1e-4 and drafting.drafts.accepted > 0
 
 
-def test_a_repeated_request_needs_few_steps(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second time, each draft is the first answer, and no token is wrong."""
-    dispatches: list[int] = []
+@pytest.fixture
+def dispatches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The rows and the steps of each decode dispatch, in order."""
+    made: list[tuple[int, int]] = []
     real = SamplerModel.decode_chunk
 
     def watched(model: SamplerModel, S: int, slots: Any, steps: int, before: Any) -> Any:
-        dispatches.append(steps)
+        made.append((S, steps))
         return real(model, S, slots, steps, before)
 
     monkeypatch.setattr(SamplerModel, "decode_chunk", watched)
+    return made
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
+    """texts[request_id] = int32 [T]: the request's prompt and the tokens that are drawn for its only sample."""
+    given: dict[str, np.ndarray] = {}
+    real = SamplerModel.read_chunk
+
+    def drawn(model: SamplerModel, chunk: Any) -> Any:
+        decoded = real(model, chunk)
+        tokens_CS = np.array(decoded.tokens_CS)
+        for slot, row in chunk.slots:
+            start = row.cached - row.in_flight + 1
+            own_C = given[row.parent.id][start : start + chunk.steps]
+            tokens_CS[: len(own_C), slot] = own_C
+        return replace(decoded, tokens_CS=tokens_CS)
+
+    monkeypatch.setattr(SamplerModel, "read_chunk", drawn)
+    return given
+
+
+def cost(dispatches: list[tuple[int, int]]) -> float:
+    """The cost of dispatches in rows, as `Drafts` counts it."""
+    return sum(steps * (drafts_module._STEP + S) + drafts_module._DISPATCH for S, steps in dispatches)
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("vocab", "length", "most"),
+    [
+        pytest.param(2, 512, np.inf, id="half of the first draft tokens are right"),
+        pytest.param(8, 128, np.inf, id="many draft tokens, few of them right"),
+        pytest.param(VOCAB, 128, 1, id="only the prompt repeats"),
+    ],
+)
+def test_random_text_costs_as_much_as_without_drafts(
+    vocab: int, length: int, most: float, prompts: int, qwen: Any, ask: Any, run_all: Any, dispatches: Any, texts: Any
+) -> None:
+    asked = []
+    for number in range(prompts):
+        chance = np.random.default_rng([vocab, prompts, number])
+        prompt = np.resize(chance.integers(0, vocab, 8), 64)
+        texts[f"{number}"] = np.append(prompt, chance.integers(0, vocab, length)).astype(np.int32)
+        asked.append(ask(f"{number}", prompt.tolist(), length))
+    run_all(qwen.sampler(), *asked)
+    plain = list(dispatches)
+    dispatches.clear()
+    found = run_all(qwen.sampler(drafts=True), *asked)
+    for request_id, text_T in texts.items():
+        assert found[request_id].sequences[0].tokens_T.tolist() == text_T[64:].tolist()
+    assert cost(dispatches) <= 1.03 * cost(plain)
+    assert len(dispatches) <= len(plain) + most
+
+
+def test_a_repeated_request_needs_few_steps(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, dispatches: list[tuple[int, int]]
+) -> None:
+    """The second time, each draft is the first answer, and no token is wrong."""
     sampler, request = qwen.sampler(drafts=True), ask("a", prompt(20), 48, temperature=1.0, seed=3)
     first = run_all(sampler, request)["a"]
-    plain = sum(dispatches)
+    plain = sum(steps for _, steps in dispatches)
     dispatches.clear()
     again = run_all(sampler, request)["a"]
     assert again.sequences[0].tokens_T.tolist() == first.sequences[0].tokens_T.tolist()
-    assert plain > 40 and sum(dispatches) <= 15
+    assert plain > 40 and sum(steps for _, steps in dispatches) <= 15
 
 
 def test_a_cancelled_request_leaves_no_pages(qwen: Any, ask: Any, run_all: Any) -> None:
@@ -228,11 +287,17 @@ def test_a_sequence_without_luck_pauses(qwen: Any) -> None:
     assert isinstance(drafts, Drafts)
     repeated = sequence("o", [1, 2, 3] * 5, [])
     assert drafts._propose(repeated) == [1, 2, 3, 1, 2, 3, 1]
-    for _ in range(8):
-        assert drafts.accept(repeated, [1, 2, 3], [7, 2, 3, 1]) == 1
+    step = DraftedStep(4, {repeated: [1, 2, 3]}, row_cost=0.1)
+    for _ in range(6):
+        assert drafts._propose(repeated) != []
+        assert drafts.accept(step, repeated, [7, 2, 3, 1]) == 1
     assert drafts._propose(repeated) == []
-    repeated.tokens += [1, 2, 3] * 22
-    assert drafts._propose(repeated) != []
+    repeated.tokens += [1, 2, 3] * 10
+    assert drafts._propose(repeated) != [], "the budget of 1.6 tokens grew by 0.3"
+    assert drafts.accept(step, repeated, [1, 2, 3, 1]) == 4
+    for _ in range(5):
+        assert drafts._propose(repeated) != []
+        drafts.accept(step, repeated, [7, 2, 3, 1])
 
 
 def test_one_text_repeats_at_its_end() -> None:
