@@ -2,7 +2,7 @@
 
 A trainer and a sampler that compute the same text differently (or samples that are older than the weights) bias every
 policy gradient, and no other metric shows it. Each figure is a metric of results, a column of training steps, a curve
-of the console, a value of trackers, a series of Prometheus, and an alarm with its event.
+of the console, a value of trackers, a series of Prometheus, and, if it has a limit, an alarm with its event.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DriftFigure:
     """A figure that compares the sampler with the trainer.
 
     column: of the training step, where the figure is summed over tokens. metric: its name in results. title: of its
-    curve. event: of its alarm. falls: whether the alarm is below the limit, and not above it. unit: in words. cause: a
+    curve. falls: whether smaller values are worse. unit: in words. event: of its alarm, "" = it has no limit. cause: a
     sentence for its alarm. least_rise: a value from this one on is an alarm, too, if it is far above the usual range of
     its run; 0 = only the limit counts.
     """
@@ -50,10 +50,10 @@ class DriftFigure:
     column: str
     metric: str
     title: str
-    event: str
     falls: bool
     unit: str
-    cause: str
+    event: str = ""
+    cause: str = ""
     least_rise: float = 0.0
 
     @property
@@ -69,7 +69,7 @@ class DriftFigure:
 
     def limit(self, limits: DriftLimits) -> float:
         """The limit of this figure, 0 = none."""
-        return float(getattr(limits, self.column))
+        return float(getattr(limits, self.column)) if self.event else 0.0
 
     def is_wrong(self, value: float | None, limits: DriftLimits) -> bool:
         """Whether a value is beyond the limit. None: it was not measured."""
@@ -107,9 +107,9 @@ DRIFT_FIGURES = (
         column="kl",
         metric=KL_MEAN,
         title="KL(sampler, trainer)",
-        event="tinkerflow.run.drift",
         falls=False,
         unit="in nats",
+        event="tinkerflow.run.drift",
         cause="the samples are of older weights or computed differently",
         least_rise=3e-4,  # below, float32 and bfloat16 round so much
     ),
@@ -117,10 +117,17 @@ DRIFT_FIGURES = (
         column="agreement",
         metric=AGREEMENT,
         title="Routing agreement",
-        event="tinkerflow.run.routing",
         falls=True,
         unit="a share of sets of experts",
+        event="tinkerflow.run.routing",
         cause="the routers of the trainer choose other experts than the sampler did",
+    ),
+    DriftFigure(  # tokens without a support may have been drawn without filters, so it has no limit
+        column="supported",
+        metric=SUPPORTED,
+        title="Support replay",
+        falls=True,
+        unit="a share of tokens",
     ),
 )
 

@@ -22,7 +22,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     ]
     used = {("a/b", "sample"): 12, ("a/b", "training"): 5, ("a/b", "checkpoint"): 2}
     earlier = now - timedelta(seconds=90)
-    drift = {"kl_sample_train": {"a/b": 0.25}, "routing_agreement": {"a/b": 0.75}}
+    drift = {"kl_sample_train": {"a/b": 0.25}, "routing_agreement": {"a/b": 0.75}, "support_replay": {"a/b": 0.5}}
     observed = ServiceFigures(used, {"a/b": 4}, {"a/b": earlier}, {"samples": earlier, "training": None}, drift)
     parts = [ProcessView("engine", 3, now, now)]
     text = Metrics().page(Known(bases, {"samples": 1, "models": 2}, observed, parts, now)).decode()
@@ -39,6 +39,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     assert 'tinkerflow_oldest_wait_seconds{kind="training"} 0.0' in lines
     assert 'tinkerflow_kl_sample_train{base_model="a/b"} 0.25' in lines
     assert 'tinkerflow_routing_agreement{base_model="a/b"} 0.75' in lines
+    assert 'tinkerflow_support_replay{base_model="a/b"} 0.5' in lines
     assert 'tinkerflow_beat_age_seconds{part="engine"} 0.0' in lines
     assert 'tinkerflow_part_starts_total{part="engine"} 3.0' in lines
     assert 'tinkerflow_worker_group_generation{base_model="a/b"} 3.0' in lines

@@ -26,8 +26,8 @@ def answer(scene, model, seq, effect):
 def test_a_step_has_the_losses_that_it_was_made_of(scene, clock):
     model = scene.model()
     assert scene.journal.curves.of_run(model, "local").points == ()
-    answer(scene, model, 1, LossMeasured(model, 10, 5.0, 20.0, kl=0.5, agreement=1.0))
-    answer(scene, model, 2, LossMeasured(model, 30, 5.0, 10.0, kl=0.1, agreement=0.5))
+    answer(scene, model, 1, LossMeasured(model, 10, 5.0, 20.0, kl=0.5, agreement=1.0, supported=1.0))
+    answer(scene, model, 2, LossMeasured(model, 30, 5.0, 10.0, kl=0.1, agreement=0.5, supported=0.0))
     assert scene.journal.curves.last_seq(model, "local") == -1, "no step is made yet"
     answer(scene, model, 3, StepMeasured(model, 3, 1, grad_norm=2.5, learning_rate=1e-4))
     answer(scene, model, 4, LossMeasured(model, 8, 4.0, 2.0))
@@ -36,7 +36,7 @@ def test_a_step_has_the_losses_that_it_was_made_of(scene, clock):
     curve = scene.journal.curves.of_run(model, "local")
     one, two = curve.points
     assert (one.step, one.tokens, one.loss, one.grad_norm, one.learning_rate) == (1, 40, 3.0, 2.5, 1e-4)
-    assert (one.kl, one.agreement) == pytest.approx((0.2, 0.625)) and one.tokens_per_second is None
+    assert (one.kl, one.agreement, one.supported) == pytest.approx((0.2, 0.625, 0.25)) and one.tokens_per_second is None
     assert (two.step, two.tokens, two.loss, two.kl, two.tokens_per_second) == (2, 8, 0.5, None, 4.0)
     assert two.at - one.at == timedelta(seconds=2)
     assert (curve.steps, scene.journal.curves.last_seq(model, "local")) == (2, 5)

@@ -1,0 +1,16 @@
+"""The share of tokens with a support of training steps. That of earlier steps is not known."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "v0023"
+down_revision = "v0022"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Bring the schema here, in place. No row changes."""
+    op.add_column("training_step", sa.Column("supported", sa.Float(), nullable=True))
