@@ -148,7 +148,7 @@ class ChunkPipeline:
         if sequence.parent.request.stream:
             self.streamed.append(sequence.new_tokens(start, top))
         if self._drafts is not None:
-            self._drafts.note(sequence)
+            self._drafts.note(sequence, len(sequence.tokens) - start)
 
     def fail_unscored(self, group: PrefillGroup) -> None:
         """Fail the requests of a prefilled group whose scores are not finite."""

@@ -33,8 +33,9 @@ _GRAM = 3  # tokens that must be equal before a draft
 _MOST_KEPT = 2**18  # tokens of all texts
 _STEP = 9  # rows that cost as much as the rest of a step (small-qwen3 on 2 cores: 31 CPU-ms for 1 row, 52 for 8)
 _DISPATCH = 0.5  # the rows that cost as much as one more dispatch (36.1 CPU-ms for a token alone, 34.7 in a chunk)
-_MOST_LOST = 1.6  # tokens whose cost a sequence may lose by wrong drafts before it stops drafting
-_REGAINED = 0.01  # tokens, for each token of the sequence. So 512 tokens without luck cost as much as 519.
+_MOST_LOST = 1.6  # tokens whose cost wrong drafts may lose for each sequence of the batch
+_REGAINED = 0.01  # tokens, for each decoded token. So 512 tokens without luck cost as much as 519.
+_FORGOTTEN = 64  # tokens without a draft, after which a sequence is as hopeful as at first
 
 Gram = tuple[int, ...]
 
@@ -100,34 +101,19 @@ class DraftTexts:
 
 @dataclass
 class DraftTally:
-    """The draft tokens of one sequence that had a chance, since it began to draft, and those that were accepted.
+    """The newest draft tokens of one sequence that had a chance, and those that were accepted.
 
-    budget: the tokens whose cost it may lose before it stops. tokens: how many it had when the budget was computed.
+    tokens: how many the sequence had at its last draft.
     """
 
     drafted: int = 0
     accepted: int = 0
-    budget: float = _MOST_LOST
     tokens: int = 0
 
     @property
     def rate(self) -> float:
         """The probability that the next draft token is accepted, if those before it are."""
         return (self.accepted + 3) / (self.drafted + 4)
-
-    def may_draft(self, tokens: int) -> bool:
-        """Whether a sequence with so many tokens drafts. Tokens without drafts refill its budget."""
-        self.budget = min(_MOST_LOST, self.budget + _REGAINED * (tokens - self.tokens))
-        self.tokens = tokens
-        return self.budget > 0
-
-    def add(self, drafted: int, accepted: int, cost: float) -> None:
-        """Count a draft. cost: of its rows, as that of so many tokens without drafts."""
-        self.drafted += min(accepted + 1, drafted)  # those after the first wrong token had no chance
-        self.accepted += accepted
-        self.budget += accepted - cost
-        if self.budget <= 0:
-            self.drafted = self.accepted = 0  # the text may be another one when it drafts again
 
 
 @dataclass
@@ -173,15 +159,22 @@ class Drafts:
         self._shapes, self._pool = shapes, pool
         self._texts = DraftTexts()
         self._tallies: WeakKeyDictionary[ActiveSequence, DraftTally] = WeakKeyDictionary()
+        self._budget = 0.0  # tokens whose cost wrong drafts may lose
         self.drafted = self.accepted = 0
 
-    def note(self, sequence: ActiveSequence) -> None:
-        """Remember the new tokens of a sequence for later drafts."""
+    def note(self, sequence: ActiveSequence, new: int) -> None:
+        """Remember the `new` last tokens of a sequence for later drafts."""
+        self._budget += _REGAINED * new
         if not sequence.parent.request.images:  # the same tokens stand for other images
             self._texts.add(sequence)
 
     def next_step(self, sequences: Sequence[ActiveSequence]) -> DraftedStep | None:
         """The next step of these sequences, with pages; None if no draft is worth its rows."""
+        begun = [sequence for sequence in sequences if sequence not in self._tallies]
+        self._tallies.update((sequence, DraftTally()) for sequence in begun)
+        self._budget = min(self._budget + _MOST_LOST * len(begun), _MOST_LOST * len(sequences))
+        if self._budget <= 0:
+            return None
         found = {sequence: draft for sequence in sequences if (draft := self._propose(sequence))}
         if not found:
             return None
@@ -197,7 +190,11 @@ class Drafts:
         draft = step.drafts[sequence]  # at every row but the first, the token that it assumed
         right = next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
         if draft:
-            self._tallies[sequence].add(len(draft), right, len(draft) * step.row_cost)
+            tally = self._tallies[sequence]
+            tally.drafted += min(right + 1, len(draft))  # those after the first wrong token had no chance
+            tally.accepted += right
+            tally.tokens = len(sequence.tokens)
+            self._budget += right - len(draft) * step.row_cost
             self.drafted += len(draft)
             self.accepted += right
         return right + 1
@@ -207,8 +204,8 @@ class Drafts:
         most = min(MOST_DRAFTED, sequence.remaining - 1)
         if most < 1 or parent.request.images or parent.request.adjustments is not None or sequence.matcher is not None:
             return []
-        if not self._tallies.setdefault(sequence, DraftTally()).may_draft(len(tokens)):
-            return []
+        if len(tokens) - self._tallies[sequence].tokens > _FORGOTTEN:
+            self._tallies[sequence] = DraftTally(tokens=len(tokens))
         texts = self._texts.add(sequence)
         last = tokens[-_GRAM:]
         if len(last) < _GRAM:

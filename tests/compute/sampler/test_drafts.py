@@ -17,7 +17,7 @@ from tests.compute.sampler.test_prefix_cache import assert_same
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler import drafts as drafts_module
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
-from tinkerflow.backend.compute.sampler.drafts import DraftedStep, Drafts, DraftTexts, PromptTexts
+from tinkerflow.backend.compute.sampler.drafts import Drafts, DraftTexts, PromptTexts
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
@@ -286,18 +286,17 @@ def test_a_sequence_without_luck_pauses(qwen: Any) -> None:
     drafts = sampler.drafts
     assert isinstance(drafts, Drafts)
     repeated = sequence("o", [1, 2, 3] * 5, [])
-    assert drafts._propose(repeated) == [1, 2, 3, 1, 2, 3, 1]
-    step = DraftedStep(4, {repeated: [1, 2, 3]}, row_cost=0.1)
-    for _ in range(6):
-        assert drafts._propose(repeated) != []
-        assert drafts.accept(step, repeated, [7, 2, 3, 1]) == 1
-    assert drafts._propose(repeated) == []
-    repeated.tokens += [1, 2, 3] * 10
-    assert drafts._propose(repeated) != [], "the budget of 1.6 tokens grew by 0.3"
-    assert drafts.accept(step, repeated, [1, 2, 3, 1]) == 4
-    for _ in range(5):
-        assert drafts._propose(repeated) != []
-        drafts.accept(step, repeated, [7, 2, 3, 1])
+    wrong = 0
+    while (step := drafts.next_step([repeated])) is not None:
+        wrong += 1
+        assert drafts.accept(step, repeated, [7] * 8) == 1
+    assert 2 <= wrong <= 8
+    drafts.note(repeated, 100)
+    step = drafts.next_step([repeated])
+    assert step is not None
+    (draft,) = step.drafts.values()
+    assert drafts.accept(step, repeated, [*draft, 7]) == 1 + len(draft)
+    assert drafts.next_step([repeated]) is not None, "a right draft earns more drafts"
 
 
 def test_one_text_repeats_at_its_end() -> None:
