@@ -42,10 +42,11 @@ NOT_FAST = (
     *(f"deployments/test_{name}.py" for name in ("keeper", "tiny_model", "up")),
     *(f"deployments/cassettes/test_{name}.py" for name in ("programs", "replay")),
 )
-# Where programs are compiled as users run them: tests of bits, of compiled programs, and of the README's commands.
-# Elsewhere they are compiled without most optimizations, in a third of the time.
+# Where programs are compiled as users run them: tests of bits, of compiled programs, of many steps, and of the README's
+# commands. Elsewhere they are compiled without most optimizations, in a third of the time.
 AS_USERS_RUN_IT = (
-    *("accelerators", "benchmarks", "compute/test_matmul.py", "compute/sampler/test_bits.py"),
+    *("accelerators", "benchmarks", "compute/test_matmul.py"),
+    *(f"compute/sampler/test_{name}.py" for name in ("bits", "drift_alarms")),
     *(f"compute/training/test_{name}.py" for name in ("optimizer", "train", "train_work")),
     *(f"e2e/test_{name}.py" for name in ("crash_loop", "learning", "quickstart", "readme", "wheel")),
 )
