@@ -122,6 +122,17 @@ def unchanged_process(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("the test leaves the process changed; use monkeypatch: " + "; ".join(left), pytrace=False)
 
 
+@pytest.fixture(scope="session")
+def compiled_once(compiled_programs: Path) -> None:
+    """Each program is compiled once for all tests: a service's and a trainer's, in every process of pytest."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_compilation_cache_dir", str(compiled_programs))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()  # JAX decides at its first program whether it uses the folder
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     """How much JAX optimizes in a file's tests, here and in the processes that they start."""
@@ -133,6 +144,7 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(quickly).lower())
         if jax := sys.modules.get("jax"):
+            request.getfixturevalue("compiled_once")
             jax.config.update("jax_disable_most_optimizations", quickly)
         if quickly:
             _compile_quickly(patch)
@@ -191,10 +203,10 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 
 
 @pytest.fixture(scope="session")
-def compiled_programs(pytestconfig: pytest.Config) -> Path:
+def compiled_programs(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for JAX's compilation cache that all tests share: most of them compile the same few programs."""
-    assert pytestconfig.cache is not None
-    return pytestconfig.cache.mkdir("jax")
+    cache = getattr(pytestconfig, "cache", None)  # none with `-p no:cacheprovider`
+    return cache.mkdir("jax") if cache is not None else tmp_path_factory.mktemp("jax")
 
 
 @pytest.fixture(scope="session")
@@ -206,7 +218,7 @@ def postgres_database() -> Iterator[Callable[[str], str]]:
         tempfile.TemporaryDirectory() as runtime,
     ):
         patch.setenv("XDG_RUNTIME_DIR", runtime)  # platformdirs warns unless it is a folder of mode 0700
-        import pgserver
+        pgserver = pytest.importorskip("pgserver")  # no wheels for Python 3.13
         import psycopg
 
         server = pgserver.get_server(folder)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compiled import lower_for
 from tests.compute.conftest import Reference
 
 from tinkerflow.backend.compute import platforms
@@ -56,10 +57,7 @@ def model(request: pytest.FixtureRequest) -> Reference:
 )
 def test_every_step_can_be_made_for_a_gpu_and_a_tpu(model: Reference, platform: str, base_weights: str) -> None:
     programs = dict(steps(model, base_weights))
-    made = {
-        name: function.trace(*args).lower(lowering_platforms=(platform,)).as_text()
-        for name, (function, args) in programs.items()
-    }
+    made = {name: lower_for(platform, function, *args).as_text() for name, (function, args) in programs.items()}
     if platforms.platform().host_decides:
         assert not [name for name in ("prefill", "score", "decode") if "stablehlo.case" in made[name]]
     experts = load_config(model.folder).experts > 0

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compiled import lower_for
 from tests.compute.closeness import close
 
 from tinkerflow.backend.compute.kernels import tree_gpu, tree_tpu
@@ -134,8 +135,7 @@ def test_the_programs_for_devices_have_three_kernels_and_add_in_a_fixed_order(ta
 
         of_heads = (jax.ShapeDtypeStruct((B, T, heads, 64), jnp.bfloat16) for heads in (H, G, G))
         of_row, sinks_H = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((H,), jnp.float32)
-        traced = jax.jit(both).trace(*of_heads, of_row, of_row, sinks_H)
-        text = traced.lower(lowering_platforms=(target.name,)).as_text()
+        text = lower_for(target.name, jax.jit(both), *of_heads, of_row, of_row, sinks_H).as_text()
     called = {CUDA.name: "@__gpu$xla.gpu.triton", TPU.name: "@tpu_custom_call"}[target.name]
     assert text.count(f"stablehlo.custom_call {called}") == 3
     assert "atomic" not in text

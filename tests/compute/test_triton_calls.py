@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from tests.accelerators.budgets import BUDGETS, SHORT_OFFSETS, Budget
 from tests.accelerators.triton_ir import short_offsets
+from tests.compiled import lower_for
 
 from tinkerflow.backend.compute.kernels import (
     adapter_gpu,
@@ -147,7 +148,7 @@ CASES = {
 def lowered(case: Case) -> Any:
     function, args = case
     assert any(each.size > 2**31 for each in args) or function.__name__ == "both"
-    return jax.jit(lambda *args: function(*args)).trace(*args).lower(lowering_platforms=("cuda",))
+    return lower_for("cuda", jax.jit(lambda *args: function(*args)), *args)
 
 
 @pytest.mark.parametrize(("case", "kernels"), CASES.values(), ids=CASES)
