@@ -15,7 +15,7 @@ def forget_programs() -> None:
 
 
 def lower_for(platform: str, function: Any, *args: Any) -> Any:
-    """A jitted function's program for arrays or shapes `args` on "cuda" or "tpu". JAX 0.11 needs the kind of a device."""
+    """The program of a jitted function for `args` on "cuda" or "tpu". JAX 0.11 needs the kind of such a device."""
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
     device = {"cuda": AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"), "tpu": AbstractDevice("TPU v5p", 2, "tpu")}

@@ -24,6 +24,7 @@ from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import exists
 from tinkerflow.backend.journal.database import (
     Aggregate,
+    UtcDateTime,
     as_view,
     get_owned,
     insert_if_absent,
@@ -58,7 +59,7 @@ _IS_ACTIVE = col(Session.state) == SessionState.ACTIVE
 _HEARTBEAT = (
     sa.update(Session)
     .where(is_owned(Session))
-    .values(last_seen_at=sa.case((_IS_ACTIVE, sa.bindparam("now")), else_=col(Session.last_seen_at)))
+    .values(last_seen_at=sa.case((_IS_ACTIVE, sa.bindparam("now", type_=UtcDateTime)), else_=col(Session.last_seen_at)))
     .returning(col(Session.state))
 )
 _NEWEST = (col(Session.created_at).desc(), col(Session.id).desc())

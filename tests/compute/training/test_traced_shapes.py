@@ -124,7 +124,7 @@ def in_jax(op: str, given: Case) -> Any:
         found.append(outcome(lambda a, n: OPS[op](*a, **n), args, lambda x: getattr(x, "shape", x)))
 
     shaped = {
-        i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if isinstance(leaf, np.ndarray) else np.float32)
+        i: jax.ShapeDtypeStruct(leaf.shape, np.int32 if isinstance(leaf, np.ndarray) else np.float32)
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, Shaped | np.ndarray)
     }
