@@ -257,7 +257,7 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
     (["worker", "--group", "127.0.0.1:7000"], {}, "group.secret'): copy the file from the driver's host"),
     (["key", "revoke", "key-nope"], {}, "key 'key-nope': no usable key has this id or name"),
     (["champion", "list"], {}, "data: does not exist"),
-    (["key", "create", " "], {}, "name is ' ': must have 1 to"),
+    (["key", "create", " "], {}, "name is '': must have 1 to"),
     (["key", "create", "me", "--project", ""], {}, "project is '': must have 1 to"),
     (
         ["limit", "set", "team", "max_live_model=1"],
