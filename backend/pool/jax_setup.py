@@ -58,6 +58,7 @@ def join_jax(
     if _FORCED not in os.environ.get("XLA_FLAGS", ""):
         wanted = max(1, config.fsdp) * config.expert * config.tensor
         update("jax_num_cpu_devices", -(-wanted // start.processes))
+    choose_partitioner(config.context_parallel)
     update("jax_enable_preemption_service", False)  # it swallows SIGTERM
     cache = None
     if config.compile_cache_dir:
@@ -89,6 +90,17 @@ def join_jax(
         _keep_programs_of_all(cache, rank, start.processes)
     elif cache is not None and jax.default_backend() == "gpu":
         keep_results(config, compiled_for())
+
+
+def choose_partitioner(context_parallel: int) -> None:
+    """Let GSPMD partition programs where Shardy, JAX's default, ends the process.
+
+    context_parallel: as in `GroupConfig`. Shardy of JAX 0.11.2 gets SIGSEGV for rows that are split over devices.
+    """
+    import jax
+
+    if context_parallel > 1 and jax.__version_info__ >= (0, 11):
+        jax.config.update("jax_use_shardy_partitioner", False)
 
 
 def _keep_programs_of_all(cache: Path, rank: int, processes: int) -> None:

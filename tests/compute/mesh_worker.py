@@ -23,6 +23,7 @@ def main() -> None:
 
     from tinkerflow.backend.compute.executor import Executor
     from tinkerflow.backend.compute.planning.array_sizes import held_bytes, weight_bytes
+    from tinkerflow.backend.pool.jax_setup import choose_partitioner
     from tinkerflow.backend.spec.commands import (
         CreateAdapter,
         Example,
@@ -41,6 +42,7 @@ def main() -> None:
     from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
     from tinkerflow.backend.spec.supports import Supports
 
+    choose_partitioner(context)
     tokens = 256 if context == 1 else 64
     config = GroupConfig(
         folder, "float32", fsdp, tensor, 512, tokens, 4, 4, "", expert=expert, context_parallel=context

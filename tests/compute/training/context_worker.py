@@ -27,8 +27,10 @@ def main() -> None:
     from tinkerflow.backend.compute.training.token_losses import choose
     from tinkerflow.backend.compute.training.train import make_steps, needs_tree_program, to_devices
     from tinkerflow.backend.compute.training.train_programs import adapter_like
+    from tinkerflow.backend.pool.jax_setup import choose_partitioner
     from tinkerflow.backend.spec.commands import Example, LoraSpec
 
+    choose_partitioner(8)
     folder, file, *meshes = sys.argv[1:]
     cfg, rng = load_config(folder), np.random.default_rng(0)
 
