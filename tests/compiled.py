@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 
@@ -14,10 +15,14 @@ def forget_programs() -> None:
     gc.collect()
 
 
-def lower_for(platform: str, function: Any, *args: Any) -> Any:
-    """The program of a jitted function for `args` on "cuda" or "tpu". JAX 0.11 needs the kind of such a device."""
+def as_on(kind: str, cores: int, platform: str) -> AbstractContextManager[object]:
+    """In the block, JAX traces and lowers for a device that is not there. cores: its multiprocessors or TPU cores."""
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-    device = {"cuda": AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"), "tpu": AbstractDevice("TPU v5p", 2, "tpu")}
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device[platform])):
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, cores, platform)))
+
+
+def lower_for(platform: str, function: Any, *args: Any) -> Any:
+    """The program of a jitted function for `args` on "cuda" or "tpu". JAX 0.11 needs the kind of such a device."""
+    with as_on(*{"cuda": ("NVIDIA H100 80GB HBM3", 132, "gpu"), "tpu": ("TPU v5p", 2, "tpu")}[platform]):
         return function.trace(*args).lower(lowering_platforms=(platform,))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from tests.compiled import as_on
 from tests.compute.closeness import close
 
 from tinkerflow.backend.compute.kernels import softmax_tpu
@@ -226,7 +226,7 @@ def test_off_cpus_no_float32_logits_are_written_and_nothing_branches_or_scatters
 def test_tpus_get_blocks_that_their_memory_on_the_chip_holds(kind, rows, most):
     x_MD, head_VD = jnp.zeros((4096, 2560), jnp.bfloat16), jnp.zeros((512, 2560), jnp.bfloat16)
     given = Product(x_MD, head_VD, None, None, jnp.zeros((4096, 1), jnp.int32))
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, "tpu"))):
+    with as_on(kind, 1, "tpu"):
         tiling = softmax_tpu._Tiling.of(given)
         assert tiling.r == rows and tiling.how(0)["compiler_params"].vmem_limit_bytes == most * 2**20
 
