@@ -85,7 +85,7 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
         renderer = Renderer(sampler.get_tokenizer(), parameters.format, parameters.data.special_tokens)
         begin_phase("checking the data")
         report = check_data(parameters.data, work_url, renderer, parameters.use().within(model.max_context))
-        rows = load_rows(work_url, report)
+        rows, examples = load_rows(work_url, report), [] if make else load_examples(work_url, report)
         longest = {"max_tokens": parameters.max_tokens, "max_context": model.max_context}
         scores = {}
         paths = {name: await server.sampler_weights(one) if one else "" for name, one in candidates.items()}
@@ -93,7 +93,6 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
             weights = await server.service.create_sampling_client(model_path=path) if path else sampler
             if make is None:
                 begin_phase(f"{name}: scoring {len(rows)} rows")
-                examples = load_examples(work_url, report)
                 scored = await score(name, weights, renderer, rows, examples, **longest, shown=_SHOWN)
                 line = f"loss {scored.loss:.4g}, exact match {scored.exact_match:.4g}"
             else:
