@@ -40,8 +40,8 @@ def create_key(
         local = journal.models.runs(LOCAL_OWNER, limit=1, offset=0).total if first else 0
         key, secret = journal.keys.create(name, project, admin=admin, actor=command_line_actor())
         print(f"{key.id}: {secret}")
-        if adopted := local if key.project != LOCAL_OWNER else 0:
-            note = f"project {key.project} takes over {adopted} training run(s) that were made without a key"
+        if local and key.project != LOCAL_OWNER:
+            note = f"project {key.project} takes over {local} training run(s) that were made without a key"
             typer.echo(note, err=True)
 
 

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -21,12 +21,11 @@ from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import sft
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.control import controlled
-from tinkerflow.tasks.pipelines.parameters import Metric, SftParameters, SweepParameters
+from tinkerflow.tasks.pipelines.parameters import AnswerMetric, SftParameters, SweepParameters
 from tinkerflow.tasks.pipelines.scoring import Scores
 from tinkerflow.tasks.pipelines.work import create_json, digest, open_work, read_json
 
 _SECTIONS = {"rank": "model", "seed": "model"}  # the other parameters of a grid belong to `training`
-_METRICS: tuple[Metric, ...] = ("loss", "exact_match")
 _LOGARITHMIC = {"learning_rate"}
 
 
@@ -170,7 +169,7 @@ async def _show(
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for point in grid:
         if point.label in scores:
-            for metric in _METRICS:
+            for metric in get_args(AnswerMetric):
                 panel = panels.setdefault(f"{metric} over {point.axis}", {})
                 panel.setdefault(point.line, []).append((point.x, scores[point.label].value(metric)))
     await artifacts.pictures("comparison", panels, "scores on the held-out rows")

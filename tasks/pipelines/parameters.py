@@ -62,7 +62,8 @@ NameOrEmpty: TypeAlias = Annotated[str, Matches(f"({_NAME})?", _NAME_RULE)]
 Path: TypeAlias = Annotated[str, Matches(r"(tinker://.+)?", _PATH_RULE)]
 PathOrRun: TypeAlias = Annotated[str, Matches(r"(tinker://.+|[^/]+)?", f"{_PATH_RULE}, or the id of a training run")]
 Resume: TypeAlias = Annotated[str, Matches(r"([A-Za-z0-9][A-Za-z0-9._-]{0,127})?", _RESUME_RULE)]
-Metric = Literal["loss", "exact_match", "reward"]
+AnswerMetric = Literal["loss", "exact_match"]
+Metric = Literal[AnswerMetric, "reward"]
 PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 MOST_POINTS = 256  # of a sweep
 Import: TypeAlias = Annotated[
@@ -445,7 +446,7 @@ class SweepParameters(SftParameters):
     pipeline = "sweep"
     held_out: HeldOutSource = Field(description="Rows on which the results are compared.")
     grid: GridParameters = Field(description="The values to try.")
-    metric: Literal["loss", "exact_match"] = Field("loss", description="The score that decides.")
+    metric: AnswerMetric = Field("loss", description="The score that decides.")
     at_once: int = Field(2, ge=1, le=64, description="Fine-tunes that run at the same time.")
 
 
