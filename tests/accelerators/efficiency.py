@@ -25,10 +25,10 @@ EFFICIENCIES = {  # by the parts of a record
         0.6, 0.8, f"the best matmuls reach {_MEASURED.format('80 to 90 %')} of an H100; estimated for other sizes"
     ),
     "attention": Efficiency(
-        0.11,
+        0.15,
         0.35,
-        f"FlashAttention-2 reaches {_MEASURED.format('35 %')} of an H100; estimated for JAX's backward kernel, "
-        "whose matmuls wait for each other",
+        f"FlashAttention-2 reaches {_MEASURED.format('35 %')} of an H100; estimated for our kernels, of which a "
+        "multiprocessor executes one block",
     ),
     "elementwise work and copies": Efficiency(0.75, 0.9, "estimated"),
     "adapters": Efficiency(0.4, 0.65, "estimated: matmuls with few columns"),

@@ -68,7 +68,8 @@ def main(*words: str) -> int:
     for name, error in failed.items():
         print(f"FAILED   {name}: {error}")
     old = json.loads(FIGURES.read_text()) if words else {}
-    figures = {name: record for name, record in (old | dict(records)).items() if name not in failed}
+    known = {budget.case.name for budget in BUDGETS} - set(failed)
+    figures = {name: record for name, record in (old | dict(records)).items() if name in known}
     FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
     return bool(failed)
 

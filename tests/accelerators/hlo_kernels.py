@@ -101,10 +101,9 @@ LOGITS = {"softmax_totals": True, "softmax_again": True}  # kernels that multipl
 # TPUs' [B, H, T, d]. The backward pass computes the scores again, on GPUs in both loops.
 KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
     "delta_step": lambda operands, result: 8 * result.size * operands[0].dims[3],
-    "attention_forward": _attention(2, 1),  # and "tree_attention_forward"; trees that branch have fewer
+    "tree_attention_forward": _attention(2, 1),  # trees that branch have fewer
     "tree_attention_dq": _attention(3, 1),
     "tree_attention_dkv": _attention(4, 1),
-    "attention_backward": _attention(7, 1),
     "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],
     "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[4].dims[4],
     "packed_product": lambda operands, result: 4 * operands[0].size * result.dims[-1],

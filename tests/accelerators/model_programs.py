@@ -32,7 +32,7 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_
 from tinkerflow.backend.compute.training.logprobs import score_and_grads
 from tinkerflow.backend.compute.training.optimizer import fresh_state
 from tinkerflow.backend.compute.training.train import Steps, make_steps
-from tinkerflow.backend.compute.training.train_programs import adapter_like, batch_like, tokens_like
+from tinkerflow.backend.compute.training.train_programs import adapter_like, batch_like
 from tinkerflow.backend.compute.warming import like, result_of
 from tinkerflow.backend.spec.commands import BaseWeights, CacheFormat, GroupConfig, LoraSpec
 from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT
@@ -116,13 +116,6 @@ class Programs:
         """A micro-batch of B rows of T tokens."""
         with self.compiling():
             args = (self.params, self.lora, self.lora, batch_like(self.mesh, B, T))
-        return compile_for(self.target, self.steps.backward, *args, **more)
-
-    def forward_backward_trees(self, B: int, T: int, **more: Any) -> Figures:
-        """A micro-batch of B rows of T tokens whose examples share tokens."""
-        with self.compiling():
-            batch = replace(batch_like(self.mesh, B, T), parents_BT=tokens_like(self.mesh, B, T))
-            args = (self.params, self.lora, self.lora, batch)
         return compile_for(self.target, self.steps.backward, *args, **more)
 
     def forward(self, B: int, T: int, **more: Any) -> Figures:

@@ -71,13 +71,13 @@ def test_a_kernel_whose_flops_are_missing_fails_its_case_by_name(monkeypatch: py
   %q = bf16[4,1024,32,128]{{3,2,1,0}} parameter(0)
   %k = bf16[4,1024,8,128]{{3,2,1,0}} parameter(1)
   ROOT %o = bf16[4,1024,32,128]{{3,2,1,0}} custom-call(%q, %k), custom_call_target="__gpu$xla.gpu.triton", \
-metadata={{op_name="jit(f)/attention_forward{PALLAS}"}}
+metadata={{op_name="jit(f)/tree_attention_forward{PALLAS}"}}
 }}"""
     counts = count(text, on_chip_spaces=False)
     check_flops(counts, counts.flops)
     with pytest.raises(MissingFlopsError, match=r"0\.03 TFLOP were counted, but 0\.07 are useful"):
         check_flops(counts, 2 * counts.flops)
-    monkeypatch.delitem(FLOPS, "attention_forward")
+    monkeypatch.delitem(FLOPS, "tree_attention_forward")
     with pytest.raises(MissingFlopsError, match=r"has no flops for jit\(f\)/attention_forward/pallas_call"):
         check_flops(count(text, on_chip_spaces=False), 0)
 
@@ -131,8 +131,7 @@ def test_a_group_of_answers_takes_two_fifths_of_the_flops_with_a_shared_prompt()
     def flops(branch_tokens: int) -> float:
         how = {"attention_tokens": CUDA.attention_tokens, "few_shapes": CUDA.few_shapes}
         batches = pack(group, microbatch_tokens=4096, branch_tokens=branch_tokens, **how)
-        kinds = [f"forward_backward{'_trees' if batch.shares else ''}" for batch in batches]
         sizes = ["x".join(map(str, batch.tokens_BT.shape)) for batch in batches]
-        return sum(figures[f"4B h100:1 {kind} {size}"]["flops"] for kind, size in zip(kinds, sizes, strict=True))
+        return sum(figures[f"4B h100:1 forward_backward {size}"]["flops"] for size in sizes)
 
     assert flops(1) < 0.4 * flops(0)

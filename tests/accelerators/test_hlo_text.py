@@ -144,7 +144,7 @@ def test_attention_kernels_have_the_products_of_half_the_keys() -> None:
     scores = 4 * 32 * 1024 * 1024 // 2
     counts = one(
         "(bf16[4,1024,32,128]{3,2,1,0}, f32[4,32,1024]{2,1,0}) custom-call(%a, %b, %c, %d), "
-        'custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/attention_forward/pallas_call"}',
+        'custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/tree_attention_forward/pallas_call"}',
         shapes,
     )
     assert counts.flops == 2 * 2 * scores * 128

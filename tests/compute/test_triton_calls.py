@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from tests.accelerators.budgets import BUDGETS, SHORT_OFFSETS, Budget
 from tests.accelerators.triton_ir import short_offsets
@@ -16,7 +15,6 @@ from tests.compiled import lower_for
 from tinkerflow.backend.compute.kernels import (
     adapter_gpu,
     delta_gpu,
-    flash,
     grouped_gpu,
     paged_gpu,
     softmax_gpu,
@@ -91,15 +89,6 @@ def states() -> Case:
 
 
 def attention() -> Case:
-    def both(q: Any, k: Any, segments: Any) -> Any:
-        attend = partial(flash._attend, False, False, 0.1)
-        return jax.value_and_grad(lambda q: jnp.sum(attend(q, k, k, segments, None)).astype(float))(q)
-
-    rows = 16, 131072
-    return both, (array("bfloat16", *rows, 16, 128), array("bfloat16", *rows, 8, 128), array("int32", *rows))
-
-
-def trees() -> Case:
     how = How(scale=0.1, window=None, interpret=False)
 
     def both(q: Any, k: Any, ends: Any, sinks: Any, numbers: Any) -> Any:
@@ -139,8 +128,7 @@ CASES = {
     "bfloat16 pages": (pages("bfloat16"), {"paged_attention"}),
     "adapters": (adapters(), {"adapter_low", "adapter_update"}),
     "states": (states(), {"delta_step"}),
-    "attention": (attention(), {"attention_forward", "attention_backward"}),
-    "trees": (trees(), {"tree_attention_forward", "tree_attention_dq", "tree_attention_dkv"}),
+    "attention": (attention(), {"tree_attention_forward", "tree_attention_dq", "tree_attention_dkv"}),
     "vocabulary": (vocabulary(), {"softmax_totals", "softmax_slopes_by_adapter"}),
 }
 

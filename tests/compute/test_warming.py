@@ -221,9 +221,9 @@ def test_accelerators_compile_the_dozen_commonest_programs_first() -> None:
     assert not any(kind in name for kind in rare for name in names[: len(names) // 4])
 
 
-@pytest.mark.parametrize(("target", "training", "sampling"), [(CUDA, 42, 76), (TPU, 42, 39)])
+@pytest.mark.parametrize(("target", "training", "sampling"), [(CUDA, 22, 76), (TPU, 42, 39)])
 def test_accelerators_have_few_programs(target: Platform, training: int, sampling: int) -> None:
-    """Ten shapes, forward and backward, with shared tokens and without; docs/accelerators.md has the counts."""
+    """Ten shapes, forward and backward, and on TPUs with shared tokens, too; docs/accelerators.md has the counts."""
     names = programs_of(target)
     trains = [name for name in names if name.startswith(("forward", "optim_step", "a copy of"))]
     assert (len(trains), len(names) - len(trains)) == (training, sampling)

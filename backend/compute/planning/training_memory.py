@@ -232,9 +232,7 @@ def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:
     if platform() is TPU:
         return 0
     heads, tokens = share(cfg.heads, config.tensor * config.context_parallel), tokens * config.context_parallel
-    left = [
-        one.window for one in cfg.attentions if platform() is TURING or not on_gpus(tokens, one.window, max(one.widths))
-    ]
+    left = [one.window for one in cfg.attentions if platform() is TURING or not on_gpus(max(one.widths))]
     return max((score_bytes(tokens, window, heads) for window in left), default=0)
 
 

@@ -8,9 +8,8 @@ each query, the logarithm of its softmax's denominator. The scores are computed 
 2205.14135, section 3.1 and appendix B.4), because they would be the largest arrays of training. JAX's own derivative of
 the same forward pass took 1.2 times the CPU time at 128 tokens and 1.6 times at 512.
 
-NVIDIA GPUs and TPUs have kernels (`flash`). cuDNN's attention is not used, because its backward pass adds in no fixed
-order, unless XLA excludes all such operations (openxla/xla, pull request 14125). A replay after a crash must give the
-same bits.
+NVIDIA GPUs and TPUs have kernels (`flash`). cuDNN's attention is not used: it supports no trees, and the memory of its
+backward pass for rows of many examples is unknown until a device plans it.
 
 Rows that are split over devices come in pieces, each of which is a row of the arrays (`kernels.whole_rows`).
 

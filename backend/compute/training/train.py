@@ -25,7 +25,7 @@ from tinkerflow.backend.compute.models.layers.delta_rule import delta_rule_in_se
 from tinkerflow.backend.compute.models.layers.step import Mixers
 from tinkerflow.backend.compute.models.lora import Lora, apply_one, gathered
 from tinkerflow.backend.compute.models.transformer import ForwardInputs, ImageFeatures, Keep, Params, forward
-from tinkerflow.backend.compute.platforms import CUDA, TURING, on_cpu, platform
+from tinkerflow.backend.compute.platforms import CUDA, TPU, TURING, platform
 from tinkerflow.backend.compute.training.attention import attend_trees
 from tinkerflow.backend.compute.training.budget import Budget, choose_keep, tokens_at_a_time
 from tinkerflow.backend.compute.training.full_parameters import add_head_gradient, in_compute_dtype
@@ -220,11 +220,11 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
 def needs_tree_program(cfg: ModelConfig) -> bool:
     """Whether a batch with shared tokens needs a program of its own.
 
-    In the usual program, kernels only compare examples, windows count the columns of a row, and the states of linear
-    attention go from column to column.
+    In the usual program, windows count the columns of a row, the states of linear attention go from column to column,
+    and the kernel of TPUs only compares examples.
     """
     windows = any(attention.window is not None for attention in cfg.attentions)
-    return windows or cfg.delta is not None or not on_cpu()
+    return windows or cfg.delta is not None or platform() is TPU
 
 
 def to_devices(
