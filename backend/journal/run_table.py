@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
@@ -15,12 +14,11 @@ from sqlmodel import col
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import EMBEDDED, EMBEDDED_FOLDER
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.backend.journal.checkpoints import Page, exists
+from tinkerflow.backend.journal.checkpoints import Page
 from tinkerflow.backend.journal.database import Aggregate, as_view, fetch_page, owned_by
 from tinkerflow.backend.journal.run_metrics import RunMetric, RunMetricValue
-from tinkerflow.backend.journal.tables import Checkpoint, Model, ModelState, TrainingStep
-from tinkerflow.backend.journal.training_runs import RUN_NAME, WITH_SESSION, ModelView
-from tinkerflow.backend.spec.run_metadata import OUTCOME
+from tinkerflow.backend.journal.tables import Model, TrainingStep
+from tinkerflow.backend.journal.training_runs import RUN_NAME, WITH_SESSION, ModelView, nothing_made
 
 MOST_COLUMNS = 8  # further columns of one table
 _RUN_ID = col(Model.id)
@@ -116,7 +114,7 @@ class RunTable(Aggregate):
         if query.session_id is not None:
             wanted.append(col(Model.session_id) == query.session_id)
         elif not query.search:
-            wanted.append(sa.not_(_nothing_made(self._now())))
+            wanted.append(sa.not_(nothing_made(self._now())))
         further = [
             column.label(f"{kind}_{i}")
             for i, name in enumerate(query.columns)
@@ -147,15 +145,6 @@ class RunTable(Aggregate):
         with self._write() as connection:
             mine = (_RUN_ID.in_(run_ids), col(Model.owner) == owner)
             return connection.execute(sa.update(Model).where(*mine).values(archived=archived)).rowcount
-
-
-def _nothing_made(now: datetime) -> sa.ColumnElement[bool]:
-    """The filter for runs that ended without a step, a checkpoint or an outcome of a pipeline."""
-    kept = sa.exists().where(col(Checkpoint.run_id) == _RUN_ID, exists(now)).correlate(Model)
-    trained = sa.exists().where(col(TrainingStep.model_id) == _RUN_ID, col(TrainingStep.seq_id) >= 0).correlate(Model)
-    ended = col(Model.state).in_((ModelState.UNLOADED, ModelState.FAILED))
-    began = sa.or_(col(Model.step) == 0, col(Model.origin).is_not(None))  # a loaded state has its own number of steps
-    return sa.and_(ended, began, _in_metadata(OUTCOME).is_(None), sa.not_(trained), sa.not_(kept))
 
 
 def _field(name: str) -> sa.SQLColumnExpression[str]:

@@ -39,6 +39,7 @@ from tinkerflow.backend.journal.tables import (
     Request,
     Session,
     SessionState,
+    TrainingStep,
     session_over,
 )
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
@@ -183,16 +184,13 @@ class Runs(Aggregate):
         limit: int,
         offset: int,
         project_id: str | None = None,
-        session_id: str | None = None,
     ) -> Page[RunView]:
-        """Training runs, newest first; three statements.
+        """Training runs, newest first, without those of `nothing_made`; three statements.
 
         owner: of the runs; None: any. limit: the most runs of a page; long metadata means fewer. offset: the number of
-        newer runs to skip. project_id, session_id: only runs in this project's sessions, or in this session.
+        newer runs to skip. project_id: only runs in this project's sessions.
         """
-        mine = owned_by(Model, owner)
-        if session_id is not None:
-            mine = (*mine, col(Model.session_id) == session_id)
+        mine = (*owned_by(Model, owner), sa.not_(nothing_made(self._now())))
         if project_id is not None:
             in_project = sa.select(col(Session.id)).where(PROJECT.in_([project_id]), *owned_by(Session, owner))
             mine = (*mine, col(Model.session_id).in_(in_project))
@@ -298,6 +296,19 @@ class Runs(Aggregate):
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(user_metadata=noted))
             level = logging.ERROR if outcome == "failed" else logging.INFO
             put_event(connection, model_id, self._now(), f"{outcome}: {reason}" if reason else outcome, level)
+
+
+def nothing_made(now: datetime) -> sa.ColumnElement[bool]:
+    """The filter for runs that ended without a step, a checkpoint or an outcome of a pipeline."""
+    kept = sa.exists().where(col(Checkpoint.run_id) == col(Model.id), exists(now)).correlate(Model)
+    trained = (
+        sa.exists().where(col(TrainingStep.model_id) == col(Model.id), col(TrainingStep.seq_id) >= 0).correlate(Model)
+    )
+    ended = col(Model.state).in_((ModelState.UNLOADED, ModelState.FAILED))
+    began = sa.or_(col(Model.step) == 0, col(Model.origin).is_not(None))  # a loaded state has its own number of steps
+    return sa.and_(
+        ended, began, col(Model.user_metadata)[OUTCOME].as_string().is_(None), sa.not_(trained), sa.not_(kept)
+    )
 
 
 def insert_model(

@@ -123,3 +123,6 @@ def test_runs_that_ended_without_work_are_found_by_a_search_or_in_their_session(
     assert [run in shown for run in (saved, failed, exported, refused)] == [True, True, False, False]
     assert refused in [row.model.id for row in table(search="state=failed")[1]]
     assert len(table(session_id=session)[1]) == 4
+    listed = scene.journal.models.runs("local", limit=20, offset=0)
+    assert [run.model.id for run in listed.rows] == shown and listed.total == len(shown), "clients see the same"
+    assert scene.journal.models.run(refused, "local").model.id == refused
