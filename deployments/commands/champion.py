@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -79,10 +79,13 @@ def _history(work: Blobs, name: str) -> list[dict[str, Any]]:
 def _print(entries: list[tuple[str, dict[str, Any]]]) -> None:
     from rich.table import Table
 
-    table = Table("name", "number", "weights", "run", "loss", "exact match", "reward", "promoted")
+    from tinkerflow.tasks.pipelines.parameters import Metric
+
+    metrics = get_args(Metric)
+    table = Table("name", "number", "weights", "run", *(metric.replace("_", " ") for metric in metrics), "promoted")
     for name, entry in entries:
         scores = entry["scores"]
-        measured = tuple(scores.get(name) for name in ("loss", "exact_match", "reward"))
+        measured = (scores.get(metric) for metric in metrics)
         figures = ("" if value is None else f"{value:.4g}" for value in measured)
         promoted = str(entry["promoted_at"])[:16]
         table.add_row(name, str(entry["number"]), entry["weights"], entry["run"], *figures, promoted)
