@@ -319,7 +319,7 @@ class Settings(BaseSettings):
         known = set(map(variable_of, cls.model_fields))
         unknown = sorted(k for k in os.environ if k.startswith(_PREFIX) and k not in known)
         if unknown:
-            near = did_you_mean(unknown[0], known)
+            near = did_you_mean(unknown[0], known, likeness=0.8)  # all begin alike
             raise ValueError(f"unknown setting {unknown[0]} in the environment{near}; docs/settings.md lists them")
         return values
 

@@ -73,6 +73,8 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
         raise UserError(f"config {file}: does not exist{did_you_mean(file.name, near)}") from error
     except yaml.YAMLError as error:
         raise UserError(f"config {file}: {_in_words(error)}") from error
+    except IsADirectoryError as error:
+        raise UserError(f"config {file}: is a folder; give a YAML file in it") from error
     except (OSError, ValueError) as error:
         raise UserError(f"config {file}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):

@@ -31,6 +31,7 @@ class Api:
         self._http = httpx.Client(base_url=f"{url}/api/v1/", headers=headers, timeout=90, follow_redirects=True)
         self._session: str | None = None
         self._beat = 0.0
+        self._answered = False
         self._models = 0
 
     def __enter__(self) -> Api:
@@ -45,7 +46,10 @@ class Api:
             self._http.close()
 
     def ask(self, path: str, body: Mapping[str, Any] | bytes | None = None, **params: Any) -> Any:
-        """The JSON answer to a POST of `body`, or to a GET without one. The server may be away for two minutes."""
+        """The JSON answer to a POST of `body`, or to a GET without one.
+
+        A server that has answered before may be away for two minutes. ServerError when it does not answer.
+        """
         return orjson.loads(self._ask(path, body, **params))
 
     def submit(self, path: str, body: Mapping[str, Any] | bytes) -> str:
@@ -97,11 +101,12 @@ class Api:
                     params=params,
                 )
             except httpx.TransportError as error:
-                if time.monotonic() > until:
+                if not self._answered or time.monotonic() > until:
                     fix = "start it with `tinkerflow up`"
                     raise ServerError(f"no server answers at {self.url} ({error}): {fix}") from error
                 time.sleep(0.5)
                 continue
+            self._answered = True
             if answer.is_success:
                 return answer.content
             if answer.status_code not in _AGAIN or time.monotonic() > until:

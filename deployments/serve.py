@@ -46,6 +46,7 @@ WATCH_SECONDS = 2.0  # between looks at the Prefect server
 RESULTS = "tinkerflow-results"
 PLAIN_LOG = "tinkerflow.deployments.plain_log.PlainConsoleHandler"
 FOR_WORK_POOLS = ("work_pool", "version", "build", "push", "pull", "enforce_parameter_schema")
+OURS = "tinkerflow.flows.pipelines."
 CODE_PARAMETERS = ("reward", "environment")  # parameters that hold import paths
 
 
@@ -148,6 +149,8 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
     process starts its command again, which waits for a server. ServerError after `start_deadline`.
     """
     served, before = read_file(file), dict(os.environ)
+    for deployment in served.deployments:
+        check_parameters(deployment)
     if server_for_clients(settings.data_dir, os.environ) is None:
         wait = f"waiting up to {settings.start_deadline:.0f} s (start_deadline) for `tinkerflow up`"
         print(f"no Prefect server runs for data dir {settings.data_dir}: {wait}", flush=True)
@@ -305,20 +308,37 @@ async def ensure_tag_limits(limits: Mapping[str, int]) -> None:
 
 def _schedule(wanted: dict[str, Any]) -> Schedule:
     """Prefect's schedule for `{cron: ..., timezone: ...}` or `{interval: SECONDS}` of a prefect.yaml."""
+    from prefect.client.schemas.schedules import CronSchedule
     from prefect.schedules import Cron, Interval
 
-    match wanted:
-        case {"cron": str(cron), **rest}:
-            return Cron(cron, **rest)
-        case {"interval": int() | float() as seconds, **rest}:
-            return Interval(seconds, **rest)
+    try:
+        match wanted:
+            case {"cron": str(cron), **rest}:
+                CronSchedule(cron=cron, timezone=rest.get("timezone"))  # its check, which Cron does not have
+                return Cron(cron, **rest)
+            case {"interval": int() | float() as seconds, **rest}:
+                return Interval(seconds, **rest)
+    except ValidationError as error:
+        raise UserError(f"schedules: {explain(error)}") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"schedules: {wanted!r}: {error}") from error
     raise UserError(f"schedules: {wanted!r}: must have cron, or interval in seconds")
+
+
+def check_parameters(wanted: Deployment) -> None:
+    """Check a deployment of one of our pipelines without Prefect. UserError: no such pipeline, or a wrong parameter."""
+    if wanted.entrypoint.startswith(OURS):
+        pipeline = wanted.entrypoint.removeprefix(OURS).partition(".")[0]
+        try:
+            parameters_of(pipeline, wanted.parameters.get("parameters", {}))
+        except UserError as error:
+            raise UserError(f"deployment {wanted.name!r}: {error.message}") from error
 
 
 def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]:
     """The flow of a deployment, and its arguments for `Runner.aadd_flow` of Prefect.
 
-    Raises UserError when a schedule is wrong, or a parameter of one of our pipelines.
+    Raises UserError when the flow cannot be imported, a schedule is wrong, or a parameter of one of our pipelines.
     """
     from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.flows import load_flow_from_entrypoint
@@ -326,7 +346,12 @@ def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]
 
     from tinkerflow.flows.pipelines import pipelines
 
-    flow: Flow[..., Any] = load_flow_from_entrypoint(wanted.entrypoint, use_placeholder_flow=False)
+    flow: Flow[..., Any]
+    try:
+        flow = load_flow_from_entrypoint(wanted.entrypoint, use_placeholder_flow=False)
+    except Exception as error:  # any error of the module
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"deployment {wanted.name!r}: entrypoint {wanted.entrypoint!r}: {why}") from error
     if flow.name in pipelines():  # wrong parameters are refused now
         parameters_of(flow.name, wanted.parameters.get("parameters", {}))
     limit = wanted.concurrency_limit

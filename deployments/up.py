@@ -9,14 +9,17 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from tinkerflow.backend.catalog.model_source import find_model
+from tinkerflow.backend.core.disk import folder_of_url, make_folder
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.hosts import url_of
 from tinkerflow.backend.core.ids import EMBEDDED, hub_name
@@ -32,6 +35,7 @@ from tinkerflow.deployments.launching import Launcher, Plan
 log = logging.getLogger(__name__)
 
 PORT_SECONDS = 3.0
+_PREFECT = "http://127.0.0.1:4200/api"
 
 
 class Stack:
@@ -228,11 +232,16 @@ def _check_places(settings: Settings) -> None:
     """
     refuse_served(settings.data_dir)
     make_data_dir(settings.data_dir)
-    if settings.port:
-        _refuse_used(settings.host, settings.port)
-    for url in (settings.store_url, settings.pipelines_url):
+    _refuse_used(settings.host, settings.port)
+    for name in ("store", "pipelines"):
+        url = getattr(settings, f"{name}_url")
         if not url.startswith("gs://") or url == "gs://":
             open_blobs(url)
+        if url.startswith(("file://", "/")):
+            _make_store(name, url)
+    named = "" if settings.prefect == "off" else os.environ.get("PREFECT_API_URL", "")
+    if named and not named.startswith(("http://", "https://")):
+        raise UserError(f"PREFECT_API_URL: {named!r}: must begin with http:// or https://, as in {_PREFECT}")
     for name in settings.base_models:
         if name != EMBEDDED and (hub_name(name) is None and "://" not in name):
             find_model(name)
@@ -244,6 +253,16 @@ def _check_places(settings: Settings) -> None:
         from tinkerflow.backend.catalog.openlineage import check_library
 
         check_library(settings.openlineage_url)
+
+
+def _make_store(name: str, url: str) -> None:
+    """Make the folder of a store. UserError when that fails, or nothing can be written there."""
+    try:
+        folder = folder_of_url(url) if "://" in url else Path(url)
+        make_folder(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"{name} {url!r}: cannot be written ({error.strerror}): choose another folder") from error
 
 
 def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:
@@ -283,5 +302,7 @@ def _refuse_used(host: str, port: int) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline or _accepts(host, port):
                 fix = "choose another with --host and --port (0 = any free port)"
-                raise UserError(f"port {port} of {host}: {os.strerror(error.errno or 0).lower()}; {fix}") from error
+                is_lookup = isinstance(error, socket.gaierror)  # its numbers are not those of the system
+                why = str(error.strerror) if is_lookup else os.strerror(error.errno or 0)
+                raise UserError(f"port {port} of {host}: {why.lower()}; {fix}") from error
         time.sleep(0.1)

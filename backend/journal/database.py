@@ -241,9 +241,12 @@ def check_lease(connection: sa.Connection, epoch: int) -> None:
 
 def _make_private_file(file: Path) -> None:
     """Create an SQLite file that only its owner can read, or repair its mode. -wal and -shm get the same mode."""
-    make_folder(file.parent)
-    with suppress(FileExistsError):  # an existing file is not opened: closing it would release this process's locks
-        open_private(file, "xb").close()
+    try:
+        make_folder(file.parent)
+        with suppress(FileExistsError):  # an existing file is not opened: closing it would release this process's locks
+            open_private(file, "xb").close()
+    except FileNotFoundError as error:  # in /proc, for example
+        raise UserError(f"database '{file}': cannot be made ({error.strerror}): choose another folder") from error
     make_private(file, *(file.with_name(f"{file.name}{suffix}") for suffix in ("-wal", "-shm", "-journal")))
 
 

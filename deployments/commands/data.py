@@ -28,7 +28,7 @@ def check(
         list[str] | None, typer.Option(help="field to leave out, as in data.ignore; may be repeated")
     ] = None,
     format_: Annotated[Literal["chat", "text"], typer.Option("--format", help="as model.format")] = "chat",
-    max_tokens: Annotated[int, typer.Option(help="longest sequence, as training.max_tokens")] = 2048,
+    max_tokens: Annotated[int, typer.Option(min=8, help="longest sequence, as training.max_tokens")] = 2048,
     against: Annotated[
         str, typer.Option(help="run or checkpoint with a history: which rows was it trained on already?")
     ] = "",

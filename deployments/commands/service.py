@@ -127,10 +127,10 @@ def plan(
     `tinkerflow plan Qwen/Qwen3-8B --for h100:1` needs no accelerator: it makes the plan that the workers would make,
     and uses the devices' peak rates. For popular models it needs no network. The exit status is 0 only if it fits.
     """
-    from tinkerflow.deployments import plan as planning
-
     if bool(model) == bool(base_model) or not topology:
         raise UserError("plan: name one model and the devices, as in `tinkerflow plan Qwen/Qwen3-8B --for h100:1`")
+    from tinkerflow.deployments import plan as planning  # takes two seconds
+
     name = model or base_model
 
     settings = settings_with(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import sys
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.deployments.keeper import Part
 from tinkerflow.deployments.launching import Launcher, Plan, Say, ending_with_us, own_address
 
@@ -19,7 +21,10 @@ _OF_A_STEP = ("--exact", "--mem=0")
 
 
 async def _keep(plan: Plan, report: Say) -> None:
-    """Run srun for each process until cancelled."""
+    """Run srun for each process until cancelled. UserError: there is no srun."""
+    if shutil.which("srun", path=plan.environment.get("PATH")) is None:
+        fix = "run `tinkerflow up` on a host of the cluster, or choose another --launcher"
+        raise UserError(f"launcher 'slurm': there is no program 'srun' on this host; {fix}")
     async with asyncio.TaskGroup() as together:
         for number in range(plan.processes):
             part = Part(

@@ -37,6 +37,11 @@ def test_who_names_a_group_and_no_launcher_starts_workers_by_hand(given: dict[st
     assert (found and found.name) == name
 
 
+async def test_slurm_without_srun_is_refused_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="launcher 'slurm': there is no program 'srun' on this host; run `tinkerflow"):
+        await slurm.LAUNCHER.keep(replace(plan(tmp_path), environment={"PATH": str(tmp_path)}), print)
+
+
 def test_an_unknown_launcher_is_named_with_those_that_exist() -> None:
     with pytest.raises(UserError, match=f"launcher 'nomad': must be one of {', '.join(LAUNCHERS)}"):
         launcher_of(Settings(launcher="nomad"))

@@ -17,6 +17,7 @@ import cloudpickle
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import (
@@ -25,6 +26,7 @@ from tinkerflow.deployments.serve import (
     make_deployment,
     outages_in_one_line,
     read_file,
+    serve,
 )
 from tinkerflow.flows.pipelines import Pipeline, pipelines
 from tinkerflow.flows.prefect.server import listen, start_server
@@ -92,6 +94,26 @@ def test_wrong_parameters_and_schedules_are_refused_now() -> None:
         make_deployment(
             Deployment(name="x", entrypoint=entrypoint, parameters=parameters, schedules=[{"every": "day"}])
         )
+    for schedule in ({"cron": "61 3 * * *"}, {"cron": "1 3 * * *", "timezone": "Europe/Berlim"}):
+        with pytest.raises(UserError, match=r"^schedules: .*[Ii]nvalid .*$"):
+            make_deployment(Deployment(name="x", entrypoint=entrypoint, parameters=parameters, schedules=[schedule]))
+    for unknown in ("no_module.flow", "tinkerflow.flows.pipelines.sft.nightly"):
+        with pytest.raises(UserError, match=f"^deployment 'x': entrypoint '{unknown}': .*$"):
+            make_deployment(Deployment(name="x", entrypoint=unknown, parameters=parameters))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "line"),
+    [
+        ("nightli", "deployment 'x': pipeline 'nightli': must be one of .* (did you mean 'nightly'?)"),
+        ("sft", "deployment 'x': data: Field required"),
+    ],
+)
+def test_a_wrong_deployment_is_refused_before_prefect_is_there(tmp_path: Path, pipeline: str, line: str) -> None:
+    file, entrypoint = tmp_path / "prefect.yaml", f"tinkerflow.flows.pipelines.{pipeline}.{pipeline}"
+    file.write_text(f"deployments: [{{name: x, entrypoint: {entrypoint}}}]\n")
+    with pytest.raises(UserError, match=line.replace("(", r"\(").replace("?)", r"\?\)")):
+        serve(file, Settings(data_dir=tmp_path), limit=1)
 
 
 def test_parameters_may_name_the_code_that_the_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

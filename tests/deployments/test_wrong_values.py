@@ -298,6 +298,27 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
         {"TINKERFLOW_MAX_LIVE_MODELS": "two"},
         "TINKERFLOW_MAX_LIVE_MODELS: 'two': Input should be a valid integer",
     ),
+    (["up", "--store", __file__, "--port", "0"], {}, f"store {__file__!r}: cannot be written (File exists): choose an"),
+    (["up", "--store", "file:///proc/x", "--port", "0"], {}, "store 'file:///proc/x': cannot be written (No such file"),
+    (["up", "--database-url", "sqlite:////proc/x.db", "--port", "0"], {}, "database '/proc/x.db': cannot be made (No"),
+    (["up", "--host", "1.2.3.4.5", "--port", "0"], {}, "port 0 of 1.2.3.4.5: "),
+    (
+        ["up", "--port", "0"],
+        {"PREFECT_API_URL": "localhost:4200"},
+        "PREFECT_API_URL: 'localhost:4200': must begin with http:// or https://, as in http://127.0.0.1:4200/api",
+    ),
+    (
+        ["up"],
+        {"TINKERFLOW_LOG_LEVEL": "loud"},
+        "unknown setting TINKERFLOW_LOG_LEVEL in the environment; docs/settings.md lists them",
+    ),
+    (["data", "check", __file__, "--max-tokens", "0"], {}, "--max-tokens '0': Input should be greater than or equal"),
+    (["run", "sft", "--config", "/tmp"], {}, "config /tmp: is a folder; give a YAML file in it"),
+    (
+        ["explain", "tinker://a:train:0/weights/b"],
+        {"TINKER_BASE_URL": "http://127.0.0.1:1"},
+        "no server answers at http://127.0.0.1:1 (",
+    ),
     (
         ["track"],
         {},
