@@ -192,9 +192,9 @@ def import_folder(
     from tinkerflow.deployments.parts import open_journal, resolve_base_model
 
     settings = settings_with(data_dir=data_dir, store=store)
+    adapter = _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER)
     base_model = resolve_base_model(settings, base_model)
-    cfg = load_config(find_model(base_model), name=base_model)
-    state = import_adapter(cfg, _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER))
+    state = import_adapter(load_config(find_model(base_model), name=base_model), *adapter)
     session_id = new_id("import")
     opened = Store.open(settings.store_url)
     with open_journal(settings) as journal:

@@ -77,6 +77,7 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("dpo", "data.url", "rows.jsonl", "schema chat: dpo needs preference"),
     ("rl", "reward", "a.b", "reward: 'a.b': write module:function, as in rewards:vowels"),
     ("rl", "reward", "rewardz:vowels", "reward 'rewardz:vowels': there is no module 'rewardz'"),
+    ("rl", "reward", "os:getcwdb", "reward 'os:getcwdb': too many positional arguments; it is called with the row's"),
     ("rl", "reward", "math:pi", "reward 'math:pi': must be a function or a class"),
     ("rl", "environment", "m:E", "parameters of rl: give either reward or environment, and not both; `--set reward=` "),
     ("rl", "loss", "cross_entropy", "loss: 'cross_entropy': Input should be 'importance_sampling', 'ppo', 'cispo', "),
@@ -207,6 +208,14 @@ def test_a_check_of_data_needs_no_model_on_disk_and_names_its_tokenizer(tmp_path
     assert checked.exit_code == 0, checked.output
     assert "with the tokenizer of tinkerflow/tiny" in checked.output and "2 + 2?" in checked.output
     assert not home.exists()
+
+
+def test_an_import_of_no_adapter_makes_no_model(tmp_path: Path) -> None:
+    words = ["checkpoint", "import", str(tmp_path), "--base-model", "tinkerflow/tiny"]
+    refused = CliRunner().invoke(every_command(), [*words, "--data-dir", str(tmp_path / "home")])
+    assert isinstance(refused.exception, UserError)
+    assert refused.exception.message.startswith(f"{tmp_path}: adapter_config.json cannot be read")
+    assert not (tmp_path / "home").exists()
 
 
 USAGE: list[tuple[str, str]] = [  # a command line, and the line

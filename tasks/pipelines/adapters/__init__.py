@@ -49,7 +49,8 @@ def environment_maker(reward: str, environment: str) -> EnvironmentMaker:
     """What makes conversations: `environment`, or one turn with the function `reward`.
 
     environment: the import path of a class, or PREFIX:NAME for one of a library in `adapters`.
-    Raises UserError when an import path is wrong, or a method of the class is not `async def`.
+    Raises UserError when an import path is wrong, the function cannot take two arguments, or a method of the class is
+    not `async def`.
     """
     if environment:
         prefix, _, name = environment.partition(":")
@@ -61,4 +62,10 @@ def environment_maker(reward: str, environment: str) -> EnvironmentMaker:
             check_methods(made, environment)
         return made
     function = load("reward", reward)
+    try:
+        inspect.signature(function).bind({}, "")
+    except TypeError as error:
+        raise UserError(f"reward {reward!r}: {error}; it is called with the row's fields and the answer") from error
+    except ValueError:  # a builtin that does not tell
+        pass
     return lambda facts: Asked(facts, function)
