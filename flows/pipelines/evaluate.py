@@ -20,12 +20,7 @@ from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, log_
 from tinkerflow.tasks.pipelines.champions import champion
 from tinkerflow.tasks.pipelines.connection import connect
 from tinkerflow.tasks.pipelines.data import load_examples, load_rows
-from tinkerflow.tasks.pipelines.parameters import (
-    EvaluateParameters,
-    JudgeParameters,
-    NightlyParameters,
-    SweepParameters,
-)
+from tinkerflow.tasks.pipelines.parameters import ComparedParameters, EvaluateParameters, JudgeParameters
 from tinkerflow.tasks.pipelines.preparation import check_data
 from tinkerflow.tasks.pipelines.render import Renderer
 from tinkerflow.tasks.pipelines.rollout_record import record_evaluation
@@ -55,9 +50,8 @@ async def evaluate(parameters: EvaluateParameters) -> EvaluationResult:
     return EvaluationResult(scores=scores)
 
 
-def on_held_out(parameters: NightlyParameters | SweepParameters) -> EvaluateParameters:
+def on_held_out(parameters: ComparedParameters) -> EvaluateParameters:
     """The evaluation of a fine-tune's weights on its held-out rows."""
-    judge = JudgeParameters.model_fields if isinstance(parameters, JudgeParameters) else ()
     return EvaluateParameters(
         connection=parameters.connection,
         work=parameters.work,
@@ -65,7 +59,7 @@ def on_held_out(parameters: NightlyParameters | SweepParameters) -> EvaluatePara
         data=parameters.held_out,
         format=parameters.model.format,
         max_tokens=parameters.samples.max_tokens,
-        **{field: getattr(parameters, field) for field in judge},
+        **{field: getattr(parameters, field) for field in JudgeParameters.model_fields},
     )
 
 
@@ -128,7 +122,7 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
 
 async def show_scores(artifacts: RunArtifacts, scores: Mapping[str, Scores]) -> None:
     """Make a table of the scores, and a table of the first answers of each candidate with the expected answers."""
-    rows = [{"of": name, "weights": s.weights} | _figures(s) | {"rows": s.rows} for name, s in scores.items()]
+    rows = [{"of": name, "weights": s.weights} | figures(s) | {"rows": s.rows} for name, s in scores.items()]
     await artifacts.table("evaluation", rows, "scores")
     await artifacts.table("answers", answers_by_prompt(scores), "first answers")
 
@@ -143,7 +137,7 @@ def answers_by_prompt(scores: Mapping[str, Scores]) -> list[dict[str, str]]:
     return found
 
 
-def _figures(scores: Scores) -> dict[str, float | None]:
+def figures(scores: Scores) -> dict[str, float | None]:
     """The measured scores by name."""
     if scores.reward is None:
         return {"loss": scores.loss, "exact match": scores.exact_match}

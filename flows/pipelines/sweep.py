@@ -8,20 +8,20 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 from pydantic import BaseModel
 
 from tinkerflow.backend.core.errors import ServerError
-from tinkerflow.flows.pipelines.evaluate import BASE, on_held_out, score_all
+from tinkerflow.flows.pipelines.evaluate import BASE, figures, on_held_out, score_all
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, run_name
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import sft
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.control import controlled
-from tinkerflow.tasks.pipelines.parameters import AnswerMetric, SftParameters, SweepParameters
+from tinkerflow.tasks.pipelines.parameters import Metric, SftParameters, SweepParameters
 from tinkerflow.tasks.pipelines.scoring import Scores
 from tinkerflow.tasks.pipelines.work import create_json, digest, open_work, read_json
 
@@ -125,7 +125,10 @@ async def sweep(parameters: SweepParameters) -> SweepResult:
 
 async def _train(parameters: SweepParameters, point: Point, work_url: str) -> TrainingResult | None:
     """The point's fine-tune, or the result that an earlier run of this sweep recorded; None when it was stopped."""
-    values = parameters.model_dump(exclude={"grid", "metric", "at_once"})
+    values = parameters.model_dump(include=set(SftParameters.model_fields))
+    if parameters.judge:  # it alone uses the rows' further fields
+        for name in ("data", "held_out"):
+            values[name]["ignore"] = [*values[name]["ignore"], "*"]
     values |= {"name": f"{parameters.name}-{point.slug}"[:40].rstrip("-"), "work": work_url}
     for section, changes in point.changes.items():
         values[section] |= changes
@@ -159,7 +162,7 @@ async def _show(
     """
     rows = [
         {"point": point.label, **point.values}
-        | {"loss": scores[point.label].value("loss"), "exact match": scores[point.label].value("exact_match")}
+        | figures(scores[point.label])
         | {"last training loss": result.last["loss"], "best": "best" if point.label == best else ""}
         | {"weights": result.weights}
         for point in grid
@@ -167,9 +170,10 @@ async def _show(
     ]
     await artifacts.table("points", rows, "points of the grid")
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    measured: tuple[Metric, ...] = ("loss", "exact_match") if scores[best].reward is None else ("reward",)
     for point in grid:
         if point.label in scores:
-            for metric in get_args(AnswerMetric):
+            for metric in measured:
                 panel = panels.setdefault(f"{metric} over {point.axis}", {})
                 panel.setdefault(point.line, []).append((point.x, scores[point.label].value(metric)))
     await artifacts.pictures("comparison", panels, "scores on the held-out rows")
@@ -177,8 +181,7 @@ async def _show(
     lines = [
         f"# Best: {best}",
         "",
-        f"loss {scores[best].value('loss'):.4g}, exact match {scores[best].value('exact_match'):.4g}; "
-        f"the base model: loss {scores[BASE].value('loss'):.4g}",
+        f"{_line(scores[best])}; the base model: {_line(scores[BASE])}",
         "",
         "| | |",
         "|---|---|",
@@ -188,6 +191,10 @@ async def _show(
         f"| data | `{winner.data}` |",
     ]
     await artifacts.text("best", "\n".join(lines), "the best point")
+
+
+def _line(scores: Scores) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures(scores).items() if value is not None)
 
 
 PIPELINE = Pipeline(sweep, SweepParameters)

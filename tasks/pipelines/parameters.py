@@ -62,8 +62,7 @@ NameOrEmpty: TypeAlias = Annotated[str, Matches(f"({_NAME})?", _NAME_RULE)]
 Path: TypeAlias = Annotated[str, Matches(r"(tinker://.+)?", _PATH_RULE)]
 PathOrRun: TypeAlias = Annotated[str, Matches(r"(tinker://.+|[^/]+)?", f"{_PATH_RULE}, or the id of a training run")]
 Resume: TypeAlias = Annotated[str, Matches(r"([A-Za-z0-9][A-Za-z0-9._-]{0,127})?", _RESUME_RULE)]
-AnswerMetric = Literal["loss", "exact_match"]
-Metric = Literal[AnswerMetric, "reward"]
+Metric = Literal["loss", "exact_match", "reward"]
 PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 MOST_POINTS = 256  # of a sweep
 Import: TypeAlias = Annotated[
@@ -397,18 +396,11 @@ class EvaluateParameters(JudgeParameters, RunParameters):
         return self.base_model, self.format
 
 
-class NightlyParameters(JudgeParameters, SftParameters):
-    """A fine-tune whose result is promoted only if it is better."""
+class ComparedParameters(JudgeParameters, SftParameters):
+    """A fine-tune whose weights are compared with others by a score on the held-out rows."""
 
-    pipeline = "nightly"
-    held_out: HeldOutSource = Field(description="Rows on which the result and the champion are compared.")
-    champion: Name = Field(max_length=40, description="The name under which the best weights are kept.")
+    held_out: HeldOutSource = Field(description="Rows on which the results are compared.")
     metric: Metric = Field("loss", description="The score that decides.")
-    margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
-    approval_hours: float = Field(
-        0.0, ge=0, le=720, description="Hours in which a person must approve a better result, on the page of the "
-        "run `approval of nightly NAME`; after them the champion stays. 0 = nobody is asked."
-    )  # fmt: skip
 
     def use(self) -> Use:
         """What the pipeline does with rows. With a reward, further fields of rows are for it."""
@@ -419,6 +411,18 @@ class NightlyParameters(JudgeParameters, SftParameters):
         if bool(self.judge) != (self.metric == "reward"):
             raise ValueError("metric: reward needs a reward or an environment, and they need metric: reward")
         return self
+
+
+class NightlyParameters(ComparedParameters):
+    """A fine-tune whose result is promoted only if it is better."""
+
+    pipeline = "nightly"
+    champion: Name = Field(max_length=40, description="The name under which the best weights are kept.")
+    margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
+    approval_hours: float = Field(
+        0.0, ge=0, le=720, description="Hours in which a person must approve a better result, on the page of the "
+        "run `approval of nightly NAME`; after them the champion stays. 0 = nobody is asked."
+    )  # fmt: skip
 
 
 class GridParameters(Parameters):
@@ -440,13 +444,11 @@ class GridParameters(Parameters):
         return self
 
 
-class SweepParameters(SftParameters):
+class SweepParameters(ComparedParameters):
     """A fine-tune for every combination of some parameters' values; the best is named."""
 
     pipeline = "sweep"
-    held_out: HeldOutSource = Field(description="Rows on which the results are compared.")
     grid: GridParameters = Field(description="The values to try.")
-    metric: AnswerMetric = Field("loss", description="The score that decides.")
     at_once: int = Field(2, ge=1, le=64, description="Fine-tunes that run at the same time.")
 
 

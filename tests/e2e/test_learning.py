@@ -118,6 +118,21 @@ async def test_rl_that_samples_ahead_draws_the_same_samples_after_it_died(pipeli
         assert await column(pipelines, "rl-killed-", name) == await column(pipelines, "rl-ahead-", name)
 
 
+async def test_a_sweep_is_decided_by_a_reward_whose_fields_are_not_trained_on(pipelines, tmp_path):
+    rows = [json.loads(line) for line in example_file("colours-train.jsonl").read_text().splitlines()[:4]]
+    pairs = [row | {"answer": row["messages"][-1]["content"].split()[-1]} for row in rows]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    data = {"url": str(tmp_path / "pairs.jsonl")}
+    judge = {"metric": "reward", "reward": "tinkerflow.tasks.pipelines.rewards:holds_answer", "group_size": 2}
+    changes = {"data": data, "held_out": data, "grid": {"learning_rate": [0.005, 1e-6]}, "samples": {"max_tokens": 16}}
+    swept = await run(pipelines, "sweep", "rewarded", {"steps": 16, "schedule": "constant"}, **changes, **judge)
+    rewards = {name: scores.reward for name, scores in swept.scores.items()}
+    assert swept.best == "learning_rate 0.005" and rewards[swept.best] > 0.5 > rewards["learning_rate 1e-06"]
+    found = await pipelines.artifacts("sweep-rewarded-")
+    assert f"reward {rewards[swept.best]:.4g}" in found["best"]["data"]
+    assert [row["reward"] for row in json.loads(found["points"]["data"])] == list(rewards.values())[:2]
+
+
 async def test_a_sweep_names_the_best_and_repeats_nothing(pipelines, monkeypatch):
     held_out = {"url": str(example_file("colours-test.jsonl")), "limit": 2}
     grid = {"learning_rate": [1e-6, 0.005], "rank": [8]}

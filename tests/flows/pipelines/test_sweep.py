@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.states import Completed
 from pydantic import ValidationError
 
+from tinkerflow.flows.pipelines import sweep as sweep_module
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult
 from tinkerflow.flows.pipelines.sweep import SweepParameters, points
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
+from tinkerflow.tasks.pipelines.parameters import EvaluateParameters, SftParameters
+from tinkerflow.tasks.pipelines.scoring import Scores
 
 
 def parameters(**grid: Any) -> SweepParameters:
@@ -45,3 +52,62 @@ def test_a_grid_that_makes_no_sense_is_refused(grid: dict[str, Any], message: st
     with pytest.raises(ValidationError) as error:
         parameters(**grid)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "measured", "best"),
+    [
+        ({}, "loss", "seed 1"),
+        ({"metric": "exact_match"}, "exact match", "seed 0"),
+        ({"metric": "reward", "reward": "rewards:right", "group_size": 3}, "reward", "seed 2"),
+    ],
+)
+async def test_the_best_point_is_that_of_the_metric(
+    given: dict[str, Any], measured: str, best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[SftParameters] = []
+    shown: dict[str, Any] = {}
+
+    async def sft(parameters: SftParameters, *, return_state: bool) -> Any:
+        trained.append(parameters)
+        seed = parameters.model.seed
+        return Completed(
+            data=TrainingResult(run="r", data="d", state=f"state {seed}", weights=f"weights {seed}", steps=1, first={},
+                                last={"loss": 0.5}, held_out={}, samples=[])
+        )  # fmt: skip
+
+    async def score_all(wanted: EvaluateParameters, candidates: dict[str, str]) -> dict[str, Scores]:
+        assert (wanted.reward, wanted.group_size) == (given.get("reward", ""), given.get("group_size", 8))
+        losses, matches, rewards = [2.0, 1.0, 3.0, 9.0], [0.5, 0.25, 0.0, 0.0], [0.0, 0.25, 0.5, 0.75]
+        figures: list[dict[str, Any]] = [{"loss": a, "exact_match": b} for a, b in zip(losses, matches, strict=True)]
+        if wanted.judge:
+            figures = [{"reward": reward, "parts": {"form": 1.0}, "answers": 3} for reward in rewards]
+        assert list(candidates.values()) == ["weights 0", "weights 1", "weights 2", ""]
+        return {name: Scores(rows=1, samples=[], **one) for name, one in zip(candidates, figures, strict=True)}
+
+    async def show(self: RunArtifacts, kind: str, data: object, title: str) -> None:
+        shown[kind] = data
+
+    monkeypatch.setattr(sweep_module, "sft", sft)
+    monkeypatch.setattr(sweep_module, "score_all", score_all)
+    for kind in ("table", "pictures", "text"):
+        monkeypatch.setattr(RunArtifacts, kind, show)
+    rows = {"url": "rows.jsonl", "ignore": ["id"]}
+    values = {"data": rows, "held_out": rows, "grid": {"seed": [0, 1, 2]}, "work": tmp_path.as_uri(), "resume": "x"}
+    found = await sweep_module.sweep.fn(SweepParameters.model_validate(values | given))
+    assert found.best == best and found.weights == best.replace("seed", "weights")
+    assert [row["point"] for row in shown["points"] if row["best"]] == [best]
+    assert {measured, "last training loss"} <= shown["points"][0].keys()
+    assert f"{measured.replace(' ', '_')} over seed" in shown["comparison"]
+    assert f"# Best: {best}" in shown["best"] and f"{measured} " in shown["best"]
+    ignored = ["id", "*"] if "reward" in given else ["id"]  # fields of rows for the reward are not trained on
+    assert [(one.pipeline, one.data.ignore, one.held_out and one.held_out.ignore) for one in trained] == [
+        ("sft", ignored, ignored)
+    ] * 3
+
+
+@pytest.mark.parametrize("given", [{"metric": "reward"}, {"reward": "rewards:right"}])
+def test_a_reward_and_its_metric_go_together(given: dict[str, Any]) -> None:
+    rows = {"url": "rows.jsonl"}
+    with pytest.raises(ValidationError, match="metric: reward needs a reward or an environment"):
+        SweepParameters.model_validate({"data": rows, "held_out": rows, "grid": {"seed": [1]}} | given)
