@@ -20,9 +20,7 @@ from tinkerflow.api.console.render import NONE, number
 from tinkerflow.api.console.samples import shown, tokenizer_of
 from tinkerflow.api.console.upcoming import upcoming
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
-from tinkerflow.api.endpoints.targets import work_folder
 from tinkerflow.backend.catalog.model_card import public_name
-from tinkerflow.backend.catalog.rollouts import numbers_of
 from tinkerflow.backend.core.errors import StoreError, UserError
 from tinkerflow.backend.core.plot import LINES
 from tinkerflow.backend.journal import Curve, ModelView, RunQuery
@@ -103,7 +101,6 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
         checkpoints=checkpoints,
         samples=await shown(visit, run_id=run_id),
         examined=await _examined(visit, run),
-        evaluations=await _evaluations(visit, run),
         columns=COLUMNS,
         branch=_branch,
         prefect_links=await asyncio.to_thread(_prefect_links, visit, run),
@@ -111,15 +108,6 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
         **events,
         **values,
     )
-
-
-async def _evaluations(visit: Visit, run: ModelView) -> int:
-    """The newest evaluation of the run's weights, counted from 1; 0 without any, or where none can be read."""
-    try:
-        numbers = await asyncio.to_thread(numbers_of, work_folder(visit.call), "evaluations", run.id)
-    except OSError:  # the page has more than this
-        return 0
-    return numbers[-1] if numbers else 0
 
 
 def _prefect_links(visit: Visit, run: ModelView) -> list[tuple[str, PrefectLink]]:

@@ -75,9 +75,10 @@ def test_a_step_shows_its_groups_and_what_was_dropped(browser: Any, server: Any,
 def test_evaluations_by_a_reward_are_a_page_of_the_run(browser: Any, server: Any, furnish: Any) -> None:
     things = furnish()
     where = f"/training_runs/{things.run}/evaluations"
-    linked = "Evaluations of its weights by a reward"
+    linked = "Evaluations of its weights by a reward</a>"
     assert "No evaluations of the weights of this run are in" in browser.get(where).text
-    assert linked not in browser.get(f"/training_runs/{things.run}").text
+    assert f'href="{quote(where)}">{linked}' in browser.get(f"/training_runs/{things.run}").text
+    assert linked not in browser.get(f"/training_runs/{server.model()}").text, "it saved no weights for samplers"
     answer = RolloutMessage(role="assistant", text="<b>four")
     sample = RolloutSample(reward=1.0, parts={"form": 0.25}, advantage=0.0, length=1, messages=[answer])
     group = RolloutGroup(prompt=[RolloutMessage(role="user", text="What is 2 + 2?")], samples=[sample])
@@ -96,7 +97,6 @@ def test_evaluations_by_a_reward_are_a_page_of_the_run(browser: Any, server: Any
             evaluated_at=server.clock.now(),
         )
         write_evaluation(work, things.run, StepRollouts(step=0, groups=[group], evaluation=facts))
-    assert f"{linked}: 2</a>" in browser.get(f"/training_runs/{things.run}").text
     page = browser.get(where).text
     facts = ("Evaluation 2", "sums", "0.5 ± 0.125", "0.75", "4 to 2 prompts", "rewards:right", things.sampler_weights)
     for words in (*facts, "&lt;b&gt;four", "form 0.25", f'href="{where}?number=1&amp;find='):
