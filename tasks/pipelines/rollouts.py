@@ -214,7 +214,7 @@ class Rollouts:
 
     warned: the lines that were logged. plain_calls: plain functions are called one after another, in the order
     of samples. So a function with a state, such as a random generator, gives the same rewards again. places: the rows
-    that may have conversations at the same time.
+    that may have conversations at the same time; None = all.
     """
 
     renderer: Renderer
@@ -230,7 +230,7 @@ class Rollouts:
     failures: dict[str, str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     plain_calls: asyncio.Lock = field(default_factory=asyncio.Lock)
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2**31))
+    places: asyncio.Semaphore | None = None
 
     @classmethod
     def judged(cls, parameters: JudgeParameters, make: EnvironmentMaker, renderer: Renderer, **others: Any) -> Rollouts:
@@ -308,7 +308,7 @@ class Rollouts:
         self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], lost: list[Lost]
     ) -> list[Episode]:
         episodes: list[Episode] = []
-        async with self.places:
+        async with self.places or nullcontext():
             for attempt in range(self.environment_retries + 1):
                 if not (missing := self.group_size - len(episodes)):
                     break

@@ -436,6 +436,28 @@ async def test_a_conversation_without_an_environment_is_left_out_of_its_group(
         await Rollouts(renderer, Unavailable, 3, 4, failures=earlier).groups(Echo(tokenizer), [ROW], [1])
 
 
+@pytest.mark.parametrize(("places", "most"), [(None, 5), (2, 2)])
+async def test_a_row_waits_for_a_place(tokenizer: Any, renderer: Renderer, places: int | None, most: int) -> None:
+    begun, together = 0, list[int]()
+
+    class Counted(Counting):
+        async def begin(self) -> Sequence[Message]:
+            nonlocal begun
+            begun += 1
+            together.append(begun)
+            await asyncio.sleep(0.01)
+            return await super().begin()
+
+        async def close(self) -> None:
+            nonlocal begun
+            begun -= 1
+
+    limit = None if places is None else asyncio.Semaphore(places)
+    rollouts = Rollouts(renderer, Counted, group_size=1, max_tokens=4, places=limit)
+    assert len(await rollouts.groups(Echo(tokenizer), [ROW] * 5, [1])) == 5
+    assert max(together) == most
+
+
 async def test_a_conversation_ends_when_its_context_is_full(tokenizer: Any, renderer: Renderer) -> None:
     first = len(renderer.prompt([{"role": "user", "content": "Count"}]))
     rollouts = Rollouts(renderer, Counting, 2, 4, max_turns=3, max_context=first + 4)
