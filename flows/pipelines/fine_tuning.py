@@ -223,9 +223,11 @@ def _decisive(run: PreparedRun) -> dict[str, Any]:
         exclude={"name", "connection", "work", "resume", "samples", "data", "held_out", "tracking", "history"},
     )
     decides["training"].pop("state_days")
-    for name, default in (("on_outlier", "report"), ("curriculum", None)):
+    for name, default in (("on_outlier", "report"), ("curriculum", None), ("trust_region", 0.0)):
         if decides.get(name) == default:
             decides.pop(name, None)  # as in releases without it
+    if "teacher" in decides:
+        decides["teacher"].pop("connection")
     if not decides.get("max_staleness"):
         decides["training"].pop("segment_steps")  # otherwise a segment begins with fresh samples
     return decides

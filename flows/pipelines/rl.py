@@ -64,8 +64,9 @@ class RlRecipe:
     coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have rewards.
     advantage: a name in `ESTIMATORS`. overlong_tokens: see `overlong_penalty`. resample: how many times groups with
     equal rewards are replaced by groups of other rows. curriculum: the rows that a step may pick; None: all. loss,
-    loss_config: the policy's loss. held_out_rows: prompts that are measured after each segment. versions: the weights
-    that steps sample from. recorded: whether the rollouts of steps are written to the work folder, for people.
+    loss_config, trust_region: the policy's loss. held_out_rows: prompts that are measured after each segment.
+    versions: the weights that steps sample from. recorded: whether the rollouts of steps are written to the work
+    folder, for people.
     """
 
     run: PreparedRun
@@ -81,6 +82,7 @@ class RlRecipe:
     curriculum: Curriculum | None = None
     loss: PolicyLoss = "importance_sampling"
     loss_config: Mapping[str, float] = field(default_factory=dict)
+    trust_region: float = 0.0
     held_out_rows: Sequence[Row] = ()
     versions: WeightVersions = field(default_factory=lambda: WeightVersions(0))
     recorded: bool = False
@@ -116,7 +118,7 @@ class RlRecipe:
         scale, weight = (1, 1 / tokens) if "advantages" not in LOSSES[self.loss].masks else (tokens, None)
         near = iter(kl_advantages(sampled.gaps, self.coefficient))
         data = [
-            trajectory.datum((advantage + next(near)) / scale, weight)
+            trajectory.datum((advantage + next(near)) / scale, weight, self.trust_region)
             for advantage, trajectories in zip(advantages, sampled.trajectories, strict=True)
             for trajectory in trajectories
         ]
@@ -246,6 +248,7 @@ async def rl(parameters: RlParameters) -> TrainingResult:
             curriculum=curriculum,
             loss=parameters.loss,
             loss_config=parameters.loss_config,
+            trust_region=parameters.trust_region,
             held_out_rows=run.prompts("held_out")[1],
             versions=WeightVersions(parameters.max_staleness),
             recorded=True,

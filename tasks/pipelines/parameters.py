@@ -225,6 +225,13 @@ class SamplingParameters(PipelineParameters):
     loss_config: dict[str, float] = Field(
         {}, description="The loss's `loss_fn_config`, such as clip_high_threshold: 1.28 for ppo."
     )
+    trust_region: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="How far training may move the probability of a sampled token before ppo stops it, as in DPPO; 0 = "
+        "by the ratios of `loss_config`.",
+    )
     max_staleness: int = Field(
         0,
         ge=0,
@@ -246,6 +253,8 @@ class SamplingParameters(PipelineParameters):
             loss_named(self.loss).read_config(self.loss_config)
         except UserError as error:
             raise ValueError(error.message) from error
+        if self.trust_region and self.loss != "ppo":
+            raise ValueError(f"trust_region {self.trust_region:g}: needs loss: ppo")
         return self
 
 
@@ -342,8 +351,9 @@ class RlParameters(JudgeParameters, SamplingParameters):
 
 
 class TeacherParameters(Parameters):
-    """The teacher: a model that the server offers, or weights that were trained on one."""
+    """The teacher: a model that a server offers, or weights that were trained on one."""
 
+    connection: str = Field("", description="A Tinkerflow Connection block of the teacher's server; empty = the run's.")
     base_model: str = Field("", description="A model that the server offers; empty = the student's.")
     weights: Path = Field("", description="Sampler weights; empty = the base model itself.")
 

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 HELD_OUT = 2**32 - 1  # in the seeds of held-out samples, instead of the number of a training step
 _BLOCKED_SECONDS = 60.0  # after which code that blocks the event loop is logged, if its limit is not shorter
 _ADVICE = "call blocking code with `await asyncio.to_thread(…)`"
+_RAREST = -80.0  # log probability; the threshold of a rarer token would not be a float32
 _REPEATED = 2**31  # in the seeds of conversations that are begun again, plus the number of the attempt
 
 
@@ -101,10 +102,13 @@ class Trajectory:
         logprobs = await sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens), prompt_logprobs_last_n=last)
         return np.array([logprobs[place - len(tokens)] for place in places_N], np.float64)
 
-    def datum(self, advantages_N: npt.NDArray[np.float64], weight: float | None = None) -> tinker.Datum:
+    def datum(
+        self, advantages_N: npt.NDArray[np.float64], weight: float | None = None, trust_region: float = 0.0
+    ) -> tinker.Datum:
         """The input of a policy's loss, with its provenance; only sampled tokens are learnt.
 
-        advantages_N: of sampled tokens. weight: of each of them; None = not sent.
+        advantages_N: of sampled tokens. weight: of each of them; None = not sent. trust_region: how far a token's
+        probability may move, sent as thresholds of its ratio (Qi et al., 2026, "DPPO-Binary-TV"); 0 = not sent.
         """
         import tinker
 
@@ -115,6 +119,8 @@ class Trajectory:
             values_T[places_N - 1] = values_N
             return tinker.TensorData.from_numpy(values_T)
 
+        reach_N = trust_region / np.exp(np.maximum(self.logprobs, _RAREST))
+        thresholds = {"clip_low_threshold": np.maximum(1 - reach_N, 0), "clip_high_threshold": 1 + reach_N}
         datum = tinker.Datum(
             model_input=tinker.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={
@@ -122,6 +128,7 @@ class Trajectory:
                 "logprobs": placed(self.logprobs),
                 "advantages": placed(advantages_N),
                 **({} if weight is None else {"weights": placed(np.full(len(places_N), weight))}),
+                **({name: placed(ratios_N) for name, ratios_N in thresholds.items()} if trust_region else {}),
             },
         )
         first, *between, last = self._spans()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -106,7 +107,7 @@ def test_integer_weights_and_an_absent_shape(body: Any, datum: Any) -> None:
 @pytest.mark.parametrize(
     ("loss", "given_config", "config"),
     [
-        ("importance_sampling", None, {}),
+        ("importance_sampling", None, {"mask_low_threshold": 0.0, "mask_high_threshold": math.inf}),
         ("ppo", None, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
         ("ppo", {"clip_high_threshold": 1.5}, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.5}),
         ("cispo", None, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),

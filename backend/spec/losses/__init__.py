@@ -52,7 +52,7 @@ class TokenInput:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A number in `loss_fn_config`: its default and its bounds."""
+    """A number in `loss_fn_config`: its default, which may be infinite, and the bounds of others."""
 
     default: float
     bounds: Bounds = NOT_NEGATIVE
@@ -114,7 +114,7 @@ class LossSpec:
                 takes = f"one of {', '.join(config)}" if config else f"absent, {self.name} takes no config"
                 raise UserError(f"loss_fn_config has the key {shown(key)}: must be {takes}")
             bounds = self.config[key].bounds
-            if isinstance(value, str) or not bounds.hold(value):
+            if value != self.config[key].default and (isinstance(value, str) or not bounds.hold(value)):
                 raise broken(f"loss_fn_config[{key!r}]", value, bounds.rule)
             config[key] = value
         if self.ordered is not None and config[self.ordered[0]] > config[self.ordered[1]]:

@@ -1,11 +1,15 @@
-"""REINFORCE with importance sampling: the policy gradient for samples of an older policy."""
+"""REINFORCE with importance sampling: the policy gradient for samples of an older policy.
+
+Thresholds in the configuration make it masked importance sampling (Ling Team, 2025, "IcePop").
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tinkerflow.backend.spec.losses import POLICY, POLICY_MASKS, LossSpec
+from tinkerflow.backend.spec.losses import POLICY, POLICY_MASKS, ConfigKey, LossSpec
 
 if TYPE_CHECKING:
     import jax
@@ -14,10 +18,22 @@ if TYPE_CHECKING:
 def importance_sampling(
     logprobs: jax.Array, inputs: Mapping[str, jax.Array], config: Mapping[str, jax.Array]
 ) -> jax.Array:
-    """-exp(lp - q) * A."""
+    """-r * A, r = exp(lp - q); 0 for tokens whose r is outside of the thresholds."""
     import jax.numpy as jnp
 
-    return -jnp.exp(logprobs - inputs["logprobs"]) * inputs["advantages"]
+    log_ratio = logprobs - inputs["logprobs"]
+    exact = jnp.exp(log_ratio)
+    kept = (exact >= config[_MASK[0]]) & (exact <= config[_MASK[1]])
+    # 0 times the slope of an infinite ratio would be no number.
+    return -jnp.where(kept, jnp.exp(jnp.where(kept, log_ratio, 0.0)), 0.0) * inputs["advantages"]
 
 
-LOSS = LossSpec("importance_sampling", inputs=POLICY, masks=POLICY_MASKS, per_token=importance_sampling)
+_MASK = ("mask_low_threshold", "mask_high_threshold")
+LOSS = LossSpec(
+    "importance_sampling",
+    inputs=POLICY,
+    config={_MASK[0]: ConfigKey(0.0), _MASK[1]: ConfigKey(math.inf)},
+    masks=POLICY_MASKS,
+    ordered=_MASK,
+    per_token=importance_sampling,
+)

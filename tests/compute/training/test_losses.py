@@ -24,7 +24,9 @@ def cross_entropy(lp, x, c) -> Values:
 
 
 def importance_sampling(lp, x, c) -> Values:
-    value = -np.exp(lp - x["logprobs"]) * x["advantages"]
+    ratio = np.exp(lp - x["logprobs"])
+    kept = (ratio >= c["mask_low_threshold"]) & (ratio <= c["mask_high_threshold"])
+    value = np.where(kept, -ratio * x["advantages"], 0.0)
     return value, value
 
 
@@ -51,7 +53,7 @@ def bounds(x, c):
 
 EXPECTED: dict[str, tuple[Callable[..., Values], dict[str, float]]] = {
     "cross_entropy": (cross_entropy, {}),
-    "importance_sampling": (importance_sampling, {}),
+    "importance_sampling": (importance_sampling, {"mask_low_threshold": 0.5, "mask_high_threshold": 3.0}),
     "ppo": (ppo, {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
     "cispo": (cispo, {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
     "dro": (dro, {"beta": 0.3}),
@@ -92,6 +94,14 @@ def test_a_slope_of_a_loss_that_is_not_chosen_may_be_no_number():
     inputs["logprobs"][:] = -1e4  # the ratios of the others are infinite
     loss, slope = losses_and_slopes(choose("cross_entropy", {}), lp, inputs)
     assert np.array_equal(loss, -lp * inputs["weights"]) and np.array_equal(slope, -inputs["weights"])
+
+
+def test_a_masked_token_with_an_infinite_ratio_has_no_slope():
+    lp, inputs = draw((3, 2), own=False)
+    inputs["logprobs"][0] = -1e4
+    choice = choose("importance_sampling", {"mask_high_threshold": 2.0})
+    for found in losses_and_slopes(choice, lp, inputs):
+        assert not found[0].any() and np.isfinite(found).all() and found[1:].any()
 
 
 def test_unknown_names_are_refused():

@@ -28,7 +28,7 @@ from tinkerflow.tasks.pipelines.curriculum import Curriculum
 from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, Facts, Reply
 from tinkerflow.tasks.pipelines.parameters import CurriculumParameters, PolicyLoss, RlParameters, TrainingParameters
 from tinkerflow.tasks.pipelines.progress import StepMetrics
-from tinkerflow.tasks.pipelines.rollouts import Rollouts
+from tinkerflow.tasks.pipelines.rollouts import Rollouts, SampledTurn, Trajectory
 from tinkerflow.tasks.pipelines.trainer import make_steps
 from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError
 from tinkerflow.tasks.pipelines.versions import WeightVersions
@@ -130,6 +130,30 @@ async def test_a_loss_that_is_not_proportional_to_advantages_is_divided_by_weigh
     assert [one["advantages"][-1] for one in inputs] == [-1.0, 0.0, 1.0]
     for one in inputs:
         assert one["weights"][-1] == pytest.approx(1 / 3) and not np.any(one["weights"][:-1])
+
+
+async def test_a_trust_region_is_sent_as_thresholds_of_each_token(tokenizer: Any) -> None:
+    _, inputs, sent, _ = await step_of(tokenizer, [1], loss="ppo", trust_region=0.2)
+    assert sent == ("ppo", None)
+    for one in inputs:
+        low, high = (one[f"clip_{end}_threshold"] for end in ("low", "high"))
+        assert (low[-1], high[-1]) == pytest.approx((1 - 0.2 * np.e, 1 + 0.2 * np.e)), "all logprobs are -1"
+        assert not low[:-1].any() and not high[:-1].any()
+    _, inputs, _, _ = await step_of(tokenizer, [1], loss="ppo")
+    assert all("clip_low_threshold" not in one for one in inputs)
+
+
+def test_the_thresholds_of_a_trust_region_clip_where_the_probability_has_moved_too_far() -> None:
+    chance, tokens = np.random.default_rng(0), 500
+    old, new = chance.uniform(-10, -0.01, (2, tokens))
+    old[0], region = -200.0, 0.1
+    turn = SampledTurn([1], [2] * tokens, old, "sampled")
+    sent = Trajectory([turn]).datum(np.ones(tokens), trust_region=region).loss_fn_inputs
+    low, high = (sent[f"clip_{end}_threshold"].to_numpy().astype(np.float64) for end in ("low", "high"))
+    ratio, moved = np.exp(new - old), np.exp(new) - np.exp(old)
+    assert np.isfinite(high).all() and (high[1:] < ratio[1:]).any() and (low > ratio).any()
+    np.testing.assert_array_equal((ratio > high)[1:], (moved > region)[1:])
+    np.testing.assert_array_equal(ratio < low, moved < -region)
 
 
 async def test_groups_with_equal_rewards_stay_unless_they_are_replaced(tokenizer: Any) -> None:
@@ -265,6 +289,7 @@ def test_every_loss_of_a_policy_may_be_chosen() -> None:
         ({"loss": "dro", "loss_config": {"beta": -1.0}}, "beta"),
         ({"overlong_tokens": 200}, "overlong_tokens 200: must be at most answer_tokens, 128"),
         ({"resample": 17}, "less than or equal to 16"),
+        ({"trust_region": 0.1}, "trust_region 0.1: needs loss: ppo"),
     ],
 )
 def test_wrong_parameters_are_named(wrong: dict[str, Any], text: str) -> None:
