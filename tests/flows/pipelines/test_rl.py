@@ -270,6 +270,35 @@ async def test_the_rollouts_of_a_step_are_recorded_with_those_that_it_dropped(
     assert "the rollouts of step 1 were not written" in caplog.text
 
 
+class Twice:
+    """Asks the row's prompt, and then for more."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts, self._answers = facts, 0
+
+    async def begin(self) -> Any:
+        return self._facts["prompt"]
+
+    async def answered(self, text: str) -> Reply:
+        self._answers += 1
+        return Reply(float(text), [{"role": "user", "content": "More"}] if self._answers == 1 else [])
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_turns_that_do_not_extend_the_one_before_are_counted(
+    tokenizer: Any, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken:
+        prompt = Renderer.prompt
+        monkeypatch.setattr(Renderer, "prompt", lambda self, messages, tools: prompt(self, messages[-1:], tools))
+    client, recipe = Client(tokenizer), recipe_of(tokenizer, Twice)
+    recipe = replace(recipe, rollouts=replace(recipe.rollouts, max_turns=2))
+    recipe.begin(0)
+    values = await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
+    ((data, _, _),) = client.sent
+    assert (values["broken_turns"], len(data)) == ((2, 4) if broken else (0, 2))
+
+
 async def test_long_answers_earn_less(tokenizer: Any) -> None:
     values, inputs, _, _ = await step_of(tokenizer, [0], overlong_tokens=4)
     assert values["overlong_penalty"] == 0.25  # an answer has one token of four
