@@ -1,12 +1,14 @@
 """Sampling with and without drafts, without a server, in tokens per CPU-second.
 
-    python -m tests.benchmarks.drafts [--repeat 3]
+    python -m tests.benchmarks.drafts [--repeat 3] [--rows]
 
 Both samplers have the default chunk and the same requests in each round, and take turns, on small-qwen3
 (small_model.py). The first round of each compiles and does not count; the median of the ratios of the others does.
 
     repetitive  the greedy answer to a prompt that repeats 8 tokens, which goes on in a loop: 1, 2 and 8 prompts
     random      the same prompts at temperature 1, so the next token is nearly uniform over the vocabulary
+
+With --rows, only the cost of a step of each size is printed, for the constants in `drafts.py`.
 
 An answer may differ where the last bits of the probabilities decide on a token: a step with drafts has more rows, and
 sums in another order, as a batch with more requests has.
@@ -21,6 +23,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tests.benchmarks.small_model import make_small
@@ -30,6 +33,7 @@ from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.params import load_params
 from tinkerflow.backend.compute.planning.memory_plan import plan_group
 from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.spec.commands import GroupConfig, SampleRequest, SampleStep
 
 TOKENS = 128
@@ -58,10 +62,32 @@ def run(sampler: Sampler, asked: tuple[SampleRequest, ...]) -> tuple[float, list
     return sum(map(len, tokens)) / (time.process_time() - began), tokens
 
 
+def step_costs(sampler: Sampler, repeat: int) -> None:
+    """Print the CPU-milliseconds of a step with each number of rows, the median of the chunks of all rounds."""
+    costs: dict[int, list[float]] = {}
+    real = SamplerModel.decode_chunk
+
+    def timed(model: SamplerModel, rows: int, slots: Any, steps: int, before: Any) -> Any:
+        began = time.process_time()
+        chunk = real(model, rows, slots, steps, before)
+        model.read_chunk(chunk)
+        costs.setdefault(rows, []).append(1000 * (time.process_time() - began) / steps)
+        return chunk
+
+    for round_ in range(1 + repeat):
+        SamplerModel.decode_chunk = timed if round_ else real  # type: ignore[method-assign]
+        for rows in (1, 4, 8, 16, 32, 64):
+            run(sampler, requests("random", rows, round_))
+    SamplerModel.decode_chunk = real  # type: ignore[method-assign]
+    medians = ", ".join(f"{rows}: {statistics.median(each):.0f}" for rows, each in costs.items())
+    print(f"CPU-ms of a step by its rows: {medians}; load {os.getloadavg()[0]:.1f}", flush=True)
+
+
 def main() -> None:
     """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3, help="measured rounds of each case")
+    parser.add_argument("--rows", action="store_true", help="only print the cost of a step by its rows")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_small(Path(scratch) / "small-qwen3")
@@ -72,6 +98,9 @@ def main() -> None:
             Sampler(cfg, params, mesh, replace(config, drafts=drafts), pages=plan.pages) for drafts in (False, True)
         )
         assert drafting.drafts is not None
+        if args.rows:
+            step_costs(plain, args.repeat)
+            return
         for name in ("repetitive", "random"):
             for prompts in (1, 2, 8):
                 rates, others = [], 0
