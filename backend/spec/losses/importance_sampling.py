@@ -23,9 +23,9 @@ def importance_sampling(
 
     log_ratio = logprobs - inputs["logprobs"]
     exact = jnp.exp(log_ratio)
-    kept = (exact >= config[_MASK[0]]) & (exact <= config[_MASK[1]])
+    masked = (exact < config[_MASK[0]]) | (exact > config[_MASK[1]])  # a ratio that is NaN stays in the loss
     # 0 times the slope of an infinite ratio would be no number.
-    return -jnp.where(kept, jnp.exp(jnp.where(kept, log_ratio, 0.0)), 0.0) * inputs["advantages"]
+    return -jnp.where(masked, 0.0, jnp.exp(jnp.where(masked, 0.0, log_ratio))) * inputs["advantages"]
 
 
 _MASK = ("mask_low_threshold", "mask_high_threshold")

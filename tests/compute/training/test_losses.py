@@ -104,6 +104,13 @@ def test_a_masked_token_with_an_infinite_ratio_has_no_slope():
         assert not found[0].any() and np.isfinite(found).all() and found[1:].any()
 
 
+def test_a_logprob_that_is_no_number_is_not_masked():
+    lp, inputs = draw((3, 2), own=False)
+    lp[0] = np.nan
+    loss, _ = losses_and_slopes(choose("importance_sampling", {"mask_high_threshold": 2.0}), lp, inputs)
+    assert np.isnan(loss[0]).all() and np.isfinite(loss[1:]).all()
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(UserError, match="loss_fn is 'nope': must be one of"):
         choose("nope", {})
