@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +69,54 @@ async def test_a_checkpoint_is_evaluated_with_the_reward_that_it_was_trained_wit
     new, old = made.scores["new"].value("reward"), made.scores["base model"].value("reward")
     best = champion(work, "loud")
     assert (made.outcome == "promoted") == (best is not None) == (new > old)
+
+
+MORTAL = """
+import os, signal
+
+calls = 0
+
+def shouting(facts, answer):
+    global calls
+    calls += 1
+    if calls == int(os.environ.get("DIES_AT", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sum(letter.isupper() for letter in answer) / max(1, len(answer))
+"""
+RUN = """
+import asyncio, sys
+from tinkerflow.deployments.testing import calls_as_functions
+from tinkerflow.flows.pipelines.rl import rl
+from tinkerflow.tasks.pipelines.parameters import RlParameters
+
+with calls_as_functions():
+    asyncio.run(rl(RlParameters.model_validate_json(sys.argv[1])))
+"""
+
+
+@pytest.mark.thorough
+async def test_a_killed_flow_that_samples_ahead_goes_on_after_its_last_segment(
+    tiny_service: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed while the answers of step 5 are rewarded, and step 4 is being trained."""
+    (tmp_path / "mortal_rewards.py").write_text(MORTAL)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Say hello."}\n')
+    values = {"name": "killed", "work": tmp_path.as_uri(), "data": {"url": str(tmp_path / "prompts.jsonl")}}
+    values |= {"reward": "mortal_rewards:shouting", "group_size": 4, "answer_tokens": 6, "max_staleness": 1}
+    values |= {"model": {"rank": 8, "seed": 5}, "samples": {"rows": 0}}
+    values["training"] = {"steps": 6, "segment_steps": 3, "batch_size": 1, "learning_rate": 0.01}
+    killed = RlParameters.model_validate(values | {"resume": "killed"})
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    ended = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", RUN, killed.model_dump_json()],
+        env={**os.environ, "PYTHONPATH": paths, "DIES_AT": str(4 * 4 + 2)},
+        timeout=500,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL
+    found, work = await rl(killed), open_work(killed.work)
+    assert found.steps == 6 and numbers_of(work, "rollouts", found.training_run) == [4, 5, 6], "none is made twice"
+    ages = [read_rollouts(work, "rollouts", found.training_run, step).staleness for step in (4, 5, 6)]
+    assert ages == [0, 1, 1], "a segment begins with fresh samples"
