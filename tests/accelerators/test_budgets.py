@@ -78,7 +78,7 @@ metadata={{op_name="jit(f)/tree_attention_forward{PALLAS}"}}
     with pytest.raises(MissingFlopsError, match=r"0\.03 TFLOP were counted, but 0\.07 are useful"):
         check_flops(counts, 2 * counts.flops)
     monkeypatch.delitem(FLOPS, "tree_attention_forward")
-    with pytest.raises(MissingFlopsError, match=r"has no flops for jit\(f\)/attention_forward/pallas_call"):
+    with pytest.raises(MissingFlopsError, match=r"has no flops for jit\(f\)/tree_attention_forward/pallas_call"):
         check_flops(count(text, on_chip_spaces=False), 0)
 
 
@@ -110,7 +110,6 @@ def test_no_kernel_has_a_wider_budget_than_it_needs() -> None:
         found = [kernels[name] for kernels in programs if name in kernels]
         assert min(one["resident"] for one in found) == limits.resident, name
         assert max(one["spilled"] for one in found) == limits.spilled, name
-        assert any(one["serialized"] for one in found) == limits.serialized, name
         assert limits.idle == KernelBudget.idle or max(one["idle"] for one in found) > limits.idle - 1, name
 
 
