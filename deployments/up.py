@@ -7,19 +7,17 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 from tinkerflow.backend.catalog.model_source import find_model
-from tinkerflow.backend.core.disk import folder_of_url, make_folder
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.hosts import url_of
 from tinkerflow.backend.core.ids import EMBEDDED, hub_name
@@ -236,9 +234,7 @@ def _check_places(settings: Settings) -> None:
     for name in ("store", "pipelines"):
         url = getattr(settings, f"{name}_url")
         if not url.startswith("gs://") or url == "gs://":
-            open_blobs(url)
-        if url.startswith(("file://", "/")):
-            _make_store(name, url)
+            _check_writable(name, url)
     named = "" if settings.prefect == "off" else os.environ.get("PREFECT_API_URL", "")
     if named and not named.startswith(("http://", "https://")):
         raise UserError(f"PREFECT_API_URL: {named!r}: must begin with http:// or https://, as in {_PREFECT}")
@@ -255,12 +251,12 @@ def _check_places(settings: Settings) -> None:
         check_library(settings.openlineage_url)
 
 
-def _make_store(name: str, url: str) -> None:
-    """Make the folder of a store. UserError when that fails, or nothing can be written there."""
+def _check_writable(name: str, url: str) -> None:
+    """Write and remove an object. UserError when the store cannot be opened or written."""
+    blobs, probe = open_blobs(url), f".up-{secrets.token_hex(8)}"
     try:
-        folder = folder_of_url(url) if "://" in url else Path(url)
-        make_folder(folder)
-        tempfile.TemporaryFile(dir=folder).close()
+        blobs.create(probe, b"")
+        blobs.remove(probe)
     except OSError as error:
         raise UserError(f"{name} {url!r}: cannot be written ({error.strerror}): choose another folder") from error
 

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -170,7 +170,7 @@ async def _show(
     ]
     await artifacts.table("points", rows, "points of the grid")
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    measured: tuple[Metric, ...] = ("loss", "exact_match") if scores[best].reward is None else ("reward",)
+    measured = [metric for metric in get_args(Metric) if getattr(scores[best], metric) is not None]
     for point in grid:
         if point.label in scores:
             for metric in measured:

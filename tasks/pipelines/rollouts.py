@@ -119,16 +119,19 @@ class Trajectory:
             values_T[places_N - 1] = values_N
             return tinker.TensorData.from_numpy(values_T)
 
-        reach_N = trust_region / np.exp(np.maximum(self.logprobs, _RAREST))
-        thresholds = {"clip_low_threshold": np.maximum(1 - reach_N, 0), "clip_high_threshold": 1 + reach_N}
+        optional: dict[str, npt.NDArray[np.float64]] = {}
+        if weight is not None:
+            optional["weights"] = np.full(len(places_N), weight)
+        if trust_region:
+            reach_N = trust_region / np.exp(np.maximum(self.logprobs, _RAREST))
+            optional |= {"clip_low_threshold": np.maximum(1 - reach_N, 0), "clip_high_threshold": 1 + reach_N}
         datum = tinker.Datum(
             model_input=tinker.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={
                 "target_tokens": tinker.TensorData.from_numpy(np.array(tokens[1:], np.int64)),
                 "logprobs": placed(self.logprobs),
                 "advantages": placed(advantages_N),
-                **({} if weight is None else {"weights": placed(np.full(len(places_N), weight))}),
-                **({name: placed(ratios_N) for name, ratios_N in thresholds.items()} if trust_region else {}),
+                **{name: placed(values_N) for name, values_N in optional.items()},
             },
         )
         first, *between, last = self._spans()

@@ -77,7 +77,7 @@ def by_device(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: jax.Array,
+    ends_BT: jax.Array,
     sinks_H: jax.Array | None = None,
     *positions: jax.Array,
 ) -> jax.Array:
@@ -97,7 +97,7 @@ def by_device(
         out_specs=cells,
         check_vma=False,
     )
-    o_BTHd: jax.Array = local(q, k, v, segments, sinks_H, *positions)
+    o_BTHd: jax.Array = local(q, k, v, ends_BT, sinks_H, *positions)
     return o_BTHd
 
 
