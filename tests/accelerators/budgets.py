@@ -68,9 +68,9 @@ class KernelBudget:
 
 # A limit that is not the default says why.
 KERNELS = {
-    "adapter_low": KernelBudget(3, idle=3),  # 10 to 38 blocks, each of 256 inputs; more would move more partial sums
-    "adapter_update": KernelBudget(8),
-    "layer_product": KernelBudget(2, idle=4),  # k and v: 64 blocks of 16 columns; more would split sums
+    "adapter_low": KernelBudget(9),
+    "adapter_update": KernelBudget(3),  # a program loads all parts of its sums at once
+    "layer_product": KernelBudget(2),
     "paged_attention": KernelBudget(5, idle=3),  # one sequence: a block for each of 8 heads and 4 pages
     "softmax_totals": KernelBudget(spilled=40),  # tiles of 256 rows; fewer would read the unembedding more often
 }
@@ -120,8 +120,10 @@ DECISIONS = _count(
 GATHERED = Measure("largest array that is gathered", "MB", lambda record: record["gathered"] / 1e6)
 DENSE = Measure("flops over those that are needed", "x", lambda record: record["flops"] / record["useful_flops"])
 STEP = Measure("bytes of a step over weights and live KV", "x", lambda record: record["step"] / record["needed"])
+STARTS = Measure("kernels that a step starts", "", lambda record: record["starts"])
 LOSS_ROWS = Measure("rows of a matmul with the vocabulary", "", lambda record: record["loss_rows"], most=False)
 EXPECTED_MFU = Measure("MFU to expect", "%", lambda record: 100 * expected_mfu(record)[0], most=False)
+EXPECTED_TIME = Measure("time to expect", "ms", lambda record: 1e3 * expected(record)[1])
 EXPECTED_STEP = Measure("time of a step to expect", "ms", lambda record: 1e3 * expected(record)[1] / CHUNK)
 MFU = Measure("MFU by roofline", "%", lambda record: 100 * record["mfu"], most=False)
 ADAPTER = Measure("an adapter in training, of each device", "GB", lambda record: record["adapter"] / GB)
@@ -190,6 +192,10 @@ BUDGETS = (
         )
         for program in programs
     ),
+    *(  # about 31 for each of 36 layers: of each of four inputs, one multiplies by matrices and two by adapters
+        Budget(_case(f"4B h100:1 decode {sizes}", unknown_trips=CHUNK), STARTS, limit)
+        for sizes, limit in (("1x512", 1130), ("64x2048", 1130), ("256x512", 1230))
+    ),
     # As fast as other trainers and samplers on an H100, also where kernels reach the least that we expect of them.
     Budget(_case("4B h100:1 forward_backward 4x1024"), EXPECTED_MFU, 40, met=False),
     Budget(_case("4B h100:1 forward_backward 1x32768"), EXPECTED_MFU, 30, met=False),
@@ -197,6 +203,9 @@ BUDGETS = (
         Budget(_case(f"4B h100:1 decode {sizes}", unknown_trips=CHUNK), EXPECTED_STEP, limit, met=False)
         for sizes, limit in (("1x512", 4.35), ("64x512", 7.7), ("256x512", 15))
     ),
+    Budget(_case("8B h100:1 forward_backward 1x4096"), EXPECTED_TIME, 328, met=False),  # 12,500 tokens per second
+    Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), EXPECTED_TIME, 248, met=False),  # 33,000
+    Budget(_case("8B v6e:1x1 forward_backward 1x2048"), EXPECTED_MFU, 40, met=False),
     # A v6e's micro-batch, whose layers are not computed again; of 4x1024 they would be, and the MFU 36 %.
     Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MFU, 45, met=False),
     Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MEMORY, 100),

@@ -69,7 +69,11 @@ def record(case: Case, cache: str) -> Record:
         "triton": figures.triton,
         "short_offsets": {name: arrays for name, arrays in figures.short_offsets.items() if arrays},
         **(
-            {"step": _step(counts, case.unknown_trips), "needed": _needed(programs, case)}
+            {
+                "step": _step(counts, case.unknown_trips),
+                "needed": _needed(programs, case),
+                "starts": sum(work.times for work in counts.work) / case.unknown_trips,
+            }
             if case.program == "decode"
             else {}
         ),

@@ -52,15 +52,32 @@ def _pages(operands: list[Shape], label: str) -> int:
     return rows * seen * sum(part.nbytes for part in pages) // (pages[0].dims[0] * pages[0].dims[1]) + q.nbytes
 
 
+def _stacks(operands: list[Shape]) -> list[Shape]:
+    """Stacks [L, ..., out, in] of matrices that share rows. Other operands are tables, with fewer axes."""
+    return [one for one in operands if len(one.dims) > len("Mi")]
+
+
 def _one_layer(operands: list[Shape], _: str) -> int:
-    """Bytes of rows, and of one layer of a stack [L, ...]."""
-    return operands[0].nbytes + operands[1].nbytes // operands[1].dims[0]
+    """Bytes of rows, and of one layer of each stack."""
+    rows, *others = operands
+    return rows.nbytes + sum(stack.nbytes // stack.dims[0] for stack in _stacks(others))
 
 
-def _packed_layer(operands: list[Shape], _: str) -> int:
-    """Bytes of both halves of rows, and of one layer of a stack [L, ...] and of its scales."""
-    even, odd, packed, scales, *_ = operands
-    return even.nbytes + odd.nbytes + (packed.nbytes + scales.nbytes) // packed.dims[0]
+def _products(operands: list[Shape], _: Shape) -> int:
+    """Flops of rows [..., M, in] times a matrix of each stack."""
+    rows, *others = operands
+    return 2 * rows.dims[-2] * sum(stack.size // math.prod(stack.dims[:-2]) for stack in _stacks(others))
+
+
+def _packed_layer(operands: list[Shape], label: str) -> int:
+    """Bytes of both halves of rows, and of one layer of each stack and of its scales."""
+    return operands[0].nbytes + _one_layer(operands[1:], label)
+
+
+def _packed_products(operands: list[Shape], result: Shape) -> int:
+    """Flops of both halves of rows times a matrix of each stack, which its scales follow."""
+    even, _, *others = operands
+    return 2 * _products([even, *_stacks(others)[::2]], result)
 
 
 def _one_matrix_each(operands: list[Shape], _: str) -> int:
@@ -83,7 +100,7 @@ def _states(operands: list[Shape], _: str) -> int:
     return 2 * rows * pool.nbytes // (pool.dims[0] * pool.dims[1]) + sum(one.nbytes for one in tokens)
 
 
-_OF_A_LAYER = ("layer_product", "grouped_product", "adapter_low", "adapter_update")  # rows times a matrix of a stack
+_OF_A_LAYER = ("layer_product", "grouped_product", "adapter_low", "adapter_update")  # rows times matrices of stacks
 
 # Bytes read, and written in place, by kernels that get the stack of all layers and use one layer.
 READ: dict[str, Callable[[list[Shape], str], int]] = {
@@ -106,8 +123,8 @@ KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
     "tree_attention_dkv": _attention(4, 1),
     "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],
     "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[4].dims[4],
-    "packed_product": lambda operands, result: 4 * operands[0].size * result.dims[-1],
-    **dict.fromkeys(_OF_A_LAYER, lambda operands, result: 2 * operands[0].size * result.dims[-1]),
+    "packed_product": _packed_products,
+    **dict.fromkeys(_OF_A_LAYER, _products),
     "splash_mha_fwd": _attention(2, -2),
     "splash_mha_dkv": _attention(4, -2),
     "splash_mha_dq": _attention(3, -2),

@@ -286,15 +286,15 @@ def test_an_update_in_place_within_a_fusion_writes_the_update() -> None:
             "bf16[16,128]{1,0}",
             2 * (16 * 256 + 2 * 256 * 128 + 16 * 128),
         ),
-        (  # two parts of sums in float32
+        (  # of two projections, two parts of sums in float32
             "adapter_low",
-            "bf16[64,2560]{1,0} bf16[36,128,2560]{2,1,0} s32[1]{0} s32[4]{0} s32[1]{0}",
-            "f32[2,64,128]{2,1,0}",
-            2 * (64 * 2560 + 128 * 2560) + 4 * 2 * 64 * 128,
+            "bf16[64,2560]{1,0} bf16[36,128,2560]{2,1,0} bf16[24,128,2560]{2,1,0} s32[1]{0} s32[1]{0} s32[4]{0}",
+            "f32[2,64,256]{2,1,0}",
+            2 * (64 * 2560 + 2 * 128 * 2560) + 4 * 2 * 64 * 256,
         ),
         (
             "layer_product",
-            "bf16[64,2560]{1,0} bf16[36,9728,2560]{2,1,0} s32[1]{0} s32[1]{0} s32[1]{0}",
+            "bf16[64,2560]{1,0} bf16[36,1,9728,2560]{3,2,1,0} s32[1]{0} s32[1]{0} s32[1]{0}",
             "bf16[64,9728]{1,0}",
             2 * (64 * 2560 + 9728 * 2560 + 64 * 9728),
         ),
@@ -317,6 +317,28 @@ def test_a_kernel_that_is_given_all_layers_reads_what_it_needs(
     )
     assert counts.bytes == nbytes
     assert counts.flops > 0 or counts.kernels
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shapes"),
+    [
+        ("adapter_update", "f32[2,64,256]{2,1,0} bf16[36,128,4096]{2,1,0} bf16[36,128,1024]{2,1,0}"),
+        ("layer_product", "bf16[64,128]{1,0} bf16[36,1,4096,128]{3,2,1,0} bf16[9,1,1024,128]{3,2,1,0}"),
+        (
+            "packed_product",
+            "bf16[64,64]{1,0} bf16[64,64]{1,0} u8[36,1,4096,64]{3,2,1,0} bf16[36,1,4096,2]{3,2,1,0} "
+            "u8[36,1,1024,64]{3,2,1,0} bf16[36,1,1024,2]{3,2,1,0}",
+        ),
+    ],
+)
+def test_a_kernel_multiplies_rows_by_one_layer_of_each_stack(kernel: str, shapes: str) -> None:
+    operands = ", ".join(f"%{name}" for name in "abcdefg"[: 1 + len(shapes.split())])
+    counts = one(
+        f'(bf16[64,4096]{{1,0}}, bf16[64,1024]{{1,0}}) custom-call({operands}), custom_call_target="x", '
+        f'metadata={{op_name="jit(f)/{kernel}/pallas_call"}}',
+        f"{shapes} s32[1]{{0}}",
+    )
+    assert counts.flops == 2 * 64 * 128 * (4096 + 1024)
 
 
 def test_a_kernel_that_changes_states_in_their_pool_moves_those_of_its_rows() -> None:

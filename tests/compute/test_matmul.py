@@ -12,7 +12,7 @@ import pytest
 from tests.compute.closeness import close
 
 from tinkerflow.backend.compute.kernels import grouped_gpu
-from tinkerflow.backend.compute.kernels.matmul import IN_PLACE, PACKED_IN_PLACE, OfLayer, matmul
+from tinkerflow.backend.compute.kernels.matmul import IN_PLACE, PACKED_IN_PLACE, OfLayer, matmul, matmuls
 from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, block_of, block_scales, packed
 
 IN, OUT = 48, 80
@@ -59,36 +59,29 @@ def test_64_rows_have_the_bits_of_the_plain_product(inputs: int, outputs: int) -
     close(np.asarray(pull(slope)[1]), np.asarray(slope).T @ np.asarray(x), ulps=128)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rows", [1, 50, PACKED_IN_PLACE + 1])
-def test_a_packed_matrix_in_a_stack_gives_what_it_gives_alone(dtype: Any, rows: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(grouped_gpu, "layer_product", partial(grouped_gpu.layer_product, interpret=True))
-    monkeypatch.setattr(grouped_gpu, "_FEW_OUT", 32)
-    rng = np.random.default_rng(0)
-    x, stack = jnp.asarray(rng.normal(size=(rows, 1, 320)), dtype), four_bit(rng.normal(size=(3, OUT, 320)), dtype)
-    y = matmul(x, OfLayer(stack, jnp.int32(1)))
-    alone = matmul(x, jax.tree.map(lambda part: part[1], stack))
-    assert (y.shape, y.dtype) == (alone.shape, alone.dtype)
-    close(
-        np.asarray(y, np.float32), np.asarray(alone, np.float32), ulps=4 if dtype == jnp.bfloat16 else 512, dtype=dtype
-    )
-
-
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("rows", [1, 70, IN_PLACE + 1])
-def test_a_matrix_in_a_stack_gives_what_it_gives_alone(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows by the kernel for GPUs, many by the matrix's copy."""
-    monkeypatch.setattr(grouped_gpu, "layer_product", partial(grouped_gpu.layer_product, interpret=True))
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "nf4 of float32", "nf4 of bfloat16"])
+@pytest.mark.parametrize("rows", [1, 60, PACKED_IN_PLACE + 1, IN_PLACE + 1])
+def test_matrices_in_stacks_give_what_each_gives_alone(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows by a kernel for GPUs that the matrices share, many by copies. A matrix of another kind is on its own."""
+    monkeypatch.setattr(grouped_gpu, "layer_products", partial(grouped_gpu.layer_products, interpret=True))
     monkeypatch.setattr(grouped_gpu, "_FEW_OUT", 32)  # several tiles in each direction, the last of them not full
     rng = np.random.default_rng(0)
-    dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
-    x, stack = jnp.asarray(rng.normal(size=(rows, 1, 300)), dtype), rng.normal(size=(3, OUT, 300))
-    if kind == "int8":
-        scale = jnp.asarray(rng.random((3, OUT)), jnp.float32)
-        weight: Int8 | jax.Array = Int8(jnp.asarray(stack * 40, jnp.int8), scale)
-    else:
-        weight = jnp.asarray(stack, dtype)
-    y = matmul(x, OfLayer(weight, jnp.int32(1)))
-    alone = matmul(x, jax.tree.map(lambda part: part[1], weight))
-    assert (y.shape, y.dtype) == (alone.shape, alone.dtype)
-    close(np.asarray(y, np.float32), np.asarray(alone, np.float32), ulps=4 if kind == "bfloat16" else 512, dtype=dtype)
+    dtype = jnp.bfloat16 if "bfloat16" in kind else jnp.float32
+
+    def of_layer(layers: int, outs: int, kind: str = kind) -> OfLayer:
+        stack: Any = rng.normal(size=(layers, outs, 320))
+        if kind == "int8":
+            stack = Int8(jnp.asarray(stack * 40, jnp.int8), jnp.asarray(rng.random((layers, outs)), jnp.float32))
+        elif kind.startswith("nf4"):
+            stack = four_bit(stack, dtype)
+        else:
+            stack = jnp.asarray(stack, dtype)
+        return OfLayer(stack, jnp.int32(layers - 2))
+
+    x = jnp.asarray(rng.normal(size=(rows, 1, 320)), dtype)
+    weights = of_layer(3, OUT), of_layer(2, 24, "plain"), of_layer(2, 50)
+    for y, weight in zip(matmuls(x, *weights), weights, strict=True):
+        alone = matmul(x, weight.own)
+        assert (y.shape, y.dtype) == (alone.shape, alone.dtype)
+        ulps = 4 if dtype == jnp.bfloat16 else 512
+        close(np.asarray(y, np.float32), np.asarray(alone, np.float32), ulps=ulps, dtype=dtype)

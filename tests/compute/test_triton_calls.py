@@ -21,9 +21,11 @@ from tinkerflow.backend.compute.kernels import (
     tree_gpu,
     triton_calls,
 )
+from tinkerflow.backend.compute.kernels.matmul import OfLayer
 from tinkerflow.backend.compute.kernels.softmax import Product, Totals
 from tinkerflow.backend.compute.kernels.tree import How, TreeRows
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
+from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.weights.quantized import FourBit
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -35,7 +37,11 @@ def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 
 def of_layers(dtype: Any) -> Case:
     """A matrix of Qwen3-14B in all layers: 3.6e9 numbers."""
-    return grouped_gpu.layer_product, (array("bfloat16", 64, 5120), array(dtype, 40, 17408, 5120), array("int32"))
+
+    def product(x: Any, stack: Any, layer: Any) -> Any:
+        return grouped_gpu.layer_products(x, [stack], [layer])
+
+    return product, (array("bfloat16", 64, 5120), array(dtype, 40, 17408, 5120), array("int32"))
 
 
 def of_packed_layers() -> Case:
@@ -43,7 +49,7 @@ def of_packed_layers() -> Case:
     packed, scale = array("uint8", 80, 10240, 4096), array("bfloat16", 80, 10240, 128)
 
     def product(x: Any, packed: Any, scale: Any, layer: Any) -> Any:
-        return grouped_gpu.layer_product(x, FourBit(packed, scale), layer)
+        return grouped_gpu.layer_products(x, [FourBit(packed, scale)], [layer])
 
     return product, (array("bfloat16", 64, 8192), packed, scale, array("int32"))
 
@@ -69,16 +75,11 @@ def pages(dtype: Any) -> Case:
 
 
 def adapters() -> Case:
-    def update(x: Any, A: Any, B: Any, columns: Any, layer: Any) -> Any:
-        return adapter_gpu.in_place(columns, A.shape[1])(x, OfArrays(A, B), layer)
+    def updates(x: Any, A: Any, B: Any, columns: Any, layer: Any) -> Any:
+        return adapter_gpu.in_place(columns, A.shape[1])(x, [OfLayer(LoraPair(A, B), layer)] * 2)
 
     stack = array("bfloat16", 64, 4096, 10240)
-    return update, (array("bfloat16", 64, 1, 10240), stack, stack, array("int32", 64, 2), array("int32"))
-
-
-class OfArrays:
-    def __init__(self, A: jax.Array, B: jax.Array) -> None:
-        self.A, self.B = A, B
+    return updates, (array("bfloat16", 64, 1, 10240), stack, stack, array("int32", 64, 2), array("int32"))
 
 
 def states() -> Case:

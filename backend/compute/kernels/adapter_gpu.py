@@ -1,4 +1,4 @@
-"""The updates of several adapters on a GPU, read from their stack in place: two Pallas kernels through Triton.
+"""The updates of several adapters on a GPU, read from their stacks in place: two Pallas kernels through Triton.
 
 XLA:GPU copies each layer's A and B out of the stack of all layers before it multiplies by them. For few rows, this
 moves three and a half times the bytes. These kernels read A and B in place, and only the blocks of columns that rows of
@@ -6,140 +6,167 @@ the batch use, so an idle adapter costs nothing. All rows are multiplied by all 
 columns are masked. A step takes as long as reading does. Every program writes a block of its own and sums in a fixed
 order, so results are reproducible.
 
-Letters: B rows, T tokens of each, M = B * T, K columns of the stack, N blocks of C columns, P parts of the inputs.
-L layers, i in, o out; r, n, k: sizes of a program's tile of rows, outputs and inputs.
+For few rows, the start of a kernel takes as long as its work. So the projections that share an input share both
+kernels, and the second one also adds the parts of the first one's sums.
+
+Letters: B rows, T tokens of each, M = B * T, K columns of a stack, N blocks of C columns, P parts of the inputs,
+S stacks. L layers, i in, o out; r, c, n, k: sizes of a program's tile of rows, columns, outputs and inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tinkerflow.backend.compute.kernels.grouped_gpu import dot, side
+from tinkerflow.backend.compute.kernels.grouped_gpu import by_matrix, dot, side
+from tinkerflow.backend.compute.kernels.matmul import OfLayer
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 
-_ROWS, _OUTS, _BYTES_IN = 64, 64, 256  # the most of a tile; _BYTES_IN: of one row of it
-_STEPS = 2  # tiles of inputs that a program sums; with more, few programs read A, and most of a GPU is idle
+_ROWS, _OUTS, _BYTES_IN = 32, 128, 256  # the most of a tile; _BYTES_IN: of one row of it
+_COLUMNS = 16  # of a tile of `adapter_low`; tensor cores multiply no fewer
+_PROGRAMS = 132  # that a kernel should have: one for each multiprocessor of an H100
+_PARTS = 512  # rows of partial sums that a program of `adapter_update` adds, at most: every one of them reads all
 
-
-class AdapterStack(Protocol):
-    """The adapters of one projection in all layers: A [L, K, i] and B [L, K, o]."""
-
-    @property
-    def A(self) -> Array:  # noqa: N802, as LoRA calls it
-        """[L, K, i]."""
-
-    @property
-    def B(self) -> Array:  # noqa: N802
-        """[L, K, o]."""
-
-
-InPlace = Callable[[jax.Array, AdapterStack, jax.Array], jax.Array]  # update(x_BTi, stack, layer) -> [B, T, o]
+InPlace = Callable[[jax.Array, Sequence[OfLayer]], tuple[jax.Array, ...]]  # update(x_BTi, pairs) -> [B, T, o] of each
 
 
 def in_place(columns_B2: Array, width: int, *, interpret: bool = False) -> InPlace:
-    """The function update(x_BTi, stack, layer): every row's update [B, T, o] in the dtype of x.
+    """The function update(x_BTi, pairs): for each pair, every row's update [B, T, o] in the dtype of x.
 
     columns_B2 int32: row b sees the columns [columns_B2[b, 0], columns_B2[b, 1]). width: K, a multiple of
     `RANK_COLUMNS`. interpret: run the kernels on a CPU, for tests.
 
-    Of `update`: stack: a pair with A [L, K, i] and B [L, K, o]. layer: int32 scalar.
+    Of `update`: pairs: of projections that share the input x, with stacks A [L, K, i] and B [L, K, o] of one dtype;
+    at least one. L and o may differ.
     """
     C, N = RANK_COLUMNS, width // RANK_COLUMNS
     columns_B2 = jnp.asarray(columns_B2)
     first_B1, end_B1 = columns_B2[:, :1], columns_B2[:, 1:]
-    start_N, column_K = jnp.arange(N, dtype=jnp.int32) * C, jnp.arange(width, dtype=jnp.int32)
-    own_B1K = ((column_K >= first_B1) & (column_K < end_B1))[:, None]
+    start_N = jnp.arange(N, dtype=jnp.int32) * C
     seen_N = jnp.cumsum(jnp.any((first_B1 < start_N + C) & (end_B1 > start_N), axis=0), dtype=jnp.int32)
     block_N = jnp.sum(seen_N <= jnp.arange(N, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)  # the seen ones first
     blocks = block_N, seen_N[-1:]
 
-    def update(x_BTi: jax.Array, stack: AdapterStack, layer: jax.Array) -> jax.Array:
+    def update(x_BTi: jax.Array, pairs: Sequence[OfLayer]) -> tuple[jax.Array, ...]:
         B, T, i = x_BTi.shape
-        where = jnp.reshape(layer, 1), *blocks
-        low_PMK = _low(x_BTi.reshape(-1, i), stack.A, where, interpret)
-        # Not a product with 0: blocks that no program wrote, and overflows in other rows' columns, may be nan.
-        low_BTK = jnp.where(own_B1K, jnp.sum(low_PMK, axis=0).reshape(B, T, width), 0).astype(x_BTi.dtype)
-        return _update(low_BTK.reshape(-1, width), stack.B, where, interpret).reshape(B, T, -1)
+        layers = tuple(jnp.reshape(pair.layer, 1) for pair in pairs)
+        low_PMK = _low(x_BTi.reshape(-1, i), [pair.stack.A for pair in pairs], (*layers, *blocks), interpret)
+        where = *layers, *blocks, columns_B2[:, 0], columns_B2[:, 1]
+        updates = _update(low_PMK, [pair.stack.B for pair in pairs], where, T, x_BTi.dtype, interpret)
+        return tuple(update_Mo.reshape(B, T, -1) for update_Mo in updates)
 
     return update
 
 
-_Where = tuple[jax.Array, jax.Array, jax.Array]  # int32: layer [1], numbers of the blocks that are seen [N], how many
+def _low(x_Mi: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...], interpret: bool) -> jax.Array:
+    """x times the transpose of a layer's A of every stack, float32 [P, M, S * K]: parts of sums.
 
-
-def _low(x_Mi: jax.Array, stack_LKi: Array, where: _Where, interpret: bool) -> jax.Array:
-    """x times the transpose of a layer's A, float32 [P, M, K]: parts of sums. Blocks that no row uses are left."""
-    (M, i), (_, K, _), C = x_Mi.shape, stack_LKi.shape, RANK_COLUMNS
+    Blocks that no row uses are left. where: int32, of each stack the number of the layer, [1]; the numbers of the
+    blocks that are seen, [N]; how many these are, [1].
+    """
+    (M, i), S, K, C, c = x_Mi.shape, len(stacks), stacks[0].shape[1], RANK_COLUMNS, _COLUMNS
     r, k = side(M, _ROWS), side(i, _BYTES_IN // x_Mi.dtype.itemsize)
-    steps = pl.cdiv(i, k)
-    parts = pl.cdiv(steps, _STEPS)
+    steps, rows = pl.cdiv(i, k), pl.cdiv(M, r)
+    each = pl.cdiv(steps, min(_PARTS // r, pl.cdiv(_PROGRAMS, S * C // c * rows), steps))
+    parts = pl.cdiv(steps, each)
 
-    def kernel(x_ref: Any, stack_ref: Any, layer_ref: Any, block_ref: Any, count_ref: Any, out_ref: Any) -> None:
-        number, part, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * r
+    def kernel(x_ref: Any, *refs: Any) -> None:
+        stack_refs, layer_refs, (block_ref, count_ref, out_ref) = refs[:S], refs[S : 2 * S], refs[2 * S :]
+        part, first = pl.program_id(1), pl.program_id(2) * r
 
-        @pl.when(number < count_ref[0])
-        def _() -> None:
-            layer, column = layer_ref[0], block_ref[number] * C
-            rows = first + jnp.arange(r) < M
+        def of(number: int, tile: jax.Array) -> None:
+            @pl.when(tile // (C // c) < count_ref[0])
+            def _() -> None:
+                layer, column = layer_refs[number][0], block_ref[tile // (C // c)] * C + tile % (C // c) * c
+                there = first + jnp.arange(r) < M
 
-            def add(step: jax.Array, sums_rC: jax.Array) -> jax.Array:
-                at = step * k
-                ins = at + jnp.arange(k) < i
-                x_rk = triton.load(x_ref.at[pl.ds(first, r), pl.ds(at, k)], mask=rows[:, None] & ins[None], other=0)
-                there = jnp.broadcast_to(ins[None], (C, k))
-                A_Ck = triton.load(stack_ref.at[layer, pl.ds(column, C), pl.ds(at, k)], mask=there, other=0)
-                return sums_rC + dot(x_rk, A_Ck.astype(x_rk.dtype), trans_b=True)
+                def add(step: jax.Array, sums_rc: jax.Array) -> jax.Array:
+                    at = step * k
+                    ins = at + jnp.arange(k) < i
+                    mask = there[:, None] & ins[None]
+                    x_rk = triton.load(x_ref.at[pl.ds(first, r), pl.ds(at, k)], mask=mask, other=0)
+                    A_ref = stack_refs[number].at[layer, pl.ds(column, c), pl.ds(at, k)]
+                    A_ck = triton.load(A_ref, mask=jnp.broadcast_to(ins[None], (c, k)), other=0)
+                    return sums_rc + dot(x_rk, A_ck.astype(x_rk.dtype), trans_b=True)
 
-            last = jnp.minimum((part + 1) * _STEPS, steps)
-            sums_rC = jax.lax.fori_loop(part * _STEPS, last, add, jnp.zeros((r, C), jnp.float32))
-            mine = jnp.broadcast_to(rows[:, None], (r, C))
-            triton.store(out_ref.at[part, pl.ds(first, r), pl.ds(column, C)], sums_rC, mask=mine)
+                last = jnp.minimum((part + 1) * each, steps)
+                sums_rc = jax.lax.fori_loop(part * each, last, add, jnp.zeros((r, c), jnp.float32))
+                own = out_ref.at[part, pl.ds(first, r), pl.ds(number * K + column, c)]
+                triton.store(own, sums_rc, mask=jnp.broadcast_to(there[:, None], (r, c)))
+
+        by_matrix(pl.program_id(0), [K // c] * S, of)
 
     result: jax.Array = triton_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((parts, M, K), jnp.float32),
-        grid=(K // C, parts, pl.cdiv(M, r)),
+        out_shape=jax.ShapeDtypeStruct((parts, M, S * K), jnp.float32),
+        grid=(S * K // c, parts, rows),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="adapter_low",
-    )(x_Mi, stack_LKi, *where)
+    )(x_Mi, *stacks, *where)
     return result
 
 
-def _update(low_MK: jax.Array, stack_LKo: Array, where: _Where, interpret: bool) -> jax.Array:
-    """low times a layer's B, [M, o] in the dtype of low, over the blocks that are seen."""
-    M, o, C = low_MK.shape[0], stack_LKo.shape[2], RANK_COLUMNS
-    r, n = side(M, _ROWS), side(o, _OUTS)
+def _update(
+    low_PMK: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...], T: int, dtype: Any, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """The sum of low's parts times a layer's B of every stack, [M, o] in `dtype`, over the blocks that are seen.
 
-    def kernel(low_ref: Any, stack_ref: Any, layer_ref: Any, block_ref: Any, count_ref: Any, out_ref: Any) -> None:
-        column, first, layer = pl.program_id(0) * n, pl.program_id(1) * r, layer_ref[0]
-        rows, outs = first + jnp.arange(r) < M, column + jnp.arange(n) < o
+    low_PMK: of `_low`. where: as there, then the first and the end column of each row, [B]. T: as at the top.
+    """
+    (P, M, _), S, K, C = low_PMK.shape, len(stacks), stacks[0].shape[1], RANK_COLUMNS
+    outs = [stack.shape[2] for stack in stacks]
+    r = side(M, _ROWS)
+    rows = pl.cdiv(M, r)
+    n = side(pl.cdiv(sum(outs) * rows, _PROGRAMS), _OUTS)
+    tiles = [pl.cdiv(o, n) for o in outs]
 
-        def add(number: jax.Array, sums_rn: jax.Array) -> jax.Array:
-            at = block_ref[number] * C
-            mine, there = jnp.broadcast_to(rows[:, None], (r, C)), jnp.broadcast_to(outs[None], (C, n))
-            low_rC = triton.load(low_ref.at[pl.ds(first, r), pl.ds(at, C)], mask=mine, other=0)
-            B_Cn = triton.load(stack_ref.at[layer, pl.ds(at, C), pl.ds(column, n)], mask=there, other=0)
-            return sums_rn + dot(low_rC, B_Cn.astype(low_rC.dtype))
+    def kernel(low_ref: Any, *refs: Any) -> None:
+        stack_refs, layer_refs, out_refs = refs[:S], refs[S : 2 * S], refs[-S:]
+        block_ref, count_ref, first_ref, end_ref = refs[2 * S : -S]
+        first = pl.program_id(1) * r
+        row_r = first + jnp.arange(r)
+        there = row_r < M
+        begin_r, end_r = (triton.load(ref.at[row_r // T], mask=there, other=0) for ref in (first_ref, end_ref))
 
-        sums_rn = jax.lax.fori_loop(0, count_ref[0], add, jnp.zeros((r, n), jnp.float32))
-        there = out_ref.at[pl.ds(first, r), pl.ds(column, n)]
-        triton.store(there, sums_rn.astype(out_ref.dtype), mask=rows[:, None] & outs[None])
+        def of(number: int, tile: jax.Array) -> None:
+            layer, column = layer_refs[number][0], tile * n
+            inside = column + jnp.arange(n) < outs[number]
 
-    result: jax.Array = triton_call(
+            def add(block: jax.Array, sums_rn: jax.Array) -> jax.Array:
+                at = block_ref[block] * C
+                column_C, mask = at + jnp.arange(C), jnp.broadcast_to(there[:, None], (r, C))
+                low_rC = jnp.zeros((r, C), jnp.float32)
+                for part in range(P):
+                    part_ref = low_ref.at[jnp.int32(part), pl.ds(first, r), pl.ds(number * K + at, C)]
+                    low_rC = low_rC + triton.load(part_ref, mask=mask, other=0)
+                # Not a product with 0: an overflow in the columns of another row's adapter may be nan.
+                own = (column_C[None] >= begin_r[:, None]) & (column_C[None] < end_r[:, None])
+                low_rC = jnp.where(own, low_rC, 0).astype(dtype)
+                B_ref = stack_refs[number].at[layer, pl.ds(at, C), pl.ds(column, n)]
+                B_Cn = triton.load(B_ref, mask=jnp.broadcast_to(inside[None], (C, n)), other=0)
+                return sums_rn + dot(low_rC, B_Cn.astype(dtype))
+
+            sums_rn = jax.lax.fori_loop(0, count_ref[0], add, jnp.zeros((r, n), jnp.float32))
+            place = out_refs[number].at[pl.ds(first, r), pl.ds(column, n)]
+            triton.store(place, sums_rn.astype(dtype), mask=there[:, None] & inside[None])
+
+        by_matrix(pl.program_id(0), tiles, of)
+
+    result = triton_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((M, o), low_MK.dtype),
-        grid=(pl.cdiv(o, n), pl.cdiv(M, r)),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        out_shape=[jax.ShapeDtypeStruct((M, o), dtype) for o in outs],
+        grid=(sum(tiles), rows),
+        # All parts of a program's sums fit its registers. With more stages, they would take shared memory.
+        compiler_params=triton.CompilerParams(num_warps=8 if r * n >= 32 * 64 else 4, num_stages=1),
         interpret=interpret,
         name="adapter_update",
-    )(low_MK, stack_LKo, *where)
-    return result
+    )(low_PMK, *stacks, *where)
+    return tuple(result)

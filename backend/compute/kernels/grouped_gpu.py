@@ -52,49 +52,63 @@ def product(
     blocks = _blocks(sizes_E, r, pl.cdiv(M, r) + min(E, M))  # no fewer than there can be
     if isinstance(weight, FourBit):
         assert layer is not None
-        n = side(weight.packed.shape[3], _MOST_OUT)
-        return _packed_product(x_Mi, weight, layer, blocks, (r, n), transposed=transposed, interpret=interpret)
+        tile = r, side(weight.packed.shape[3], _MOST_OUT)
+        return _packed_products(x_Mi, [weight], [layer], blocks, tile=tile, transposed=transposed, interpret=interpret)[
+            0
+        ]
     stack, layer = (weight[None], jnp.int32(0)) if layer is None else (weight, layer)
     o = stack.shape[2 if transposed else 3]
     n, k = side(o, _MOST_OUT), side(i, _BYTES_IN // x_Mi.dtype.itemsize)
-    return _product(x_Mi, stack, layer, blocks, (r, n, k), transposed=transposed, interpret=interpret)
+    tiles = r, n, k
+    return _products(
+        x_Mi, [stack], [layer], blocks, tile=tiles, transposed=transposed, interpret=interpret, name="grouped_product"
+    )[0]
 
 
-def layer_product(
-    x_Mi: jax.Array, stack_Loi: jax.Array | FourBit, layer: jax.Array, *, interpret: bool = False
-) -> jax.Array:
-    """Few rows times the transpose of one layer's matrix, which is read in place: [M, o] in the dtype of x.
+def layer_products(
+    x_Mi: jax.Array,
+    stacks: Sequence[jax.Array | FourBit],
+    layers: Sequence[jax.Array],
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Few rows times the transpose of each of some layers' matrices, which are read in place: [M, o] in the dtype of x.
 
     XLA:GPU copies a matrix out of a stack before it multiplies by it, which for few rows costs twice what the product
-    does. stack_Loi: the matrices of all L layers, of any dtype, or packed, if `takes` it. layer: int32 scalar.
-    interpret: as above.
+    does. And a kernel for each matrix would leave most of a GPU idle where a matrix is small.
+
+    stacks: of each matrix, those of all L layers, [L, o, i]. All have one dtype, or all are packed in blocks of one
+    size, if `takes` them. L and o may differ. layers: of each, an int32 scalar. interpret: as above.
     """
-    (M, i), o = x_Mi.shape, jax.tree.leaves(stack_Loi)[0].shape[1]
+    M, i = x_Mi.shape
+    outs = sum(jax.tree.leaves(stack)[0].shape[1] for stack in stacks)
     r = side(M, _FEW_ROWS)
     rows = pl.cdiv(M, r)
-    n = side(pl.next_power_of_2(pl.cdiv(o * rows, _PROGRAMS)), _FEW_OUT)
+    n = side(pl.next_power_of_2(pl.cdiv(outs * rows, _PROGRAMS)), _FEW_OUT)
     k = side(i, 2 * _BYTES_IN // x_Mi.dtype.itemsize)
     start_b = jnp.arange(rows, dtype=jnp.int32) * r
     blocks = jnp.zeros(rows, jnp.int32), start_b, jnp.full(rows, M, jnp.int32)
-    if isinstance(stack_Loi, FourBit):
-        packed = jax.tree.map(lambda part: part[:, None], stack_Loi)
-        return _packed_product(x_Mi, packed, layer, blocks, (r, n), transposed=True, interpret=interpret)
-    stack = stack_Loi[:, None]
-    return _product(x_Mi, stack, layer, blocks, (r, n, k), transposed=True, interpret=interpret, name="layer_product")
+    of_experts = [jax.tree.map(lambda part: part[:, None], stack) for stack in stacks]
+    if isinstance(stacks[0], FourBit):
+        return _packed_products(x_Mi, of_experts, layers, blocks, tile=(r, n), transposed=True, interpret=interpret)
+    tile = r, n, k
+    return _products(
+        x_Mi, of_experts, layers, blocks, tile=tile, transposed=True, interpret=interpret, name="layer_product"
+    )
 
 
-def _product(
+def _products(
     x_Mi: jax.Array,
-    stack: jax.Array,
-    layer: jax.Array,
+    stacks: Sequence[jax.Array],
+    layers: Sequence[jax.Array],
     blocks: tuple[jax.Array, jax.Array, jax.Array],
-    tile: tuple[int, int, int],
     *,
+    tile: tuple[int, int, int],
     transposed: bool,
     interpret: bool,
-    name: str = "grouped_product",
-) -> jax.Array:
-    (M, i), o, (r, n, k) = x_Mi.shape, stack.shape[2 if transposed else 3], tile
+    name: str,
+) -> tuple[jax.Array, ...]:
+    (M, i), (r, n, k) = x_Mi.shape, tile
 
     def add(refs: Sequence[Any], at: _Tile, step: jax.Array, sums: jax.Array) -> jax.Array:
         (x_ref, stack_ref), first = refs, step * k
@@ -105,8 +119,19 @@ def _product(
         matrix = triton.load(stack_ref.at[at.layer, at.expert, *here], mask=mask, other=0).astype(x_rk.dtype)
         return sums + dot(x_rk, matrix, trans_b=transposed)
 
-    shape = jax.ShapeDtypeStruct((M, o), x_Mi.dtype)
-    return _sum_tiles(add, (x_Mi, stack), layer, blocks, shape, (r, n), pl.cdiv(i, k), interpret=interpret, name=name)
+    matrices = [
+        _Matrix((stack,), layer, stack.shape[2 if transposed else 3])
+        for stack, layer in zip(stacks, layers, strict=True)
+    ]
+    return _sum_tiles(add, (x_Mi,), matrices, blocks, M, (r, n), pl.cdiv(i, k), interpret=interpret, name=name)
+
+
+class _Matrix(NamedTuple):
+    """A matrix to multiply by. operands: its stack, and arrays like it. layer: its number in them. outs: o."""
+
+    operands: tuple[jax.Array, ...]
+    layer: jax.Array
+    outs: int
 
 
 class _Tile(NamedTuple):
@@ -122,71 +147,98 @@ class _Tile(NamedTuple):
 
 def _sum_tiles(
     add: Callable[[Sequence[Any], _Tile, jax.Array, jax.Array], jax.Array],
-    operands: tuple[jax.Array, ...],
-    layer: jax.Array,
+    rows: tuple[jax.Array, ...],
+    matrices: Sequence[_Matrix],
     blocks: tuple[jax.Array, jax.Array, jax.Array],
-    shape: jax.ShapeDtypeStruct,
+    M: int,
     tile: tuple[int, int],
     steps: int,
     *,
     interpret: bool,
     name: str,
-) -> jax.Array:
-    """One program for each block of rows and for each tile of outputs. It sums over steps of inputs.
+) -> tuple[jax.Array, ...]:
+    """[M, o] of each matrix, by one program for each block of rows and for each tile of a matrix's outputs.
 
-    add(refs, tile, step, sums): the sums, float32, with those of a step. refs: of `operands`. blocks: see `_blocks`.
-    shape: of the result. tile: rows and outputs of one program. steps: their number.
+    A program sums over steps of inputs. add(refs, tile, step, sums): the sums, float32, with those of a step. refs: of
+    `rows`, and of the matrix's operands. blocks: see `_blocks`. tile: rows and outputs of one program. steps: their
+    number.
     """
-    o, (r, n) = shape.shape[1], tile
+    (r, n), S, each = tile, len(matrices), len(matrices[0].operands)
+    tiles = [pl.cdiv(matrix.outs, n) for matrix in matrices]
 
     def kernel(*refs: Any) -> None:
-        *operand_refs, layer_ref, expert_ref, start_ref, end_ref, out_ref = refs
-        block, column = pl.program_id(1), pl.program_id(0) * n
-        layer, expert, start, end = layer_ref[0], expert_ref[block], start_ref[block], end_ref[block]
+        row_refs, operand_refs = refs[: len(rows)], refs[len(rows) : len(rows) + S * each]
+        *layer_refs, expert_ref, start_ref, end_ref = refs[len(rows) + S * each : -S]
+        program, block, out_refs = pl.program_id(0), pl.program_id(1), refs[-S:]
+        expert, start, end = expert_ref[block], start_ref[block], end_ref[block]
 
-        @pl.when(start < end)
-        def _() -> None:
-            rows, outs = start + jnp.arange(r) < end, column + jnp.arange(n) < o
-            at = _Tile(layer, expert, start, column, rows, outs)
-            sums_rn = jax.lax.fori_loop(0, steps, partial(add, operand_refs, at), jnp.zeros((r, n), jnp.float32))
-            there = out_ref.at[pl.ds(start, r), pl.ds(column, n)]
-            triton.store(there, sums_rn.astype(out_ref.dtype), mask=rows[:, None] & outs[None])
+        def of(number: int, tile: jax.Array) -> None:
+            there, column = start + jnp.arange(r) < end, tile * n
+            outs = column + jnp.arange(n) < matrices[number].outs
+            at = _Tile(layer_refs[number][0], expert, start, column, there, outs)
+            mine = (*row_refs, *operand_refs[number * each : (number + 1) * each])
+            sums_rn = jax.lax.fori_loop(0, steps, partial(add, mine, at), jnp.zeros((r, n), jnp.float32))
+            place = out_refs[number].at[pl.ds(start, r), pl.ds(column, n)]
+            triton.store(place, sums_rn.astype(place.dtype), mask=there[:, None] & outs[None])
 
-    result: jax.Array = triton_call(
-        kernel,
-        out_shape=shape,
-        grid=(pl.cdiv(o, n), blocks[0].shape[0]),
-        compiler_params=triton.CompilerParams(num_warps=8 if r * n >= 128 * 64 else 4, num_stages=3),
-        interpret=interpret,
-        name=name,
-    )(*operands, jnp.reshape(layer, 1), *blocks)
-    return result
+        pl.when(start < end)(partial(by_matrix, program, tiles, of))
+
+    return tuple(
+        triton_call(
+            kernel,
+            out_shape=[jax.ShapeDtypeStruct((M, matrix.outs), rows[0].dtype) for matrix in matrices],
+            grid=(sum(tiles), blocks[0].shape[0]),
+            compiler_params=triton.CompilerParams(num_warps=8 if r * n >= 128 * 64 else 4, num_stages=3),
+            interpret=interpret,
+            name=name,
+        )(
+            *rows,
+            *(operand for matrix in matrices for operand in matrix.operands),
+            *(jnp.reshape(matrix.layer, 1) for matrix in matrices),
+            *blocks,
+        )
+    )
+
+
+def by_matrix(program: jax.Array, tiles: Sequence[int], of: Callable[[int, jax.Array], None]) -> None:
+    """Inside a kernel for the tiles of several matrices: of(number of the matrix, tile), for one of them.
+
+    program: int32 scalar, counts the tiles of all. tiles: of each matrix, how many it has.
+    """
+    if len(tiles) == 1:
+        of(0, program)
+        return
+    start = 0
+    for number, count in enumerate(tiles):
+        tile = program - start
+        pl.when((tile >= 0) & (tile < count))(partial(of, number, tile))
+        start += count
 
 
 def takes(weight: FourBit, *, of_experts: bool = False) -> bool:
-    """Whether `product` and `layer_product` take it packed: a tile has the bytes of one block, and at least 16."""
+    """Whether `product` and `layer_products` take it packed: a tile has the bytes of one block, and at least 16."""
     axis = -2 if of_experts else -1
     half = weight.packed.shape[axis] // weight.scale.shape[axis]
     return half >= _LEAST and half == pl.next_power_of_2(half)
 
 
-def _packed_product(
+def _packed_products(
     x_Mi: jax.Array,
-    weight: FourBit,
-    layer: jax.Array,
+    weights: Sequence[FourBit],
+    layers: Sequence[jax.Array],
     blocks: tuple[jax.Array, jax.Array, jax.Array],
-    tile: tuple[int, int],
     *,
+    tile: tuple[int, int],
     transposed: bool,
     interpret: bool,
-) -> jax.Array:
-    """`_product` with matrices of two numbers in a byte, which are computed back tile by tile, bit by bit as `dense`.
+) -> tuple[jax.Array, ...]:
+    """`_products` by matrices of two numbers in a byte, which are computed back tile by tile, bit by bit as `dense`.
 
     The first numbers of all bytes meet the even columns of x, and the second ones the odd columns, so a tile is never
     interleaved. A step has one block, whose outputs have a scale each.
     """
-    (M, i), (r, n), o = x_Mi.shape, tile, weight.packed.shape[2 if transposed else 3]
-    steps = weight.scale.shape[3 if transposed else 2]
+    (M, i), (r, n), table = x_Mi.shape, tile, weights[0].table
+    steps = weights[0].scale.shape[3 if transposed else 2]
     half = i // 2 // steps
 
     def add(refs: Sequence[Any], at: _Tile, step: jax.Array, sums: jax.Array) -> jax.Array:
@@ -199,13 +251,16 @@ def _packed_product(
         scale = scale_n[:, None] if transposed else scale_n[None]
         for x_ref, codes in ((even_ref, bits & 15), (odd_ref, bits >> 4)):
             x = triton.load(x_ref.at[pl.ds(at.start, r), pl.ds(first, half)], mask=at.rows[:, None], other=0)
-            numbers = (numbers_of(codes, weight.table) * scale).astype(x.dtype)
+            numbers = (numbers_of(codes, table) * scale).astype(x.dtype)
             sums = sums + dot(x, numbers, trans_b=transposed)
         return sums
 
-    operands = (x_Mi[:, ::2], x_Mi[:, 1::2], weight.packed, weight.scale)
-    shape = jax.ShapeDtypeStruct((M, o), x_Mi.dtype)
-    return _sum_tiles(add, operands, layer, blocks, shape, tile, steps, interpret=interpret, name="packed_product")
+    matrices = [
+        _Matrix((weight.packed, weight.scale), layer, weight.packed.shape[2 if transposed else 3])
+        for weight, layer in zip(weights, layers, strict=True)
+    ]
+    halves = x_Mi[:, ::2], x_Mi[:, 1::2]
+    return _sum_tiles(add, halves, matrices, blocks, M, tile, steps, interpret=interpret, name="packed_product")
 
 
 def outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array, *, interpret: bool = False) -> jax.Array:

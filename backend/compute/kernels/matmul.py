@@ -5,7 +5,6 @@ Letters: M rows, i inputs, o outputs.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -46,18 +45,39 @@ def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
     Differentiable by x, except with OfLayer.
     """
     if isinstance(weight, OfLayer):
-        own, stack = weight.own, weight.stack
-        if math.prod(x.shape[:-1]) > _most_in_place(stack):
-            return matmul(x, own)
-        stack = stack.values if isinstance(stack, Int8) else stack
-        y = grouped_gpu.layer_product(x.reshape(-1, x.shape[-1]), stack, weight.layer)
-        y = y.reshape(*x.shape[:-1], -1)
-        return y * own.scale if isinstance(own, Int8) else y
+        return matmuls(x, weight)[0]
     if isinstance(weight, Int8):
         return product(x, weight.values.astype(x.dtype)) * weight.scale
     if isinstance(weight, FourBit):
         return product(x, weight.dense(x.dtype))
     return product(x, weight)
+
+
+def matmuls(x: jax.Array, *weights: Weight | OfLayer) -> tuple[jax.Array, ...]:
+    """`matmul` of x with each weight. All matrices of one kind that are read in their stacks share a kernel."""
+    x_Mi, found = x.reshape(-1, x.shape[-1]), dict[int, jax.Array]()
+    kinds: dict[Any, list[tuple[int, OfLayer]]] = {}
+    for number, weight in enumerate(weights):
+        if not isinstance(weight, OfLayer):
+            found[number] = matmul(x, weight)
+        elif x_Mi.shape[0] > _most_in_place(weight.stack):
+            found[number] = matmul(x, weight.own)
+        else:
+            kinds.setdefault(_kind(weight.stack), []).append((number, weight))
+    for ours in kinds.values():
+        stacks = [one.stack.values if isinstance(one.stack, Int8) else one.stack for _, one in ours]
+        products = grouped_gpu.layer_products(x_Mi, stacks, [one.layer for _, one in ours])
+        for (number, one), y_Mo in zip(ours, products, strict=True):
+            y = y_Mo.reshape(*x.shape[:-1], -1)
+            found[number] = y * one.own.scale if isinstance(one.stack, Int8) else y
+    return tuple(found[number] for number in range(len(weights)))
+
+
+def _kind(stack: Weight) -> Any:
+    """Equal for stacks that one kernel takes."""
+    if isinstance(stack, FourBit):
+        return stack.table, stack.packed.shape[-1] // stack.scale.shape[-1]
+    return type(stack), stack.values.dtype if isinstance(stack, Int8) else stack.dtype
 
 
 def _most_in_place(stack: Weight) -> int:

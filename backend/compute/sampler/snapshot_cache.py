@@ -315,10 +315,11 @@ def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool
         if updates is not None and groups is None:
             return updates(x, pairs)
 
+        stacked = [pair for pair in pairs if isinstance(pair, OfLayer)]
+        if in_place and groups is None and 0 < len(stacked) == len(pairs) and math.prod(x.shape[:-1]) <= IN_PLACE:
+            return in_place(x, stacked)
+
         def update(pair: LoraPair | OfLayer) -> jax.Array:
-            if isinstance(pair, OfLayer) and groups is None and math.prod(x.shape[:-1]) <= IN_PLACE:
-                assert in_place is not None
-                return in_place(x, pair.stack, pair.layer)
             whole = pair.stack if isinstance(pair, OfLayer) else pair
             own_BK = own_columns(columns_B2, whole, width)
             # Not a product with 0: an overflow in the columns of another row's adapter must not become NaN here.

@@ -27,6 +27,7 @@ from tinkerflow.backend.compute.kernels import (
     paged_tpu,
 )
 from tinkerflow.backend.compute.kernels.flash import flash_attention
+from tinkerflow.backend.compute.kernels.matmul import OfLayer
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.models.transformer import Params
@@ -292,36 +293,45 @@ class _Kernels:
 
     def matrices(self) -> None:
         """GPUs' products of few rows with a layer's matrix, and with adapters, in the stack of all layers."""
-        sizes = {"q": (4096, 2560), "k": (1024, 2560), "gate": (9728, 2560), "down": (2560, 9728)}
-        for name, (o, i) in {"q": (64, 48)}.items() if self._tiny else sizes.items():
-            stack = draw(1, 4, o, i, scale=i**-0.5)  # four layers in turns: one alone would stay in the cache
+        sizes = {"q, k, v": (2560, (4096, 1024, 1024)), "gate, up": (2560, (9728, 9728)), "down": (9728, (2560,))}
+        for name, (i, outs) in {"q, k": (48, (64, 32))}.items() if self._tiny else sizes.items():
+            stacks = [
+                draw(1, 4, o, i, scale=i**-0.5) for o in outs
+            ]  # four layers in turns: one would stay in the cache
             for M in (2,) if self._tiny else (1, 64, 256):
                 x = draw(2, M, i)
-                ours = jax.jit(partial(grouped_gpu.layer_product, interpret=self._tiny))
-                plain = jax.jit(lambda x, stack, layer: jnp.einsum("mi,oi->mo", x, stack[layer]))
 
-                def four(product: Any, x: Any = x, stack: Any = stack) -> Any:
-                    return [product(x, stack, jnp.int32(layer)) for layer in range(4)]
+                @jax.jit
+                def ours(x: Any, stacks: Any, layer: Any) -> Any:
+                    return grouped_gpu.layer_products(x, stacks, [layer] * len(stacks), interpret=self._tiny)
+
+                @jax.jit
+                def plain(x: Any, stacks: Any, layer: Any) -> Any:
+                    return [jnp.einsum("mi,oi->mo", x, stack[layer]) for stack in stacks]
+
+                def four(products: Any, x: Any = x, stacks: Any = stacks) -> Any:
+                    return [products(x, stacks, jnp.int32(layer)) for layer in range(4)]
 
                 self._case(
-                    f"matrix {name} x {M} rows, 4 layers",
+                    f"matrices {name} x {M} rows, 4 layers",
                     partial(four, ours),
-                    partial(four, plain, wide(x), wide(stack)),
-                    moved=4 * 2 * o * i,
-                    flops=4 * 2 * M * o * i,
+                    partial(four, plain, wide(x), [wide(stack) for stack in stacks]),
+                    moved=4 * 2 * sum(outs) * i,
+                    flops=4 * 2 * M * sum(outs) * i,
                     beside={"xla": partial(four, plain)},
                 )
-        i, o, rank = (48, 64, 32) if self._tiny else (2560, 4096, 32)
-        A, B = draw(1, 4, rank, i, scale=0.1), draw(2, 4, rank, o, scale=0.1)
+        i, outs, rank = (48, (64, 32), 32) if self._tiny else (2560, (4096, 1024, 1024), 32)  # q, k, v
+        pairs = [LoraPair(draw(1, 4, rank, i, scale=0.1), draw(2, 4, rank, o, scale=0.1)) for o in outs]
         for M in (2,) if self._tiny else (1, 64):
             columns = np.tile(np.array([[0, rank]], np.int32), (M, 1))
             x = draw(3, M, 1, i)
 
-            def update(x: Any, A: Any, B: Any, columns: Any = columns) -> Any:
-                return adapter_gpu.in_place(columns, rank, interpret=self._tiny)(x, LoraPair(A, B), jnp.int32(1))
+            def updates(x: Any, pairs: Any, columns: Any = columns) -> Any:
+                of_layer = [OfLayer(pair, jnp.int32(1)) for pair in pairs]
+                return adapter_gpu.in_place(columns, rank, interpret=self._tiny)(x, of_layer)
 
             def wanted(x: Any = x) -> Any:
-                return wide(x) @ wide(A[1]).T @ wide(B[1])
+                return tuple(wide(x) @ wide(pair.A[1]).T @ wide(pair.B[1]) for pair in pairs)
 
-            call = partial(jax.jit(update), x, A, B)
-            self._case(f"adapter of rank {rank} x {M} rows", call, wanted, moved=2 * rank * (i + o))
+            call, moved = partial(jax.jit(updates), x, pairs), sum(2 * rank * (i + o) for o in outs)
+            self._case(f"adapters of rank {rank} x {M} rows", call, wanted, moved=moved)

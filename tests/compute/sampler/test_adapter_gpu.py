@@ -1,4 +1,4 @@
-"""Kernels that read adapters in the stack of all layers multiply every row by its own columns."""
+"""Kernels that read adapters in the stacks of all layers multiply every row by its own columns."""
 
 from __future__ import annotations
 
@@ -9,37 +9,51 @@ import pytest
 from tests.compute.closeness import close
 
 from tinkerflow.backend.compute.kernels.adapter_gpu import in_place
+from tinkerflow.backend.compute.kernels.matmul import OfLayer
 from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
 
-WIDTH, LAYERS, INS, OUTS = 160, 2, 700, 70  # sums in several parts, and tiles that are not full
+INS = 300  # sums in several parts, and tiles that are not full
+MANY = [(0, 0), (8, 24), (24, 32), (96, 136)]  # two adapters in one block, one in two blocks, and the base model
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens", "outs", "places"),
+    [
+        (1, 1, (70,), [(32, 288)]),
+        (20, 1, (300, 70, 130), [(0, 0), (33, 41)]),
+        (10, 4, (130, 70), MANY),
+    ],
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_updates_are_those_of_the_whole_stack(tokens: int, dtype: jnp.dtype) -> None:
-    random = np.random.default_rng(tokens)
-    # two adapters in one block, one in two blocks; no row uses the second and third
-    places = [(0, 0), (8, 24), (24, 32), (96, 136)]
-    columns_B2 = np.array([places[i] for i in random.integers(0, 4, 20)], np.int32)
+def test_updates_are_those_of_the_whole_stacks(
+    rows: int, tokens: int, outs: tuple[int, ...], places: list[tuple[int, int]], dtype: jnp.dtype
+) -> None:
+    random, width = np.random.default_rng(rows), -(-max(end for _, end in places) // 32) * 32
+    columns_B2 = np.array([places[i % len(places)] for i in random.permutation(rows)], np.int32)
+    seen = np.zeros(width, bool)
+    for first, end in columns_B2:
+        seen[first // 32 * 32 : -(-end // 32) * 32] |= end > first
 
     def array(*shape: int) -> jax.Array:
         return jnp.asarray(random.standard_normal(shape), dtype)
 
-    x_BTi, stack = array(20, tokens, INS), LoraPair(array(LAYERS, WIDTH, INS), array(LAYERS, WIDTH, OUTS))
-    # Columns that no row uses are not read. Otherwise all rows would be NaN.
-    stack = LoraPair(A=stack.A.at[:, 32:96].set(jnp.nan), B=stack.B.at[:, 32:96].set(jnp.nan))
-    found = in_place(columns_B2, WIDTH, interpret=True)(x_BTi, stack, jnp.int32(1))
-    known = LoraPair(*(jnp.nan_to_num(part[1]) for part in (stack.A, stack.B)))
-    (expected,) = stack_apply(columns_B2, WIDTH)(x_BTi, (known,))
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert not np.any(np.asarray(found, np.float32)[columns_B2[:, 1] == 0]), "rows of the base model use no column"
-    one, other = (np.asarray(part, np.float32) for part in (found, expected))
-    close(one, other, ulps=64 if dtype == jnp.float32 else 4, scale=200.0, dtype=dtype)
+    x_BTi = array(rows, tokens, INS)
+    pairs = [LoraPair(array(2 + number, width, INS), array(2 + number, width, o)) for number, o in enumerate(outs)]
+    # Columns of blocks that no row uses are not read. Otherwise all rows would be NaN.
+    pairs = [LoraPair(*(part.at[:, ~seen].set(jnp.nan) for part in (pair.A, pair.B))) for pair in pairs]
+    given = [OfLayer(pair, jnp.int32(1 + number)) for number, pair in enumerate(pairs)]
+    found = in_place(columns_B2, width, interpret=True)(x_BTi, given)
+    known = [LoraPair(*(jnp.nan_to_num(part) for part in (pair.own.A, pair.own.B))) for pair in given]
+    expected = stack_apply(columns_B2, width)(x_BTi, tuple(known))
+    for one, other, o in zip(found, expected, outs, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype) == ((rows, tokens, o), dtype)
+        one, other = (np.asarray(part, np.float32) for part in (one, other))
+        assert not np.any(one[columns_B2[:, 1] == 0]), "rows of the base model use no column"
+        close(one, other, ulps=64 if dtype == jnp.float32 else 4, scale=500.0, dtype=dtype)
 
 
 def test_a_batch_of_the_base_model_alone_reads_no_block() -> None:
-    stack = LoraPair(*(jnp.full((1, 32, 16), jnp.nan) for _ in range(2)))
-    assert not np.any(
-        in_place(np.zeros((3, 2), np.int32), 32, interpret=True)(jnp.ones((3, 1, 16)), stack, jnp.int32(0))
-    )
+    pair = OfLayer(LoraPair(*(jnp.full((1, 32, 16), jnp.nan) for _ in range(2))), jnp.int32(0))
+    updates = in_place(np.zeros((3, 2), np.int32), 32, interpret=True)(jnp.ones((3, 1, 16)), [pair, pair])
+    assert not np.any(np.asarray(updates))

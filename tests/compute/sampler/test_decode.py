@@ -47,7 +47,7 @@ def test_weights_that_are_read_in_place_give_the_same(
         names = forward_module._in_place(tiny.cfg, tiny.mesh, tiny.params)
     assert {"q", "k", "v", "o", "gate", "up", "down"} <= names
     monkeypatch.setattr(forward_module, "_in_place", lambda cfg, mesh, params: names)
-    for kernel in ("layer_product", "product"):
+    for kernel in ("layer_products", "product"):
         monkeypatch.setattr(grouped_gpu, kernel, partial(getattr(grouped_gpu, kernel), interpret=True))
     monkeypatch.setattr(adapter_gpu, "in_place", partial(adapter_gpu.in_place, interpret=True))
     np.testing.assert_allclose(hidden(), expected, rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.kernels.matmul import OfLayer, matmul
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, matmuls
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.layers.norms import RMSNorm
 from tinkerflow.backend.compute.models.long_rows import gather_matrices, in_chunks
@@ -160,7 +160,7 @@ class LayerStep:
     def project(self, x: jax.Array, *linears: Linear) -> tuple[jax.Array, ...]:
         """x times each of these matrices, with the updates of adapters and with biases."""
         updates = iter(self.lora_apply(x, tuple(linear.pair for linear in linears if linear.pair is not None)))
-        plain = [matmul(x, linear.weight) for linear in linears]
+        plain = matmuls(x, *(linear.weight for linear in linears))
         sums = [y if linear.pair is None else y + next(updates) for linear, y in zip(linears, plain, strict=True)]
         named = [checkpoint_name(y, linear.name) for linear, y in zip(linears, sums, strict=True)]
         return tuple(y if linear.bias is None else y + linear.bias for linear, y in zip(linears, named, strict=True))
