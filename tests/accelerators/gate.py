@@ -19,7 +19,7 @@ from tests.accelerators.budgets import BUDGETS, Case, Record
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 FIGURES = HERE / "figures.json"
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "PYTHONPATH": f"{ROOT / '.package'}:{ROOT}",
     "PYTHONDONTWRITEBYTECODE": "1",
     "JAX_PLATFORMS": "cpu",  # this and the next two hide the devices from JAX's plugins
@@ -39,7 +39,7 @@ def compile_cases(cases: Iterable[Case]) -> Mapping[str, Record | str]:
         done = subprocess.run(
             command,
             input=json.dumps([asdict(case) for case in of_target]),
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT},
             capture_output=True,
             text=True,
             check=False,
