@@ -302,12 +302,13 @@ class Executor:
                 self._trainer.forget(adapter_id)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
-                self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
+                self._sampler.publish(snapshot_id, adapter.lora, adapter.spec, adapter.step)
                 return self._sampler.snapshot_memory(snapshot_id)
             case LoadSnapshot(snapshot_id, state):
                 brought = self._fetched.take(snapshot_id, state)
                 if not self._sampler.has_snapshot(snapshot_id):
-                    self._sampler.publish(snapshot_id, self._adapters.weights_of(brought), state.spec)
+                    weights = self._adapters.weights_of(brought)
+                    self._sampler.publish(snapshot_id, weights, state.spec, state.step)
                 return self._sampler.snapshot_memory(snapshot_id)
             case MoveSnapshot(snapshot_id, to_id):
                 self._sampler.rename_snapshot(snapshot_id, to_id)

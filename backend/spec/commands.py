@@ -213,7 +213,8 @@ class SampledSequence:
     top: the `topk_sample` most likely tokens at each position, best first; None if it is 0.
     routes_Tn int16: the experts of the token before each token, in every layer: L * k numbers, -1 in layers without
     experts. These experts computed the token's logits. supports: of its tokens. None without `SampleRequest.routes`
-    and `SampleRequest.supports`.
+    and `SampleRequest.supports`. weights: (i, step) pairs: the weights after so many optimizer steps drew the tokens
+    from i up to the next pair's; empty for a base model.
     """
 
     tokens_T: Int32
@@ -222,6 +223,7 @@ class SampledSequence:
     top: Candidates | None = None
     routes_Tn: Int16 | None = None
     supports: Supports | None = None
+    weights: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,7 @@ def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> 
             tokens=sequence.tokens_T.astype("<i4", copy=False).tobytes(),
             logprobs=sequence.logprobs_T.astype("<f4", copy=False).tobytes(),
             topk_sampled_logprobs=_top(sequence.top) if sequence.top is not None else None,
+            weights=[pb.WeightsSpan(start=start, step=step) for start, step in sequence.weights],
         )
     if result.prompt_logprobs_T is not None:
         response.prompt_logprobs = result.prompt_logprobs_T.astype("<f4", copy=False).tobytes()
@@ -186,6 +187,7 @@ def decode_sample(request_id: str, answer: bytes) -> SampleResult:
                 logprobs_T=np.frombuffer(sequence.logprobs, "<f4"),
                 stop_reason="stop" if sequence.stop_reason == pb.STOP_REASON_STOP else "length",
                 top=_candidates(sequence.topk_sampled_logprobs) if sequence.HasField("topk_sampled_logprobs") else None,
+                weights=tuple((span.start, span.step) for span in sequence.weights),
             )
             for sequence in response.sequences
         ),

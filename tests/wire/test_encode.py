@@ -87,7 +87,8 @@ def test_more_than_samples() -> None:
 
 def test_a_sample_is_read_as_it_was_written() -> None:
     top = Candidates(np.array([[0, 0], [3, 4]], np.int32), np.array([[NO_LOGPROB] * 2, [-0.5, -1.0]], np.float32))
-    one = SampledSequence(np.array([3, 4], np.int32), np.array([-0.5, -1.0], np.float32), "stop", top)
+    weights = ((0, 7), (1, 2**40))
+    one = SampledSequence(np.array([3, 4], np.int32), np.array([-0.5, -1.0], np.float32), "stop", top, weights=weights)
     two = SampledSequence(np.array([5], np.int32), np.array([-2.0], np.float32), "length")
     whole = SampleResult("r", (one, two), np.array([np.nan, -3.0], np.float32), 7, top=top)
     for result in (whole, SampleResult("r", (two,))):
@@ -95,6 +96,7 @@ def test_a_sample_is_read_as_it_was_written() -> None:
         read = decode_sample("r", answer)
         assert encode_sample(read) == answer
         assert repr(read) == repr(result)
+        assert len(deserialize_sample_response(answer).sequences) == len(result.sequences), "the SDK skips our fields"
 
 
 def test_logprobs_of_given_tokens_have_the_layout_of_the_question() -> None:

@@ -32,6 +32,9 @@ def test_every_message_is_the_sdks() -> None:
         return {**fields, **enums}
 
     ours, theirs = shape(tinker_pb2.DESCRIPTOR), shape(tinker_public_pb2.DESCRIPTOR)
-    assert ours.pop("ForwardBackwardHeader")
+    assert ours.pop("ForwardBackwardHeader") and ours.pop("WeightsSpan")
+    beyond = {field for field in ours["SampledSequence"] if field[0] >= 100}  # numbers that the SDK is far from
+    assert [field[1] for field in beyond] == ["weights"]
+    ours["SampledSequence"] -= beyond
     unused = {"SamplingParams", "StopStrings", "StopTokens"}  # declared by the SDK, and never sent
     assert ours == {name: fields for name, fields in theirs.items() if name not in unused}

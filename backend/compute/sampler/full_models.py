@@ -49,9 +49,10 @@ _Shards = list[tuple[jax.Device, npt.NDArray[Any]]]  # of an array: the part of 
 
 @dataclass(eq=False)
 class _HostWeights:
-    """The weights of one snapshot on the host: the arrays of a `Params`, in their order."""
+    """The weights of one snapshot on the host: the arrays of a `Params`, in their order, and their optimizer steps."""
 
     arrays: list[_Shards]
+    step: int
 
     @property
     def nbytes(self) -> int:
@@ -81,8 +82,8 @@ class FullModelSampler:
         self._busy = False
         self._failed: list[SampleResult] = []
 
-    def publish(self, snapshot_id: str, weights: Params) -> None:
-        """Keep a copy of float32 weights (on the devices or the host).
+    def publish(self, snapshot_id: str, weights: Params, step: int = 0) -> None:
+        """Keep a copy of float32 weights (on the devices or the host), after `step` optimizer steps.
 
         ConflictError when the id is used; UserError when a weight is not finite, or the group has no memory to sample.
         """
@@ -100,7 +101,7 @@ class FullModelSampler:
             if not bool(to_host(finite)):
                 raise UserError(f"snapshot {snapshot_id!r}: a weight of its model is not finite; snapshots must be")
             copies.append([(shard.device, np.asarray(shard.data)) for shard in copy.addressable_shards])
-        self._snapshots[snapshot_id] = _HostWeights(copies)
+        self._snapshots[snapshot_id] = _HostWeights(copies, step)
 
     def has_snapshot(self, snapshot_id: str | None) -> bool:
         """Whether there is a snapshot of that id."""
@@ -192,7 +193,8 @@ class FullModelSampler:
             if self._sampler is None:
                 self._sampler = self._make(load())
             else:
-                self._sampler.replace_weights(load)
+                self._sampler.replace_weights(load, weights.step)
+            self._sampler.admission.steps[None] = weights.step
         except Exception as error:
             log.exception("weights to sample from cannot be put on the devices")
             text = f"the weights cannot be put on the devices ({type(error).__name__}: {error}); the same request may "
@@ -222,16 +224,19 @@ class GroupSampler:
         """adapters: serves the base model and adapters. full_models: serves models with all parameters trained."""
         self.adapters, self._full_models = adapters, full_models
 
-    def publish(self, snapshot_id: str, trained: Trained, spec: LoraSpec) -> None:
-        """Keep a copy of an adapter or of a full model; errors are those of either sampler."""
+    def publish(self, snapshot_id: str, trained: Trained, spec: LoraSpec, step: int) -> None:
+        """Keep a copy of an adapter or of a full model, after `step` optimizer steps.
+
+        Errors are those of either sampler.
+        """
         if isinstance(trained, Params):
-            self._full_models.publish(snapshot_id, trained)
+            self._full_models.publish(snapshot_id, trained, step)
         else:
-            self.adapters.publish(snapshot_id, trained, spec)
+            self.adapters.publish(snapshot_id, trained, spec, step)
 
     def has_snapshot(self, snapshot_id: str) -> bool:
         """Whether there is a snapshot of that id."""
-        return self._full_models.has_snapshot(snapshot_id) or self.adapters.has_snapshot(snapshot_id)
+        return self._full_models.has_snapshot(snapshot_id) or snapshot_id in self.adapters.snapshots
 
     def snapshot_memory(self, snapshot_id: str) -> SnapshotHeld:
         """The memory of a snapshot."""

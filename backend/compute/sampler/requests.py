@@ -50,15 +50,17 @@ class ActiveRequest:
     """A request in the sampler. Each of its samples is an `ActiveSequence`.
 
     snapshot: kept until the request is done, even if it is dropped meanwhile; None: the base model.
-    `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. max_tokens: of each sequence. done:
-    finished sequences by index. scores: the scores of the prompt, if the request wants any. cache_hit_tokens: tokens of
-    the prompt that were cached when its prefill began; None before. rotary_shift: how much larger the rotary position
-    of a decoded token is than its index, because of images.
+    `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. max_tokens: of each sequence. step:
+    the optimizer steps of its weights, None: a base model's. done: finished sequences by index. scores: the scores of
+    the prompt, if the request wants any. cache_hit_tokens: tokens of the prompt that were cached when its prefill
+    began; None before. rotary_shift: how much larger the rotary position of a decoded token is than its index, because
+    of images.
     """
 
     request: SampleRequest
     snapshot: AdapterSnapshot | None
     max_tokens: int
+    step: int | None = None
     done: dict[int, SampledSequence] = field(default_factory=dict)
     scores: PromptScores | None = None
     cache_hit_tokens: int | None = None
@@ -117,9 +119,9 @@ class ActiveRequest:
 class ActiveSequence:
     """Sample `index` of a request, with its tokens so far.
 
-    top: candidates at every token so far, k or more for a token. routes, supports: as in its result. table: its pages,
-    while it decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk is
-    decoded. Before, they might hold NaN. unverified_from: no chunk was decoded from the pages of its table from this
+    top: candidates at every token so far, k or more for a token. routes, supports, weights: as in its result. table:
+    its pages, while it decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk
+    is decoded. Before, they might hold NaN. unverified_from: no chunk was decoded from the pages of its table from this
     place on, so they might hold NaN; None after a chunk. preempted: the sequence had to leave its slot before its end.
     matcher: its state in the request's constraint, if any. in_flight: tokens that the devices were asked for and that
     the host has not read. The sequence may have ended before them.
@@ -134,6 +136,7 @@ class ActiveSequence:
     top: list[Candidates] = field(default_factory=list)
     routes: list[Int16] = field(default_factory=list)
     supports: list[Supports] = field(default_factory=list)
+    weights: list[tuple[int, int]] = field(default_factory=list)
     table: PageTable = field(default_factory=lambda: PageTable(0))
     prompt_pages: PageTable = field(default_factory=lambda: PageTable(0))
     unverified_from: int | None = None
@@ -207,6 +210,9 @@ class ActiveSequence:
             self.routes.append(routes_Nn)
         if supports is not None:
             self.supports.append(supports)
+        step = self.parent.step
+        if step is not None and (not self.weights or self.weights[-1][1] != step):
+            self.weights.append((len(self.tokens), step))
         left = self.parent.max_tokens - len(self.tokens)
         tokens, logprobs = tokens[:left], logprobs[:left]
         end = self.stops.end_of(tokens)
@@ -221,6 +227,7 @@ class ActiveSequence:
             top=self._candidates(),
             routes_Tn=np.concatenate(self.routes)[: len(self.tokens)] if self.routes else None,
             supports=Supports.joined(self.supports).part(0, len(self.tokens)) if self.supports else None,
+            weights=tuple(self.weights),
         )
         return True
 

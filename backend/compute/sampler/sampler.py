@@ -81,9 +81,7 @@ class Sampler:
         params, dtype = by_layer(cfg, params), params.embed_VD.dtype
         shards = cache_mesh(mesh, cfg.split_heads).shape[FSDP]
         shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, pieces=sizes, rows_are_dear=on_cpu())
-        windows = {attention.window for attention in cfg.attentions}
-        window = max((each for each in windows if each), default=None) if None not in windows else None
-        self._pool = PagePool(pages, shards=shards, page=page, states=states, window=window)
+        self._pool = PagePool(pages, shards=shards, page=page, states=states, window=_widest_window(cfg))
         max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
         host_decides = platform().host_decides
@@ -145,7 +143,7 @@ class Sampler:
             runs_ahead=runs_ahead,
             host_decides=host_decides,
         )
-        self._admission = Admission(cfg, config.model_path, self.snapshots, max_context=max_context)
+        self.admission = Admission(cfg, config.model_path, self.snapshots, max_context=max_context)
 
     # ------------------------------------------------------------------ what it holds
     @property
@@ -178,16 +176,13 @@ class Sampler:
         return self._programs(params=self._model.params).publishing(spec, adapter)
 
     # ------------------------------------------------------------------ snapshots
-    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
-        """Keep a copy of an adapter (on the devices or the host) for sampling.
+    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec, step: int = 0) -> None:
+        """Keep a copy of an adapter (on the devices or the host), after `step` optimizer steps, for sampling.
 
         ConflictError when the id is used; UserError when a weight is not finite.
         """
         self.snapshots.publish(snapshot_id, lora, spec)
-
-    def has_snapshot(self, snapshot_id: str) -> bool:
-        """Whether there is a snapshot of that id."""
-        return snapshot_id in self.snapshots
+        self.admission.steps[snapshot_id] = step
 
     def snapshot_host_bytes(self, snapshot_id: str) -> int | None:
         """The host memory of a snapshot once it is evicted from the devices; None where none is evicted."""
@@ -198,12 +193,16 @@ class Sampler:
 
         NotFoundError when there is none to rename.
         """
-        self._scheduler.switch_snapshot(self.snapshots.rename(snapshot_id, to_id))
+        self._chunks.read_in_flight()  # these tokens are of the old weights
+        moved, steps = self.snapshots.rename(snapshot_id, to_id), self.admission.steps
+        steps[to_id] = steps.pop(snapshot_id)
+        self._scheduler.switch_snapshot(moved, steps[to_id])
         self._drop_dead_prefixes()
 
     def drop_snapshot(self, snapshot_id: str) -> None:
         """Forget a snapshot; requests that were admitted with it finish. Unknown ids are fine."""
         self.snapshots.drop(snapshot_id)
+        self.admission.steps.pop(snapshot_id, None)
         self._drop_dead_prefixes()
 
     def _drop_dead_prefixes(self) -> None:
@@ -213,18 +212,20 @@ class Sampler:
     def clear(self) -> None:
         """Forget all snapshots, all requests and cached prompts; programs stay compiled."""
         self.snapshots.clear()
+        self.admission.steps.clear()
         self._scheduler.clear()
         self._batch.clear()
         self._model.reset_cache()
         self._become_idle()
 
-    def replace_weights(self, load: Callable[[], Params]) -> None:
-        """Sample from the weights that `load` returns. It is called when the memory of the old weights is free.
+    def replace_weights(self, load: Callable[[], Params], step: int) -> None:
+        """Sample from the weights that `load` returns, after `step` optimizer steps. The old ones are freed before it.
 
         Requests begin again with the tokens that they have; nothing stays that was computed with other weights.
         """
         self._chunks.read_in_flight()
         self._scheduler.requeue_all()
+        self._scheduler.switch_snapshot(None, step)
         self._forget_dispatches()
         self._model.replace_params(lambda: by_layer(self._cfg, load()))
 
@@ -283,7 +284,7 @@ class Sampler:
         if self._scheduler.has_request(request.request_id):
             return  # sent again: one result answers both
         try:
-            parent, sequences = self._admission.begin(request)
+            parent, sequences = self.admission.begin(request)
         except UserError as error:
             self._chunks.failed.append(SampleResult(request.request_id, error=error.message))
             return
@@ -298,3 +299,8 @@ class Sampler:
     def _forget_dispatches(self) -> None:
         self._batch.forget_dispatches()
         self.snapshots.reset_stack()
+
+
+def _widest_window(cfg: ModelConfig) -> int | None:
+    windows = {attention.window for attention in cfg.attentions}
+    return max((each for each in windows if each), default=None) if None not in windows else None

@@ -118,11 +118,16 @@ class Scheduler:
                     self._pool.release(job.table, tainted_from=0 if tainted else job.cached_tokens // self._pool.page)
             self._end_group_without_sequences()
 
-    def switch_snapshot(self, snapshot: AdapterSnapshot) -> None:
-        """From now on every request that samples a snapshot of this id samples `snapshot`."""
+    def switch_snapshot(self, snapshot: AdapterSnapshot | None, step: int) -> None:
+        """From now on every request that samples a snapshot of this id (None: the base model) samples `snapshot`.
+
+        step: the optimizer steps of its weights.
+        """
         for parent in self._requests.values():
-            if parent.snapshot is not None and parent.snapshot.snapshot_id == snapshot.snapshot_id:
-                parent.snapshot = snapshot
+            if parent.snapshot is snapshot or (
+                parent.snapshot and snapshot and parent.snapshot.snapshot_id == snapshot.snapshot_id
+            ):
+                parent.snapshot, parent.step = snapshot, step
 
     def clear(self) -> list[str]:
         """Forget all requests and the content of the pages; returns the ids of the requests."""

@@ -119,6 +119,8 @@ def test_requests_go_on_with_weights_that_take_the_place_of_theirs(executor: Exe
     ours, theirs = found["x"].tokens_T, alone["first"].tokens_T
     begun = next(place for place in range(12) if ours[place] != theirs[place])
     assert 0 < begun < 12
+    (first, step), (start, newer) = found["x"].weights
+    assert (first, step, newer) == (0, 0, alone["moved"].weights[0][1]) and 0 < start <= begun and newer > 0
     with pytest.raises(NotFoundError, match="'moved' is not in"):
         executor.execute(MoveSnapshot("moved", "first"))
     executor.execute(DropSnapshot("first"))

@@ -19,7 +19,7 @@ def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(
     # The adapters have only an unembedding, so both snapshots have the same cache, and the expected result is exact.
     sampler, spec = qwen.sampler(decode_chunk=8), LoraSpec(8, train_attn=False, train_mlp=False)
     for seed, name in enumerate(("shared", "newer", "same")):
-        sampler.publish(name, random_lora(qwen.cfg, spec, min(seed, 1)), spec)
+        sampler.publish(name, random_lora(qwen.cfg, spec, min(seed, 1)), spec, step=5 + seed)
     # There are always at least two requests, so that few shapes are compiled.
     start, bystander = prompt(20), ask("bystander", prompt(20, 1), 40)
     running = ask("running", start, 40, snapshot_id="shared")
@@ -44,6 +44,12 @@ def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(
     np.testing.assert_array_equal(one.tokens_T[16:], rest.tokens_T)
     close_logprobs(one.logprobs_T[16:], rest.logprobs_T, ulps=128)
     assert one.tokens_T[16:].tolist() != before.tokens_T[16:].tolist()
+    assert (before.weights, one.weights, results["late 4"].sequences[0].weights) == (
+        ((0, 5),),
+        ((0, 5), (16, 6)),
+        ((0, 6),),
+    )
+    assert not results["bystander"].sequences[0].weights, "a base model"
     others = [(results["bystander"], undisturbed["bystander"]), (results["late 5"], expected["late"])]
     for result, same in others:
         np.testing.assert_array_equal(result.sequences[0].tokens_T, same.sequences[0].tokens_T)
