@@ -124,6 +124,9 @@ class Settings(BaseSettings):
         description="on CPUs, sample several tokens of a sequence in one step where they repeat earlier text; the "
         "tokens are the same",
     )
+    inflight_kv_cache: Literal["keep", "recompute"] = "keep"
+    """of requests whose `inflight` sampler gets new weights: keep = keys and values of the old weights stay;
+    recompute = the prompt and the tokens so far are prefilled again"""
     prefill_answers: bool = True
     """prefill answers for the prefix cache while a worker group is idle, for projects that continue their answers"""
     chunks_per_microbatch: float = Field(1.0, ge=0.01, le=100)

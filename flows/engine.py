@@ -181,6 +181,7 @@ def _serve_base_model(
         drift_limits=settings.drift_limits,
         recheck_share=settings.recheck_share,
         max_stored_bytes=settings.max_stored_bytes,
+        inflight_kv_cache=settings.inflight_kv_cache,
         prefill_answers=settings.prefill_answers,
         routing_replay=settings.routing_replay,
         support_replay=settings.support_replay,

@@ -310,8 +310,8 @@ class Executor:
                     weights = self._adapters.weights_of(brought)
                     self._sampler.publish(snapshot_id, weights, state.spec, state.step)
                 return self._sampler.snapshot_memory(snapshot_id)
-            case MoveSnapshot(snapshot_id, to_id):
-                self._sampler.rename_snapshot(snapshot_id, to_id)
+            case MoveSnapshot(snapshot_id, to_id, recompute):
+                self._sampler.rename_snapshot(snapshot_id, to_id, recompute=recompute)
             case DropSnapshot(snapshot_id):  # fetched tensors stay: a fetch may be for the next snapshot of this id
                 self._sampler.drop_snapshot(snapshot_id)
             case ReadCompileStatus():

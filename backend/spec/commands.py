@@ -213,8 +213,7 @@ class SampledSequence:
     top: the `topk_sample` most likely tokens at each position, best first; None if it is 0.
     routes_Tn int16: the experts of the token before each token, in every layer: L * k numbers, -1 in layers without
     experts. These experts computed the token's logits. supports: of its tokens. None without `SampleRequest.routes`
-    and `SampleRequest.supports`. weights: (i, step) pairs: the weights after so many optimizer steps drew the tokens
-    from i up to the next pair's; empty for a base model.
+    and `SampleRequest.supports`. weights: the first token and the optimizer steps of each part with the same weights.
     """
 
     tokens_T: Int32
@@ -363,11 +362,12 @@ class LoadSnapshot(PoolMessage, frozen=True):
 class MoveSnapshot(PoolMessage, frozen=True):
     """Rename a snapshot to `to_id`, and replace the snapshot with that id. Reply: Done.
 
-    Requests that sample `to_id` use the new weights from the next chunk, and keep their cache.
+    Requests that sample `to_id` use the new weights from the next chunk. recompute: for their tokens so far, too.
     """
 
     snapshot_id: str
     to_id: str
+    recompute: bool = False
 
 
 class DropSnapshot(PoolMessage, frozen=True):

@@ -208,6 +208,7 @@ class SaveForSampler(WireModel):
     """save_weights_for_sampler: either `name` or `sampling_session_seq_id` is set, never both.
 
     kind: inflight samplers switch to newer inflight saves of their model as these are published; only without a name.
+    kv_cache: of requests that an inflight save gives new weights (beyond the SDK); None = as the setting says.
     """
 
     name: CheckpointName | None = Field(default=None, alias="path")
@@ -215,6 +216,7 @@ class SaveForSampler(WireModel):
     ttl_seconds: Ttl = None
     user_metadata: Metadata = Field(default_factory=dict)
     kind: Literal["snapshot", "inflight"] = "snapshot"
+    kv_cache: Literal["keep", "recompute"] | None = None
 
     @property
     def inflight(self) -> bool:

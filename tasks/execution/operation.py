@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core import tracing
@@ -84,7 +84,8 @@ class ExecutionContext:
     owner: the project whose share of training is charged; "" if the commands serve all projects.
     drift_limits: those of `DRIFT_FIGURES` from which on a forward_backward is logged. recheck_share: the
     share of intervals between snapshots that are executed a second time (recheck.py). max_stored_bytes: the quota of a
-    project that wants a fork, 0 for none. prefill_answers, routing_replay, support_replay: see the settings.
+    project that wants a fork, 0 for none. inflight_kv_cache, prefill_answers, routing_replay, support_replay: see the
+    settings.
     image_memory: quotas for images in operations of models. full_models: the queue of samples of full-parameter models.
     forks: those that are being made, by path.
     """
@@ -102,6 +103,7 @@ class ExecutionContext:
     drift_limits: DriftLimits = UNLIMITED
     recheck_share: float = 0.0
     max_stored_bytes: int = 0
+    inflight_kv_cache: Literal["keep", "recompute"] = "keep"
     prefill_answers: bool = True
     routing_replay: bool = False
     support_replay: bool = False

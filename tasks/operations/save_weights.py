@@ -10,10 +10,11 @@ An unnamed save_weights_for_sampler makes a snapshot in memory and its sampler. 
 operations are executed (sequencer.py). A sampler waits for the store only if the store fails.
 
 Samplers of kind `inflight` share one snapshot per model. Every later inflight save replaces its weights for all these
-samplers. Requests that are being decoded keep their cache, and continue with the new weights from their next chunk. The
-replacement comes after the commit, so samplers never use weights that could be lost, and a failed save changes nothing.
-After a worker group ends, samplers use the last weights that were committed and answered. A request that had begun is
-decoded again from its beginning with the same seed. Its tokens may differ, because the weights change elsewhere in it.
+samplers. Requests that are being decoded continue with the new weights from their next chunk. They keep the keys and
+values of the old weights, unless the save or the setting says that these are computed again. The replacement comes
+after the commit, so samplers never use weights that could be lost, and a failed save changes nothing. After a worker
+group ends, samplers use the last weights that were committed and answered. A request that had begun is decoded again
+from its beginning with the same seed. Its tokens may differ, because the weights change elsewhere in it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ async def save_weights_for_sampler(execution: Execution) -> Outcome:
     opened = sampler_id(execution.request.session_id, wanted.sampling_session_seq_id)
     if execution.request.answered:  # in a worker group that has ended; a replay has copied the published weights
         return await _store_again(execution, opened)
-    return await _publish(execution, opened, inflight=wanted.inflight)
+    recompute = (wanted.kv_cache or execution.context.inflight_kv_cache) == "recompute"
+    return await _publish(execution, opened, inflight=wanted.inflight, recompute=recompute)
 
 
 async def save_weights_external(execution: Execution) -> Outcome:
@@ -160,8 +162,11 @@ def _answered(execution: Execution, saved: CheckpointSaved, result: bytes) -> Ou
 
 
 # ------------------------------------------------------------------ snapshots to sample from
-async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outcome:
-    """Publish the weights and store them, so that the sampler `opened` outlives the worker group."""
+async def _publish(execution: Execution, opened: str, *, inflight: bool, recompute: bool) -> Outcome:
+    """Publish the weights and store them, so that the sampler `opened` outlives the worker group.
+
+    recompute: keys and values of requests whose weights an inflight save replaces.
+    """
     context, request, model_id = execution.context, execution.request, execution.model_id
     async with execution.slot:
         # The snapshot is named by the request's id, because the client chooses the number in the sampler's id.
@@ -180,7 +185,7 @@ async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outc
         context.saves.store_works(model_id)
         if inflight:
             await execution.slot.predecessors()  # an earlier save must not replace a later one
-            moved = execution.send(MoveSnapshot(request.id, snapshot_id), Done)
+            moved = execution.send(MoveSnapshot(request.id, snapshot_id, recompute), Done)
             context.snapshots.moving(request.id, snapshot_id)
             await moved
             context.snapshots.published(snapshot_id, held)

@@ -20,7 +20,14 @@ from tinkerflow.backend.core.errors import ServerError, StoreAwayError, StoreErr
 from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import BaseModels, Kind, ModelState, Recovery, Requests, SamplerOpened
 from tinkerflow.backend.settings import Settings
-from tinkerflow.backend.spec.commands import ExportAdapter, ImportAdapter, LoadSnapshot, OptimStep, SampleStep
+from tinkerflow.backend.spec.commands import (
+    ExportAdapter,
+    ImportAdapter,
+    LoadSnapshot,
+    MoveSnapshot,
+    OptimStep,
+    SampleStep,
+)
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel
@@ -40,13 +47,19 @@ def serve(
     """`async with serve(pool, steps=…)`: an engine's dispatcher on that pool, with a memory of its own.
 
     prefect: the URL of a Prefect server that is away; without one no model is ever paused. emit: gets its events.
+    others: fields of its context.
     """
 
     def serve(
-        pool: Any, *, steps: int = 1000, prefect: str = "", emit: Callable[..., None] = lambda *_, **__: None
+        pool: Any,
+        *,
+        steps: int = 1000,
+        prefect: str = "",
+        emit: Callable[..., None] = lambda *_, **__: None,
+        **others: Any,
     ) -> Any:
         saves = Saves()
-        own = replace(context, pool=pool, saves=saves, snapshots=Snapshots(saves))
+        own = replace(context, pool=pool, saves=saves, snapshots=Snapshots(saves), **others)
         connection = PrefectConnection(prefect)
         connection.note_reachable(False, "it is away")
         if prefect:  # with an address, an event that finds no server would start one
@@ -400,6 +413,20 @@ async def test_a_publication_that_was_replaced_while_it_is_looked_for_is_found_a
         pool.die()
         assert (await client.result(client.sample(sampler_id(client.session, 0)))).error is None
         assert len(found) >= 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "asked", "recompute"),
+    [("keep", {}, False), ("recompute", {}, True), ("recompute", {"kv_cache": "keep"}, False)],
+)
+async def test_a_save_or_the_setting_says_whether_keys_and_values_are_computed_again(
+    serve: Any, client: Any, pool: Any, setting: str, asked: dict[str, str], recompute: bool
+) -> None:
+    async with serve(pool, inflight_kv_cache=setting):
+        body = {"sampling_session_seq_id": 0, "kind": "inflight", **asked}
+        save = client.submit(await client.create(), Kind.SAVE_FOR_SAMPLER, body)
+        assert (await client.result(save)).error is None
+        assert [command.recompute for command in pool.log if isinstance(command, MoveSnapshot)] == [recompute]
 
 
 async def test_a_save_that_cannot_be_stored_publishes_nothing(

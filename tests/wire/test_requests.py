@@ -87,6 +87,7 @@ def test_loads_and_saves() -> None:
     assert SaveForSampler.decode(of(sampling_session_seq_id=0, kind="snapshot")) == numbered
     shared = SaveForSampler(sampling_session_seq_id=0, kind="inflight")
     assert SaveForSampler.decode(of(sampling_session_seq_id=0, kind="inflight")) == shared
+    assert SaveForSampler.decode(of(sampling_session_seq_id=0, kv_cache="keep")).kv_cache == "keep"
 
 
 def test_exports() -> None:
@@ -224,6 +225,7 @@ WRONG: list[Wrong] = [
     (SaveForSampler.decode, of(path="a", sampling_session_seq_id=1), "are both given"),
     (SaveForSampler.decode, of(path="a", kind="inflight"), "kind is 'inflight': must be 'snapshot' when path is"),
     (SaveForSampler.decode, of(path="a", kind="live"), "kind is 'live': must be 'snapshot' or 'inflight'"),
+    (SaveForSampler.decode, of(path="a", kv_cache="drop"), "kv_cache is 'drop': must be 'keep' or 'recompute'"),
 ]
 
 

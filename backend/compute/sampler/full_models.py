@@ -244,12 +244,17 @@ class GroupSampler:
             return SnapshotHeld(self._full_models.snapshot_host_bytes(snapshot_id), on_host=True)
         return SnapshotHeld(self.adapters.snapshot_host_bytes(snapshot_id))
 
-    def rename_snapshot(self, snapshot_id: str, to_id: str) -> None:
-        """Rename a snapshot, over any snapshot `to_id`; NotFoundError when there is none to rename."""
-        samplers = (self._full_models, self.adapters)
-        owner, other = samplers if self._full_models.has_snapshot(snapshot_id) else samplers[::-1]
-        owner.rename_snapshot(snapshot_id, to_id)
-        other.drop_snapshot(to_id)
+    def rename_snapshot(self, snapshot_id: str, to_id: str, *, recompute: bool) -> None:
+        """Rename a snapshot, over any snapshot `to_id`; NotFoundError when there is none to rename.
+
+        recompute: see `Sampler.rename_snapshot`. Requests of full models always begin again.
+        """
+        if self._full_models.has_snapshot(snapshot_id):
+            self._full_models.rename_snapshot(snapshot_id, to_id)
+            self.adapters.drop_snapshot(to_id)
+        else:
+            self.adapters.rename_snapshot(snapshot_id, to_id, recompute=recompute)
+            self._full_models.drop_snapshot(to_id)
 
     def drop_snapshot(self, snapshot_id: str) -> None:
         """Forget a snapshot; requests that were admitted with it finish. Unknown ids are fine."""

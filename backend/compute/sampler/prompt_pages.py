@@ -89,6 +89,16 @@ class PromptPages:
         for border, table in [*job.kept_states, (job.length, job.table)]:
             self._pool.keep_state(Key(scope, job.state_digests[border]), table)
 
+    def leave_group(self, job: PrefillJob, *, tainted: bool = False) -> None:
+        """Free a job in prefill. Its row stays until the group is computed, for no request and without pages.
+
+        tainted: its pages hold NaN or infinity. Otherwise only pages that were not cached before may hold them.
+        """
+        job.sequences.clear()
+        job.score = False
+        self.release_states(job)
+        self._pool.release(job.table, tainted_from=0 if tainted else job.cached_tokens // self._pool.page)
+
     def release_states(self, job: PrefillJob) -> None:
         """Release the states that were kept for other prompts."""
         for _, table in job.kept_states:

@@ -188,15 +188,15 @@ class Sampler:
         """The host memory of a snapshot once it is evicted from the devices; None where none is evicted."""
         return None if self.snapshots.most_resident is None else self.snapshots.find(snapshot_id).nbytes
 
-    def rename_snapshot(self, snapshot_id: str, to_id: str) -> None:
+    def rename_snapshot(self, snapshot_id: str, to_id: str, *, recompute: bool = False) -> None:
         """Rename a snapshot, over any snapshot `to_id`: requests that sample the old `to_id` continue with this one.
 
-        NotFoundError when there is none to rename.
+        recompute: also the keys and values that they have. NotFoundError when there is none to rename.
         """
         self._chunks.read_in_flight()  # these tokens are of the old weights
         moved, steps = self.snapshots.rename(snapshot_id, to_id), self.admission.steps
         steps[to_id] = steps.pop(snapshot_id)
-        self._scheduler.switch_snapshot(moved, steps[to_id])
+        self._scheduler.switch_snapshot(moved, steps[to_id], recompute=recompute)
         self._drop_dead_prefixes()
 
     def drop_snapshot(self, snapshot_id: str) -> None:

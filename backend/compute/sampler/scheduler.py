@@ -40,10 +40,7 @@ class Scheduler:
     """All requests: waiting, in prefill, or decoding."""
 
     def __init__(self, shapes: Shapes, max_slots: int, pool: PagePool) -> None:
-        """No requests.
-
-        shapes: the sizes of dispatches. max_slots: the most sequences that decode together. pool: the pages.
-        """
+        """No requests. shapes: of dispatches. max_slots: the most sequences that decode together. pool: the pages."""
         self._shapes, self._max_slots, self._pool = shapes, max_slots, pool
         self._requests: dict[str, ActiveRequest] = {}
         self.waiting_jobs = WaitingJobs()
@@ -103,31 +100,41 @@ class Scheduler:
 
         tainted: its pages hold NaN or infinity. Otherwise only pages without a decoded chunk may hold them.
         """
-        parent = self._requests.pop(request_id, None)
-        if parent is None:
+        if (parent := self._requests.pop(request_id, None)) is None:
             return
         self.waiting_jobs.withdraw(parent)
+        self._free(parent, tainted=tainted)
+
+    def _free(self, parent: ActiveRequest, *, tainted: bool = False) -> None:
         for sequence in [each for each in self.slots.sequences if each.parent is parent]:
             self.slots.remove(sequence, tainted=tainted)
-        if self.group is not None:
-            for job in self.group.jobs:  # the row stays until the group is computed, for no request and without pages
-                if job.parent is parent:
-                    job.sequences.clear()
-                    job.score = False
-                    self._prompts.release_states(job)
-                    self._pool.release(job.table, tainted_from=0 if tainted else job.cached_tokens // self._pool.page)
-            self._end_group_without_sequences()
+        for job in self.group.jobs if self.group is not None else ():
+            if job.parent is parent:
+                self._prompts.leave_group(job, tainted=tainted)
+        self._end_group_without_sequences()
 
-    def switch_snapshot(self, snapshot: AdapterSnapshot | None, step: int) -> None:
+    def switch_snapshot(self, snapshot: AdapterSnapshot | None, step: int, *, recompute: bool = False) -> None:
         """From now on every request that samples a snapshot of this id (None: the base model) samples `snapshot`.
 
-        step: the optimizer steps of its weights.
+        step: of its weights. recompute: they are prefilled again with their tokens, of which none may be in flight.
         """
         for parent in self._requests.values():
-            if parent.snapshot is snapshot or (
-                parent.snapshot and snapshot and parent.snapshot.snapshot_id == snapshot.snapshot_id
-            ):
+            if (parent.snapshot and parent.snapshot.snapshot_id) == (snapshot and snapshot.snapshot_id):
                 parent.snapshot, parent.step = snapshot, step
+                if recompute:
+                    self._prefill_again(parent)
+
+    def _prefill_again(self, parent: ActiveRequest) -> None:
+        """Let the sequences of a request that have pages wait again, before all others: their project has paid."""
+        decoding = [sequence for sequence in self.slots.sequences if sequence.parent is parent]
+        again = [self._job(sequence.all_tokens(), deque([sequence]), score=False) for sequence in decoding]
+        prefilling = [job for job in self.group.jobs if job.parent is parent and job.sequences] if self.group else []
+        again += [self._job(job.tokens_T, job.sequences.copy(), score=job.score) for job in prefilling]
+        self._free(parent)
+        for job in reversed(again):
+            if job.score and parent.scores is not None:
+                parent.scores.reset()
+            self.waiting_jobs.add_preempted(job)
 
     def clear(self) -> list[str]:
         """Forget all requests and the content of the pages; returns the ids of the requests."""
@@ -207,8 +214,7 @@ class Scheduler:
         return self._short_group
 
     def _begin_group(self, jobs: list[PrefillJob]) -> PrefillGroup | None:
-        group = self._prompts.begin_group(jobs)
-        if group is not None:
+        if (group := self._prompts.begin_group(jobs)) is not None:
             self.waiting_jobs.serve(group.jobs)
         return group
 

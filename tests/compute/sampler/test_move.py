@@ -56,3 +56,34 @@ def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(
     assert "'newer'" in (results["gone"].error or "")
     with pytest.raises(NotFoundError):
         sampler.rename_snapshot("newer", "shared")
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_keys_and_values_of_the_old_weights_are_kept_or_computed_again(
+    recompute: bool, qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
+) -> None:
+    sampler, spec = qwen.sampler(decode_chunk=8, prefill_budget=64, sample_slots=4), LoraSpec(8)
+    for step, name in enumerate(("shared", "newer", "same")):
+        sampler.publish(name, random_lora(qwen.cfg, spec, min(step, 1)), spec, step=step)
+    start, long = prompt(20), prompt(500)
+    base = ask("base", start, 40)
+    undisturbed = run_all(sampler, base)["base"].sequences[0]
+    sampler.step(
+        SampleStep(admit=(ask("decodes", start, 40, snapshot_id="shared", num_samples=2, temperature=1.0), base))
+    )
+    sampler.step(SampleStep(admit=(ask("prefills", long, 4, snapshot_id="shared", prompt_logprobs=True),)))
+    assert [name for name, _ in sampler.decoding] == ["decodes", "decodes", "base"], "the other is amid its prompt"
+    sampler.rename_snapshot("newer", "shared", recompute=recompute)
+    found = run_all(sampler)
+    assert not sampler.pages.used
+    np.testing.assert_array_equal(found["base"].sequences[0].tokens_T, undisturbed.tokens_T)
+    apart = []
+    for one in found["decodes"].sequences:
+        (_, old), (begun, new) = one.weights
+        assert (old, new) == (0, 1) and 0 < begun < 40
+        text = [*start, *one.tokens_T.tolist()]
+        fresh = run_all(sampler, ask("scored", text, 1, snapshot_id="same", prompt_logprobs=True))["scored"]
+        apart.append(np.abs(fresh.prompt_logprobs_T[len(start) + begun :] - one.logprobs_T[begun:]).max())
+    fresh = run_all(sampler, ask("fresh", long, 4, snapshot_id="same", prompt_logprobs=True))["fresh"]
+    apart.append(np.abs(fresh.prompt_logprobs_T[1:] - found["prefills"].prompt_logprobs_T[1:]).max())
+    assert max(apart) < 1e-4 if recompute else min(apart) > 1e-2
