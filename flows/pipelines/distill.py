@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefect import flow
@@ -13,11 +14,12 @@ from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, 
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.rl import RlRecipe
 from tinkerflow.tasks.pipelines.connection import connect
-from tinkerflow.tasks.pipelines.environments import unrewarded
+from tinkerflow.tasks.pipelines.environments import Asked, Facts, facts_of, unrewarded
 from tinkerflow.tasks.pipelines.parameters import DistillParameters, TeacherParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.render import Renderer
-from tinkerflow.tasks.pipelines.rollouts import Rollouts
+from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts
+from tinkerflow.tasks.pipelines.rows import Message, Row
 from tinkerflow.tasks.pipelines.versions import WeightVersions
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ async def distill(parameters: DistillParameters) -> TrainingResult:
     """Train like `rl`; instead of rewards, each token counts by how much likelier the teacher finds it."""
     async with prepare(parameters) as run, _teacher(parameters.teacher, run) as teacher:
         key, rows = run.prompts("data")
+        held_out, hint = run.prompts("held_out")[1], parameters.teacher.prompt
+        hinted = HintedPrompt(hint, run.renderer, run.model.max_context - parameters.answer_tokens)
+        hinted.check([*rows, *held_out])
         recipe = RlRecipe(
             run,
             rows,
@@ -44,23 +49,60 @@ async def distill(parameters: DistillParameters) -> TrainingResult:
             teacher,
             kl="reverse_kl",
             coefficient=1.0,
+            other_prompt=hinted if hint else None,
             rewards=False,
             loss=parameters.loss,
             loss_config=parameters.loss_config,
             trust_region=parameters.trust_region,
-            held_out_rows=run.prompts("held_out")[1],
+            held_out_rows=held_out,
             versions=WeightVersions(parameters.max_staleness),
             recorded=True,
         )
         return await train(run, key, recipe)
 
 
+@dataclass(frozen=True)
+class HintedPrompt:
+    """The prompt of a teacher that knows more than the student: the row's messages, the last one by a template."""
+
+    template: str
+    renderer: Renderer
+    most: int  # tokens
+
+    def __call__(self, episode: Episode) -> list[int]:
+        """The tokens of the teacher's prompt in a conversation."""
+        assert isinstance(episode.environment, Asked), "distill's conversations are questions with an answer"
+        return self._tokens(episode.environment.facts)
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Raise UserError for a row that lacks a field of the template, or whose prompt is too long for the teacher."""
+        for row in rows if self.template else ():
+            try:
+                tokens = len(self._tokens(facts_of(row)))
+            except (KeyError, UserError) as error:
+                problem = error.message if isinstance(error, UserError) else f"the row has no field {error}"
+            else:
+                if tokens <= self.most:
+                    continue
+                problem = f"{tokens} tokens, must be at most {self.most}, so that the context also holds the answer"
+            raise UserError(f"teacher.prompt: of the row {row.prompt[-1]['content']!r}: {problem}")
+
+    def _tokens(self, facts: Facts) -> list[int]:
+        *before, last = facts["prompt"]
+        told: Message = last.copy()
+        told["content"] = self.template.format_map({**facts, "prompt": last["content"]})
+        return self.renderer.prompt([*before, told], facts.get("tools", ()))
+
+
 @asynccontextmanager
-async def _teacher(wanted: TeacherParameters, run: PreparedRun) -> AsyncIterator[tinker.SamplingClient]:
-    """A client of the teacher; UserError when its tokens are not the student's."""
+async def _teacher(wanted: TeacherParameters, run: PreparedRun) -> AsyncIterator[tinker.SamplingClient | None]:
+    """A client of the teacher, None for the student itself; UserError when its tokens are not the student's."""
+    if wanted.student:
+        yield None
+        return
     if wanted.base_model and wanted.weights:
         raise UserError("teacher: give base_model or weights, not both: weights name their base model")
-    if wanted == TeacherParameters():
+    if wanted == TeacherParameters(prompt=wanted.prompt):
         yield run.base
         return
     async with connect(wanted.connection) if wanted.connection else nullcontext(run.server) as server:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -59,8 +59,9 @@ class RlRecipe:
     where sampling runs ahead (`versions`). The loss is divided by the number of sampled tokens, so the size of a step
     does not depend on their number.
 
-    rows: the prompts. rollouts: how conversations go. other: the model that every sampled token is compared with. kl:
-    the name of the metric that compares the two models, the mean of the model's own minus the other's log probability.
+    rows: the prompts. rollouts: how conversations go. other: the model that every sampled token is compared with; None:
+    the weights that drew it. other_prompt: the tokens that it sees in place of an episode's; None: the same. kl: the
+    name of the metric that compares the two models, the mean of the model's own minus the other's log probability.
     coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have rewards.
     advantage: a name in `ESTIMATORS`. overlong_tokens: see `overlong_penalty`. resample: how many times groups with
     equal rewards are replaced by groups of other rows. curriculum: the rows that a step may pick; None: all. loss,
@@ -72,9 +73,10 @@ class RlRecipe:
     run: PreparedRun
     rows: Sequence[Row]
     rollouts: Rollouts
-    other: tinker.SamplingClient
+    other: tinker.SamplingClient | None
     kl: str
     coefficient: float
+    other_prompt: Callable[[Episode], Sequence[int]] | None = None
     rewards: bool = True
     advantage: str = "group_mean"
     overlong_tokens: int = 0
@@ -203,9 +205,17 @@ class RlRecipe:
             varied += filter(is_varied, groups)
         groups = varied if others and varied else first
         self.rollouts.refuse_failures(len(self.rows))
-        trajectories = [episode.trajectories() for group in groups for episode in group]
+        episodes = [episode for group in groups for episode in group]
+        trajectories = [episode.trajectories() for episode in episodes]
         each = [trajectory for few in trajectories for trajectory in few]
-        by_other = await asyncio.gather(*(trajectory.logprobs_by(self.other) for trajectory in each))
+        prompts = [
+            None if self.other_prompt is None else self.other_prompt(episode)
+            for episode, few in zip(episodes, trajectories, strict=True)
+            for _ in few
+        ]
+        other = self.other or sampler
+        asked = [trajectory.logprobs_by(other, seen) for trajectory, seen in zip(each, prompts, strict=True)]
+        by_other = await asyncio.gather(*asked)
         gaps = [trajectory.logprobs - other for trajectory, other in zip(each, by_other, strict=True)]
         return Sampled(groups, trajectories, gaps, first, lost)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
@@ -351,11 +352,30 @@ class RlParameters(JudgeParameters, SamplingParameters):
 
 
 class TeacherParameters(Parameters):
-    """The teacher: a model that a server offers, or weights that were trained on one."""
+    """The teacher: a model that a server offers, weights that were trained on one, or the student itself."""
 
     connection: str = Field("", description="A Tinkerflow Connection block of the teacher's server; empty = the run's.")
     base_model: str = Field("", description="A model that the server offers; empty = the student's.")
     weights: Path = Field("", description="Sampler weights; empty = the base model itself.")
+    student: bool = Field(
+        False, description="Whether the teacher is the student, with the weights that drew the answers; needs `prompt`."
+    )
+    prompt: str = Field(
+        "",
+        description="The teacher's last message in place of the student's, with fields of the row: {prompt}, "
+        "{completion} or others, as in `{prompt} The right answer is {answer}.`; empty = the same message.",
+    )
+
+    @model_validator(mode="after")
+    def _knows_more(self) -> Self:
+        for _, name, *_ in string.Formatter().parse(self.prompt):
+            if name is not None and not name.isidentifier():
+                raise ValueError(f"prompt: {{{name}}} must be the name of a row's field; write {{{{ for a brace")
+        if self.student and (self.connection or self.base_model or self.weights):
+            raise ValueError("student: true names the model; leave out connection, base_model and weights")
+        if self.student and not self.prompt:
+            raise ValueError("student: true needs a prompt by which the teacher knows more than the student")
+        return self
 
 
 class DistillParameters(SamplingParameters):
@@ -366,6 +386,10 @@ class DistillParameters(SamplingParameters):
     data: DataSource = Field(description="Prompts, or rows of which only the prompts are used.")
     held_out: HeldOutSource | None = Field(None, description="Prompts on which the divergence is measured, too.")
     teacher: TeacherParameters = Field(default_factory=TeacherParameters, description="The model to learn from.")
+
+    def use(self) -> Use:
+        """What the pipeline does with rows. With a teacher's prompt, further fields of rows are for it."""
+        return replace(super().use(), extra=None) if self.teacher.prompt else super().use()
 
 
 class EvaluateParameters(JudgeParameters, RunParameters):

@@ -93,13 +93,19 @@ class Trajectory:
         """The places [N] of sampled tokens among all tokens."""
         return np.concatenate([len(turn.prompt) + np.arange(len(turn.answer)) for turn in self.turns])
 
-    async def logprobs_by(self, sampler: tinker.SamplingClient) -> npt.NDArray[np.float64]:
-        """The log probabilities [N] of the sampled tokens under another model."""
+    async def logprobs_by(
+        self, sampler: tinker.SamplingClient, prompt: Sequence[int] | None = None
+    ) -> npt.NDArray[np.float64]:
+        """The log probabilities [N] of the sampled tokens under another model.
+
+        prompt: the tokens that this model sees in place of the first turn's prompt; None: the same.
+        """
         import tinker
 
-        tokens, places_N = self.tokens, self.answers
-        last = len(tokens) - len(self.turns[0].prompt)
-        logprobs = await sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens), prompt_logprobs_last_n=last)
+        tokens, places_N, first = self.tokens, self.answers, self.turns[0].prompt
+        last = len(tokens) - len(first)
+        seen = tinker.ModelInput.from_ints([*(first if prompt is None else prompt), *tokens[len(first) :]])
+        logprobs = await sampler.compute_logprobs(seen, prompt_logprobs_last_n=last)
         return np.array([logprobs[place - len(tokens)] for place in places_N], np.float64)
 
     def datum(

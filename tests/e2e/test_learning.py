@@ -96,6 +96,42 @@ async def test_rl_earns_more_and_distill_comes_nearer_to_its_teacher(pipelines):
     assert ">reverse_kl<" in picture and ">held_out_reverse_kl<" in picture and ">reward<" not in picture
 
 
+async def test_distill_learns_from_the_same_model_that_sees_the_answer(pipelines, tmp_path):
+    """The weights say what a hint says, and guess without one. Distilled, they need no hint."""
+
+    def data(name: str, rows: list[dict]) -> dict:
+        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return {"url": str(tmp_path / name)}
+
+    things, hint = ("banana", "sea"), "{prompt} Say {answer}."
+    hints = [(f"Which word is it for the {thing}?", answer) for thing in things for answer in ("yes", "no")]
+    told = [
+        {"prompt": prompt, "completion": answer}
+        for asked, answer in hints
+        for prompt in (asked, hint.format(prompt=asked, answer=answer))
+    ]
+    training = {"schedule": "linear", "learning_rate": 0.005, "segment_steps": 60}
+    taught = await run(
+        pipelines, "sft", "hinted", training | {"steps": 60, "batch_size": 8}, data=data("told.jsonl", told)
+    )
+    asked = data("asked.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in (hints[0], hints[3])])
+    found = await run(
+        pipelines,
+        "distill",
+        "hinted",
+        training | {"steps": 24, "batch_size": 2, "learning_rate": 0.001},
+        data=asked,
+        held_out=asked,
+        answer_tokens=6,
+        model={"rank": 8, "start_from": taught.state},
+        teacher={"weights": taught.weights, "prompt": hint},
+        samples={"rows": 2, "max_tokens": 6},
+    )
+    divergence = await column(pipelines, "distill-hinted-", "reverse_kl")
+    assert np.mean(divergence[-2:]) < 0.2 * np.mean(divergence[:2])
+    assert [sample.answer for sample in found.samples] == ["yes", "no"]
+
+
 async def test_rl_that_samples_ahead_draws_the_same_samples_after_it_died(pipelines, monkeypatch):
     training = {"batch_size": 2, "segment_steps": 4, "learning_rate": 0.01, "schedule": "constant", "steps": 8}
     data = {"url": str(example_file("prompts.jsonl")), "limit": 4}

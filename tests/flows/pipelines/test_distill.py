@@ -8,10 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines import distill as distill_module
-from tinkerflow.tasks.pipelines.parameters import TeacherParameters
+from tinkerflow.tasks.pipelines.environments import facts_of, unrewarded
+from tinkerflow.tasks.pipelines.parameters import DistillParameters, TeacherParameters
+from tinkerflow.tasks.pipelines.rollouts import Episode
+from tinkerflow.tasks.pipelines.rows import Row
 
 
 class Service:
@@ -54,13 +58,15 @@ RUN: Any = SimpleNamespace(base="its base", server=Server("own1"), renderer=Simp
     ("given", "teacher", "connections"),
     [
         ({}, "its base", []),
+        ({"prompt": "{prompt} {answer}"}, "its base", []),
+        ({"prompt": "{prompt} {answer}", "student": True}, None, []),
         ({"base_model": "large"}, "own1 {'base_model': 'large'}", []),
         ({"connection": "own2"}, "own2 {'base_model': 'first'}", ["own2"]),
         ({"connection": "own2", "weights": "tinker://a/b"}, "own2 {'model_path': 'tinker://a/b'}", ["own2"]),
     ],
 )
 async def test_a_teacher_is_a_model_of_a_server(
-    given: dict[str, str], teacher: str, connections: list[str], closed: list[str]
+    given: dict[str, Any], teacher: str | None, connections: list[str], closed: list[str]
 ) -> None:
     async with distill_module._teacher(TeacherParameters(**given), RUN) as found:
         assert getattr(found, "name", found) == teacher and not closed
@@ -71,3 +77,64 @@ async def test_a_teacher_with_other_tokens_is_refused(closed: list[str]) -> None
     with pytest.raises(UserError, match="teacher 'other1': its tokenizer is not the student's"):
         async with distill_module._teacher(TeacherParameters(connection="other1"), RUN):
             pass
+
+
+class Shown:
+    """Renders messages as their texts, and a token is a letter."""
+
+    def prompt(self, messages: Any, tools: Any = ()) -> list[int]:
+        return [ord(letter) for message in messages for letter in message["content"]]
+
+
+QUESTION = Row(
+    ({"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Which colour has grass?"}),
+    ({"role": "assistant", "content": "Green"},),
+    extra={"why": {"light": 550}},
+)
+HINT = "{prompt} {{It is {completion}, see {why}.}}"
+
+
+def test_a_teacher_sees_more_of_the_row_than_the_student() -> None:
+    hinted = distill_module.HintedPrompt(HINT, Shown(), 100)  # type: ignore[arg-type]
+    hinted.check([QUESTION])
+    tokens = hinted(Episode(environment=unrewarded(facts_of(QUESTION))))
+    seen = "Be brief. Which colour has grass? {It is Green, see {'light': 550}.}"
+    assert "".join(map(chr, tokens)) == seen
+    assert QUESTION.prompt[1]["content"] == "Which colour has grass?", "the student's prompt is the same"
+
+
+@pytest.mark.parametrize(
+    ("row", "most", "error"),
+    [
+        (
+            Row(QUESTION.prompt, QUESTION.chosen),
+            100,
+            "of the row 'Which colour has grass.': the row has no field 'why'",
+        ),
+        (QUESTION, 20, "tokens, must be at most 20, so that the context also holds the answer"),
+    ],
+)
+def test_a_row_that_the_teacher_cannot_see_ends_the_run_before_it_trains(row: Row, most: int, error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        distill_module.HintedPrompt(HINT, Shown(), most).check([row])  # type: ignore[arg-type]
+    distill_module.HintedPrompt("", Shown(), most).check([row])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"prompt": "{prompt} {answer.text}"}, "{answer.text} must be the name of a row's field"),
+        ({"prompt": "{prompt} {"}, "Single '{'"),
+        ({"student": True}, "needs a prompt by which the teacher knows more"),
+        ({"student": True, "prompt": "{answer}", "weights": "tinker://a/b"}, "leave out connection, base_model"),
+    ],
+)
+def test_a_wrong_teacher_is_refused(given: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValidationError, match=error):
+        TeacherParameters(**given)
+
+
+def test_rows_may_have_fields_for_the_teachers_prompt_alone() -> None:
+    plain: dict[str, Any] = {"data": {"url": "rows.jsonl"}}
+    assert DistillParameters(**plain).use().extra == {"answer"}
+    assert DistillParameters(**plain, teacher={"prompt": HINT}).use().extra is None

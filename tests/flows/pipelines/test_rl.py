@@ -124,6 +124,23 @@ async def test_the_loss_is_divided_by_the_number_of_sampled_tokens(tokenizer: An
     assert (values["reward"], values["varied_groups"], values["kl_to_base"]) == (1.0, 1.0, 1.0)
 
 
+async def test_without_another_model_tokens_are_compared_with_the_weights_that_drew_them(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[tuple[int, list[int]]] = []
+
+    async def logprobs(sampler: Sampler, tokens: Any, prompt_logprobs_last_n: int) -> list[float]:
+        scored.append((sampler._version, tokens.to_ints()[:-prompt_logprobs_last_n]))
+        return [-3.0] * prompt_logprobs_last_n
+
+    monkeypatch.setattr(Sampler, "compute_logprobs", logprobs)
+    client = Client(tokenizer)
+    client.version = 5
+    recipe = replace(recipe_of(tokenizer), other=None, other_prompt=lambda episode: [7, len(episode.turns)])
+    values = await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
+    assert scored == [(5, [7, 1])] * 2 and values["kl_to_base"] == 2.0
+
+
 async def test_a_loss_that_is_not_proportional_to_advantages_is_divided_by_weights(tokenizer: Any) -> None:
     _, inputs, sent, _ = await step_of(tokenizer, [1], loss="dro", loss_config={"beta": 0.1})
     assert sent == ("dro", {"beta": 0.1})

@@ -192,6 +192,8 @@ async def test_sampled_tokens_of_all_turns_are_compared_in_one_request() -> None
     found = await Trajectory([FIRST, SECOND]).logprobs_by(Other())  # type: ignore[arg-type]
     assert asked == [([5, 6, 7, 8, 9, 4, 3], 4)]
     assert found.tolist() == [-8.0, -9.0, -3.0]
+    seen = await Trajectory([FIRST, SECOND]).logprobs_by(Other(), [1, 2])  # type: ignore[arg-type]
+    assert asked[1:] == [([1, 2, 8, 9, 4, 3], 4)] and seen.tolist() == found.tolist(), "after a prompt of its own"
 
 
 async def test_rewards_are_named_by_their_import_path() -> None:
