@@ -68,7 +68,7 @@ def test_a_constraint_is_compiled_once_for_each_owner(
 
     monkeypatch.setattr(admission, "new_matcher", counted)
     for name, owner, constraint in [("a", "x", REGEX), ("b", "x", REGEX), ("c", "x", LARK), ("d", "y", REGEX)]:
-        sampler._admission.begin(ask(name, [1, 2], owner=owner, constraint=constraint))
+        sampler.admission.begin(ask(name, [1, 2], owner=owner, constraint=constraint))
     assert made == [REGEX, LARK, REGEX]
 
 

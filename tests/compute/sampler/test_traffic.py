@@ -90,7 +90,7 @@ class Traffic:
         self.devices.on_event = self.fail
         self.failures: Counter[str] = Counter()
         self.most_failures = chance.choice([0, 0, 3])
-        self.coming = requests(chance, self.sampler._admission.max_context)
+        self.coming = requests(chance, self.sampler.admission.max_context)
         self.asked: dict[str, SampleRequest] = {}
         self.answered: dict[str, SampleResult] = {}
         self.cancelled: set[str] = set()
@@ -122,7 +122,7 @@ class Traffic:
         before, sequence = self.asked[name], self.answered[name].sequences[0]
         prompt_T = np.concatenate([before.prompt_T, sequence.tokens_T, request.prompt_T[:7]])
         same = {"owner": before.owner, "snapshot_id": before.snapshot_id, "prompt": None}
-        return replace(request, prompt_T=prompt_T[: self.sampler._admission.max_context], **same)
+        return replace(request, prompt_T=prompt_T[: self.sampler.admission.max_context], **same)
 
     def play(self) -> None:
         chance = self.chance
@@ -160,7 +160,7 @@ class Traffic:
         assert self.failures["broken"] or not failed["broken"]
 
     def check_result(self, request: SampleRequest, result: SampleResult) -> None:
-        limit = min(request.max_tokens, max(1, self.sampler._admission.max_context - len(request.prompt_T)))
+        limit = min(request.max_tokens, max(1, self.sampler.admission.max_context - len(request.prompt_T)))
         expected = answers(request, limit)
         for index, (sequence, tokens) in enumerate(zip(result.sequences, expected, strict=True)):
             assert sequence.tokens_T.tolist() == tokens
