@@ -76,21 +76,20 @@ def modules(*folders: str) -> list[Path]:
     return sorted(p for room in folders or ROOMS for p in (ROOT / room).rglob("*.py"))
 
 
-def statements(node: ast.AST) -> Iterator[ast.AST]:
+def at_loading(node: ast.AST) -> Iterator[ast.AST]:
     """The statements that are executed when the module is loaded."""
     for child in ast.iter_child_nodes(node):
         only_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         if not only_for_types and not isinstance(child, ast.FunctionDef):
             yield child
-            yield from statements(child)
+            yield from at_loading(child)
 
 
 @cache
 def imports(path: Path, *, loaded: bool = False) -> frozenset[str]:
     """The modules that a file imports; with `loaded`, without those that its functions import when they are called."""
     names: set[str] = set()
-    tree = ast.parse(path.read_text())
-    for node in statements(tree) if loaded else ast.walk(tree):
+    for node in at_loading(ast.parse(path.read_text())) if loaded else source.statements(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
