@@ -171,7 +171,7 @@ class _Loader:
         shape = (matrix.outputs, matrix.inputs)
         axes = self.axes(matrix.inputs)[::-1] if matrix.sums_inputs else self.axes(matrix.outputs)
         each = np.empty(matrix.stack, object)
-        for place in np.ndindex(matrix.stack):
+        for place in () if self.stored is None else np.ndindex(matrix.stack):  # names of 10,000 experts take a second
             each[place] = self._tensor(f"{matrix.name(place)}.weight", shape)
 
         def stacked(part: Part, shape: tuple[int, ...], axes: tuple[Axis, ...], dtype: Any) -> jax.Array:
