@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, 
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.adapters import environment_maker
 from tinkerflow.tasks.pipelines.advantages import ESTIMATORS, Floats, kl_advantages, overlong_penalty
-from tinkerflow.tasks.pipelines.artifacts import begin_phase
+from tinkerflow.tasks.pipelines.artifacts import begin_phase, log_line
 from tinkerflow.tasks.pipelines.curriculum import Curriculum
 from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
@@ -29,6 +30,8 @@ from tinkerflow.tasks.pipelines.versions import WeightVersions
 if TYPE_CHECKING:
     import tinker
 
+_FLAT_STEPS = 5  # steps with advantages of 0, after which the run warns
+_ROUNDING = 1e-9  # of advantages
 _RESAMPLED = 2**31  # in the seeds of other rows, plus the number of the attempt, instead of the number of a row
 
 
@@ -51,7 +54,7 @@ class Sampled:
         return [episode for group in self.groups for episode in group]
 
 
-@dataclass(frozen=True)
+@dataclass
 class RlRecipe:
     """Learn from the model's own samples: by rewards, by another model's log probabilities, or both.
 
@@ -88,6 +91,7 @@ class RlRecipe:
     held_out_rows: Sequence[Row] = ()
     versions: WeightVersions = field(default_factory=lambda: WeightVersions(0))
     recorded: bool = False
+    flat_steps: int = field(default=0, init=False)
 
     @property
     def ahead(self) -> int:
@@ -131,6 +135,8 @@ class RlRecipe:
         recording = asyncio.to_thread(self._record, client, step, staleness, sampled, of_groups)
         loss = (await asyncio.gather(forward, recording))[0].metrics["loss:sum"]
         turns = sum(len(episode.turns) for episode in sampled.episodes)
+        if self.rewards and not self.coefficient:
+            self._warn_of_equal_rewards(advantages)
         return {
             **self._measure(sampled),
             **(
@@ -171,6 +177,16 @@ class RlRecipe:
             dropped=dropped_of(sampled.lost, replaced),
         )
         record_rollouts(self.run.work_url, str(client.model_id), rollouts)
+
+    def _warn_of_equal_rewards(self, advantages: Floats) -> None:
+        """Warn once there was nothing to learn in several steps, one after the other."""
+        self.flat_steps = 0 if np.any(np.abs(advantages) > _ROUNDING) else self.flat_steps + 1
+        if self.flat_steps == _FLAT_STEPS:
+            log_line(
+                f"{_FLAT_STEPS} steps learned nothing, because all advantages are 0: answers to a prompt have equal "
+                "rewards; change the reward, or take prompts that the model sometimes answers well",
+                logging.WARNING,
+            )
 
     def _count_lost(self, sampled: Sampled, rows: int) -> dict[str, float]:
         """How many conversations were begun again or left out, where any were."""

@@ -249,12 +249,17 @@ def read_source(source: DataSource, use: Use, most: int = 0) -> ReadRows:
     return read
 
 
-def refuse_unknown_fields(where: str, fields: Iterable[str], extra: Iterable[str] = ()) -> None:
-    """Raise UserError for a field that no form has, and that is not in `extra`. where: the beginning of their names."""
+def refuse_unknown_fields(where: str, columns: Mapping[str, str], extra: Iterable[str] = ()) -> None:
+    """Raise UserError for a column of a field that no form has, and that is not in `extra`.
+
+    where: the beginning of the fields' names. columns: maps fields to columns.
+    """
     usable = (*ALL_FIELDS, *extra)
-    for name in fields:
+    for name, column in columns.items():
         if name not in usable:
             near = did_you_mean(name, usable)
+            if column in usable:
+                near = f" (the field comes first: is {name!r} the column of {column!r}?)"
             raise UserError(f"{where}{name}: no form has this field; must be one of {', '.join(usable)}{near}")
 
 
@@ -368,7 +373,7 @@ def refuse_bad(source: DataSource, report: DataReport) -> None:
         verb = "is" if report.bad_rows == 1 else "are"
         raise DataCheckError(
             f"{source.parameter} {source.url}: {report.bad_rows} of {total} rows {verb} wrong, "
-            f"max_bad_fraction allows {source.max_bad_fraction:.1%}{first}",
+            f"at most {source.max_bad_fraction:.1%} may be left out ({source.parameter}.max_bad_fraction){first}",
             report,
         )
     if report.rows < source.min_rows:

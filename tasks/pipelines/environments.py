@@ -176,4 +176,5 @@ def checked_reward(value: object, what: str = "reward") -> float:
     """The reward as a number; UserError when it is not a finite number. what: the value, as the error names it."""
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
-    raise UserError(f"its {what} is {value!r}: must be a finite number")
+    hint = "; does the function return its value?" if value is None else ""
+    raise UserError(f"its {what} is {value!r}: must be a finite number{hint}")

@@ -221,7 +221,7 @@ class SamplingParameters(PipelineParameters):
     answer_tokens: int = Field(128, ge=1, le=65536, description="Longest sampled answer, in tokens.")
     loss: PolicyLoss = Field(
         "importance_sampling",
-        description="The policy's loss. ppo, cispo and gspo clip ratios, which needs max_staleness: 1 or more.",
+        description="The policy's loss. ppo, cispo and gspo clip ratios, which changes nothing without max_staleness.",
     )
     loss_config: dict[str, float] = Field(
         {}, description="The loss's `loss_fn_config`, such as clip_high_threshold: 1.28 for ppo."

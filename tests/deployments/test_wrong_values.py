@@ -64,7 +64,8 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("sft", "data.url", "/no/such/folder", "data.url '/no/such/folder': does not exist"),
     ("sft", "data.url", "rows.xml", "rows.xml: must end in .jsonl"),
     ("sft", "data.url", "empty.jsonl", "empty.jsonl': is empty: it contains no rows"),
-    ("sft", "data.url", "bad.jsonl", "2 of 3 rows are wrong, max_bad_fraction allows 2.0%; first: bad.jsonl:1: line: "),
+    ("sft", "data.url", "bad.jsonl", "2 of 3 rows are wrong, at most 2.0% may be left out (data.max_bad_fraction); "
+     "first: bad.jsonl:1: line: "),
     ("sft", "data.url", "broken.parquet", "broken.parquet cannot be read"),
     ("sft", "data.kind", "sharegtp", "data.kind: 'sharegtp': Input should be 'auto', 'chat'"),
     ("sft", "data.columns", {"promt": "q"}, "data.columns.promt: no form has this field; must be one of"),

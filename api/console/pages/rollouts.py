@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -131,15 +132,27 @@ Piece = tuple[str, str, str]  # text, shade and title of some tokens
 Shown = tuple[int, RolloutSample, list[tuple[RolloutMessage, list[Piece]]]]
 
 
-def _groups(found: StepRollouts, wanted: Wanted, tokenizer: Tokenizer | None) -> list[tuple[object, list[Shown]]]:
+@dataclass(frozen=True)
+class RolloutGroupView:
+    """A group with those of its samples that are wanted. mean, deviation: of all its rewards, None without rewards."""
+
+    prompt: Sequence[RolloutMessage]
+    samples: Sequence[Shown]
+    mean: float | None
+    deviation: float | None
+
+
+def _groups(found: StepRollouts, wanted: Wanted, tokenizer: Tokenizer | None) -> list[RolloutGroupView]:
     """The groups with the samples that are wanted, each with its number, and its messages with their pieces."""
-    groups: list[tuple[object, list[Shown]]] = []
+    groups = []
     for group in found.groups:
         numbered = [(n, one) for n, one in enumerate(group.samples, 1) if wanted.takes(group.prompt, one)]
         numbered.sort(key=lambda one: _ORDERS[wanted.order](one[1]))
         if numbered:
             shown = [(n, one, [(m, _pieces(m, tokenizer)) for m in one.messages]) for n, one in numbered]
-            groups.append((group, shown))
+            rewards = [one.reward for one in group.samples if one.reward is not None]
+            of_all = (statistics.fmean(rewards), statistics.pstdev(rewards)) if rewards else (None, None)
+            groups.append(RolloutGroupView(group.prompt, shown, *of_all))
     return groups
 
 

@@ -64,7 +64,14 @@ def test_a_step_shows_its_groups_and_what_was_dropped(browser: Any, server: Any,
     assert "Rollouts of step 4" in page and f'href="{where}?step=3&amp;find=' in page and "1 step old" in page
     assert page.index("Reward 1") < page.index("Reward -1"), "the best sample is first"
     assert "&lt;b&gt;2 + 2" in page and "&lt;script&gt;five" in page and "<script>five" not in page
-    for words in ("tools: adder", "form 0.25", "begun again", "left out", "ConnectionError: &lt;gone&gt;"):
+    for words in (
+        "mean 0, standard deviation 1",
+        "tools: adder",
+        "form 0.25",
+        "begun again",
+        "left out",
+        "ConnectionError: &lt;gone&gt;",
+    ):
         assert words in page, words
     worst = browser.get(where, params={"step": 3, "order": "worst"}).text
     assert "Rollouts of step 3" in worst and worst.index("Reward -1") < worst.index("Reward 1")

@@ -124,6 +124,21 @@ async def test_the_loss_is_divided_by_the_number_of_sampled_tokens(tokenizer: An
     assert (values["reward"], values["varied_groups"], values["kl_to_base"]) == (1.0, 1.0, 1.0)
 
 
+@pytest.mark.parametrize(("picked", "lines"), [([0], 1), ([0, 1], 0)])
+async def test_a_run_warns_when_its_rewards_teach_nothing(
+    tokenizer: Any, picked: list[int], lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr("tinkerflow.flows.pipelines.rl.log_line", lambda line, level: logged.append(line))
+    client, recipe = Client(tokenizer), recipe_of(tokenizer, picked=picked, group_size=3, advantage="group_deviation")
+    recipe.begin(0)
+    for step in range(7):
+        await recipe.submit(client, step, tinker.AdamParams())  # type: ignore[arg-type]
+    assert [line.partition(":")[0] for line in logged] == [
+        "5 steps learned nothing, because all advantages are 0"
+    ] * lines
+
+
 async def test_without_another_model_tokens_are_compared_with_the_weights_that_drew_them(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
