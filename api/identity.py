@@ -182,7 +182,9 @@ class Authenticator:
             raise _too_many()
         row = await self._ask(name, threads, self._journal.keys.verify, key)
         if row is None:
-            reason = "the API key is unknown or revoked; `tinkerflow key create` makes one"
+            reason = (
+                "the API key is unknown or revoked; `tinkerflow key create`, with the service's --data-dir, makes one"
+            )
             raise UnknownKeyError(reason, guess=not recognised)
         if len(self._recognised) < _MOST_REMEMBERED:
             self._recognised.add(digest)

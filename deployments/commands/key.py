@@ -9,7 +9,7 @@ import typer
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.ids import LOCAL_OWNER
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.deployments.options import DataDir, minute, print_wide, settings_with
+from tinkerflow.deployments.options import DataDir, database_of, minute, print_wide, settings_with
 
 if TYPE_CHECKING:
     from tinkerflow.backend.journal.keys import KeyView
@@ -35,11 +35,13 @@ def create_key(
     from tinkerflow.backend.journal import command_line_actor
     from tinkerflow.deployments.parts import open_journal
 
-    with open_journal(settings_with(data_dir=data_dir)) as journal:
+    settings = settings_with(data_dir=data_dir)
+    with open_journal(settings) as journal:
         first = not journal.keys.has_any()
         local = journal.models.runs(LOCAL_OWNER, limit=1, offset=0).total if first else 0
         key, secret = journal.keys.create(name, project, admin=admin, actor=command_line_actor())
         print(f"{key.id}: {secret}")
+        typer.echo(f"stored in {database_of(settings)}, for services that use this database", err=True)
         if local and key.project != LOCAL_OWNER:
             note = f"project {key.project} takes over {local} training run(s) that were made without a key"
             typer.echo(note, err=True)
