@@ -103,7 +103,9 @@ class RunReport:
             value: float | None = getattr(measured, figure.column)
             if value is None:
                 continue
-            alarm = self._usual_drift[figure.column].alarm(value, self._drift_limits)
+            alarm = self._usual_drift[figure.column].alarm(
+                value, self._drift_limits, routed=measured.agreement is not None
+            )
             if figure.is_wrong(value, self._drift_limits):
                 alarm = figure.alarm(value, self._drift_limits)
             if not alarm:

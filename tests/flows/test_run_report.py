@@ -113,6 +113,19 @@ def test_a_sudden_rise_of_drift_below_the_limit_is_an_alarm() -> None:
         off.answered(Outcome("r", b"", "json", effects=(LossMeasured(RUN, 4, 3.0, 6.0, kl=value),)))
 
 
+def test_a_mixture_of_experts_is_watched_by_its_routing() -> None:
+    """Its divergence is sometimes ten times the usual one in clean steps; the agreement of the routers hardly moves."""
+    told = Told()
+    clean = [(2e-4 if number % 7 else 2e-3, 0.97 if number % 7 else 0.92) for number in range(21)]
+    for kl, agreement in (*clean, (4e-3, 0.84), (2e-4, 0.97), (0.03, 0.95)):
+        told.answered(LossMeasured(RUN, 4, 3.0, 6.0, kl=kl, agreement=agreement))
+    assert [(event, payload.get("kl", payload.get("agreement"))) for event, payload in told.events] == [
+        ("tinkerflow.run.routing", 0.84),
+        ("tinkerflow.run.drift", 0.03),
+    ]
+    assert told.lines[0][1].startswith("routing_agreement is 0.84, and the median of the steps before is 0.97: the ")
+
+
 def test_a_checkpoint_is_said_and_told() -> None:
     told = Told()
     path = f"tinker://{RUN}/weights/seen"
