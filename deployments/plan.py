@@ -199,6 +199,8 @@ def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
         work = f"decode, {decode.tokens} sequence(s) of {positions} tokens:"
         lines.append(f"{work:<{_WIDTH}}{_rate(decode, price)}")
     lines.append("At most: every operation at its peak, all at the same time. Expect: our estimate for dense models.")
+    if cfg.experts:
+        lines.append("A mixture of experts may be slower than this estimate.")
     lines.append("No rate was measured: no GPU or TPU has run Tinkerflow yet.")
     if price:
         lines.append(f"The costs are those of the rates to expect, at {price:g} US dollars an hour for all devices.")
@@ -258,7 +260,8 @@ def _on_devices(config: GroupConfig, target: Topology) -> GroupConfig:
 def _full(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> str:
     """Whether all parameters can be trained, and how much memory that takes."""
     needed = adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER)
-    facts = f"it needs {needed / GB:.1f} GB of each device, and {plan.full / GB:.1f} GB are there for it"
+    left = f"{plan.full / GB:.1f} GB are left" if plan.full > 0 else "none are left beside the base model"
+    facts = f"it needs {needed / GB:.1f} GB of each device, and {left}"
     if needed > plan.full:
         return f"does not fit: {facts}"
     sampled = "cannot be sampled" if plan.full_model is None else f"sampled in {plan.full_model.size / GB:.1f} GB more"

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.deployments.options import DataDir, print_wide, settings_with
 
 app = typer.Typer(
@@ -34,8 +35,11 @@ def set_limits(
     changes = dict(map(_parsed, limits))
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         own = journal.project_limits.set(project, changes, command_line_actor())
-        if project not in {key.project for key in journal.keys.all()}:
-            typer.echo(f"project {project} has no key yet: `tinkerflow key create NAME --project {project}`", err=True)
+        if project not in (known := {key.project for key in journal.keys.all()}):
+            near = did_you_mean(project, known)
+            typer.echo(
+                f"project {project} has no key yet{near}: `tinkerflow key create NAME --project {project}`", err=True
+            )
     print(f"{project}: {_shown(own)}")
 
 

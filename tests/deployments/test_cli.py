@@ -86,6 +86,8 @@ def test_limits_of_a_project_are_set_and_listed(tmp_path):
     )
     for wrong in ("max_live_models", "max_live_models=two", "max_live_models=-1"):
         assert f"limit {wrong!r}: must be NAME=VALUE" in str(limit("set", "search", wrong).exception)
+    CliRunner().invoke(every_command(), ["key", "create", "x", "--project", "search", "--data-dir", str(tmp_path)])
+    assert "serach has no key yet (did you mean 'search'?)" in limit("set", "serach", "max_sessions=5").stderr
 
 
 def test_up_names_a_base_model_that_cannot_be(tmp_path):
