@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tinkerflow.backend.core.disk import folder_of_url
-from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import make_absolute, read_yaml
@@ -146,7 +147,8 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
     Prefect server is at PREFECT_API_URL, or else it is the data dir's. In that case `start_deadline` bounds the wait.
 
     When the data dir's server moves to another address, or Prefect's runner gives up because no server answers, this
-    process starts its command again, which waits for a server. ServerError after `start_deadline`.
+    process starts its command again, which waits for a server. ServerError after `start_deadline`, and when another
+    data dir's server has taken the address, which refuses the credential.
     """
     served, before = read_file(file), dict(os.environ)
     for deployment in served.deployments:
@@ -158,6 +160,7 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
     os.environ |= prefect.environment | {MAY_IMPORT: " ".join(served.allowed_code)}
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS", PLAIN_LOG)
+    warnings.filterwarnings("ignore", r"coroutine 'Runner\..* was never awaited")  # the task that it could not start
     os.umask(0o077)  # results and records of runs are for the owner only
     if asyncio.run(_serve(served, settings, prefect, limit)):
         print("stopped", flush=True)
@@ -166,9 +169,13 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
 
 
 async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess, limit: int) -> bool:
-    """Serve until a signal asks for the end: True. False: Prefect has moved, or has been away for too long."""
+    """Serve until a signal asks for the end: True. False: Prefect has moved, or has been away for too long.
+
+    ServerError: Prefect refuses the credential, and the data dir has no other.
+    """
     from prefect.runner import Runner
 
+    await check_access(prefect, settings.data_dir)
     os.environ |= await ensure_results(f"{settings.pipelines_url}/results")  # the processes of flow runs inherit it
     await ensure_automations(automations())
     await ensure_tag_limits(content.tag_limits)
@@ -194,6 +201,7 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
         report(f"Prefect: {prefect.api_url}")
         await asyncio.wait((working, asking, watching), return_when=asyncio.FIRST_COMPLETED)
         is_away = not await asyncio.to_thread(answers, prefect.api_url)
+        is_refused = not is_away and await asyncio.to_thread(refuses, prefect)
         for task in (asking, watching):
             task.cancel()
         try:
@@ -204,23 +212,26 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
             with suppress(asyncio.CancelledError):
                 await working
         except Exception as error:
-            if not is_away:
+            if not is_away and not is_refused:
                 raise
-            report(f"Prefect was away at the end: {type(error).__name__}")
+            if is_away:
+                report(f"Prefect was away at the end: {type(error).__name__}")
+        if is_refused and not asked.is_set():
+            await check_access(prefect, settings.data_dir)
     return asked.is_set()
 
 
 async def watch_prefect(
     prefect: PrefectAccess, data_dir: Path, report: Callable[[str], None], seconds: float = WATCH_SECONDS
 ) -> None:
-    """Report when the Prefect server goes away and answers again. Returns when the data dir's server has moved.
+    """Report when the Prefect server goes away and answers again.
 
+    Returns when the data dir's server has moved, or the server refuses the credential.
     report: gets lines for people. seconds: between two looks.
     """
     is_away = False
     while True:
-        now = find_server(data_dir) if prefect.is_embedded else None
-        if now is not None and now.environment != prefect.environment:
+        if (now := moved_to(prefect, data_dir)) is not None:
             report(f"Prefect has moved from {prefect.api_url} to {now.api_url}: serving again from there")
             return
         was_away, is_away = is_away, not await asyncio.to_thread(answers, prefect.api_url)
@@ -228,11 +239,43 @@ async def watch_prefect(
             report(f"Prefect at {prefect.api_url} does not answer: no run starts until it does")
         elif was_away and not is_away:
             report(f"Prefect at {prefect.api_url} answers again")
+        if not is_away and await asyncio.to_thread(refuses, prefect):
+            return
         await asyncio.sleep(seconds)
 
 
+def moved_to(prefect: PrefectAccess, data_dir: Path) -> PrefectAccess | None:
+    """The data dir's Prefect server, when it has another address or credential than `prefect`."""
+    now = find_server(data_dir) if prefect.is_embedded else None
+    return now if now is not None and now.environment != prefect.environment else None
+
+
+def refuses(prefect: PrefectAccess) -> bool:
+    """Whether the Prefect server answers that the credential is wrong. Its page `health` needs none."""
+    try:
+        answer = httpx.get(f"{prefect.api_url}/admin/version", headers=prefect.headers, timeout=2.0)
+    except httpx.TransportError:
+        return False
+    return answer.status_code == httpx.codes.UNAUTHORIZED
+
+
+async def check_access(prefect: PrefectAccess, data_dir: Path, seconds: float = WATCH_SECONDS) -> None:
+    """Raise ServerError when the Prefect server refuses the credential, and the data dir has no other server.
+
+    seconds: given to a server that starts, to note its address in the data dir.
+    """
+    if await asyncio.to_thread(refuses, prefect):
+        await asyncio.sleep(seconds)
+        if moved_to(prefect, data_dir) is None:
+            credential = f"the credential of data dir {data_dir}" if prefect.is_embedded else "PREFECT_API_AUTH_STRING"
+            raise ServerError(
+                f"Prefect at {prefect.api_url} refuses {credential}: start `tinkerflow serve` again with the data dir "
+                "of `tinkerflow up`"
+            )
+
+
 class OutageFilter(logging.Filter):
-    """Drops the tracebacks of Prefect's runner about a server that is away, which `watch_prefect` reports."""
+    """Drops the tracebacks of Prefect's runner about a server that is away or refuses us, which `serve` reports."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is about anything else."""
@@ -241,13 +284,17 @@ class OutageFilter(logging.Filter):
         error = record.exc_info[1] if record.exc_info else None
         has_given_up = isinstance(error, RuntimeError) and "error threshold" in str(error)
         away = httpx.TransportError | OSError | WebSocketException | asyncio.CancelledError
+        is_refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401
+        # After a 401, Prefect's observer raises a bare Exception, and starts a task from a callback without a loop.
+        is_refused |= isinstance(error and error.__cause__, WebSocketException)
+        is_refused |= type(error).__name__ == "NoEventLoopError"  # older releases of anyio have none
         is_of_runner = record.name.split(".")[0] in ("prefect", "asyncio")
-        return not is_of_runner or not (has_given_up or isinstance(error, away))
+        return not is_of_runner or not (has_given_up or is_refused or isinstance(error, away))
 
 
 @contextmanager
 def outages_in_one_line() -> Iterator[None]:
-    """Drop what Prefect's runner logs and prints about a server that is away, inside."""
+    """Drop what Prefect's runner logs and prints about a server that is away or refuses us, inside."""
     # Releases of Prefect differ in the logger that has the console.
     handlers, outage = [*logging.getLogger("prefect").handlers, *logging.getLogger().handlers], OutageFilter()
     for handler in handlers:

@@ -211,6 +211,34 @@ async def test_serve_follows_the_prefect_server_of_its_data_dir(
     assert "Traceback" not in log.read_text(), log.read_text()
 
 
+async def test_serve_ends_in_one_line_when_another_data_dir_has_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    file, log, old = tmp_path / "prefect.yaml", tmp_path / "serve.log", tmp_path / "old"
+    file.write_text("deployments:\n- {name: a, entrypoint: tinkerflow.flows.pipelines.sft.sft, parameters: ")
+    with file.open("a") as more:
+        more.write("{parameters: {name: a, data: {url: a.jsonl}}}}\n")
+    command = [sys.executable, "-m", "tinkerflow", "serve", "--file", str(file), "--data-dir", str(old)]
+    with log.open("w") as output, ExitStack() as stack:
+        server = await start_server(old, stack.enter_context(listening := await listen(0)))
+        serving = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=asyncio.subprocess.STDOUT)
+        try:
+            await _until_logged(log, url := f"Prefect: {server.access.api_url}\n")
+            await server.stop()
+            server = await start_server(tmp_path / "restored", listening)
+            assert url == f"Prefect: {server.access.api_url}\n"
+            assert await asyncio.wait_for(serving.wait(), 240) == 1
+        finally:
+            if serving.returncode is None:
+                serving.kill()
+            await server.stop()
+    said = log.read_text()
+    line = f"Prefect at {server.access.api_url} refuses the credential of data dir {old}: start `tinkerflow serve`"
+    assert line in " ".join(said.split()), said
+    assert "Traceback" not in said and "Warning" not in said and said.count("refuse") == 1, said
+
+
 def test_a_server_that_is_away_prints_no_traceback_on_the_root_logger_either() -> None:
     printed = io.StringIO()
     handler = logging.StreamHandler(printed)
