@@ -15,7 +15,7 @@ from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import fine_tune
 from tinkerflow.tasks.pipelines.approval import approval
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell, log_line
-from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
+from tinkerflow.tasks.pipelines.champions import Champion, champion, check_readable, promote
 from tinkerflow.tasks.pipelines.data import DataCheckError
 from tinkerflow.tasks.pipelines.parameters import NightlyParameters
 from tinkerflow.tasks.pipelines.scoring import Scores
@@ -35,11 +35,13 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
     """Train, and promote the result when it beats the champion, or the base model when there is none.
 
     Data that does not pass its check fails the run before training. The champion stays, and the artifact `report` has
-    the reason.
+    the reason. A champion that the key cannot read fails the run before training, too.
     """
     work_url = parameters.work_url
     artifacts = RunArtifacts(f"nightly-{parameters.name}")
     before = champion(work_url, parameters.champion)
+    if before is not None:
+        await check_readable(parameters.champion, before, parameters.connection)
     try:
         trained = await fine_tune(parameters)
     except DataCheckError as error:

@@ -11,7 +11,8 @@ from prefect.events import emit_event
 from pydantic import BaseModel
 
 from tinkerflow.backend.catalog.champions import champion_key, newest_champion
-from tinkerflow.backend.core.errors import ConflictError
+from tinkerflow.backend.core.errors import ConflictError, UserError
+from tinkerflow.tasks.pipelines.connection import connect
 from tinkerflow.tasks.pipelines.scoring import Scores
 from tinkerflow.tasks.pipelines.work import create_json, open_work, read_json
 
@@ -32,6 +33,23 @@ def champion(work_url: str, name: str) -> Champion | None:
     """The champion of `name`; None when nothing has been promoted yet."""
     newest = newest_champion(open_work(work_url), name)
     return None if newest is None else Champion.model_validate(newest)
+
+
+async def check_readable(name: str, best: Champion, connection: str) -> None:
+    """Raise UserError when the key of the Prefect block `connection` (empty: as `connect` finds it) cannot read `best`.
+
+    A name of champions is one for all projects, but their checkpoints belong to the projects of the runs.
+    """
+    async with connect(connection) as server:
+        from tinker import NotFoundError
+
+        try:
+            await server.rest.get_weights_info_by_tinker_path(best.weights)
+        except NotFoundError:
+            raise UserError(
+                f"champion {name!r} is of another project than this key, or {best.weights} was deleted: use the key of "
+                "its project, or another name for `champion`"
+            ) from None
 
 
 @task(name="promote", task_run_name="promote to {name}", cache_policy=NO_CACHE)

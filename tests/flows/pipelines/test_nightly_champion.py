@@ -1,0 +1,60 @@
+"""A nightly run whose key is of another project than the champion."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+from tests.manual_clock import ManualClock
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.flows.pipelines import nightly as pipeline
+from tinkerflow.flows.pipelines.nightly import NightlyParameters, nightly
+from tinkerflow.tasks.pipelines import champions
+from tinkerflow.tasks.pipelines.scoring import Scores
+
+READABLE = "tinker://mine/sampler_weights/final"
+
+
+class TrainedError(Exception):
+    """The run has begun to train."""
+
+
+@pytest.mark.parametrize(("weights", "refused"), [(READABLE, False), ("tinker://other/sampler_weights/final", True)])
+async def test_a_champion_of_another_project_fails_the_run_before_it_trains(
+    weights: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def weights_info(path: str) -> None:
+        if path != READABLE:
+            answer = httpx.Response(404, request=httpx.Request("POST", "http://127.0.0.1:1/api/v1/weights_info"))
+            raise tinker.NotFoundError("does not exist", response=answer, body=None)
+
+    @asynccontextmanager
+    async def connect(block: str) -> AsyncIterator[Any]:
+        asked.append(block)
+        yield SimpleNamespace(rest=SimpleNamespace(get_weights_info_by_tinker_path=weights_info))
+
+    async def fine_tune(parameters: NightlyParameters) -> None:
+        raise TrainedError
+
+    monkeypatch.setattr(champions, "connect", connect)
+    monkeypatch.setattr(pipeline, "fine_tune", fine_tune)
+    scores = Scores(rows=2, loss=1.0, exact_match=0.5, samples=[])
+    facts = {"number": 1, "weights": weights, "state": "s", "run": "r", "data": "d", "scores": scores}
+    best = champions.Champion.model_validate(facts | {"promoted_at": ManualClock().now()})
+    values = {"name": "p", "champion": "plants", "connection": "theirs", "work": f"file://{tmp_path}"}
+    sources = {"data": {"url": "a.jsonl"}, "held_out": {"url": "b.jsonl"}}
+    parameters = NightlyParameters.model_validate(values | sources)
+    champions.promote.fn(parameters.work_url, "plants", best)
+    reason = r"champion 'plants' is of another project than this key, or tinker://other/.* was deleted: use the key of"
+    with pytest.raises(UserError if refused else TrainedError, match=reason if refused else None):
+        await nightly.fn(parameters)
+    assert asked == ["theirs"]
