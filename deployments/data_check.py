@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,12 +108,18 @@ def data_sets(parameters: AnyParameters) -> list[Checked]:
 
 
 def sources_of(url: str | None, config: Path | None, pipeline: str, options: Mapping[str, Any]) -> list[Checked]:
-    """The data sets that the options of `tinkerflow data check` name. UserError when they name none, or two."""
+    """The data sets that the options of `tinkerflow data check` name.
+
+    UserError when they name none, or two, and when the reward or the environment of `config` cannot be imported.
+    """
     if (url is None) == (config is None):
         raise UserError("data check: give either a file, folder or URL, or --config FILE")
     if config is not None:
         values = read_config(config)
-        return data_sets(parameters_of(pipeline or _pipeline_of(values), values))
+        sys.path.insert(0, str(config.resolve().parent))  # as `tinkerflow run` does
+        parameters = parameters_of(pipeline or _pipeline_of(values), values)
+        check_code(parameters)
+        return data_sets(parameters)
     for pair in options["column"]:
         if "=" not in pair:
             raise UserError(f"--column {pair!r}: must be FIELD=COLUMN, as in prompt=question")

@@ -17,7 +17,7 @@ from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.adapters import environment_maker
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, log_line, training_runs
-from tinkerflow.tasks.pipelines.champions import champion
+from tinkerflow.tasks.pipelines.champions import champion, check_readable
 from tinkerflow.tasks.pipelines.connection import connect
 from tinkerflow.tasks.pipelines.data import load_examples, load_rows
 from tinkerflow.tasks.pipelines.parameters import ComparedParameters, EvaluateParameters, JudgeParameters
@@ -43,6 +43,8 @@ class EvaluationResult(BaseModel):
 async def evaluate(parameters: EvaluateParameters) -> EvaluationResult:
     """Score the weights and those to compare with, and show a table."""
     best = champion(parameters.work_url, parameters.champion) if parameters.champion else None
+    if best is not None:
+        await check_readable(parameters.champion, best, parameters.connection)
     paths = {"weights": parameters.weights, "against": parameters.against, "champion": best.weights if best else ""}
     given = {name: path for name, path in paths.items() if path}
     scores = await score_all(parameters, given | {BASE: ""})

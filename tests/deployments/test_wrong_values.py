@@ -211,6 +211,18 @@ def test_a_check_of_data_needs_no_model_on_disk_and_names_its_tokenizer(tmp_path
     assert not home.exists()
 
 
+def test_a_check_of_data_imports_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2?"}\n')
+    (tmp_path / "broken_reward.py").write_text("def reward(row, answer)\n")
+    config = tmp_path / "rl.yaml"
+    config.write_text("name: a\nreward: broken_reward:reward\ndata: {url: rows.jsonl}\n")
+    words = ["data", "check", "--config", str(config), "--data-dir", str(tmp_path / "home")]
+    refused = CliRunner().invoke(every_command(), words)
+    assert isinstance(refused.exception, UserError)
+    assert refused.exception.message.startswith("reward 'broken_reward:reward': ")
+
+
 def test_an_import_of_no_adapter_makes_no_model(tmp_path: Path) -> None:
     words = ["checkpoint", "import", str(tmp_path), "--base-model", "tinkerflow/tiny"]
     refused = CliRunner().invoke(every_command(), [*words, "--data-dir", str(tmp_path / "home")])

@@ -1,4 +1,4 @@
-"""A nightly run whose key is of another project than the champion."""
+"""Runs whose key is of another project than the champion."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ import tinker
 from tests.manual_clock import ManualClock
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.flows.pipelines import evaluate as evaluating
 from tinkerflow.flows.pipelines import nightly as pipeline
+from tinkerflow.flows.pipelines.evaluate import evaluate
 from tinkerflow.flows.pipelines.nightly import NightlyParameters, nightly
 from tinkerflow.tasks.pipelines import champions
+from tinkerflow.tasks.pipelines.parameters import EvaluateParameters
 from tinkerflow.tasks.pipelines.scoring import Scores
 
 READABLE = "tinker://mine/sampler_weights/final"
 
 
-class TrainedError(Exception):
-    """The run has begun to train."""
+class BegunError(Exception):
+    """The run has begun to train, or to score."""
 
 
+@pytest.mark.parametrize("name", ["nightly", "evaluate"])
 @pytest.mark.parametrize(("weights", "refused"), [(READABLE, False), ("tinker://other/sampler_weights/final", True)])
-async def test_a_champion_of_another_project_fails_the_run_before_it_trains(
-    weights: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_champion_of_another_project_fails_the_run_before_it_begins(
+    name: str, weights: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
@@ -42,19 +46,23 @@ async def test_a_champion_of_another_project_fails_the_run_before_it_trains(
         asked.append(block)
         yield SimpleNamespace(rest=SimpleNamespace(get_weights_info_by_tinker_path=weights_info))
 
-    async def fine_tune(parameters: NightlyParameters) -> None:
-        raise TrainedError
+    async def begin(*parameters: Any) -> None:
+        raise BegunError
 
     monkeypatch.setattr(champions, "connect", connect)
-    monkeypatch.setattr(pipeline, "fine_tune", fine_tune)
+    monkeypatch.setattr(pipeline, "fine_tune", begin)
+    monkeypatch.setattr(evaluating, "score_all", begin)
     scores = Scores(rows=2, loss=1.0, exact_match=0.5, samples=[])
     facts = {"number": 1, "weights": weights, "state": "s", "run": "r", "data": "d", "scores": scores}
     best = champions.Champion.model_validate(facts | {"promoted_at": ManualClock().now()})
-    values = {"name": "p", "champion": "plants", "connection": "theirs", "work": f"file://{tmp_path}"}
-    sources = {"data": {"url": "a.jsonl"}, "held_out": {"url": "b.jsonl"}}
-    parameters = NightlyParameters.model_validate(values | sources)
-    champions.promote.fn(parameters.work_url, "plants", best)
+    values: dict[str, Any] = {"name": "p", "champion": "plants", "connection": "theirs", "work": f"file://{tmp_path}"}
+    values["data"] = {"url": "a.jsonl"}
+    if name == "evaluate":
+        run = evaluate.fn(EvaluateParameters.model_validate(values))
+    else:
+        run = nightly.fn(NightlyParameters.model_validate(values | {"held_out": {"url": "b.jsonl"}}))
+    champions.promote.fn(values["work"], "plants", best)
     reason = r"champion 'plants' is of another project than this key, or tinker://other/.* was deleted: use the key of"
-    with pytest.raises(UserError if refused else TrainedError, match=reason if refused else None):
-        await nightly.fn(parameters)
+    with pytest.raises(UserError if refused else BegunError, match=reason if refused else None):
+        await run
     assert asked == ["theirs"]
