@@ -8,7 +8,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.vision_tower import image_shift
 from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
 from tinkerflow.backend.compute.sampler.prompt_scores import prompt_scores
-from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, BaseWeights
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
 from tinkerflow.backend.compute.sampler.stops import Decode, StopDetector, load_decode
@@ -23,7 +23,7 @@ class Admission:
     def __init__(self, cfg: ModelConfig, model_path: str, snapshots: SnapshotCache, *, max_context: int) -> None:
         """cfg: the base model. model_path: its folder, with the tokenizer. max_context: tokens of prompt and answer."""
         self._cfg, self._model_path, self._snapshots, self.max_context = cfg, model_path, snapshots, max_context
-        self.steps: dict[str | None, int] = {}  # the optimizer steps of each snapshot's weights; None: the base weights
+        self.base = BaseWeights()
         self._matcher = lru_cache(KEPT_CONSTRAINTS)(self._new_matcher)
 
     def begin(self, request: SampleRequest) -> tuple[ActiveRequest, list[ActiveSequence]]:
@@ -39,8 +39,8 @@ class Admission:
             rule = f"must be at most {self.max_context}, the capacity of the KV cache"
             raise UserError(f"prompt: {len(request.prompt_T)} tokens; {rule}")
         max_tokens = min(request.max_tokens, max(left, 1))  # the token after a full context never enters the model
-        step, scores = self.steps.get(request.snapshot_id), prompt_scores(request, self._cfg.vocab)
-        parent = ActiveRequest(request, snapshot, max_tokens, step, scores=scores)
+        scores = prompt_scores(request, self._cfg.vocab)
+        parent = ActiveRequest(request, snapshot, max_tokens, self.base, scores=scores)
         if request.images and self._cfg.vision is not None:
             parent.rotary_shift = image_shift(self._cfg.vision, request.images)
         stops = frozenset(request.stop_tokens).union(request.constraint.ends if request.constraint else ())

@@ -192,9 +192,9 @@ class FullModelSampler:
         try:
             if self._sampler is None:
                 self._sampler = self._make(load())
+                self._sampler.admission.base.step = weights.step
             else:
                 self._sampler.replace_weights(load, weights.step)
-            self._sampler.admission.steps[None] = weights.step
         except Exception as error:
             log.exception("weights to sample from cannot be put on the devices")
             text = f"the weights cannot be put on the devices ({type(error).__name__}: {error}); the same request may "

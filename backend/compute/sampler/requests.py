@@ -45,22 +45,28 @@ class PrefixScope:
     snapshot: AdapterSnapshot | None
 
 
+@dataclass
+class BaseWeights:
+    """The weights without a snapshot, for all requests. step: their optimizer steps, None: a base model's."""
+
+    step: int | None = None
+
+
 @dataclass(eq=False)
 class ActiveRequest:
     """A request in the sampler. Each of its samples is an `ActiveSequence`.
 
     snapshot: kept until the request is done, even if it is dropped meanwhile; None: the base model.
-    `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. max_tokens: of each sequence. step:
-    the optimizer steps of its weights, None: a base model's. done: finished sequences by index. scores: the scores of
-    the prompt, if the request wants any. cache_hit_tokens: tokens of the prompt that were cached when its prefill
-    began; None before. rotary_shift: how much larger the rotary position of a decoded token is than its index, because
-    of images.
+    `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. max_tokens: of each sequence. base:
+    its weights without a snapshot. done: finished sequences by index. scores: the scores of the prompt, if the request
+    wants any. cache_hit_tokens: tokens of the prompt that were cached when its prefill began; None before.
+    rotary_shift: how much larger the rotary position of a decoded token is than its index, because of images.
     """
 
     request: SampleRequest
     snapshot: AdapterSnapshot | None
     max_tokens: int
-    step: int | None = None
+    base: BaseWeights = field(default_factory=BaseWeights)
     done: dict[int, SampledSequence] = field(default_factory=dict)
     scores: PromptScores | None = None
     cache_hit_tokens: int | None = None
@@ -210,7 +216,7 @@ class ActiveSequence:
             self.routes.append(routes_Nn)
         if supports is not None:
             self.supports.append(supports)
-        step = self.parent.step
+        step = (self.parent.snapshot or self.parent.base).step
         if step is not None and (not self.weights or self.weights[-1][1] != step):
             self.weights.append((len(self.tokens), step))
         left = self.parent.max_tokens - len(self.tokens)

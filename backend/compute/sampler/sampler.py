@@ -181,8 +181,7 @@ class Sampler:
 
         ConflictError when the id is used; UserError when a weight is not finite.
         """
-        self.snapshots.publish(snapshot_id, lora, spec)
-        self.admission.steps[snapshot_id] = step
+        self.snapshots.publish(snapshot_id, lora, spec, step)
 
     def snapshot_host_bytes(self, snapshot_id: str) -> int | None:
         """The host memory of a snapshot once it is evicted from the devices; None where none is evicted."""
@@ -194,15 +193,12 @@ class Sampler:
         recompute: also the keys and values that they have. NotFoundError when there is none to rename.
         """
         self._chunks.read_in_flight()  # these tokens are of the old weights
-        moved, steps = self.snapshots.rename(snapshot_id, to_id), self.admission.steps
-        steps[to_id] = steps.pop(snapshot_id)
-        self._scheduler.switch_snapshot(moved, steps[to_id], recompute=recompute)
+        self._scheduler.switch_snapshot(self.snapshots.rename(snapshot_id, to_id), recompute=recompute)
         self._drop_dead_prefixes()
 
     def drop_snapshot(self, snapshot_id: str) -> None:
         """Forget a snapshot; requests that were admitted with it finish. Unknown ids are fine."""
         self.snapshots.drop(snapshot_id)
-        self.admission.steps.pop(snapshot_id, None)
         self._drop_dead_prefixes()
 
     def _drop_dead_prefixes(self) -> None:
@@ -212,7 +208,6 @@ class Sampler:
     def clear(self) -> None:
         """Forget all snapshots, all requests and cached prompts; programs stay compiled."""
         self.snapshots.clear()
-        self.admission.steps.clear()
         self._scheduler.clear()
         self._batch.clear()
         self._model.reset_cache()
@@ -224,8 +219,8 @@ class Sampler:
         Requests begin again with the tokens that they have; nothing stays that was computed with other weights.
         """
         self._chunks.read_in_flight()
+        self.admission.base.step = step
         self._scheduler.requeue_all()
-        self._scheduler.switch_snapshot(None, step)
         self._forget_dispatches()
         self._model.replace_params(lambda: by_layer(self._cfg, load()))
 

@@ -113,14 +113,14 @@ class Scheduler:
                 self._prompts.leave_group(job, tainted=tainted)
         self._end_group_without_sequences()
 
-    def switch_snapshot(self, snapshot: AdapterSnapshot | None, step: int, *, recompute: bool = False) -> None:
-        """From now on every request that samples a snapshot of this id (None: the base model) samples `snapshot`.
+    def switch_snapshot(self, snapshot: AdapterSnapshot, *, recompute: bool = False) -> None:
+        """From now on every request that samples a snapshot of this id samples `snapshot`.
 
-        step: of its weights. recompute: they are prefilled again with their tokens, of which none may be in flight.
+        recompute: they are prefilled again with their tokens, of which none may be in flight.
         """
         for parent in self._requests.values():
-            if (parent.snapshot and parent.snapshot.snapshot_id) == (snapshot and snapshot.snapshot_id):
-                parent.snapshot, parent.step = snapshot, step
+            if parent.snapshot is not None and parent.snapshot.snapshot_id == snapshot.snapshot_id:
+                parent.snapshot = snapshot
                 if recompute:
                     self._prefill_again(parent)
 

@@ -50,12 +50,13 @@ class AdapterSnapshot:
     """One published adapter. A request that has it continues to sample it after it was dropped from the cache.
 
     widths: how many columns of the stack it needs. lora: on the devices or on the host, with the scale folded into B,
-    the rank padded with zeros to `widths`, in the dtype of the base weights.
+    the rank padded with zeros to `widths`, in the dtype of the base weights. step: the optimizer steps of its weights.
     """
 
     snapshot_id: str
     widths: Widths
     lora: Lora
+    step: int = 0
 
     @property
     def columns(self) -> int:
@@ -121,8 +122,8 @@ class SnapshotCache:
         # The cached snapshots on the devices, least recently used first.
         self._resident: dict[AdapterSnapshot, None] = {}
 
-    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
-        """Keep a copy of `lora` (of shape `spec`, on the devices or on the host) as `snapshot_id`.
+    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec, step: int = 0) -> None:
+        """Keep a copy of `lora` (of shape `spec`, on the devices or on the host, after `step` steps) as `snapshot_id`.
 
         ConflictError when the id is used: snapshots never change. UserError when a weight is not finite: in a shared
         batch it would affect the rows of other requests.
@@ -135,7 +136,7 @@ class SnapshotCache:
         copy, finite = frozen(self._mesh, widths, self._dtype, lora)
         if not bool(to_host(finite)):
             raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
-        snapshot = self._snapshots[snapshot_id] = AdapterSnapshot(snapshot_id, widths, copy)
+        snapshot = self._snapshots[snapshot_id] = AdapterSnapshot(snapshot_id, widths, copy, step)
         self._resident[snapshot] = None
         self._evict_except({snapshot, *self._stack.places})
 

@@ -35,7 +35,7 @@ class Snapshot:
     """snapshot_id: the id in requests. wild: some of its results are NaN."""
 
     def __init__(self, snapshot_id: str, *, wild: bool = False) -> None:
-        self.snapshot_id, self.wild = snapshot_id, wild
+        self.snapshot_id, self.wild, self.step = snapshot_id, wild, 0
 
 
 class Snapshots:
