@@ -25,13 +25,11 @@ from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.grouped_gpu import by_matrix, dot, side
 from tinkerflow.backend.compute.kernels.matmul import OfLayer
-from tinkerflow.backend.compute.kernels.triton_calls import triton_call
+from tinkerflow.backend.compute.kernels.triton_calls import LEAST_SIDE, MULTIPROCESSORS, triton_call
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 
 _ROWS, _OUTS, _BYTES_IN = 32, 128, 256  # the most of a tile; _BYTES_IN: of one row of it
-_COLUMNS = 16  # of a tile of `adapter_low`; tensor cores multiply no fewer
-_PROGRAMS = 132  # that a kernel should have: one for each multiprocessor of an H100
 _PARTS = 512  # rows of partial sums that a program of `adapter_update` adds, at most: every one of them reads all
 
 InPlace = Callable[[jax.Array, Sequence[OfLayer]], tuple[jax.Array, ...]]  # update(x_BTi, pairs) -> [B, T, o] of each
@@ -71,10 +69,10 @@ def _low(x_Mi: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...],
     Blocks that no row uses are left. where: int32, of each stack the number of the layer, [1]; the numbers of the
     blocks that are seen, [N]; how many these are, [1].
     """
-    (M, i), S, K, C, c = x_Mi.shape, len(stacks), stacks[0].shape[1], RANK_COLUMNS, _COLUMNS
+    (M, i), S, K, C, c = x_Mi.shape, len(stacks), stacks[0].shape[1], RANK_COLUMNS, LEAST_SIDE
     r, k = side(M, _ROWS), side(i, _BYTES_IN // x_Mi.dtype.itemsize)
     steps, rows = pl.cdiv(i, k), pl.cdiv(M, r)
-    each = pl.cdiv(steps, min(_PARTS // r, pl.cdiv(_PROGRAMS, S * C // c * rows), steps))
+    each = pl.cdiv(steps, min(_PARTS // r, pl.cdiv(MULTIPROCESSORS, S * C // c * rows), steps))
     parts = pl.cdiv(steps, each)
 
     def kernel(x_ref: Any, *refs: Any) -> None:
@@ -125,7 +123,7 @@ def _update(
     outs = [stack.shape[2] for stack in stacks]
     r = side(M, _ROWS)
     rows = pl.cdiv(M, r)
-    n = side(pl.cdiv(sum(outs) * rows, _PROGRAMS), _OUTS)
+    n = side(pl.cdiv(sum(outs) * rows, MULTIPROCESSORS), _OUTS)
     tiles = [pl.cdiv(o, n) for o in outs]
 
     def kernel(low_ref: Any, *refs: Any) -> None:

@@ -22,13 +22,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tinkerflow.backend.compute.kernels.triton_calls import triton_call
+from tinkerflow.backend.compute.kernels.triton_calls import LEAST_SIDE, MULTIPROCESSORS, triton_call
 from tinkerflow.backend.compute.weights.quantized import FourBit, numbers_of, scale_of
 
-_LEAST = 16  # of a tile's side; tensor cores multiply 16 x 16
 _MOST_ROWS, _MOST_OUT, _BYTES_IN = 128, 128, 128  # of a tile; _BYTES_IN: of one row of it
 _FEW_ROWS, _FEW_OUT = 64, 64  # of a tile where reading the matrix takes longer than multiplying by it
-_PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
+_PROGRAMS = 2 * MULTIPROCESSORS
 
 
 def product(
@@ -219,7 +218,7 @@ def takes(weight: FourBit, *, of_experts: bool = False) -> bool:
     """Whether `product` and `layer_products` take it packed: a tile has the bytes of one block, and at least 16."""
     axis = -2 if of_experts else -1
     half = weight.packed.shape[axis] // weight.scale.shape[axis]
-    return half >= _LEAST and half == pl.next_power_of_2(half)
+    return half >= LEAST_SIDE and half == pl.next_power_of_2(half)
 
 
 def _packed_products(
@@ -318,9 +317,9 @@ def dot(a: jax.Array, b: jax.Array, **transposed: bool) -> jax.Array:
 
 def _rows(M: int, E: int) -> int:
     """Rows of a block: about as many as an expert gets on average."""
-    return max(_LEAST, min(_MOST_ROWS, pl.next_power_of_2(max(1, M // E))))
+    return max(LEAST_SIDE, min(_MOST_ROWS, pl.next_power_of_2(max(1, M // E))))
 
 
 def side(size: int, most: int) -> int:
     """The length of a tile along a dimension of `size`: a power of two, at most `most`."""
-    return max(_LEAST, min(most, pl.next_power_of_2(size)))
+    return max(LEAST_SIDE, min(most, pl.next_power_of_2(size)))

@@ -25,12 +25,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tinkerflow.backend.compute.kernels.triton_calls import triton_call
+from tinkerflow.backend.compute.kernels.triton_calls import LEAST_SIDE, MULTIPROCESSORS, triton_call
 
-_LEAST = 16  # of a tile's side; tensor cores multiply 16 x 16
 _MOST_QUERIES, _POSITIONS = 64, 64  # of a tile, in two bytes a number; half of that in float32, for shared memory
 _WIDE = 256  # dimensions of a value; with more, tiles have fewer queries and positions
-_PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
+_PROGRAMS = 2 * MULTIPROCESSORS
 _MASKED = -1e30
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]  # of each query: highest score [m], sum of weights [m], of values [m, u]
@@ -64,12 +63,12 @@ def attend(
     r, each = H // G, 4 // q_SQHd.dtype.itemsize
     M, u = Q * r, _tile(v)
     less = max(1, u // _WIDE)
-    m = max(_LEAST, min(each * _MOST_QUERIES // 2 // less, pl.next_power_of_2(M)))
+    m = max(LEAST_SIDE, min(each * _MOST_QUERIES // 2 // less, pl.next_power_of_2(M)))
     blocks = pl.cdiv(M, m)
     D = min(pl.next_power_of_2(pl.cdiv(_PROGRAMS, S * G * blocks)), W)
     cut = _Cut(
         M=M, P=P, W=W, D=D, r=r, m=m, u=u, v=v,
-        t=max(_LEAST, min(each * _POSITIONS // 2 // less, P & -P)),
+        t=max(LEAST_SIDE, min(each * _POSITIONS // 2 // less, P & -P)),
         separate_values=separate_values,
         parts=((0, d),) if separate_values or v == d else ((0, v), (v, d - v)),
         window=window,
@@ -217,4 +216,4 @@ def takes(d: int, values: int) -> bool:
 
 def _tile(dims: int) -> int:
     """The side of a tile for so many dimensions."""
-    return max(_LEAST, pl.next_power_of_2(dims))
+    return max(LEAST_SIDE, pl.next_power_of_2(dims))

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+LEAST_SIDE = 16  # of a tile; tensor cores multiply 16 x 16
+MULTIPROCESSORS = 132  # of an H100
 _OFFSETS = "_compute_offsets_from_indices"  # of JAX's lowering
 _MOST = 2**31  # elements of an array that offsets of 32 bits reach, and so does the first axis of a grid
 _MOST_BYTES = 2**32  # of an array in which JAX takes offsets of 32 bits

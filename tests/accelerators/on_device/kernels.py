@@ -295,9 +295,8 @@ class _Kernels:
         """GPUs' products of few rows with a layer's matrix, and with adapters, in the stack of all layers."""
         sizes = {"q, k, v": (2560, (4096, 1024, 1024)), "gate, up": (2560, (9728, 9728)), "down": (9728, (2560,))}
         for name, (i, outs) in {"q, k": (48, (64, 32))}.items() if self._tiny else sizes.items():
-            stacks = [
-                draw(1, 4, o, i, scale=i**-0.5) for o in outs
-            ]  # four layers in turns: one would stay in the cache
+            # Four layers in turns: one alone would stay in the cache.
+            stacks = [draw(1, 4, o, i, scale=i**-0.5) for o in outs]
             for M in (2,) if self._tiny else (1, 64, 256):
                 x = draw(2, M, i)
 
