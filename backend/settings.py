@@ -124,6 +124,9 @@ class Settings(BaseSettings):
         description="on CPUs, sample several tokens of a sequence in one step where they repeat earlier text; the "
         "tokens are the same",
     )
+    batch_invariant: bool = False
+    """draw each sample with the same bits whatever other requests are sampled: every step has the rows of sample_slots,
+    and each prompt is prefilled alone, so few requests take longer"""
     inflight_kv_cache: Literal["keep", "recompute"] = "keep"
     """of requests whose `inflight` sampler gets new weights: keep = keys and values of the old weights stay;
     recompute = the prompt and the tokens so far are prefilled again"""

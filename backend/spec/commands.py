@@ -1,8 +1,7 @@
 """The ordered commands that a pool executes, and the plain data that they carry.
 
 Commands and replies are messages, so they can stand in unions on the wire. The data in them are dataclasses. Senders of
-commands need no JAX. Letters: T tokens of a sequence, K targets a position.
-Arrays are sent unchanged, so dtypes are part of the contract.
+commands need no JAX. Arrays are sent unchanged, so their dtypes matter. Letters: T tokens, K targets a position.
 """
 
 from __future__ import annotations
@@ -569,6 +568,7 @@ class GroupConfig:
     store_url: str = ""  # processes that reach this store read and write states themselves; "" = none
     store_mark: str = ""  # from `Store.mark`: on another host, the same URL may be a different folder
     kv_cache: CacheFormat = "full"
+    batch_invariant: bool = False  # a sample's bits depend on no other request: dispatches of one size
     drafts: bool = False  # verify several likely tokens in one step, where the host reads each chunk first
     routing_replay: bool = False  # compile the programs of recorded experts ahead, in models with experts
     support_replay: bool = False  # compile the programs of recorded supports ahead (`spec.supports`)

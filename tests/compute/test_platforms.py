@@ -81,7 +81,7 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
     for kind, spec in OPTIMIZERS.items():
         state = like(fresh_state(kind, lora), whole)
         yield kind, (training.optimize, (lora, lora, state, like(spec.vector(spec.example), whole)))
-    stack = empty_stack(cfg, mesh, (32, 32), "bfloat16", False)
+    stack = empty_stack(cfg, mesh, (32, 32), "bfloat16", False, False)
     cache = empty_cache(cfg, mesh, 4 * SLOTS, PAGE, "bfloat16", False)
     columns = np.zeros((SLOTS, 2), np.int32)
     rows = Rows(

@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tinker
 
 from tinkerflow.backend.catalog.rollouts import numbers_of, read_rollouts
+from tinkerflow.backend.store import Store
 from tinkerflow.flows.pipelines.evaluate import evaluate
 from tinkerflow.flows.pipelines.nightly import nightly
 from tinkerflow.flows.pipelines.rl import rl
@@ -120,3 +123,42 @@ async def test_a_killed_flow_that_samples_ahead_goes_on_after_its_last_segment(
     assert found.steps == 6 and numbers_of(work, "rollouts", found.training_run) == [4, 5, 6], "none is made twice"
     ages = [read_rollouts(work, "rollouts", found.training_run, step).staleness for step in (4, 5, 6)]
     assert ages == [0, 1, 1], "a segment begins with fresh samples"
+
+
+async def test_rl_that_is_executed_again_among_other_requests_ends_with_the_same_bits(
+    start_server: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TINKERFLOW_BATCH_INVARIANT. It samples ahead, and a client draws samples of other sizes meanwhile."""
+    (tmp_path / "own_rewards.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Say hello."}\n{"prompt": "Cheer."}\n')
+    values = {"work": tmp_path.as_uri(), "data": {"url": str(tmp_path / "prompts.jsonl")}}
+    values |= {"reward": "own_rewards:shouting", "group_size": 4, "answer_tokens": 12, "max_staleness": 1}
+    values |= {"model": {"rank": 8, "seed": 5}, "samples": {"rows": 0}}
+    values["training"] = {"steps": 4, "segment_steps": 4, "batch_size": 2, "learning_rate": 0.01}
+    monkeypatch.setenv("TINKERFLOW_BATCH_INVARIANT", "true")
+    (data_dir := tmp_path / "data").mkdir()
+
+    async def disturb(server: Any) -> None:
+        with server.client() as client:
+            sampler = await client.create_sampling_client(base_model=server.base_model)
+            for number in range(10_000):
+                prompt, length = tinker.ModelInput.from_ints([7] * (1 + 37 * number % 200)), 1 + 5 * number % 40
+                params = tinker.SamplingParams(max_tokens=length, temperature=1.0, seed=number)
+                await sampler.sample(prompt, 1 + number % 5, params)
+
+    async def trained(name: str) -> dict[str, np.ndarray]:
+        report = await rl(RlParameters.model_validate(values | {"name": name, "resume": name}))
+        return Store.open(f"file://{data_dir / 'store'}").load(report.state)[0].weights
+
+    with start_server(data_dir, prefect="off") as server:
+        monkeypatch.setenv("TINKER_BASE_URL", server.api_url)
+        monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+        expected = await trained("alone")
+        others = asyncio.create_task(disturb(server))
+        weights = await trained("crowd")
+        assert not others.done()
+        others.cancel()
+        await asyncio.wait((others,))
+    assert weights.keys() == expected.keys()
+    assert all(np.array_equal(weights[name], expected[name]) for name in weights)

@@ -9,7 +9,8 @@ Letters: L layers, E experts, R rank, S rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import flax.struct
@@ -31,11 +32,23 @@ Tree = TypeVar("Tree")
 class LoraPair:
     """A [..., R, in] and B [..., R, out], float32. Both begin with L inside `Lora.layers`, but not in a scan's body.
 
-    If each expert has such a matrix, E follows.
+    If each expert has such a matrix, E follows. blocks: in how many blocks of the rank a sampler that must be batch
+    invariant multiplies B.
     """
 
     A: Array
     B: Array
+    blocks: int = flax.struct.field(pytree_node=False, default=1)  # type: ignore[no-untyped-call]
+
+    def multiply(self, product: Callable[[slice], jax.Array]) -> jax.Array:
+        """The sum of product(columns) over the blocks. columns: of the rank.
+
+        The bits of one product over all columns may depend on the place of those that are not 0: a matmul adds columns
+        in groups.
+        """
+        size = np.shape(self.B)[-2] // self.blocks
+        products = [product(slice(start, start + size)) for start in range(0, self.blocks * size, size)]
+        return functools.reduce(jnp.add, products)
 
 
 @flax.struct.dataclass

@@ -79,8 +79,9 @@ def shapes(cfg: ModelConfig, spec: LoraSpec) -> Lora:
 
     def pair(name: str) -> LoraPair:
         sizes = whole[name]
-        A, B = ((*sizes.stack, matrix_rank(spec, sizes), size) for size in (sizes.inputs, sizes.outputs))
-        return LoraPair(*(cast(Array, jax.ShapeDtypeStruct(shape, np.float32)) for shape in (A, B)))
+        begin = *sizes.stack, matrix_rank(spec, sizes)
+        A, B = (jax.ShapeDtypeStruct((*begin, size), np.float32) for size in (sizes.inputs, sizes.outputs))
+        return LoraPair(A=cast(Array, A), B=cast(Array, B))
 
     return lora_of({name: pair(name) for name in targets(cfg, spec)})
 

@@ -96,7 +96,7 @@ class DecodeBatch:
         """Compute the next piece of an answer for the prefix cache. There must be no requests."""
         if (group := self._answers.next_piece(self._chunks.scope_is_alive)) is not None:
             (job,) = group.jobs
-            self._model.snapshots.use([job.parent.snapshot] if job.parent.snapshot else [])
+            self._model.snapshots.use([job.parent.snapshot])
             self._model.prefill_piece(group)
             self._answers.keep(group)
             jax.block_until_ready(self._model.last_piece)  # a command that comes meanwhile waits for one piece alone
@@ -205,7 +205,8 @@ class DecodeBatch:
         Where a step takes as long for few rows as for many, the others go along: else they would take another step.
         """
         constrained = [sequence for sequence in running if sequence.matcher is not None]
-        return running if constrained and not self._shapes.rows_are_dear else constrained
+        alone = self._shapes.rows_are_dear or self._shapes.invariant
+        return running if constrained and not alone else constrained
 
     def _decode_stepwise(self, sequences: list[ActiveSequence], steps: int) -> None:
         """Decode `steps` tokens of each sequence, and read every token before the next one."""
@@ -240,7 +241,7 @@ class DecodeBatch:
 
     def _compiled_steps(self, steps: int) -> int:
         """The fewest steps that there is a program for, of at least `steps`."""
-        return self._model.chunk if self._host_decides and steps > 1 else steps
+        return self._model.chunk if self._host_decides and (steps > 1 or self._shapes.invariant) else steps
 
     def _serve_short(self) -> bool:
         """Decode up to `_SHORT` sequences that end within a chunk without the batch, if there is a batch.
@@ -252,8 +253,7 @@ class DecodeBatch:
         if group is None:
             return False
         self.dispatched = [job.parent for job in group.jobs]
-        own = [job.parent.snapshot for job in group.jobs if job.parent.snapshot]
-        self._model.snapshots.use([*scheduler.snapshots(), *own])
+        self._model.snapshots.use([*scheduler.snapshots(), *(job.parent.snapshot for job in group.jobs)])
         while group.remaining > 0:
             self._model.prefill_piece(group)
         self._chunks.fail_unscored(group)

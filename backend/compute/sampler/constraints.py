@@ -37,6 +37,12 @@ class Matcher:
         """A matcher in the same state."""
         return Matcher(self._matcher.deep_copy(), len(self.allowed) * _WORD)
 
+    def fresh(self) -> Matcher:
+        """A matcher of the same constraint at the beginning of a text."""
+        matcher = self._matcher.deep_copy()
+        matcher.reset()
+        return Matcher(matcher, len(self.allowed) * _WORD)
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Compute the allowed next tokens after `tokens`, all of the sequence.
 

@@ -53,7 +53,8 @@ def attend_latents(
         keys_KHp, values_KHv = jnp.split(jnp.asarray(pair.B).reshape(-1, H, p + latent.values), (p,), axis=-1)
         low_SQHK = jnp.einsum("sqhp,khp->sqhk", q_SQHp, keys_KHp)
         # Not a product with 0: an overflow in the columns of another row's adapter must not become NaN here.
-        q_SQHc = q_SQHc + jnp.einsum("sqhk,kc->sqhc", jnp.where(own, low_SQHK, 0), pair.A)
+        q_SQHK = jnp.where(own, low_SQHK, 0)
+        q_SQHc = q_SQHc + pair.multiply(lambda part: jnp.einsum("sqhk,kc->sqhc", q_SQHK[..., part], pair.A[part]))
     # `attend` scales queries by the width of its keys. The right scale is that of a head.
     scale = jnp.asarray((latent.cell / (latent.plain + latent.rotary)) ** 0.5, q_SQHc.dtype)
     q = jnp.concatenate([q_SQHc, q_SQHr], axis=-1) * scale
@@ -64,7 +65,8 @@ def attend_latents(
     o_SQHv = jnp.einsum("sqhc,hvc->sqhv", seen_SQHc, values_Hvc) * value_scale
     if pair is not None:
         low_SQHK = jnp.einsum("sqhc,kc->sqhk", seen_SQHc, pair.A)
-        o_SQHv = o_SQHv + jnp.einsum("sqhk,khv->sqhv", jnp.where(own, low_SQHK, 0), values_KHv)
+        o_SQHK = jnp.where(own, low_SQHK, 0)
+        o_SQHv = o_SQHv + pair.multiply(lambda part: jnp.einsum("sqhk,khv->sqhv", o_SQHK[..., part], values_KHv[part]))
     return o_SQHv
 
 

@@ -29,7 +29,7 @@ from tinkerflow.backend.compute.sampler.kv_cache import COPIES, cache_shape, cop
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prefill import empty_piece, fill, prefill, score
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
-from tinkerflow.backend.compute.sampler.shapes import LARGE_AFTER, Shapes, rank_columns
+from tinkerflow.backend.compute.sampler.shapes import INVARIANT_COLUMNS, LARGE_AFTER, Shapes, rank_columns
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack, frozen, placed, widths_of
 from tinkerflow.backend.compute.warming import Program, like, result_of
 from tinkerflow.backend.spec.commands import CacheFormat, LoraSpec
@@ -75,37 +75,37 @@ class SamplerPrograms:
         pieces = [(alone, size) for size in (least, *larger)]
         pieces += [(alone, largest)] if self.max_context > LARGE_AFTER * largest else []
         pieces += [(rows, least) for rows in more]
-        widths = (_PLAIN, *_WIDTHS) if self.accelerated else _WIDTHS
+        widths = (_PLAIN, *self._widths) if self.accelerated and not self.shapes.invariant else self._widths
         for width in widths:
             for rows, size in pieces:
                 name = f"prefill of {rows}x{size} tokens, {width} columns"
                 rare = rows > alone or size == largest
-                yield Program(name, _distance(rare, width), partial(self._prefill, rows, size, width))
+                yield Program(name, self._distance(rare, width), partial(self._prefill, rows, size, width))
                 if self.tower is not None and rows == alone:
                     run = partial(self._prefill, rows, size, width, self.tower)
-                    yield Program(f"{name}, images", _distance(1, width), run)
+                    yield Program(f"{name}, images", self._distance(1, width), run)
                 if self.host_decides:
                     of = f"{rows}x{size} tokens, {width} columns"
-                    yield Program(f"scores of {of}", _distance(1, width), partial(self._score, rows, size, width))
+                    yield Program(f"scores of {of}", self._distance(1, width), partial(self._score, rows, size, width))
             for further, (kind, variant) in enumerate(self._variants.items()):
                 sizes = self._slots(**variant)
                 for slots in sizes:
                     run = partial(self._decode, slots, width, **variant)
                     name = f"{kind}, {slots} slots, {width} columns"
                     distance = further + (slots not in (sizes[0], sizes[-1]))
-                    yield Program(name, _distance(distance, width), run)
+                    yield Program(name, self._distance(distance, width), run)
                     for what, recorded in self._recordings(**variant):
                         recorder = partial(run, **recorded)
-                        yield Program(f"{name}, with {what}", _distance(distance + 1, width), recorder)
+                        yield Program(f"{name}, with {what}", self._distance(distance + 1, width), recorder)
         yield Program("copies of pages", 0, partial(self._copies, copied))
         if self.pool.states:
             yield Program("copies of states", 0, partial(self._copies, copied_states))
-        for width in widths[:-1]:
+        for width in widths[: max(1, len(widths) - 1)]:
             for chunk in sorted({1, self.chunk}) if self.host_decides else (self.chunk,):
                 for distance, slots in enumerate(self._slots(chunk)):
                     name = f"decode of {chunk} with adjusted logits, {slots} slots, {width} columns"
                     run = partial(self._decode, slots, width, chunk=chunk, adjusted=True)
-                    yield Program(name, _distance(distance, _WIDTHS[-1]), run)
+                    yield Program(name, self._distance(distance, self._widths[-1]), run)
 
     def _recordings(
         self, filters: bool | None = None, chunk: int | None = None
@@ -134,9 +134,9 @@ class SamplerPrograms:
         widths, of = widths_of(self.cfg, spec), f"rank {spec.rank}"
         publish = partial(result_of, frozen, self.mesh, widths, self._dtype, adapter)
         yield Program(f"publish, {of}", 0, publish)
-        for width in _WIDTHS:
+        for width in self._widths:
             make = partial(self._place, width, spec, publish)
-            yield Program(f"publish into {width} columns, {of}", _distance(0, width), make)
+            yield Program(f"publish into {width} columns, {of}", self._distance(0, width), make)
 
     # ------------------------------------------------------------------ one of each, as model.py calls them
     def _prefill(self, rows: int, size: int, width: int, tower: VisionTower | None = None) -> None:
@@ -197,6 +197,14 @@ class SamplerPrograms:
         return result_of(empty_cache, self.cfg, self.mesh, *cache_shape(self.pool, self.params, self.kv_cache))
 
     @property
+    def _widths(self) -> tuple[int, ...]:
+        return (INVARIANT_COLUMNS,) if self.shapes.invariant else _WIDTHS
+
+    def _distance(self, least: int, width: int) -> int:
+        usual = self._widths[0]
+        return least + (_WIDE if width > usual else width < usual)
+
+    @property
     def _table(self) -> int:
         return self.pool.pages_for(self.max_context)
 
@@ -204,12 +212,9 @@ class SamplerPrograms:
         if width == _PLAIN:
             return Lora(layers={}, unembed=None)
         widths = width, width // min(divisor_of(self.cfg, spec) for spec in (self.usual, *others))
-        return result_of(empty_stack, self.cfg, self.mesh, widths, self._dtype, self.params.unstacked)
+        stack = self.cfg, self.mesh, widths, self._dtype, self.params.unstacked, self.shapes.invariant
+        return result_of(empty_stack, *stack)
 
     @property
     def _dtype(self) -> str:
         return str(self.params.embed_VD.dtype.name)
-
-
-def _distance(least: int, width: int) -> int:
-    return least + (_WIDE if width > RANK_COLUMNS else width < RANK_COLUMNS)

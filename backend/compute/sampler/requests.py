@@ -78,6 +78,11 @@ class ActiveRequest:
         return self.request.request_id
 
     @property
+    def step(self) -> int | None:
+        """The optimizer steps of its weights; None: a base model's."""
+        return (self.snapshot or self.base).step
+
+    @property
     def scope(self) -> PrefixScope:
         """The requests that may share the pages of its prompt."""
         return PrefixScope(self.request.owner, self.snapshot)
@@ -181,12 +186,23 @@ class ActiveSequence:
         """The input of its next decode step."""
         return self.tokens[-1] if self.tokens else int(self.parent.request.prompt_T[-1])
 
-    def reset(self) -> None:
-        """Drop its pages, and forget the dispatches that the host has not read. Its tokens so far stay."""
+    def reset(self, *, again: bool) -> None:
+        """Drop its pages, and forget the dispatches that the host has not read. again: also draw its tokens again."""
         self.table, self.prompt_pages, self.unverified_from = PageTable(0), PageTable(0), None
         self.preempted, self.in_flight = False, 0
         self.uniforms = UniformStream(self.parent.request.seed, self.index)
         self.uniforms.draw(len(self.tokens))
+        if again:
+            self.draw_again()
+
+    def draw_again(self) -> None:
+        """Forget its tokens: it draws the same ones, from the same random numbers. Tokens of other weights stay."""
+        if len(self.weights) > 1 or (self.weights[0][1] if self.weights else None) != self.parent.step:
+            return
+        for part in (self.tokens, self.logprobs, self.top, self.routes, self.supports, self.weights):
+            part.clear()
+        self.stops, self.uniforms = self.stops.fresh(), UniformStream(self.parent.request.seed, self.index)
+        self.matcher = None if self.matcher is None else self.matcher.fresh()
 
     def draw(self, count: int) -> Float32:
         """Its next `count` random numbers."""
@@ -216,8 +232,7 @@ class ActiveSequence:
             self.routes.append(routes_Nn)
         if supports is not None:
             self.supports.append(supports)
-        step = (self.parent.snapshot or self.parent.base).step
-        if step is not None and (not self.weights or self.weights[-1][1] != step):
+        if (step := self.parent.step) is not None and (not self.weights or self.weights[-1][1] != step):
             self.weights.append((len(self.tokens), step))
         left = self.parent.max_tokens - len(self.tokens)
         tokens, logprobs = tokens[:left], logprobs[:left]

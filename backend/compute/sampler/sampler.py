@@ -80,7 +80,8 @@ class Sampler:
         sizes = platform().prefill_tokens
         params, dtype = by_layer(cfg, params), params.embed_VD.dtype
         shards = cache_mesh(mesh, cfg.split_heads).shape[FSDP]
-        shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, pieces=sizes, rows_are_dear=on_cpu())
+        invariant = config.batch_invariant
+        shapes = make_shapes(config.sample_slots, shards, sizes, rows_are_dear=on_cpu(), invariant=invariant)
         self._pool = PagePool(pages, shards=shards, page=page, states=states, window=_widest_window(cfg))
         max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
@@ -111,8 +112,9 @@ class Sampler:
             most_bytes=snapshot_bytes,
             usual=usual,
             plain=runs_ahead,
+            invariant=invariant,
         )
-        self._scheduler = Scheduler(shapes, config.sample_slots, self._pool)
+        self._scheduler = Scheduler(shapes, config.sample_slots, self._pool, self.snapshots.fits)
         self._model = SamplerModel(
             cfg,
             mesh,

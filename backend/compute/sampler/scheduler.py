@@ -6,7 +6,8 @@
 
 A prompt is prefilled when its pages are free, and one more for each sequence that decodes. Sequences get pages as they
 grow. When pages run out, the youngest sequence returns to the queue. It joins again when all pages up to its limit are
-free, and reserves them. No sequence is preempted twice.
+free, and reserves them. No sequence is preempted twice. Its tokens so far are prefilled, or drawn again if results must
+not depend on the batch (`Shapes.invariant`): decode rounds differently from prefill.
 
 Projects share the slots fairly (`waiting`). All decisions depend on commands and on tokens that were read, so every
 process of a group makes the same ones.
@@ -22,7 +23,7 @@ slots are then shared by sequences, which the engine does not count. Neither of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import islice
 
 from tinkerflow.backend.compute.sampler.pages import PagePool
@@ -35,13 +36,18 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 from tinkerflow.backend.compute.sampler.waiting import WaitingJobs
 from tinkerflow.backend.spec.commands import Int32, SampleResult
 
+Fits = Callable[[Collection[AdapterSnapshot | None]], bool]
+
 
 class Scheduler:
     """All requests: waiting, in prefill, or decoding."""
 
-    def __init__(self, shapes: Shapes, max_slots: int, pool: PagePool) -> None:
-        """No requests. shapes: of dispatches. max_slots: the most sequences that decode together. pool: the pages."""
-        self._shapes, self._max_slots, self._pool = shapes, max_slots, pool
+    def __init__(self, shapes: Shapes, max_slots: int, pool: PagePool, fits: Fits = lambda _: True) -> None:
+        """No requests. shapes: of dispatches. max_slots: the most sequences that decode. pool: the pages.
+
+        fits: whether a batch may have these snapshots (None: the base model), if it must be invariant.
+        """
+        self._shapes, self._max_slots, self._pool, self._fits = shapes, max_slots, pool, fits
         self._requests: dict[str, ActiveRequest] = {}
         self.waiting_jobs = WaitingJobs()
         self.group: PrefillGroup | None = None
@@ -73,11 +79,14 @@ class Scheduler:
         """Whether the sequence needs its decoded tokens: not if it has ended or is removed."""
         return self._requests.get(sequence.parent.id) is sequence.parent and not sequence.ended
 
-    def snapshots(self) -> list[AdapterSnapshot]:
-        """Every snapshot that a slot or the group in prefill uses, in a fixed order."""
+    def snapshots(self) -> list[AdapterSnapshot | None]:
+        """The snapshot (None: the base model) of every slot and of the group in prefill, in a fixed order."""
         parents = [sequence.parent for sequence in self.slots.sequences]
         parents += [job.parent for job in self.group.jobs] if self.group else []
-        return [snapshot for parent in parents if (snapshot := parent.snapshot) is not None]
+        return [parent.snapshot for parent in parents]
+
+    def _may_join(self, job: PrefillJob) -> bool:
+        return not self._shapes.invariant or self._fits([*self.snapshots(), job.parent.snapshot])
 
     def wanted_slots(self) -> int:
         """How many sequences would decode if there were slots for all, at most `max_slots`."""
@@ -156,7 +165,7 @@ class Scheduler:
         for parent in parents.values():
             new: list[ActiveSequence] = []
             for sequence in [each for each in sequences if each.parent is parent]:
-                sequence.reset()
+                sequence.reset(again=self._shapes.invariant)
                 if sequence.tokens:
                     self.admit(parent, [sequence])
                 else:
@@ -183,16 +192,9 @@ class Scheduler:
         """The group in prefill. If there is none, and a slot and pages are free, a new one from the queue's head."""
         if self.group is not None or not self.waiting_jobs or (free := self.slots.free) < 1:
             return self.group
-        jobs = [*islice(self.waiting_jobs, self._shapes.rows[-1])]
-        fitting = 1
-        if not jobs[0].alone:
-            free -= len(jobs[0].sequences)
-            for job in jobs[1:]:
-                if job.alone or free <= 0:
-                    break
-                free -= len(job.sequences)
-                fitting += 1
-        self.group = self._begin_group(jobs[: self._shapes.together(fitting)])
+        jobs = [*islice(self.waiting_jobs, self._shapes.most_prompts)]
+        if self._may_join(jobs[0]):
+            self.group = self._begin_group(jobs[: self._shapes.together(_fitting(jobs, free))])
         return self.group
 
     def next_short_group(self, most_sequences: int, most_tokens: int) -> PrefillGroup | None:
@@ -202,14 +204,10 @@ class Scheduler:
         such request waits, or when there is no other request.
         """
         short = [job for job in self.waiting_jobs if not job.alone and job.ends_within(most_tokens)]
-        if not short or (len(short) == len(self.waiting_jobs) and not self.slots.busy):
+        if len(short) == len(self.waiting_jobs) and not self.slots.busy:
             return None
-        jobs: list[PrefillJob] = []
-        most_sequences = min(most_sequences, self.slots.each_shard)
-        for job in short:
-            if len(job.sequences) <= most_sequences and len(jobs) < self._shapes.rows[-1]:
-                jobs.append(job)
-                most_sequences -= len(job.sequences)
+        short = [job for job in short if self._may_join(job)]
+        jobs = _first_within(short, min(most_sequences, self.slots.each_shard), self._shapes.most_prompts)
         self._short_group = self._begin_group(jobs) if jobs else None
         return self._short_group
 
@@ -285,4 +283,29 @@ class Scheduler:
 
     def _requeue(self, sequence: ActiveSequence) -> None:
         sequence.preempted = True
+        if self._shapes.invariant:
+            sequence.draw_again()
         self.waiting_jobs.add_preempted(self._job(sequence.all_tokens(), deque([sequence]), score=False))
+
+
+def _fitting(jobs: list[PrefillJob], free: int) -> int:
+    """How many of the first jobs may share a group. free: slots."""
+    fitting = 1
+    if not jobs[0].alone:
+        free -= len(jobs[0].sequences)
+        for job in jobs[1:]:
+            if job.alone or free <= 0:
+                break
+            free -= len(job.sequences)
+            fitting += 1
+    return fitting
+
+
+def _first_within(jobs: list[PrefillJob], most_sequences: int, most_jobs: int) -> list[PrefillJob]:
+    """The first jobs that have at most so many sequences together."""
+    chosen: list[PrefillJob] = []
+    for job in jobs:
+        if len(job.sequences) <= most_sequences and len(chosen) < most_jobs:
+            chosen.append(job)
+            most_sequences -= len(job.sequences)
+    return chosen

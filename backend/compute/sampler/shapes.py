@@ -13,6 +13,7 @@ from tinkerflow.backend.compute.platforms import CPU, RANK_COLUMNS
 
 SHORT_PROMPT = 128  # prompts up to this many tokens are prefilled together, longer ones alone
 PREFILL_ROWS = (1, 4, 16)
+INVARIANT_COLUMNS = 128  # of the smallest stack of a batch-invariant sampler: four adapters of rank 32
 LARGE_AFTER = 4  # a piece of the largest size is at most a quarter of the tokens before it
 _FACTOR = 4
 _FEW_SLOTS = 4  # a step of two slots takes nearly as long
@@ -23,13 +24,20 @@ class Shapes:
     """The sizes in use by one sampler, ascending. `slots` and `rows` are multiples of the mesh's fsdp axis.
 
     pieces: tokens of a row in one prefill dispatch: `Platform.prefill_tokens`. rows_are_dear: every row of a step costs
-    time, used or not.
+    time, used or not. invariant: slots and rows have one size, and each prompt is prefilled alone. So the bits of a
+    result do not depend on other requests.
     """
 
     slots: tuple[int, ...]
     rows: tuple[int, ...]
     pieces: tuple[int, ...]
     rows_are_dear: bool = False
+    invariant: bool = False
+
+    @property
+    def most_prompts(self) -> int:
+        """How many prompts may be prefilled together."""
+        return 1 if self.invariant else self.rows[-1]
 
     @property
     def slots_of_one_token(self) -> tuple[int, ...]:
@@ -41,29 +49,32 @@ class Shapes:
 
         On CPUs 16 rows of 32 tokens take 700 CPU-ms, 4 take 204 and one 83, and a prompt alone has larger pieces.
         """
-        prompts = min(prompts, self.rows[-1])
+        prompts = min(prompts, self.most_prompts)
         if not self.rows_are_dear or 8 * prompts >= 7 * at_least(self.rows, prompts):
             return prompts
         return max((rows for rows in self.rows if rows <= prompts), default=prompts)
 
 
 def make_shapes(
-    *, max_slots: int, fsdp: int, pieces: tuple[int, ...] = CPU.prefill_tokens, rows_are_dear: bool = False
+    max_slots: int,
+    fsdp: int,
+    pieces: tuple[int, ...] = CPU.prefill_tokens,
+    *,
+    rows_are_dear: bool = False,
+    invariant: bool = False,
 ) -> Shapes:
     """The sizes of one sampler.
 
     max_slots: the most sequences that decode together, rounded up to a multiple of fsdp. fsdp: devices that rows are
-    split over. pieces, rows_are_dear: as in `Shapes`.
+    split over. pieces, rows_are_dear, invariant: as in `Shapes`.
     """
     slots = _ladder(1, max_slots)
     if rows_are_dear and max_slots > _FEW_SLOTS:
         slots = [1, *_ladder(_FEW_SLOTS, max_slots, factor=2)]
-    return Shapes(
-        slots=_multiples(slots, fsdp),
-        rows=_multiples([rows for rows in PREFILL_ROWS if rows <= slots[-1]], fsdp),
-        pieces=pieces,
-        rows_are_dear=rows_are_dear,
-    )
+    rows = [rows for rows in PREFILL_ROWS if rows <= slots[-1]]
+    if invariant:
+        slots, rows = slots[-1:], rows[:1]
+    return Shapes(_multiples(slots, fsdp), _multiples(rows, fsdp), pieces, rows_are_dear, invariant)
 
 
 def prefill_piece(sizes: tuple[int, ...], *, alone: bool, start: int, remaining: int, capacity: int) -> int:

@@ -35,7 +35,7 @@ from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.lora import Lora, LoraApply, LoraPair, scale, shardings
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS, on_cpu
 from tinkerflow.backend.compute.sampler.adapter_runs import by_runs
-from tinkerflow.backend.compute.sampler.shapes import rank_columns
+from tinkerflow.backend.compute.sampler.shapes import INVARIANT_COLUMNS, rank_columns
 from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.ranks import RankRule, expert_rank
@@ -102,6 +102,7 @@ class SnapshotCache:
         usual: LoraSpec | None = None,
         most_bytes: int | None = None,
         plain: bool = False,
+        invariant: bool = False,
     ) -> None:
         """An empty cache.
 
@@ -110,7 +111,7 @@ class SnapshotCache:
         (`params.by_layer`). most_resident: how many snapshots stay on the devices; None: all. most_bytes: the memory of
         each device for them and the stack, unless the batch needs more; None: any. usual: the shape of most adapters,
         for an empty stack; None: their experts have the full rank. plain: the base model has programs without a stack,
-        for batches without snapshots.
+        for batches without snapshots. invariant: the stack's shape is that of each snapshot alone, see `fits`.
         """
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
         self._usual = divisor_of(cfg, usual) if usual else 1
@@ -118,7 +119,9 @@ class SnapshotCache:
         self._stack = _Stack()
         self.most_resident = most_resident
         self._most_bytes = most_bytes
-        self._plain = plain
+        self._plain = plain and not invariant
+        self._invariant = invariant
+        self._unit = RANK_COLUMNS if invariant else 1  # a snapshot begins at a multiple, as it does alone
         # The cached snapshots on the devices, least recently used first.
         self._resident: dict[AdapterSnapshot, None] = {}
 
@@ -197,12 +200,21 @@ class SnapshotCache:
         """The columns of `snapshot` (None: the base model). `use` must have been called with it last."""
         return BASE if snapshot is None else self._stack.places[snapshot]
 
-    def use(self, wanted: Collection[AdapterSnapshot]) -> None:
+    def fits(self, snapshots: Collection[AdapterSnapshot | None]) -> bool:
+        """Whether an invariant batch may have these snapshots (None: the base model).
+
+        Its stack must be the stack that each of them has alone, so that the bits of its rows are the same.
+        """
+        distinct = [snapshot for snapshot in dict.fromkeys(snapshots) if snapshot is not None]
+        alone = [self._shape([snapshot]) for snapshot in distinct] + [self._shape([])] * (None in snapshots)
+        return {*alone} <= {self._shape(distinct)}
+
+    def use(self, wanted: Collection[AdapterSnapshot | None]) -> None:
         """Put every snapshot of `wanted` into the stack; other snapshots stay while they do not need its columns.
 
         Without snapshots the stack is empty, or absent if the base model has programs without one.
         """
-        ordered = dict.fromkeys(wanted)
+        ordered = dict.fromkeys(snapshot for snapshot in wanted if snapshot is not None)
         if ordered or not self._plain:
             self._fill(list(ordered))
         for snapshot in ordered:
@@ -218,30 +230,36 @@ class SnapshotCache:
     def _fill(self, ordered: list[AdapterSnapshot]) -> None:
         stack = self._stack
         missing = [snapshot for snapshot in ordered if snapshot not in stack.places]
-        if not stack.width or any(_divisor(snapshot.widths) < stack.divisor for snapshot in missing):
+        narrow = any(_divisor(snapshot.widths) < stack.divisor for snapshot in missing)
+        if not stack.width or narrow or (self._invariant and (stack.width, stack.divisor) != self._shape(ordered)):
             self._rebuild(ordered)
             return
         for snapshot in missing:
-            start = _gap(stack, snapshot.columns)
+            start = _gap(stack, snapshot.columns, self._unit)
             if start is None:
                 stack.places = {held: place for held, place in stack.places.items() if held in ordered}
-                start = _gap(stack, snapshot.columns)
+                start = _gap(stack, snapshot.columns, self._unit)
             if start is None:
                 self._rebuild(ordered)
                 return
             self._place(snapshot, start)
 
     def _rebuild(self, snapshots: list[AdapterSnapshot]) -> None:
-        width = rank_columns(sum(snapshot.columns for snapshot in snapshots))
-        divisor = min((_divisor(snapshot.widths) for snapshot in snapshots), default=self._usual)
+        width, divisor = self._shape(snapshots)
         widths = width, width // divisor
         self._stack = _Stack()  # its memory is free before the next one is made
-        stack = empty_stack(self._cfg, self._mesh, widths, self._dtype, self._by_layer)
+        stack = empty_stack(self._cfg, self._mesh, widths, self._dtype, self._by_layer, self._invariant)
         self._stack = _Stack(width, divisor, stack)
         start = 0
         for snapshot in snapshots:
             self._place(snapshot, start)
-            start += snapshot.columns
+            start = _multiple(start + snapshot.columns, self._unit)
+
+    def _shape(self, snapshots: list[AdapterSnapshot]) -> tuple[int, int]:
+        """The columns and the divisor of a new stack for these snapshots."""
+        columns = sum(_multiple(snapshot.columns, self._unit) for snapshot in snapshots)
+        divisor = min((_divisor(snapshot.widths) for snapshot in snapshots), default=self._usual)
+        return rank_columns(max(columns, INVARIANT_COLUMNS) if self._invariant else columns), divisor
 
     def _place(self, snapshot: AdapterSnapshot, start: int) -> None:
         stack = self._stack
@@ -294,7 +312,11 @@ def divisor_of(cfg: ModelConfig, spec: LoraSpec) -> int:
 
 
 def _columns(spec: LoraSpec) -> int:
-    return -(-spec.rank // _RANK_UNIT) * _RANK_UNIT
+    return _multiple(spec.rank, _RANK_UNIT)
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
 
 
 def _divisor(widths: Widths) -> int:
@@ -313,7 +335,7 @@ def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool
         in_place = adapter_gpu.in_place(columns_B2, width)
 
     def apply(x: jax.Array, pairs: tuple[Any, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
-        if updates is not None and groups is None:
+        if updates is not None and groups is None and all(pair.blocks == 1 for pair in pairs):
             return updates(x, pairs)
 
         stacked = [pair for pair in pairs if isinstance(pair, OfLayer)]
@@ -326,11 +348,13 @@ def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool
             # Not a product with 0: an overflow in the columns of another row's adapter must not become NaN here.
             if groups is None:
                 own = pair.own if isinstance(pair, OfLayer) else pair
-                hidden = jnp.einsum("bti,ki->btk", x, own.A)
-                return jnp.where(own_BK[:, None, :], hidden, 0) @ own.B
+                own_BTK = jnp.where(own_BK[:, None, :], jnp.einsum("bti,ki->btk", x, own.A), 0)
+                return own.multiply(lambda columns: own_BTK[..., columns] @ own.B[columns])
             A, B = (OfLayer(part, pair.layer) if isinstance(pair, OfLayer) else part for part in (whole.A, whole.B))
-            hidden = groups.dot_transposed(x, A)
-            return groups.dot(jnp.where(own_BK[groups.batch_M], hidden, 0), B)
+            own_MK = jnp.where(own_BK[groups.batch_M], groups.dot_transposed(x, A), 0)
+            if isinstance(B, OfLayer):  # kernels add the columns in order, where zeros change no bit
+                return groups.dot(own_MK, B)
+            return whole.multiply(lambda columns: groups.dot(own_MK[:, columns], B[:, columns]))
 
         return tuple(update(pair) for pair in pairs)
 
@@ -344,13 +368,13 @@ def own_columns(columns_B2: Array, pair: LoraPair, width: int | None = None) -> 
     return (place >= columns_B2[:, :1]) & (place < columns_B2[:, 1:])
 
 
-def _gap(stack: _Stack, columns: int) -> int | None:
-    """The first place in the stack where `columns` are free."""
+def _gap(stack: _Stack, columns: int, unit: int) -> int | None:
+    """The first place in the stack where `columns` are free, a multiple of `unit`."""
     start = 0
     for place in sorted(stack.places.values(), key=lambda place: place.start):
         if place.start - start >= columns:
             return start
-        start = place.end
+        start = _multiple(place.end, unit)
     return start if stack.width - start >= columns else None
 
 
@@ -376,12 +400,12 @@ def frozen(mesh: Mesh, widths: Widths, dtype: str, lora: Lora) -> tuple[Lora, ja
     return copy, jax.lax.with_sharding_constraint(finite, replicated(mesh))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def empty_stack(cfg: ModelConfig, mesh: Mesh, widths: Widths, dtype: str, by_layer: bool) -> Lora:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def empty_stack(cfg: ModelConfig, mesh: Mesh, widths: Widths, dtype: str, by_layer: bool, invariant: bool) -> Lora:
     """A stack of zeros: an adapter of all parts of the model.
 
     cfg, mesh: the base model's shape, and the devices. widths: columns, K. dtype: the name of the number format.
-    by_layer: with separate arrays for each layer (`params.by_layer`).
+    by_layer: with separate arrays for each layer (`params.by_layer`). invariant: it has blocks, see `LoraPair`.
     """
 
     def zeros(stack: tuple[int, ...], size: int) -> Any:  # an array, or by layer a tuple of arrays
@@ -391,7 +415,8 @@ def empty_stack(cfg: ModelConfig, mesh: Mesh, widths: Widths, dtype: str, by_lay
         return jnp.zeros((*stack, width, size), dtype)
 
     def pair(projection: Projection) -> LoraPair:
-        return LoraPair(A=zeros(projection.stack, projection.inputs), B=zeros(projection.stack, projection.outputs))
+        A, B = (zeros(projection.stack, size) for size in (projection.inputs, projection.outputs))
+        return LoraPair(A=A, B=B, blocks=widths[0] // RANK_COLUMNS if invariant else 1)
 
     layers = {name: pair(projection) for name, projection in projections(cfg).items()}
     unembed = layers.pop("unembed")
@@ -415,7 +440,7 @@ def placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Arr
             part = jnp.zeros(shape, held.dtype) if new is None else _padded(new, columns // divisor)
             return jax.lax.dynamic_update_slice_in_dim(held, part, start // divisor, axis=held.ndim - 2)
 
-        return LoraPair(A=one(into.A, pair.A if pair else None), B=one(into.B, pair.B if pair else None))
+        return replace(into, A=one(into.A, pair.A if pair else None), B=one(into.B, pair.B if pair else None))
 
     assert stack.unembed is not None
     width = stack.unembed.A.shape[-2]

@@ -30,6 +30,10 @@ class StopDetector:
         self._pending: list[int] = []  # tokens after them, which may end within a character
         self._text = ""  # the last part of the text of all settled tokens, as long as a match may reach back
 
+    def fresh(self) -> StopDetector:
+        """A detector of the same ends that has read no token."""
+        return StopDetector(self._tokens, self._strings, self._decode)
+
     def end_of(self, tokens: Sequence[int]) -> int | None:
         """Read the next tokens up to one that ends the sequence: how many these are, or None when none ends it."""
         if not self._strings and self._tokens.isdisjoint(tokens):

@@ -56,8 +56,11 @@ class Snapshots:
     def alive(self, snapshot: Snapshot | None) -> bool:
         return snapshot is None or self.all.get(snapshot.snapshot_id) is snapshot
 
+    def fits(self, snapshots: Any) -> bool:
+        return len({*snapshots}) <= 3
+
     def use(self, wanted: Any) -> None:
-        self.used = set(wanted)
+        self.used = {*wanted} - {None}
 
     def drop(self, snapshot_id: str) -> None:
         self.all.pop(snapshot_id, None)
@@ -270,10 +273,12 @@ def modeled_sampler(
     ahead: bool = False,
     host_decides: bool = False,
     pieces: tuple[int, ...] | None = None,
+    invariant: bool = False,
 ) -> Sampler:
     """A sampler on a model of the devices. ahead: a chunk is dispatched before the last one is read.
 
-    host_decides: as in `Platform`. pieces: its `prefill_tokens`; None: those of a CPU or a GPU.
+    host_decides: as in `Platform`. pieces: its `prefill_tokens`; None: those of a CPU or a GPU. invariant: the setting
+    batch_invariant; at most three snapshots fit into a batch.
     """
     like = CUDA if ahead else CPU
     for name, stand_in in {
@@ -291,6 +296,7 @@ def modeled_sampler(
     monkeypatch.setattr(requests_module.ActiveRequest, "wild", False, raising=False)
     config: Any = SimpleNamespace(
         sample_slots=slots,
+        batch_invariant=invariant,
         drafts=False,
         routing_replay=False,
         support_replay=False,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
+from tests.compute.sampler.conftest import VOCAB, make_tiny
 from tests.compute.sampler.test_adjustments import WISHES
 from tests.compute.sampler.test_kv_cache import D, G, H, scattered
 from tests.compute.sampler.test_prefix_cache import assert_same
@@ -21,13 +23,17 @@ from tests.compute.sampler.test_sampler import tokens_of
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.params import by_layer
-from tinkerflow.backend.compute.sampler import kv_cache
+from tinkerflow.backend.compute.sampler import Sampler, kv_cache
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import attend_cached, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
 from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
-from tinkerflow.backend.spec.commands import LoraSpec
+from tinkerflow.backend.spec.commands import LoraSpec, SampleRequest
+from tinkerflow.backend.spec.ranks import expert_rank
+
+EXACT = ["qwen3", "qwen3_moe"]
+EXACT_TOO = ["qwen3_5", "gemma3_text", "deepseek_v3", "gpt_oss", "llama"]
 
 
 def test_a_row_is_the_same_alone_and_in_a_crowd(
@@ -54,6 +60,48 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(
     assert tokens_of(together["greedy"].sequences[0]) != tokens_of(together["adapted"].sequences[0])
     samples = {tuple(tokens_of(s)) for s in together["warm"].sequences}
     assert len(samples) == 3, "each sample has its own random numbers"
+
+
+@pytest.mark.parametrize("family", [*EXACT, *(pytest.param(name, marks=pytest.mark.thorough) for name in EXACT_TOO)])
+def test_no_other_request_moves_a_bit_of_a_batch_invariant_sample(
+    family: str, tmp_path: Path, ask: Any, run_all: Any, random_lora: Any
+) -> None:
+    tiny = make_tiny(tmp_path, family)
+    rng = np.random.default_rng(len(family))
+    experts = "divided" if tiny.cfg.experts else "full"
+    specs = {
+        f"rank {rank}": LoraSpec(rank, expert_rank=expert_rank(rank, tiny.cfg.experts_per_token, experts))
+        for rank in (4, 32, 40, 64, 150)
+    }
+    specs["full experts"] = LoraSpec(8)
+    loras = {name: random_lora(tiny.cfg, spec, seed) for seed, (name, spec) in enumerate(specs.items())}
+
+    def sampler(**changes: Any) -> Sampler:
+        made = tiny.sampler(batch_invariant=True, **changes)
+        for name, spec in specs.items():
+            made.publish(name, loras[name], spec)
+        return made
+
+    def request(number: int) -> SampleRequest:
+        return ask(
+            str(number),
+            rng.integers(0, VOCAB, rng.choice([1, 5, 40, 130, 260])).tolist(),
+            int(rng.choice([1, 6, 25, 90])),
+            num_samples=int(rng.choice([1, 1, 3])),
+            temperature=float(rng.choice([0.0, 1.0])),
+            seed=number,
+            snapshot_id=rng.choice([None, *specs]),
+            top_k=int(rng.choice([-1, 20])),
+            topk_sample=int(rng.choice([0, 0, 3])),
+            routes=bool(tiny.cfg.experts and rng.integers(2)),
+        )
+
+    requests = [request(number) for number in range(20)]
+    alone = {each.request_id: run_all(sampler(), each)[each.request_id] for each in requests}
+    for pages in (60, 14):
+        crowd = run_all(sampler(pages=pages), *requests)
+        for name, result in crowd.items():
+            assert_same(result, alone[name])
 
 
 def test_when_memory_is_short_the_youngest_wait_and_nothing_changes(
@@ -156,7 +204,7 @@ def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> Non
     params = by_layer(qwen.cfg, qwen.params) if apart else qwen.params
     assert params.unstacked == apart
     cache = empty_cache(qwen.cfg, qwen.mesh, pages, PAGE, "float32", apart)
-    stack = empty_stack(qwen.cfg, qwen.mesh, (32, 32), "float32", apart)
+    stack = empty_stack(qwen.cfg, qwen.mesh, (32, 32), "float32", apart, False)
     lowered = decode.lower(qwen.cfg, qwen.mesh, chunk, 0, params, stack, cache, rows, np.int32(chunk))
     text = lowered.compile().as_text()
     copied = [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]\S* copy\(", text)]

@@ -33,7 +33,7 @@ def test_weights_that_are_read_in_place_give_the_same(
     alike = family == "qwen3" and base_weights == "full"
     tiny = qwen if alike else make_tiny(tmp_path, family, base_weights)
     cache = empty_cache(tiny.cfg, tiny.mesh, 3, PAGE, "float32", False)
-    random, empty = np.random.default_rng(0), empty_stack(tiny.cfg, tiny.mesh, (32, 32), "float32", False)
+    random, empty = np.random.default_rng(0), empty_stack(tiny.cfg, tiny.mesh, (32, 32), "float32", False, False)
     stack = jax.tree.map(lambda part: jnp.asarray(random.normal(size=part.shape) / 4, jnp.float32), empty)
     tokens_SQ, start_S = np.array([[5], [7]], np.int32), jnp.zeros(2, jnp.int32)
     pages = {"tables_SW": np.array([[1], [2]], np.int32), "columns_S2": np.array([[0, 0], [8, 24]], np.int32)}

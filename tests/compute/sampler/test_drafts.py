@@ -37,7 +37,7 @@ FAMILIES = [
 def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """All decode dispatches have 16 rows, so drafts change no bit."""
     monkeypatch.setattr(
-        sampler_module, "make_shapes", lambda **how: replace(make_shapes(**how), slots=(how["max_slots"],))
+        sampler_module, "make_shapes", lambda *sizes, **how: replace(make_shapes(*sizes, **how), slots=sizes[:1])
     )
 
 
