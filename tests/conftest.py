@@ -8,6 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 ROOM = Path(__file__).parent
+WITHOUT_TORCH = str(ROOM / "without_torch")
+XLA_FLAGS = os.environ.get("XLA_FLAGS", "")
 gc.set_threshold(50_000, 20, 50)  # while tests are collected, too: a sixth of that time was the search for garbage
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["DO_NOT_TRACK"] = "1"  # as our commands set it for Prefect
@@ -49,7 +52,7 @@ AS_USERS_RUN_IT = (
     *("accelerators", "benchmarks", "compute/test_matmul.py"),
     *(f"compute/sampler/test_{name}.py" for name in ("bits", "drift_alarms")),
     *(f"compute/training/test_{name}.py" for name in ("optimizer", "train", "train_work")),
-    *(f"e2e/test_{name}.py" for name in ("crash_loop", "learning", "quickstart", "readme", "wheel")),
+    *(f"e2e/test_{name}.py" for name in ("crash_loop", "quickstart", "readme", "wheel")),
 )
 # Files whose tests share a service. One process runs all files of a line, and starts their service once.
 _CLIENTS = ("chat", "console", "constraints", "cookbook", "images", "losses", "optimizers", "sampling", "sdk_loop")
@@ -122,60 +125,60 @@ def unchanged_process(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("the test leaves the process changed; use monkeypatch: " + "; ".join(left), pytrace=False)
 
 
-@pytest.fixture(scope="session")
-def compiled_once(compiled_programs: Path) -> None:
-    """Each program is compiled once for all tests: a service's and a trainer's, in every process of pytest."""
+@pytest.fixture(autouse=True, scope="session")
+def quick_options(compiled_programs: Path) -> Iterator[list[tuple[str, Any]]]:
+    """XLA's options to compile quickly, also for the processes that tests start. Each program is compiled once.
+
+    XLA compiles without its fusion emitters, which take a third of the time that is left, and each program as one
+    piece. JAX has no options for these. Started processes have no torch, which the SDK would import for seconds.
+    """
     import jax
+    from jax._src import compiler
     from jax.experimental.compilation_cache import compilation_cache
+
+    from tinkerflow.backend.compute.platforms import known_flags
 
     jax.config.update("jax_compilation_cache_dir", str(compiled_programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()  # JAX decides at its first program whether it uses the folder
+    flags = [f"--{name}={str(value).lower()}" for name, value in _QUICK_OPTIONS.items()]
+    known = known_flags(flags, ("jaxlib/libjax_common.so",))  # XLA of JAX 0.11 lacks one of them
+    compiler.get_compile_options(1, 1)  # reads XLA_FLAGS, once: what follows is for the processes that tests start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (WITHOUT_TORCH, os.environ.get("PYTHONPATH")))))
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+        patch.setenv("XLA_FLAGS", " ".join([XLA_FLAGS, *compress(flags, known)]))
+        yield list(compress(_QUICK_OPTIONS.items(), known))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+def compiler(request: pytest.FixtureRequest, quick_options: list[tuple[str, Any]]) -> Iterator[None]:
     """How much JAX optimizes in a file's tests, here and in the processes that they start."""
-    path = request.path.relative_to(ROOM).as_posix()
-    quickly = not path.startswith(AS_USERS_RUN_IT)
-    quickly &= "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", "")  # .ci/run looks at what other CPUs compute
-    if not quickly:
-        forget_programs()  # those of files before may be compiled quickly
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(quickly).lower())
-        if jax := sys.modules.get("jax"):
-            request.getfixturevalue("compiled_once")
-            jax.config.update("jax_disable_most_optimizations", quickly)
-        if quickly:
-            _compile_quickly(patch)
-        yield
-    if not quickly or memory_maps_used() > CROWDED:
-        forget_programs()
-
-
-def _compile_quickly(patch: pytest.MonkeyPatch) -> None:
-    """Without XLA's fusion emitters, which take a third of the time that is left, and each program as one piece.
-
-    JAX has no options for these.
-    """
+    import jax
     from jax._src import compiler
 
-    from tinkerflow.backend.compute.platforms import known_flags
-
-    flags = [f"--{name}={str(value).lower()}" for name, value in _QUICK_OPTIONS.items()]
-    known = known_flags(flags, ("jaxlib/libjax_common.so",))  # XLA of JAX 0.11 lacks one of them
-    overrides = [option for option, is_known in zip(_QUICK_OPTIONS.items(), known, strict=True) if is_known]
+    path = request.path.relative_to(ROOM).as_posix()
+    quickly = not path.startswith(AS_USERS_RUN_IT)
+    quickly &= "xla_cpu_max_isa" not in XLA_FLAGS  # .ci/run looks at what other CPUs compute
     usual = compiler.get_compile_options
 
     def options(*args: Any, **kwargs: Any) -> Any:
         made = usual(*args, **kwargs)
-        made.env_option_overrides = [*made.env_option_overrides, *overrides]
+        made.env_option_overrides = [*made.env_option_overrides, *quick_options]
         return made
 
-    usual(1, 1)  # reads XLA_FLAGS, once: what follows is for the processes that tests start
-    patch.setattr(compiler, "get_compile_options", options)
-    chosen = [flag for flag, is_known in zip(flags, known, strict=True) if is_known]
-    patch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *chosen]))
+    if not quickly:
+        forget_programs()  # those of files before may be compiled quickly
+    with pytest.MonkeyPatch.context() as patch:
+        jax.config.update("jax_disable_most_optimizations", quickly)
+        if quickly:
+            patch.setattr(compiler, "get_compile_options", options)
+        else:
+            patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "false")
+            patch.setenv("XLA_FLAGS", XLA_FLAGS)
+        yield
+    if not quickly or memory_maps_used() > CROWDED:
+        forget_programs()
 
 
 @pytest.hookimpl(tryfirst=True)  # before plugins that import at this moment: an error within a collection ends that

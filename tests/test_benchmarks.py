@@ -7,7 +7,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-IMPORT = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(f'tests.benchmarks.{name}')"
+IMPORT = """
+import importlib, sys
+sys.modules.pop("torch", None)  # see tests/without_torch
+for name in sys.argv[1:]:
+    importlib.import_module(f"tests.benchmarks.{name}")
+"""
 
 
 def test_what_benchmarks_import_is_there() -> None:

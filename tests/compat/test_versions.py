@@ -19,14 +19,12 @@ import pytest
 from packaging.requirements import Requirement
 from tests.compat.conftest import Server
 from tests.compat.lesson import TOKENS, lesson
+from tests.conftest import WITHOUT_TORCH
 
 BETWEEN = ("0.26.2", "0.31.0", "0.36.0")
 VERSIONS = ("0.25.0", *BETWEEN, "0.38.0")
 NEWEST = "newest"
 OFFLINE = "(from versions: none)"  # in pip's output when no registry answers
-
-# torch is optional for the SDK, and takes longer to import than all the rest.
-WITHOUT_TORCH = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 
 Install = Callable[[str], Distribution]
 
@@ -115,13 +113,11 @@ def run_lesson(sdk: Path, server: Server) -> dict[str, Any]:
             "-P",
             "-X",
             "faulthandler",
-            "-c",
-            WITHOUT_TORCH,
             str(script),
             server.api_url,
             server.base_model,
         ],
-        env=kept | {"PYTHONPATH": str(sdk), "TINKER_TELEMETRY": "0"},
+        env=kept | {"PYTHONPATH": os.pathsep.join((str(sdk), WITHOUT_TORCH)), "TINKER_TELEMETRY": "0"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -13,7 +13,6 @@ from tinkerflow.backend.tracking.trackers import TRACKERS
 from tinkerflow.deployments.pulse import keep_stdout, say
 
 if __name__ == "__main__":
-    sys.modules["torch"] = None  # type: ignore[assignment]  # tensorboardX loads it where it is installed: 2 s
     keep_stdout()
     name, folder = sys.argv[1], Path(sys.argv[2])
     journal = Journal.open(f"sqlite:///{folder / 'journal.db'}")

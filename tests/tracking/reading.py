@@ -67,7 +67,6 @@ def wandb(folder: Path, run: str, project: str) -> Points:
 
 
 if __name__ == "__main__":
-    sys.modules["torch"] = None  # type: ignore[assignment]  # tensorboardX loads it where it is installed: 2 s
     tracker, place, of_run, of_project = sys.argv[1:]
     points: dict[str, list[tuple[int, float]]] = {}
     for name, step, value in globals()[tracker](Path(place) / tracker, of_run, of_project):

@@ -24,6 +24,7 @@ from tinkerflow.deployments.cassettes.server import RECORDING
 TUTORIALS = Path(__file__).parents[3] / "docs" / "tutorials"
 LOADED = """
 import sys
+sys.modules.pop("torch", None)  # see tests/without_torch
 from pathlib import Path
 import pytest
 from tinkerflow.deployments.cassettes import play, programs, record, testing
