@@ -51,7 +51,7 @@ NOT_FAST = (
 AS_USERS_RUN_IT = (
     *("accelerators", "benchmarks", "compute/test_matmul.py"),
     *(f"compute/sampler/test_{name}.py" for name in ("bits", "drift_alarms")),
-    *(f"compute/training/test_{name}.py" for name in ("optimizer", "train", "train_work")),
+    *(f"compute/training/test_{name}.py" for name in ("bits", "optimizer", "train_work")),
     *(f"e2e/test_{name}.py" for name in ("crash_loop", "quickstart", "readme", "wheel")),
 )
 # Files whose tests share a service. One process runs all files of a line, and starts their service once.

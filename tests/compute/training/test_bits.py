@@ -1,0 +1,47 @@
+"""Bits of training that neither a neighbour nor an export changes."""
+
+from __future__ import annotations
+
+from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+
+
+def test_a_neighbour_changes_no_bit(shared_executor, examples, forward):
+    executor = shared_executor
+
+    def run(name: str, between) -> list[bytes]:
+        executor.execute(CreateAdapter(name, LoraSpec(4), 11))
+        seen = []
+        for step in range(3):
+            result = forward(executor, name, examples((20, 30), seed=step), backward=True)
+            between(step)
+            seen += [a.tobytes() for a in result.logprobs]
+            executor.execute(OptimStep(name, AdamParams(learning_rate=1e-2)))
+            between(step)
+        state = executor.execute(ExportAdapter(name, True))
+        return seen + [a.tobytes() for _, a in sorted({**state.weights, **state.moments}.items())]
+
+    executor.execute(CreateAdapter("other", LoraSpec(8, train_mlp=False), 1))
+
+    def other(step: int) -> None:
+        forward(executor, "other", examples((50, 9), seed=step + 50), "ppo", backward=True)
+        executor.execute(OptimStep("other", AdamParams(learning_rate=1.0, weight_decay=0.5)))
+
+    assert run("alone", lambda step: None) == run("beside", other)
+
+
+def test_continuing_from_an_export_is_bitwise_the_same(shared_executor, examples, forward):
+    executor = shared_executor
+    executor.execute(CreateAdapter("first", LoraSpec(4), 2))
+    for step in range(2):
+        forward(executor, "first", examples((20, 30), seed=step), backward=True)
+        executor.execute(OptimStep("first", AdamParams(learning_rate=1e-2)))
+    forward(executor, "first", examples((20, 30), seed=9), backward=True)  # gradients that wait travel along
+    executor.execute(ImportAdapter("second", executor.execute(ExportAdapter("first", True))))
+    ends = []
+    for name in ("first", "second"):
+        executor.execute(OptimStep(name, AdamParams(learning_rate=1e-2)))
+        ends.append(executor.execute(ExportAdapter(name, True)))
+    assert ends[0].step == ends[1].step == 3
+    assert all((w == ends[1].weights[n]).all() for n, w in ends[0].weights.items())
+    assert all((m == ends[1].moments[n]).all() for n, m in ends[0].moments.items())
