@@ -18,6 +18,7 @@ from tinkerflow.api.console.charts import chart
 from tinkerflow.backend.core.plot import Line
 from tinkerflow.backend.journal import Curve, Metric, StepFigures
 from tinkerflow.backend.journal.curves import EVERY_STEP, Span
+from tinkerflow.backend.journal.run_metrics import REWARD
 from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 Axis = Literal["step", "time", "tokens"]
@@ -96,6 +97,11 @@ class RunCurves:
             return [round((point.at - self.created_at).total_seconds() / 3600, 5) for point in self.curve.points]
         return [point.step for point in self.curve.points]
 
+    @property
+    def reward(self) -> float | None:
+        """The last value of the metric `reward`; None if the run has none."""
+        return next((one.points[-1][1] for one in self.metrics if one.name == REWARD and one.points), None)
+
     def placed(self, metric: Sequence[tuple[int, float]], axis: Axis) -> list[tuple[float, float]]:
         """The points of a metric on the x axis. Its steps lie between those of the curve."""
         if axis == "step":
@@ -116,10 +122,10 @@ def charts(runs: Sequence[RunCurves], view: ChartView) -> list[Markup]:
             figures.append(_chart(title, lines, view))
     rewards, others = list[Markup](), list[Markup]()
     metrics = [{metric.name: metric.points for metric in run.metrics} for run in runs]
-    for name in sorted({name for of_run in metrics for name in of_run}):
+    for name in sorted({name for of_run in metrics for name in of_run}, key=lambda name: (name != REWARD, name)):
         of_runs = zip(runs, metrics, strict=True)
         lines = [Line(run.name, run.placed(of_run.get(name, ()), view.x)) for run, of_run in of_runs]
-        (rewards if "reward" in name else others).append(_chart(name, lines, view))
+        (rewards if REWARD in name else others).append(_chart(name, lines, view))
     loss, *rest = figures
     return [*rewards, loss, *others, *rest]
 

@@ -16,6 +16,7 @@ from tinkerflow.backend.journal.tables import Model
 
 MOST_NAMES = 100  # of one run
 MOST_POINTS = 200  # of one curve
+REWARD = "reward"  # the metric that tables of runs show
 
 
 class RunMetric(Table, table=True):

@@ -16,7 +16,7 @@ from tinkerflow.backend.core.ids import EMBEDDED, EMBEDDED_FOLDER
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.journal.checkpoints import Page
 from tinkerflow.backend.journal.database import Aggregate, as_view, fetch_page, owned_by
-from tinkerflow.backend.journal.run_metrics import RunMetric, RunMetricValue
+from tinkerflow.backend.journal.run_metrics import REWARD, RunMetric, RunMetricValue
 from tinkerflow.backend.journal.tables import Model, TrainingStep
 from tinkerflow.backend.journal.training_runs import RUN_NAME, WITH_SESSION, ModelView, nothing_made
 
@@ -45,15 +45,16 @@ def _in_metadata(key: str) -> sa.SQLColumnExpression[str]:
     return text
 
 
+_REWARD = _last_value(REWARD)
 _LOSS = _at_newest_step(col(TrainingStep.loss) / sa.func.nullif(col(TrainingStep.weight), 0.0))
-SORTS: dict[str, sa.SQLColumnExpression[Any]] = {
-    "created": col(Model.created_at),
-    "used": col(Model.last_request_at),
-    "name": sa.func.lower(RUN_NAME),
-    "model": col(Model.base_model),
-    "state": col(Model.state),
-    "steps": col(Model.step),
-    "loss": _LOSS,
+SORTS: dict[str, tuple[sa.SQLColumnExpression[Any], ...]] = {
+    "created": (col(Model.created_at),),
+    "used": (col(Model.last_request_at),),
+    "name": (sa.func.lower(RUN_NAME),),
+    "model": (col(Model.base_model),),
+    "state": (col(Model.state),),
+    "steps": (col(Model.step),),
+    "loss": (_REWARD, _LOSS),
 }
 _FIELDS = {"model": col(Model.base_model), "state": col(Model.state), "project": col(Model.owner), "name": RUN_NAME}
 
@@ -92,12 +93,14 @@ class RunQuery:
 class RunRow:
     """One row. name: "" if the client gave none. loss: for each unit of weight at the newest step.
 
-    values: of the further columns; None where a run has none. group: the value that the table is grouped by.
+    reward: the last value of the metric `reward`; None if the run has none. values: of the further columns; None where
+    a run has none. group: the value that the table is grouped by.
     """
 
     model: ModelView
     name: str
     loss: float | None
+    reward: float | None
     values: tuple[float | str | None, ...]
     group: str
 
@@ -121,8 +124,9 @@ class RunTable(Aggregate):
             for kind, column in (("metric", _last_value(name)), ("metadata", _in_metadata(name)))
         ]
         group = _field(query.group) if query.group else sa.literal("")
-        columns = (RUN_NAME.label("run_name"), _LOSS.label("run_loss"), group.label("run_group"), *further)
-        sorts = [SORTS[query.sort]] if query.sort in SORTS else [_last_value(query.sort), _in_metadata(query.sort)]
+        figures = (_LOSS.label("run_loss"), _REWARD.label("run_reward"))
+        columns = (RUN_NAME.label("run_name"), *figures, group.label("run_group"), *further)
+        sorts = SORTS.get(query.sort) or (_last_value(query.sort), _in_metadata(query.sort))
         order = [
             *((group.is_(None), group) if query.group else ()),
             *(by for sort in sorts for by in (sort.is_(None), sort.desc() if query.descending else sort.asc())),
@@ -180,4 +184,5 @@ def _row(row: sa.Row[tuple[object, ...]], columns: int) -> RunRow:
     further = (
         values[f"metadata_{i}"] if values[f"metric_{i}"] is None else values[f"metric_{i}"] for i in range(columns)
     )
-    return RunRow(as_view(ModelView, row), row.run_name, row.run_loss, tuple(further), row.run_group or "")
+    figures = (row.run_loss, row.run_reward)
+    return RunRow(as_view(ModelView, row), row.run_name, *figures, tuple(further), row.run_group or "")

@@ -29,7 +29,7 @@ def table(scene, clock):
             (two,) = scene.journal.requests.ready(run)
             scene.journal.results.finish([two.done(b"", "proto", StepMeasured(run, 2, 1, 1.0, 1e-4))])
         if name == "Überläufer":
-            scene.journal.run_metrics.record(run, "local", {1: {"reward": 0.25}, 9: {"reward": 0.75}})
+            scene.journal.run_metrics.record(run, "local", {1: {"reward": 0.25}, 9: {"reward": 0.75, "a/reward": 5.0}})
 
     def look(**query):
         page = scene.journal.run_table.page("local", RunQuery(**query), limit=10, offset=0)
@@ -70,7 +70,9 @@ def test_a_run_is_found_by_all_the_words(table, search, found):
 
 
 def test_rows_are_ordered_by_any_column_and_those_without_a_value_are_last(table):
-    assert table(sort="loss")[0] == ["Pig Latin", "arithmetic", "Überläufer", "evening session"]
+    names, rows = table(sort="loss")
+    assert names == ["Überläufer", "Pig Latin", "arithmetic", "evening session"], "rewards are before losses"
+    assert [(row.reward, row.loss) for row in rows] == [(0.75, 1.0), (None, 3.0), (None, 2.0), (None, None)]
     assert table(sort="loss", descending=False)[0] == ["Überläufer", "arithmetic", "Pig Latin", "evening session"]
     assert table(sort="name", descending=False)[0][:2] == ["arithmetic", "evening session"]
     names, rows = table(columns=("reward", "pipeline"), sort="reward")
@@ -84,7 +86,7 @@ def test_rows_are_ordered_by_any_column_and_those_without_a_value_are_last(table
 
 def test_runs_with_equal_values_stand_together(table):
     names, rows = table(group="pipeline", sort="loss")
-    assert names == ["arithmetic", "Überläufer", "Pig Latin", "evening session"]
+    assert names == ["Überläufer", "arithmetic", "Pig Latin", "evening session"]
     assert [row.group for row in rows] == ["rl", "rl", "sft", ""]
 
 
@@ -103,7 +105,7 @@ def test_a_table_has_only_the_owners_runs_and_those_of_a_session(table, scene):
     assert scene.journal.run_table.page(None, RunQuery(), limit=2, offset=1).total == 4
     (_, second, *_) = table()[1]
     assert table(session_id=second.model.session_id)[0] == ["arithmetic"]
-    assert scene.journal.run_table.names_of_columns([row.model.id for row in table()[1]]) == ["reward"]
+    assert scene.journal.run_table.names_of_columns([row.model.id for row in table()[1]]) == ["a/reward", "reward"]
 
 
 def test_runs_that_ended_without_work_are_found_by_a_search_or_in_their_session(table, scene, save):

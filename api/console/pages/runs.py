@@ -208,6 +208,7 @@ async def _curves(visit: Visit, runs: Sequence[str], view: ChartView) -> tuple[l
             "models": models,
             "names": names,
             "compared": compared,
+            "rewards": [run.reward for run in found],
             "state": state,
             "going": any(model.state in TAKES_WORK for model in models),
             "measured": any(run.curve.points or run.metrics for run in found),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tinkerflow.api.console.curves import ChartView, RunCurves, chart_view, charts, smoothed, steps_by_place
+from tinkerflow.api.console.render import NONE
 from tinkerflow.backend.journal import Curve, Metric, StepFigures
 
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)
@@ -45,10 +46,12 @@ def test_a_view_is_in_the_query_of_a_link_and_nothing_else() -> None:
 
 
 def test_rewards_come_before_the_loss_and_a_smoothed_line_has_its_values_behind_it() -> None:
-    part = run([1, 2, 3], Metric("kl", ((1, 1.0),)), Metric("reward", ((1, 0.0), (3, 1.0))))
+    rewards = (Metric("held_out_reward", ((1, 0.5),)), Metric("reward", ((1, 0.0), (3, 1.0))))
+    part = run([1, 2, 3], Metric("kl", ((1, 1.0),)), *rewards)
     drawn = charts([part], chart_view(smooth=0.6))
     titles = [str(one).split("<figcaption>")[1].split("<")[0].strip() for one in drawn]
-    assert titles == ["reward", "Loss per weight", "kl", "Gradient norm"]
+    assert titles == ["reward", "held_out_reward", "Loss per weight", "kl", "Gradient norm"]
+    assert (part.reward, run([1]).reward) == (1.0, None)
     assert 'class="faint line-0"' in drawn[0] and 'class="faint' not in charts([part], chart_view())[0]
 
 
@@ -96,3 +99,17 @@ def test_runs_of_others_are_not_archived(server: Any, journal: Any, engine: Any,
     found["ann"].send("/training_runs/archive", {"run": found["ann's"]})
     assert journal.models.get(found["ann's"], None).archived
     assert found["ann"].post("/training_runs/archive", {"run": found["ann's"]}).status_code == 403, "no mark"
+
+
+def test_a_run_that_reports_a_reward_shows_it_in_tables(
+    browser: Any, server: Any, engine: Any, journal: Any, put_steps: Any
+) -> None:
+    runs = [server.model(), server.model()]
+    for run in runs:
+        put_steps(run, 4)
+    journal.run_metrics.record(runs[0], "local", {1: {"reward": 0.25}, 4: {"reward": 0.75}})
+    table = browser.get("/training_runs").text
+    assert '<td class="n"><span class="soft">reward</span> 0.75</td>' in table and '<td class="n">2.5</td>' in table
+    compared = browser.get("/compare", params={"run": runs}).text
+    assert f"<th>Last reward</th><td>0.75</td><td>{NONE}</td>" in compared
+    assert "Last reward" not in browser.get("/compare", params={"run": runs[1:]}).text

@@ -315,7 +315,7 @@ def test_pages_with_a_thousand_runs_and_a_long_run_take_few_statements_and_read_
             ("/", 30, 100),
             ("/training_runs", 10, 100),
             ("/sessions", 10, 100),
-            (f"/sessions/{things.session}", 10, 110),
+            (f"/sessions/{things.session}", 10, 130),
             ("/checkpoints", 10, 100),
             ("/samples", 30, 100),
             ("/usage", 10, 100),
