@@ -24,11 +24,15 @@ LOCK = "up.lock"  # the process that serves a data dir holds its lock
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that serves a data dir, and its API, once that is known."""
+    """The process that serves a data dir, and its API, once that is known.
+
+    stopped: when it stopped; "" if it serves or was killed; None in files of earlier releases.
+    """
 
     pid: int
     since: str
     api_url: str = ""
+    stopped: str | None = None
 
 
 def read_owner(data_dir: Path) -> Owner | None:
@@ -38,10 +42,18 @@ def read_owner(data_dir: Path) -> Owner | None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return Owner(**json.loads(lock.read()))
-    except (OSError, ValueError, TypeError):
+                return last_owner(data_dir)
+    except OSError:
         pass
     return None
+
+
+def last_owner(data_dir: Path) -> Owner | None:
+    """The process that serves a data dir, or else the last one that did; None when none did."""
+    try:
+        return Owner(**json.loads((data_dir / LOCK).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 @contextmanager
@@ -61,8 +73,12 @@ def opened_journal(settings: Settings) -> Iterator[Journal | None]:
 
 
 def service_url(settings: Settings) -> str:
-    """URL of the data dir's API, as its `tinkerflow up` has it, or else of the settings' host and port."""
-    owner = read_owner(settings.data_dir)
+    """URL of the data dir's API, as its `tinkerflow up` has it, or else of a host or port that is set.
+
+    Without either, the URL of its last `tinkerflow up`.
+    """
+    given = {"host", "port"} & settings.model_fields_set
+    owner = (read_owner if given else last_owner)(settings.data_dir)
     return owner.api_url if owner and owner.api_url else url_of(settings.host, settings.port)
 
 

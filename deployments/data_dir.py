@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
@@ -18,6 +18,7 @@ from typing import IO
 from tinkerflow.backend.core.disk import OTHERS, make_folder, make_private, open_private
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.service import LOCK, Owner, read_owner
+from tinkerflow.deployments.options import minute
 
 NEEDED_BYTES = 100 * 2**20
 
@@ -38,9 +39,7 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
             refuse_served(data_dir)
             raise _served(data_dir, "another process")  # it has not written its name yet, or another release wrote it
         try:
-            lock.truncate(0)
-            lock.write(json.dumps(asdict(Owner(os.getpid(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", api_url))))
-            lock.flush()
+            _write_owner(lock, owner := Owner(os.getpid(), minute(datetime.now(UTC)), api_url, stopped=""))
         except OSError as error:
             raise _unusable(data_dir, error) from error
         if (free := shutil.disk_usage(data_dir).free) < NEEDED_BYTES:
@@ -50,7 +49,17 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
                 "another --data-dir"
             )
         make_private(*open_to_others(data_dir))
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a full disk
+                _write_owner(lock, replace(owner, stopped=minute(datetime.now(UTC))))
+
+
+def _write_owner(lock: IO[str], owner: Owner) -> None:
+    lock.truncate(0)
+    lock.write(json.dumps(asdict(owner)))
+    lock.flush()
 
 
 def make_data_dir(data_dir: Path) -> None:

@@ -23,14 +23,16 @@ from tinkerflow.backend.core.clock import Clock, SystemClock
 from tinkerflow.backend.core.errors import StoreError, TinkerflowError, UserError
 from tinkerflow.backend.core.prefect_access import server_for_clients
 from tinkerflow.backend.journal import AWAY
+from tinkerflow.backend.journal.leases import PAUSE_SECONDS
 from tinkerflow.backend.pool.host.devices import accelerator, expected, seen
-from tinkerflow.backend.service import opened_journal, read_owner, refuse_other_service, service_url
+from tinkerflow.backend.service import last_owner, opened_journal, read_owner, refuse_other_service, service_url
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.checkpoint import RUNS
 from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.deployments.data_dir import NEEDED_BYTES, open_to_others
 from tinkerflow.deployments.options import database_of, minute
+from tinkerflow.deployments.status import ended
 
 _PLUGINS = {"cuda": ("gpu", ("jax-cuda13-plugin", "jax-cuda12-plugin")), "tpu": ("tpu", ("libtpu",))}  # by platform
 _NO_DATABASE = "there is no database yet; `tinkerflow up` makes it"
@@ -110,15 +112,26 @@ def check_journal(settings: Settings) -> str:
 
 
 def check_processes(settings: Settings, clock: Clock | None = None) -> str:
-    """Last heartbeat of each part, the reasons why groups wait, and the requests that a lost group was executing."""
+    """Last heartbeat of each part, the reasons why groups wait, and the requests that a lost group was executing.
+
+    UserError when the service was killed, or a part of it is silent.
+    """
     with opened_journal(settings) as journal:
         if journal is None:
             return _NO_DATABASE
         found = journal.recovery.health()
     now = (clock or SystemClock()).now()
-    lines = [
-        f"{part} beat {max(0.0, (now - at).total_seconds()):.0f} s ago" for part, at in sorted(found.beats.items())
-    ]
+    owner, last = read_owner(settings.data_dir), last_owner(settings.data_dir)
+    if owner is None and last is not None and last.stopped == "":
+        raise UserError(ended(last))
+    ages = {part: max(0.0, (now - at).total_seconds()) for part, at in sorted(found.beats.items())}
+    if owner is None and ages.get("engine") is None and ages.get("api", 0.0) > PAUSE_SECONDS:
+        ages = {}  # it was stopped, and only the engine's lease says so
+    lines = [f"{part} beat {age:.0f} s ago" for part, age in ages.items()]
+    if any(age > PAUSE_SECONDS for age in ages.values()):
+        raise UserError(
+            f"{'; '.join(lines)}: silent for more than {PAUSE_SECONDS:.0f} s; start it again, or see its log"
+        )
     lines += [f"{model} waits: {reason}" for model, reason in sorted(found.waits.items())]
     if found.suspects:
         lines.append(f"{found.suspects} pending request(s) were being executed when a worker group ended")

@@ -12,13 +12,21 @@ from rich.text import Text
 
 from tinkerflow.backend.core.errors import ServerError, TinkerflowError, UserError
 from tinkerflow.backend.journal import AWAY, Journal
-from tinkerflow.backend.service import api_answers, opened_journal, read_owner, refuse_other_service, service_url
+from tinkerflow.backend.service import (
+    Owner,
+    api_answers,
+    last_owner,
+    opened_journal,
+    read_owner,
+    refuse_other_service,
+    service_url,
+)
 from tinkerflow.backend.settings import Settings
 
 
 def show_status(settings: Settings, console: Console) -> bool:
     """Print the state of the service; return whether its own API answers."""
-    owner, url = read_owner(settings.data_dir), service_url(settings)
+    owner, last, url = read_owner(settings.data_dir), last_owner(settings.data_dir), service_url(settings)
     problem = _problem(settings, url)
     table = Table(show_header=False, box=None)
 
@@ -26,7 +34,11 @@ def show_status(settings: Settings, console: Console) -> bool:
         table.add_row(name, Text(value, style))
 
     show("data dir", f"{settings.data_dir}, {shutil.disk_usage(_existing(settings)).free / 2**30:.1f} GiB free")
-    show("served by", f"process {owner.pid} since {owner.since}" if owner else "no `tinkerflow up` of this data dir")
+    if owner:
+        served_by = f"process {owner.pid} since {owner.since}"
+    else:
+        served_by = "no `tinkerflow up` of this data dir" + (f"; {ended(last)}" if last else "")
+    show("served by", served_by)
     show("API", problem or f"{url}: answers", "red" if problem else "green")
     try:
         with opened_journal(settings) as journal:
@@ -53,6 +65,12 @@ def _show_work(journal: Journal, show: Callable[[str, str], None]) -> None:
     show("waiting", "requests of {} model(s), {} sample request(s)".format(*waiting))
     keys = [key for key in journal.keys.all() if key.revoked_at is None]
     show("keys", f"{len(keys)} usable" if keys or journal.keys.has_any() else "none: loopback accepts every tml- key")
+
+
+def ended(last: Owner) -> str:
+    """How the last `tinkerflow up` of a data dir ended."""
+    how = f"stopped {last.stopped}" if last.stopped else "was killed" if last.stopped == "" else "has ended"
+    return f"process {last.pid} at {last.api_url} {how}; `tinkerflow up` starts it again"
 
 
 def _problem(settings: Settings, url: str) -> str:

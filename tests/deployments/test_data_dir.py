@@ -8,22 +8,24 @@ import os
 import sqlite3
 import tarfile
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import orjson
 import pytest
+from tests.manual_clock import ManualClock
 from typer.testing import CliRunner
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import Kind, NewModel, NewRequest, NewSession
-from tinkerflow.backend.service import LOCK, read_owner
+from tinkerflow.backend.service import LOCK, read_owner, service_url
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.backup import restore_backup, write_backup
 from tinkerflow.deployments.commands import command_line
 from tinkerflow.deployments.commands.key import _id_of
 from tinkerflow.deployments.data_dir import open_to_others, owned
-from tinkerflow.deployments.doctor import check_data_dir
+from tinkerflow.deployments.doctor import check_data_dir, check_processes
 from tinkerflow.deployments.options import plain_console
 from tinkerflow.deployments.parts import open_journal
 from tinkerflow.deployments.status import show_status
@@ -72,9 +74,45 @@ def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path: Path) -
         pass
     first.kill()
     first.join()
+    settings = Settings(data_dir=tmp_path)
     with owned(tmp_path, "x"):
         assert read_owner(tmp_path) is not None
+        assert service_url(settings) == "x"
     assert read_owner(tmp_path) is None
+    assert service_url(settings) == "x", "of the last one, and not port 8000"
+    assert service_url(Settings(data_dir=tmp_path, port=81)) == "http://127.0.0.1:81"
+
+
+def test_a_service_that_was_killed_is_no_healthy_one_and_a_stopped_one_is(tmp_path: Path) -> None:
+    def shown() -> str:
+        said = io.StringIO()
+        assert not show_status(settings, plain_console(file=said, width=200))
+        return said.getvalue()
+
+    settings = Settings(data_dir=tmp_path)
+    with open_journal(settings) as journal:
+        journal.leases.beat()
+    context = multiprocessing.get_context("spawn")
+    owns, ends = context.Event(), context.Event()
+    first = context.Process(target=_own, args=(str(tmp_path), owns, ends))
+    first.start()
+    assert owns.wait(120)
+    assert check_processes(settings).startswith("api beat")
+    first.kill()
+    first.join()
+    killed = f"process {first.pid} at http://127.0.0.1:1 was killed; `tinkerflow up` starts it again"
+    with pytest.raises(UserError, match=f"^{killed}$"):
+        check_processes(settings)
+    assert killed in shown() and "http://127.0.0.1:1: does not answer" in shown()
+    with owned(tmp_path, "http://127.0.0.1:2"):
+        pass
+    assert "at http://127.0.0.1:2 stopped 20" in shown() and "http://127.0.0.1:2: does not answer" in shown()
+    hour = ManualClock(datetime.now(UTC) + timedelta(hours=1))
+    assert check_processes(settings, hour).startswith("none is running")
+    with open_journal(settings) as journal:
+        journal.leases.acquire("an engine of parts, that is killed")
+    with pytest.raises(UserError, match=r"engine beat \d+ s ago: silent for more than 15 s; start it again"):
+        check_processes(settings, hour)
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
