@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import sqlalchemy as sa
 from sqlmodel import Field, col
@@ -12,7 +12,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Json, Table, Text
-from tinkerflow.backend.journal.quotas import Limits
+from tinkerflow.backend.journal.quotas import Limits, use_of
 
 SETTINGS = [f"max_{limit.name}" for limit in fields(Limits)]
 _MOST = 2**62
@@ -25,6 +25,16 @@ class ProjectLimit(Table, table=True):
 
     project: str = Field(primary_key=True, sa_type=Text(NAME_BYTES))
     limits: dict[str, int] = Field(sa_type=Json())
+
+
+@dataclass(frozen=True)
+class LimitUse:
+    """A limit that applies to a project. setting: its name. own: the project has it in the place of the setting's."""
+
+    setting: str
+    used: int
+    most: int
+    own: bool
 
 
 class ProjectLimits(Aggregate):
@@ -63,6 +73,14 @@ class ProjectLimits(Aggregate):
         with self._read() as connection:
             own = connection.execute(_OF_PROJECT, {"project": project}).scalar_one_or_none()
         return replace(settings, **(own or {}))
+
+    def use(self, project: str, settings: Limits) -> list[LimitUse]:
+        """The limits that apply to a project, with its use of them now. settings: as in `of`."""
+        with self._read() as connection:
+            own = connection.execute(_OF_PROJECT, {"project": project}).scalar_one_or_none() or {}
+            limits = replace(settings, **own)
+            used = use_of(connection, project, limits, self._now())
+        return [LimitUse(f"max_{name}", n, getattr(limits, name), name in own) for name, n in used.items()]
 
 
 _OF_PROJECT = sa.select(col(ProjectLimit.limits)).where(col(ProjectLimit.project) == sa.bindparam("project"))

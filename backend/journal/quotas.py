@@ -14,7 +14,8 @@ ix_asset_owner_size_bytes. Kept data can be millions of rows, so one row of `pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 from sqlmodel import col
@@ -25,6 +26,7 @@ from tinkerflow.backend.journal.tables import (
     TAKES_WORK,
     AssetRow,
     Checkpoint,
+    FeedbackRow,
     Kind,
     Model,
     ProjectTotal,
@@ -283,5 +285,29 @@ def check_kept(connection: sa.Connection, owner: str, limits: Limits, *kept: str
         raise UserError(failure[0])
 
 
-def _count(connection: sa.Connection, statement: sa.Select[tuple[int]], owner: str, **more: int) -> int:
+# ------------------------------------------------------------------ for people
+_RATED = sa.select(col(FeedbackRow.id)).where(
+    col(FeedbackRow.owner) == _OWNER, col(FeedbackRow.at) > sa.bindparam("day")
+)
+_RATED_TODAY = sa.select(sa.func.count()).select_from(_RATED.limit(sa.bindparam("at_most")).subquery())
+
+
+def use_of(connection: sa.Connection, owner: str, limits: Limits, now: datetime) -> dict[str, int]:
+    """What the project uses of each of its limits, by the name of the field of Limits. At most seven statements."""
+    applying = {name: most for name, most in asdict(limits).items() if most}
+    pending = {"queued_tokens": _SUM_TOKENS, "queued_bytes": _SUM_BYTES, "live_models": _COUNT_MODELS}
+    counted = {**pending, "stored_bytes": _COUNT_STORED, "sampling_requests": _COUNT_SAMPLES}
+    bounds = {"at_most": 0, "day": now - timedelta(days=1)}
+    total = connection.execute(sa.select(ProjectTotal).where(col(ProjectTotal.owner) == owner)).one_or_none()
+    used = {}
+    for name, most in applying.items():
+        if name in counted or name == "feedback_per_day":
+            statement = counted.get(name, _RATED_TODAY)
+            used[name] = _count(connection, statement, owner, **(bounds | {"at_most": most}))
+        else:
+            used[name] = 0 if total is None else int(getattr(total, name))
+    return used
+
+
+def _count(connection: sa.Connection, statement: sa.Select[tuple[int]], owner: str, **more: object) -> int:
     return int(connection.execute(statement, {"owner": owner, **more}).scalar_one())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Limits
+from tinkerflow.backend.journal.project_limits import SETTINGS
 
 
 def test_limits_of_a_project_replace_those_of_the_settings(scene: Any) -> None:
@@ -25,6 +27,20 @@ def test_limits_of_a_project_replace_those_of_the_settings(scene: Any) -> None:
     assert own.all() == {} and scene.journal.keys.verify(secret).limits is None
     events = [(one.event, one.actor) for one in scene.journal.audit.entries("search")]
     assert events.count(("project_limits_set", "service")) == 3
+
+
+def test_the_use_of_each_limit_is_counted(scene: Any, save: Any) -> None:
+    every = Limits(**{limit.name: 10**6 for limit in fields(Limits)})
+    model = scene.model()
+    save(model, "kept")
+    scene.submit(model, 2)
+    used = {one.setting: one.used for one in scene.journal.project_limits.use("local", every)}
+    assert list(used) == SETTINGS
+    assert (used["max_live_models"], used["max_sessions"], used["max_training_runs"]) == (1, 1, 1)
+    assert used["max_stored_bytes"] > 0 and used["max_kept_bytes"] > 0 and used["max_samplers"] == 0
+    stranger = scene.journal.project_limits.use("other", every)
+    assert {one.used for one in stranger} == {0} and not any(one.own for one in stranger)
+    assert scene.journal.project_limits.use("other", Limits()) == []
 
 
 def test_wrong_limits_are_refused_by_name(scene: Any) -> None:

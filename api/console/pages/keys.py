@@ -15,8 +15,10 @@ from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.plot import LINES, Line
 from tinkerflow.backend.journal import KeyView, UsageKind, actor_of_key
 from tinkerflow.backend.journal.keys import LONGEST_NAME
+from tinkerflow.backend.journal.project_limits import LimitUse
 
 _DAYS = 30
+_PROJECTS = 20  # with limits of their own, shown; `tinkerflow limit list` has all
 NAMES = {  # kinds of usage, as pages show them
     UsageKind.TRAINING: "trained",
     UsageKind.PREFILL: "prompt",
@@ -95,10 +97,19 @@ async def usage_page(visit: Visiting) -> Response:
             "kinds": list(NAMES.values()),
             "projects": sorted(by_project.items()),
             "figure": chart("Tokens by day", lines, across="days, 0 is today") if lines else None,
+            "limited": _limited(visit),
             "stored": visit.journal.usage.stored_now(visit.owner),
         }
 
     return visit.page("usage.html", **await asyncio.to_thread(read))
+
+
+def _limited(visit: Visit) -> list[tuple[str, list[LimitUse]]]:
+    """The limits of the visitor's project with their use; for admins, also those of projects that have their own."""
+    limits, projects = visit.journal.project_limits, [visit.call.owner]
+    if visit.owner is None:
+        projects += [project for project in limits.all() if project not in projects][:_PROJECTS]
+    return [(project, limits.use(project, visit.call.services.limits)) for project in projects]
 
 
 def _visible(visit: Visit) -> list[KeyView]:

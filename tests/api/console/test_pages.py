@@ -252,7 +252,18 @@ def test_what_was_used_is_drawn_and_added_up(browser: Any, server: Any, furnish:
 
     with server.journal.results._write() as connection:
         _add_usage(connection, engine_answers, server.clock.now())
+    server.journal.project_limits.set("local", {"max_live_models": 7, "max_feedback_per_day": 5, "max_sessions": 0})
+    server.journal.project_limits.set("search", {"max_stored_bytes": 10**9})
     page = browser.get("/usage").text
+    limit = '<tr><td>{}</td><td><code>{}</code></td><td class="n">{}</td><td class="n">{}</td><td>for {}</td></tr>'
+    for shown in (
+        ("local", "max_live_models", 1, 7, "this project"),
+        ("local", "max_feedback_per_day", 0, 5, "this project"),
+        ("local", "max_training_runs", 1, "100,000", "all projects"),
+        ("search", "max_stored_bytes", "0 B", "1 GB", "this project"),
+    ):
+        assert limit.format(*shown) in page, shown
+    assert "max_sessions</code>" not in page.split("<td>search")[0], "no limit"
     assert "1,234" in page and "Tokens by day" in page and "Stored now" in page
     assert "Tokens by hour" in browser.get("/samples").text
     assert "local: 100 %" in browser.get("/pool").text
