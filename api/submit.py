@@ -23,6 +23,7 @@ from tinkerflow.api.call import CONTROL_BYTES, Call
 from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.catalog.model_card import ModelCard, alias_of, image_processor
 from tinkerflow.backend.core.errors import NotFoundError, TinkerflowError, UserError
+from tinkerflow.backend.core.ids import about_id
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.journal import Journal, Kind, NewRequest
 from tinkerflow.backend.spec.limits import MAX_ASSETS
@@ -147,7 +148,7 @@ def base_model_card(journal: Journal, base_model: str | None) -> ModelCard:
     """The card of a base model, by its name or its alias; NotFoundError when it is not served here."""
     cards = stored_cards(journal)
     if base_model not in cards:
-        near = did_you_mean(base_model or "", cards)
+        near = about_id(base_model or "") or did_you_mean(base_model or "", cards)
         raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(cards)}{near}")
     return ModelCard.from_json(cards[base_model])
 

@@ -21,6 +21,7 @@ from tinkerflow.backend.catalog.champions import champion_names, newest_champion
 from tinkerflow.backend.catalog.control_tokens import ControlTokens
 from tinkerflow.backend.catalog.model_card import ModelCard, alias_of
 from tinkerflow.backend.core.errors import ContextExceededError, NotFoundError, UserError
+from tinkerflow.backend.core.ids import about_id
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
@@ -166,7 +167,7 @@ def _newest_of_run(call: Call, run_id: str) -> str:
         newest = call.journal.models.run(run_id, call.owner).last_sampler_checkpoint
     except NotFoundError as error:
         rule = "a base model that is served here, a tinker:// path, a training run's id, or champion/NAME"
-        near = did_you_mean(run_id, stored_cards(call.journal))
+        near = about_id(run_id) or did_you_mean(run_id, stored_cards(call.journal))
         raise NotFoundError(f"model {run_id!r} does not exist: must be {rule}{near}") from error
     if newest is None:
         raise NotFoundError(f"model {run_id!r} has no weights for samplers yet: save_weights_for_sampler makes them")

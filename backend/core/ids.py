@@ -12,6 +12,12 @@ LOCAL_OWNER = "local"  # the project of callers on a server that only its own ma
 IMPORTED = "imported"  # the name of an imported checkpoint in its run
 _ALPHABET = "0123456789abcdefghijklmnopqrstuv"
 NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', not starting with '.'"
+_KINDS = {"": "a session", "train": "a training run", "sample": "a sampler", "loss": "a custom loss"}
+_OTHERS = {"req": "a request", "key": "a key", "upload": "an upload"}
+_OURS = re.compile(
+    r"(tinker://)?(?P<session>(sess|import)-[0-9a-v]{16})(:(?P<kind>train|sample|loss):(?P<number>\d+))?/?"
+    rf"|(?P<other>{'|'.join(_OTHERS)})-[0-9a-v]{{16}}"
+)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
@@ -42,6 +48,21 @@ def session_of(model: str) -> str:
 def sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
     """`{session}:sample:{n}`."""
     return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
+def about_id(text: str) -> str:
+    """The end of an error about an id of ours where another value belongs, with the likely one; "" for other texts.
+
+    It is about the form of the id alone, and never says whether the id exists.
+    """
+    if (found := _OURS.fullmatch(text)) is None:
+        return ""
+    if found["other"]:
+        return f" (this is the id of {_OTHERS[found['other']]})"
+    session, kind = found["session"], found["kind"] or ""
+    run = f"{session}:train:{found['number'] if kind == 'train' else 0}"
+    runs = "" if kind == "train" else f"a training run of {'its session' if kind else 'it'} is {run!r}, "
+    return f" (this is the id of {_KINDS[kind]}: {runs}a checkpoint is 'tinker://{run}/sampler_weights/NAME')"
 
 
 def inflight_id(model_id: str) -> str:

@@ -18,7 +18,7 @@ from sqlmodel import col
 
 from tinkerflow.backend.core.clock import add_seconds
 from tinkerflow.backend.core.errors import NotFoundError, UserError
-from tinkerflow.backend.core.ids import CheckpointKind, base_model_name, new_id
+from tinkerflow.backend.core.ids import CheckpointKind, about_id, base_model_name, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import (
     Aggregate,
@@ -344,7 +344,7 @@ def _key_of_run(connection: sa.Connection, run_id: str) -> str:
 
 
 def _missing(path: str) -> NotFoundError:
-    return NotFoundError(f"checkpoint {path!r} does not exist")
+    return NotFoundError(f"checkpoint {path!r} does not exist{about_id(path)}")
 
 
 # ------------------------------------------------------------------ tokens

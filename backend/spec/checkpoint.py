@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Self
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.core.ids import NAME_RULE, CheckpointKind, is_name
+from tinkerflow.backend.core.ids import NAME_RULE, CheckpointKind, about_id, is_name
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 from tinkerflow.backend.spec.ranks import LoraSpec
 
@@ -68,7 +68,9 @@ class CheckpointPath:
         scheme, separator, rest = text.partition("://")
         parts = rest.split("/")
         if scheme != "tinker" or not separator or len(parts) != 3:
-            raise UserError(f"checkpoint path {text!r}: must be tinker://<run id>/<{'|'.join(KINDS)}>/<name>")
+            raise UserError(
+                f"checkpoint path {text!r}: must be tinker://<run id>/<{'|'.join(KINDS)}>/<name>{about_id(text)}"
+            )
         return cls(*parts)
 
     @classmethod

@@ -66,6 +66,13 @@ def test_models_are_listed_and_shown(server: Running, lettered: ModelCard) -> No
     assert missing.json()["error"]["code"] == "not_found"
     empty = post(server, "completions", {"model": "", "prompt": "b"})
     assert empty.json()["error"]["message"].startswith("model '' does not exist: must be a base model")
+    session = server.session()
+    mistaken = post(server, "completions", {"model": session, "prompt": "b"}).json()["error"]["message"]
+    assert f"(this is the id of a session: a training run of it is '{session}:train:0'" in mistaken
+    opening = {"session_id": session, "sampling_session_seq_id": 0}
+    for name in ("base_model", "model_path"):
+        refused = server.post("create_sampling_session", {**opening, name: session})
+        assert refused.status_code == 404 and f"'tinker://{session}:train:0/sampler_weights/" in refused.text
 
 
 def test_a_completion_has_ids_tokens_and_logprobs(server: Running, engine: Engine, lettered: ModelCard) -> None:

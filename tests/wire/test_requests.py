@@ -35,6 +35,7 @@ def decode_optim_step(payload: bytes) -> object:
     return OptimStepBody.decode(payload).params
 
 
+SESSION = "sess-0123456789abcdef"
 PATH = "tinker://sess-1:train:0/weights/a"
 
 
@@ -191,6 +192,18 @@ WRONG: list[Wrong] = [
     (CreateModel.decode, of(base_model="m", user_metadata=[1]), "user_metadata is [1]: must be"),
     (CreateModel.decode, of(base_model="m\0"), "base_model is 'm\\x00': must be a string without NUL"),
     (LoadModel.decode, of(path="/etc/passwd"), "checkpoint path '/etc/passwd': must be tinker://"),
+    (
+        LoadModel.decode,
+        of(path=SESSION),
+        f"is the id of a session: a training run of it is '{SESSION}:train:0', a check",
+    ),
+    (LoadModel.decode, of(path=f"tinker://{SESSION}:train:2/"), f"checkpoint is 'tinker://{SESSION}:train:2/sampler_w"),
+    (
+        LoadModel.decode,
+        of(path=f"{SESSION}:sample:2"),
+        f"a sampler: a training run of its session is '{SESSION}:train:0",
+    ),
+    (LoadModel.decode, of(path="req-0123456789abcdef"), "<name> (this is the id of a request)"),
     (LoadModel.decode, of(path="tinker://a/other/b"), "checkpoint kind 'other': must be one of weights"),
     (
         LoadModel.decode,
