@@ -91,7 +91,7 @@ def check_first_rows(parameters: AnyParameters) -> None:
         if not total or (bad and (total < _FIRST_ROWS or not read.good)):
             report = DataReport(
                 url=source.url, schema_name=read.reader.schema, digest="", rows=len(read.good), bad_rows=bad,
-                duplicates=0, characters=0, first_errors=read.bad[:1],
+                duplicates=0, characters=0, first_errors=read.bad,
             )  # fmt: skip
             refuse_bad(source, report)
         read.refuse_schema(source, checked.use)

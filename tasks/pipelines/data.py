@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
-from tinkerflow.tasks.pipelines.row_errors import RowError, shorten, show
+from tinkerflow.tasks.pipelines.row_errors import FEW, RowError, left_out, shorten, show, too_many_wrong
 from tinkerflow.tasks.pipelines.rows import ALL_FIELDS, Form, Row, RowReader, Schema, forms_of, guess_form
 from tinkerflow.tasks.pipelines.sources import DataSource, Item, RawRow, read_rows
 from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
@@ -54,6 +54,7 @@ class BadRow(BaseModel):
     where: str = Field(description="the first of the rows")
     error: str
     rows: int = 1
+    also: list[str] = Field([], description="the next of the rows, at most two")
     columns: dict[str, str] = Field({}, description="an example of columns that would make the rows right")
     ignore: list[str] = Field([], description="fields without which the rows would be right")
 
@@ -61,7 +62,7 @@ class BadRow(BaseModel):
         """The problem for people."""
         if self.rows == 1:
             return f"{self.where}: {self.error}"
-        return f"{self.rows} rows: {self.error}; first at {self.where}"
+        return f"{self.rows} rows: {self.error}; first at {', '.join([self.where, *self.also])}"
 
 
 @dataclass
@@ -69,6 +70,7 @@ class _Problem:
     where: str
     error: RowError | str
     rows: int = 0
+    also: list[str] = field(default_factory=list)
 
 
 class DataReport(BaseModel):
@@ -92,11 +94,19 @@ class DataReport(BaseModel):
     tokenized: str = Field("", description="key of the rows' tokens in the work folder, for `load_examples`")
 
     def summary(self) -> str:
-        """How many rows are used and left out on one line, with the first reason."""
+        """How many rows are used and left out on one line, with the first reasons and the place of all."""
         parts = [f"{self.rows} rows"]
-        parts += [f"{self.bad_rows} left out ({self.first_errors[0]})"] if self.bad_rows else []
+        parts += [f"{self.bad_rows} left out ({self._reasons()})"] if self.bad_rows else []
         parts += [f"{self.too_long} sequences over max_tokens left out"] if self.too_long else []
         return ", ".join(parts)
+
+    def _reasons(self) -> str:
+        lines, everywhere = [], f"{self.quarantine} in the work folder" if self.quarantine else ""
+        for bad in self.first_errors:
+            more = bad.rows - 1 - len(bad.also)
+            also = f" (also {', '.join(bad.also)}{f' and {more} more' if more else ''})" if bad.also else ""
+            lines.append(f"{bad.where}: {bad.error}{also}")
+        return left_out(lines, everywhere)
 
 
 class DataCheckError(UserError):
@@ -125,12 +135,13 @@ class ReadRows:
     def bad(self) -> list[BadRow]:
         """The problems of bad rows, in the order of their first rows."""
         return [
-            BadRow(where=one.where, error=one.error, rows=one.rows)
+            BadRow(where=one.where, error=one.error, rows=one.rows, also=one.also)
             if isinstance(one.error, str)
             else BadRow(
                 where=one.where,
                 error=one.error.of(self.reader.parameter),
                 rows=one.rows,
+                also=one.also,
                 columns=one.error.columns,
                 ignore=one.error.ignore,
             )
@@ -142,6 +153,8 @@ class ReadRows:
         message = error if isinstance(error, str) else error.of(self.reader.parameter)
         key = error if isinstance(error, str) else error.problem
         problem = self._problems.setdefault(key, _Problem(raw.where, error))
+        if 0 < problem.rows < FEW:
+            problem.also.append(raw.where)
         problem.rows += 1
         if isinstance(error, RowError) and isinstance(problem.error, RowError) and not error.columns:
             more = [name for name in error.ignore if name not in problem.error.ignore]
@@ -368,14 +381,10 @@ def refuse_bad(source: DataSource, report: DataReport) -> None:
     total = report.rows + report.bad_rows
     if not total:
         raise DataCheckError(f"{source.parameter}.url {source.url!r}: is empty: it contains no rows", report)
-    first = f"; first: {report.first_errors[0].where}: {report.first_errors[0].error}" if report.first_errors else ""
+    first = f"; first: {report._reasons()}" if report.first_errors else ""
     if report.bad_rows > source.max_bad_fraction * total:
-        verb = "is" if report.bad_rows == 1 else "are"
-        raise DataCheckError(
-            f"{source.parameter} {source.url}: {report.bad_rows} of {total} rows {verb} wrong, "
-            f"at most {source.max_bad_fraction:.1%} may be left out ({source.parameter}.max_bad_fraction){first}",
-            report,
-        )
+        refused = too_many_wrong(report.bad_rows, total, source.max_bad_fraction, source.parameter)
+        raise DataCheckError(f"{source.parameter} {source.url}: {refused}{first}", report)
     if report.rows < source.min_rows:
         raise DataCheckError(
             f"{source.parameter} {source.url}: {report.rows} good rows, min_rows asks for {source.min_rows}{first}",

@@ -29,7 +29,7 @@ from tinkerflow.tasks.pipelines.environments import (
 )
 from tinkerflow.tasks.pipelines.parameters import JudgeParameters
 from tinkerflow.tasks.pipelines.render import Renderer
-from tinkerflow.tasks.pipelines.row_errors import shorten, show
+from tinkerflow.tasks.pipelines.row_errors import left_out, shorten, show, too_many_wrong
 from tinkerflow.tasks.pipelines.rows import Message, Row
 from tinkerflow.tasks.pipelines.user_code import blocking_reported, call_in_loop, described, user_frames
 
@@ -298,9 +298,9 @@ class Rollouts:
     def refuse_failures(self, rows: int) -> None:
         """Raise UserError when more of the `rows` rows have failed than max_bad_fraction allows."""
         if len(self.failures) > self.max_bad_fraction * rows:
-            prompt, error = next(iter(self.failures.items()))
-            allowed = f"max_bad_fraction allows {self.max_bad_fraction:.1%}"
-            raise UserError(f"{len(self.failures)} of {rows} rows failed, {allowed}; first: {prompt!r}: {error}")
+            refused = too_many_wrong(len(self.failures), rows, self.max_bad_fraction, "data")
+            errors = [f"{prompt!r}: {error}" for prompt, error in self.failures.items()]
+            raise UserError(f"{refused}; first: {left_out(errors, 'the log of the run')}")
 
     def _note_failure(self, prompt: str, error: FailedRowError) -> None:
         if prompt not in self.failures:

@@ -10,6 +10,7 @@ import yaml
 from tinkerflow.backend.core.errors import UserError
 
 _SHOWN = 80  # characters of a wrong value that an error shows
+FEW = 3  # errors on one line
 PLACEHOLDER = "COLUMN"  # in an example of columns, where no column has a likely name
 _LIKELY = {  # names of columns, in lower case, that usually hold a field
     "prompt": ("prompt", "question", "instruction", "input", "query", "q", "frage", "pregunta"),
@@ -62,6 +63,18 @@ class RowError(UserError):
             names, them = ", ".join(map(repr, self.ignore)), "it" if len(self.ignore) == 1 else "them"
             return f"{self._text}; add {names} to {parameter}.ignore to leave {them} out"
         return self._text
+
+
+def left_out(errors: Sequence[str], everywhere: str) -> str:
+    """The first few of the errors on one line. everywhere: the place of all of them; "" = there is none."""
+    more = [f"and {len(errors) - FEW} more"] if len(errors) > FEW else []
+    return "; ".join([*errors[:FEW], *more, *([f"all: {everywhere}"] if everywhere else [])])
+
+
+def too_many_wrong(wrong: int, rows: int, most: float, parameter: str) -> str:
+    """The beginning of an error about more wrong rows than the data set `parameter` allows."""
+    verb = "is" if wrong == 1 else "are"
+    return f"{wrong} of {rows} rows {verb} wrong, at most {most:.1%} may be left out ({parameter}.max_bad_fraction)"
 
 
 def shorten(text: str, most: int = _SHOWN) -> str:

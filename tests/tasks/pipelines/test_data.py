@@ -237,7 +237,7 @@ def test_equal_problems_of_many_rows_are_one_and_name_the_fix(check: Check) -> N
     (problem,) = error.value.report.first_errors
     assert error.value.report.form == "" and problem.columns == {"prompt": "Frage", "completion": "Antwort"}
     text = "60 rows: Frage, Antwort: no form has these fields: a chat has messages; .*a question with its answer has p"
-    assert re.match(text, str(problem)) and str(problem).endswith("; first at rows.jsonl:1")
+    assert re.match(text, str(problem)) and str(problem).endswith("; first at rows.jsonl:1, rows.jsonl:2, rows.jsonl:3")
     assert "for example data.columns: {prompt: Frage, completion: Antwort}" in problem.error
     with pytest.raises(DataCheckError, match=r"first: rows\.jsonl:1: data\.columns\.prompt: 'Question': the column"):
         check(rows, columns={"prompt": "Question", "completion": "Antwort"})
@@ -264,7 +264,14 @@ def test_empty_rows_of_a_table_are_skipped_with_a_note(tmp_path: Path, work: str
 def test_rows_that_are_left_out_are_summed_up_on_one_line(check: Check) -> None:
     assert check(ROWS).summary() == "4 rows"
     report = check([*ROWS, "{"], max_bad_fraction=0.5)
-    assert re.fullmatch(r"4 rows, 1 left out \(rows\.jsonl:5: line: .*must be JSON .*\)", report.summary())
+    assert re.fullmatch(
+        r"4 rows, 1 left out \(rows\.jsonl:5: line: .*must be JSON .*; all: quarantine/\w+\.jsonl in the work folder\)",
+        report.summary(),
+    )
+    faults: list[Any] = ["{"] * 5 + [{"prompt": 1, "completion": "x"}, [], {"a": "b"}, {"c": "d"}]
+    found = check([*ROWS, *faults], max_bad_fraction=1).summary()
+    also = r"rows\.jsonl:5: line: .* \(also rows\.jsonl:6, rows\.jsonl:7 and 2 more\); rows\.jsonl:10: .*; rows.*:11: "
+    assert re.search(also, found) and "and 1 more; all: quarantine/" in found
     run: Any = SimpleNamespace(reports={"data": check(ROWS), "held_out": report})
     assert PreparedRun.used_rows.fget(run).startswith("4 rows; held_out: 4 rows, 1 left out (rows.jsonl:5")  # type: ignore[attr-defined]
 
@@ -282,7 +289,7 @@ def test_a_csv_file_of_a_spreadsheet_in_another_language(tmp_path: Path, work: s
         assert "udc" not in error.value.message
     (tmp_path / "rows.csv").write_text('prompt,completion\na,b\n"c,d\n')
     with pytest.raises(
-        UserError, match=r"rows\.csv:3: line: must be CSV: a quote \(\"\) opens here and is not closed$"
+        UserError, match=r"rows\.csv:3: line: must be CSV: a quote \(\"\) opens here and is not closed; all: quar"
     ):
         check_source(DataSource(url=str(tmp_path / "rows.csv")), work, renderer, SFT)
     for text in ("", "prompt,completion\n"):

@@ -267,8 +267,14 @@ async def test_a_row_that_fails_is_left_out_while_the_data_allows_it(
     assert [[episode.reward for episode in group] for group in groups] == [[1.0, 1.0]]
     assert list(rollouts.failures) == ["Bad"] and FAULTS[fault] in rollouts.failures["Bad"]
     rollouts.refuse_failures(2)
-    with pytest.raises(UserError, match=r"1 of 3 rows failed, max_bad_fraction allows 0\.0%; first: 'Bad'"):
+    with pytest.raises(
+        UserError, match=r"1 of 3 rows is wrong, at most 0\.0% may be left out \(data\.max_bad_fraction\); first: 'Bad'"
+    ):
         Rollouts(renderer, Failing, 2, 4, failures=rollouts.failures).refuse_failures(3)
+    many = {f"row {n}": "a fault" for n in range(5)}
+    few = r"5 of 9 rows are wrong, .*: 'row 0': a fault; 'row 1': a fault; 'row 2': a fault; and 2 more; all: the log"
+    with pytest.raises(UserError, match=few):
+        Rollouts(renderer, Failing, 2, 4, failures=many).refuse_failures(9)
     earlier = {"Worse": "a row that failed in another step"}
     with pytest.raises(UserError, match="all 1 rows of this step failed; first: 'Bad': "):
         await Rollouts(renderer, Failing, 2, 4, failures=earlier).groups(Echo(tokenizer), [bad], [1])

@@ -95,7 +95,7 @@ async def test_a_reward_has_an_error_of_the_means_of_rows(tokenizer: Any, render
     assert [one.rated for one in scores.samples] == ["0 (reward 0)"]
     assert [len(group.samples) for group in found.groups] == [3, 3]
     assert found.dropped[0].fate == "left out" and "no sky" in found.dropped[0].reason
-    with pytest.raises(UserError, match="1 of 3 rows failed, max_bad_fraction allows"):
+    with pytest.raises(UserError, match=r"1 of 3 rows is wrong, at most 0\.0% may be left out"):
         await score_reward.fn("mine", sampler, replace(rollouts, max_bad_fraction=0.0), rows, 0, shown=1)
     with pytest.raises(UserError, match="metric loss: these scores have none"):
         scores.beats(scores, "loss", 0.0)
