@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ def _mapping(loader: _ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 _ConfigLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def import_beside(config: Path) -> None:
+    """Let rewards and environments be modules beside the file."""
+    sys.path.insert(0, str(config.resolve().parent))
 
 
 def read_yaml(text: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
-from tinkerflow.deployments.config import read_config
+from tinkerflow.deployments.config import import_beside, read_config
 from tinkerflow.deployments.options import explain
 from tinkerflow.tasks.pipelines.data import (
     DataCheckError,
@@ -116,7 +115,7 @@ def sources_of(url: str | None, config: Path | None, pipeline: str, options: Map
         raise UserError("data check: give either a file, folder or URL, or --config FILE")
     if config is not None:
         values = read_config(config)
-        sys.path.insert(0, str(config.resolve().parent))  # as `tinkerflow run` does
+        import_beside(config)
         parameters = parameters_of(pipeline or _pipeline_of(values), values)
         check_code(parameters)
         return data_sets(parameters)

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shlex
-import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from tinkerflow.backend.core.prefect_access import PrefectAccess, page_command, 
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.service import read_owner
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.config import read_config
+from tinkerflow.deployments.config import import_beside, read_config
 from tinkerflow.deployments.data_check import check_code, check_first_rows, check_server, parameters_of
 from tinkerflow.deployments.options import settings_with
 from tinkerflow.tasks.pipelines.parameters import AnyParameters, PipelineParameters
@@ -74,7 +73,7 @@ def run(
     if config is None:
         return _run_example(console, pipeline, changes, data_dir)
     settings = settings_with(data_dir=data_dir)
-    sys.path.insert(0, str(config.resolve().parent))  # rewards and environments may be modules beside the file
+    import_beside(config)
     values = read_config(config, changes)
     parameters = parameters_of(pipeline, values)
     block = parameters.connection  # of Prefect, which names the service

@@ -34,7 +34,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import make_absolute, read_yaml
 from tinkerflow.deployments.data_check import parameters_of
 from tinkerflow.deployments.options import explain
-from tinkerflow.deployments.run import answers, wait_for_prefect
+from tinkerflow.deployments.run import wait_for_prefect
 from tinkerflow.tasks.pipelines.environments import MAY_IMPORT
 
 if TYPE_CHECKING:
@@ -200,8 +200,7 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
             loop.add_signal_handler(name, asked.set)
         report(f"Prefect: {prefect.api_url}")
         await asyncio.wait((working, asking, watching), return_when=asyncio.FIRST_COMPLETED)
-        is_away = not await asyncio.to_thread(answers, prefect.api_url)
-        is_refused = not is_away and await asyncio.to_thread(refuses, prefect)
+        is_away, is_refused = await asyncio.to_thread(look, prefect)
         for task in (asking, watching):
             task.cancel()
         try:
@@ -234,12 +233,12 @@ async def watch_prefect(
         if (now := moved_to(prefect, data_dir)) is not None:
             report(f"Prefect has moved from {prefect.api_url} to {now.api_url}: serving again from there")
             return
-        was_away, is_away = is_away, not await asyncio.to_thread(answers, prefect.api_url)
+        was_away, (is_away, is_refused) = is_away, await asyncio.to_thread(look, prefect)
         if is_away and not was_away:
             report(f"Prefect at {prefect.api_url} does not answer: no run starts until it does")
         elif was_away and not is_away:
             report(f"Prefect at {prefect.api_url} answers again")
-        if not is_away and await asyncio.to_thread(refuses, prefect):
+        if is_refused:
             return
         await asyncio.sleep(seconds)
 
@@ -250,13 +249,13 @@ def moved_to(prefect: PrefectAccess, data_dir: Path) -> PrefectAccess | None:
     return now if now is not None and now.environment != prefect.environment else None
 
 
-def refuses(prefect: PrefectAccess) -> bool:
-    """Whether the Prefect server answers that the credential is wrong. Its page `health` needs none."""
+def look(prefect: PrefectAccess) -> tuple[bool, bool]:
+    """Whether the Prefect server is away, and whether it answers that the credential is wrong. `health` needs none."""
     try:
         answer = httpx.get(f"{prefect.api_url}/admin/version", headers=prefect.headers, timeout=2.0)
     except httpx.TransportError:
-        return False
-    return answer.status_code == httpx.codes.UNAUTHORIZED
+        return True, False
+    return answer.is_server_error, answer.status_code == httpx.codes.UNAUTHORIZED
 
 
 async def check_access(prefect: PrefectAccess, data_dir: Path, seconds: float = WATCH_SECONDS) -> None:
@@ -264,7 +263,8 @@ async def check_access(prefect: PrefectAccess, data_dir: Path, seconds: float = 
 
     seconds: given to a server that starts, to note its address in the data dir.
     """
-    if await asyncio.to_thread(refuses, prefect):
+    _, is_refused = await asyncio.to_thread(look, prefect)
+    if is_refused:
         await asyncio.sleep(seconds)
         if moved_to(prefect, data_dir) is None:
             credential = f"the credential of data dir {data_dir}" if prefect.is_embedded else "PREFECT_API_AUTH_STRING"
@@ -385,13 +385,11 @@ def check_parameters(wanted: Deployment) -> None:
 def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]:
     """The flow of a deployment, and its arguments for `Runner.aadd_flow` of Prefect.
 
-    Raises UserError when the flow cannot be imported, a schedule is wrong, or a parameter of one of our pipelines.
+    Raises UserError when the flow cannot be imported, or a schedule is wrong. `check_parameters` checks parameters.
     """
     from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.flows import load_flow_from_entrypoint
     from prefect.types.entrypoint import EntrypointType
-
-    from tinkerflow.flows.pipelines import pipelines
 
     flow: Flow[..., Any]
     try:
@@ -399,8 +397,6 @@ def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]
     except Exception as error:  # any error of the module
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"deployment {wanted.name!r}: entrypoint {wanted.entrypoint!r}: {why}") from error
-    if flow.name in pipelines():  # wrong parameters are refused now
-        parameters_of(flow.name, wanted.parameters.get("parameters", {}))
     limit = wanted.concurrency_limit
     return unless_changed(flow, wanted.entrypoint), {
         "name": wanted.name,
