@@ -20,9 +20,10 @@ from typing import Self
 from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.hosts import url_of
-from tinkerflow.backend.core.ids import EMBEDDED, hub_name
+from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.core.retry import Restarts
+from tinkerflow.backend.pool.host.devices import expected
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.backend.supervise.processes import free_port
@@ -224,13 +225,14 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 def _check_places(settings: Settings) -> None:
-    """UserError for a data dir, a port, a store, a base model's folder or a tracker that cannot be used.
+    """UserError for a data dir, a port, a platform, a store, a base model or a tracker that cannot be used.
 
-    The engine asks buckets and the hub.
+    Of models of the hub, only config.json is fetched. The engine asks buckets.
     """
     refuse_served(settings.data_dir)
     make_data_dir(settings.data_dir)
     _refuse_used(settings.host, settings.port)
+    expected(settings.platform, os.environ)
     for name in ("store", "pipelines"):
         url = getattr(settings, f"{name}_url")
         if not url.startswith("gs://") or url == "gs://":
@@ -239,8 +241,10 @@ def _check_places(settings: Settings) -> None:
     if named and not named.startswith(("http://", "https://")):
         raise UserError(f"PREFECT_API_URL: {named!r}: must begin with http:// or https://, as in {_PREFECT}")
     for name in settings.base_models:
-        if name != EMBEDDED and (hub_name(name) is None and "://" not in name):
-            find_model(name)
+        if name != EMBEDDED and not name.startswith("gs://"):
+            folder = find_model(name, ("config.json",))
+            if not (folder / "config.json").is_file():
+                raise UserError(f"base model {name!r}: there is no {folder / 'config.json'}")
     if settings.trackers:
         from tinkerflow.backend.tracking.trackers import trackers_named
 

@@ -35,6 +35,7 @@ def test_a_stack_that_is_late_names_its_parts(tmp_path: Path) -> None:
 def test_a_part_that_ends_at_the_start_is_named_with_its_log(tmp_path: Path) -> None:
     before = children()
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{")
     settings = Settings(data_dir=tmp_path, port=0, prefect="off", base_models=(str(tmp_path / "model"),))
     with pytest.raises(UserError, match=r"^base model '.*/model': .*config\.json cannot be read.*$"):
         Stack(settings, report=print).__enter__()

@@ -302,6 +302,15 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
     (["up", "--store", "s3://x", "--port", "0"], {}, "store 's3://x': scheme 's3' is not supported"),
     (["up", "--store", "gs://", "--port", "0"], {}, "store 'gs://': the bucket is missing"),
     (["up", "--base-model", "./no", "--port", "0"], {}, "base model './no': there is no folder"),
+    (["up", "--base-model", "no/such", "--port", "0"], {}, "base model 'no/such': not a folder, "),
+    (["up", "--base-model", "a b", "--port", "0"], {}, "base model 'a b': neither a folder nor a hub id ("),
+    (["up", "--base-model", "/proc", "--port", "0"], {}, "base model '/proc': there is no /proc/config.json"),
+    (
+        ["up", "--port", "0"],
+        {"JAX_PLATFORMS": "gpuu"},
+        "JAX_PLATFORMS: 'gpuu': must be names of cpu, cuda, gpu, ",
+    ),
+    (["up", "--port", "0"], {"JAX_PLATFORMS": "cuda,cpuu"}, "JAX_PLATFORMS: 'cpuu': must be names of cpu, cuda, "),
     (
         ["up", "--launcher", "rya", "--port", "0"],
         {},

@@ -8,10 +8,12 @@ import re
 import shutil
 import urllib.request
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +33,19 @@ def accelerator(root: Path = Path("/")) -> Name:
 
 
 def expected(asked: str, environ: Mapping[str, str]) -> Name:
-    """The kind of devices that JAX will open: the setting `asked`, else JAX_PLATFORMS, else the host's best."""
-    first = environ.get("JAX_PLATFORMS", "").partition(",")[0] if asked == "auto" else asked
-    return NAMES.get(first) or accelerator()
+    """The kind of devices that JAX will open: the setting `asked`, else JAX_PLATFORMS, else the host's best.
+
+    UserError when JAX_PLATFORMS has a name that JAX does not know.
+    """
+    if asked != "auto":
+        return NAMES.get(asked) or accelerator()
+    names = [name for name in environ.get("JAX_PLATFORMS", "").split(",") if name]
+    known = [*NAMES, "rocm", *(plugin.name for plugin in entry_points(group="jax_plugins"))] if names else []
+    for name in names:
+        if name not in known:
+            listed = ", ".join(sorted(known))
+            raise UserError(f"JAX_PLATFORMS: {name!r}: must be names of {listed}{did_you_mean(name, known)}")
+    return NAMES.get(names[0] if names else "") or accelerator()
 
 
 def seen(root: Path = Path("/")) -> str:
