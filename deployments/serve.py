@@ -15,9 +15,10 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from importlib import resources
 from inspect import signature
 from pathlib import Path
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from prefect.schedules import Schedule
 
 HEARTBEAT_SECONDS = 30
+UNPOLLED_SECONDS = 60.0  # Prefect's own limit, after which a deployment is not ready
 WATCH_SECONDS = 2.0  # between looks at the Prefect server
 RESULTS = "tinkerflow-results"
 PLAIN_LOG = "tinkerflow.deployments.plain_log.PlainConsoleHandler"
@@ -179,14 +181,20 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
     os.environ |= await ensure_results(f"{settings.pipelines_url}/results")  # the processes of flow runs inherit it
     await ensure_automations(automations())
     await ensure_tag_limits(content.tag_limits)
-    runner = Runner(limit=limit)
+    runner, names = Runner(limit=limit), list[str]()
     for deployment in content.deployments:
         flow, given = make_deployment(deployment)
         await runner.aadd_flow(flow, **given)
+        names.append(f"{flow.name}/{deployment.name}")
         served = f"{deployment.entrypoint.rsplit('.', 1)[-1]}/{deployment.name}"
         unused = [field for field in deployment.for_work_pools if field != "work_pool"]
         note = f" (only for work pools, not used: {', '.join(unused)})" if unused else ""
         print(f"serving {served}{note}", flush=True)
+    for stale in await unserved(names):
+        fix = (
+            f"add it to the file, or delete it with `prefect deployment delete {stale!r}` (`tinkerflow prefect --env`)"
+        )
+        print(f"Prefect has the deployment {stale}, which nobody serves: {fix}", flush=True)
     loop, asked, output = asyncio.get_running_loop(), asyncio.Event(), sys.stdout
 
     def report(line: str) -> None:
@@ -324,6 +332,24 @@ async def ensure_automations(wanted: Sequence[AutomationCore]) -> list[str]:
         for one in missing:
             await client.create_automation(one)
     return [one.name for one in missing]
+
+
+async def unserved(served: Collection[str], seconds: float = UNPOLLED_SECONDS) -> list[str]:
+    """The deployments without a work pool, as FLOW/NAME, that neither this process nor another one serves.
+
+    served: those of this process. seconds: without a request for its runs, nobody serves a deployment. Such ones stay
+    after a restore, or after a change of the file. Their runs would be late for ever.
+    """
+    from prefect.client.orchestration import get_client
+
+    oldest = datetime.now(UTC) - timedelta(seconds=seconds)
+    async with get_client() as client:
+        found = [
+            (f"{(await client.read_flow(one.flow_id)).name}/{one.name}", one.last_polled)
+            for one in await client.read_deployments()
+            if one.work_pool_name is None
+        ]
+    return sorted(name for name, polled in found if name not in served and (polled is None or polled < oldest))
 
 
 async def ensure_results(url: str) -> dict[str, str]:

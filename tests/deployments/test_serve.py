@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import httpx
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
@@ -183,6 +184,23 @@ async def _until_logged(log: Path, text: str, seconds: float = 240) -> None:
             await asyncio.sleep(0.1)
 
 
+async def _ask(server: Any, path: str, **body: object) -> Any:
+    headers = server.access.headers
+    async with httpx.AsyncClient(base_url=server.access.api_url, headers=headers, follow_redirects=True) as http:
+        async with asyncio.timeout(120):
+            while (answer := await http.post(f"/{path}", json=body)).status_code == 503:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)  # another request writes to Prefect's SQLite database
+        return answer.raise_for_status().json()
+
+
+async def _deploy(server: Any, name: str, **more: object) -> str:
+    """A deployment in Prefect of a flow `of-{name}`, and its id."""
+    if "work_pool_name" in more:
+        await _ask(server, "work_pools/", name=more["work_pool_name"], type="process")
+    flow = await _ask(server, "flows/", name=f"of-{name}")
+    return str((await _ask(server, "deployments/", name=name, flow_id=flow["id"], **more))["id"])
+
+
 async def test_serve_follows_the_prefect_server_of_its_data_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,9 +210,17 @@ async def test_serve_follows_the_prefect_server_of_its_data_dir(
     command = [sys.executable, "-m", "tinkerflow", "serve", "--file", str(file), "--data-dir", str(tmp_path / "data")]
     with log.open("w") as output, ExitStack() as stack:
         server = await start_server(tmp_path / "data", stack.enter_context(await listen(0)))
+        await _deploy(server, "nightly")
+        await _deploy(server, "of-a-pool", work_pool_name="elsewhere")
+        served = await _deploy(server, "of-another-serve")
+        await _ask(server, "deployments/get_scheduled_flow_runs", deployment_ids=[served])
         serving = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=asyncio.subprocess.STDOUT)
         try:
             await _until_logged(log, f"Prefect: {server.access.api_url}\n")
+            named = (
+                "Prefect has the deployment of-nightly/nightly, which nobody serves: add it to the file, or delete it"
+            )
+            assert named in log.read_text() and log.read_text().count("nobody serves") == 1
             await server.stop()
             await _until_logged(log, f"Prefect at {server.access.api_url} does not answer")
             old, server = server, await start_server(tmp_path / "data", stack.enter_context(await listen(0)))
