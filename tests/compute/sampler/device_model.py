@@ -57,7 +57,7 @@ class Snapshots:
         return snapshot is None or self.all.get(snapshot.snapshot_id) is snapshot
 
     def fits(self, snapshots: Any) -> bool:
-        return len({*snapshots}) <= 3
+        return len({*snapshots}) <= 2
 
     def use(self, wanted: Any) -> None:
         self.used = {*wanted} - {None}
@@ -77,6 +77,8 @@ class Matcher:
 
     def copy(self) -> Matcher:
         return Matcher()
+
+    fresh = copy
 
     def advance(self, tokens: list[int]) -> None:
         assert tokens[: len(self.seen)] == self.seen
@@ -278,7 +280,7 @@ def modeled_sampler(
     """A sampler on a model of the devices. ahead: a chunk is dispatched before the last one is read.
 
     host_decides: as in `Platform`. pieces: its `prefill_tokens`; None: those of a CPU or a GPU. invariant: the setting
-    batch_invariant; at most three snapshots fit into a batch.
+    batch_invariant; at most two snapshots fit into a batch.
     """
     like = CUDA if ahead else CPU
     for name, stand_in in {

@@ -69,7 +69,7 @@ class Traffic:
     def __init__(self, seed: int, shards: int, modeled: Callable[..., Sampler]) -> None:
         random.seed(seed)  # for random NaN
         chance = self.chance = random.Random(seed)
-        slots = chance.choice([1, 3, 4, 8, 16])
+        slots, self.invariant = chance.choice([1, 3, 4, 8, 16]), chance.random() < 0.3
         self.sampler = modeled(
             slots=slots,
             chunk=chance.choice([1, 4, 8]),
@@ -82,6 +82,7 @@ class Traffic:
             ahead=chance.random() < 0.5,
             host_decides=chance.random() < 0.5,
             pieces=chance.choice([(32, 64), None]),
+            invariant=self.invariant,
         )
         self.devices: Any = self.sampler._model
         self.snapshots: Any = self.sampler.snapshots
@@ -174,8 +175,12 @@ class Traffic:
             if not request.stream:
                 assert not parts
                 continue
-            assert np.concatenate([part.tokens_T for part in parts]).tolist() == tokens
-            assert [part.start for part in parts] == [0, *np.cumsum([len(part.tokens_T) for part in parts])[:-1]]
+            known = 0
+            for part in parts:
+                assert part.start == known or (part.start == 0 and self.invariant), "only tokens drawn again come again"
+                known = part.start + len(part.tokens_T)
+                assert part.tokens_T.tolist() == tokens[part.start : known]
+            assert known == len(tokens)
             assert [part.stop_reason for part in parts] == [None] * (len(parts) - 1) + [sequence.stop_reason]
         if request.prompt_logprobs:
             assert result.prompt_logprobs_T is not None
