@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,31 @@ with calls_as_functions():
 """
 
 
+@pytest.fixture
+def invariant_server(start_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server with TINKERFLOW_BATCH_INVARIANT, which the pipelines call."""
+    monkeypatch.setenv("TINKERFLOW_BATCH_INVARIANT", "true")
+    (data_dir := tmp_path / "data").mkdir()
+    with start_server(data_dir, prefect="off") as server:
+        monkeypatch.setenv("TINKER_BASE_URL", server.api_url)
+        monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+        yield server
+
+
+def weights_of(server: Any, report: Any) -> dict[str, np.ndarray]:
+    return Store.open(f"file://{server.data_dir / 'store'}").load(report.state)[0].weights
+
+
+def assert_same(weights: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert weights.keys() == expected.keys()
+    assert all(np.array_equal(weights[name], expected[name]) for name in weights)
+
+
 @pytest.mark.thorough
-async def test_a_killed_flow_that_samples_ahead_goes_on_after_its_last_segment(
-    tiny_service: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_killed_flow_that_samples_ahead_ends_with_the_bits_of_an_undisturbed_one(
+    invariant_server: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed while the answers of step 5 are rewarded, and step 4 is being trained."""
+    """It is killed while the answers of step 5 are rewarded, and step 4 is being trained. Then a worker is killed."""
     (tmp_path / "mortal_rewards.py").write_text(MORTAL)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Say hello."}\n')
@@ -119,16 +140,20 @@ async def test_a_killed_flow_that_samples_ahead_goes_on_after_its_last_segment(
         check=False,
     )
     assert ended.returncode == -signal.SIGKILL
+    for pid in invariant_server.workers():
+        os.kill(pid, signal.SIGKILL)
     found, work = await rl(killed), open_work(killed.work)
     assert found.steps == 6 and numbers_of(work, "rollouts", found.training_run) == [4, 5, 6], "none is made twice"
     ages = [read_rollouts(work, "rollouts", found.training_run, step).staleness for step in (4, 5, 6)]
     assert ages == [0, 1, 1], "a segment begins with fresh samples"
+    undisturbed = await rl(RlParameters.model_validate(values | {"resume": "undisturbed"}))
+    assert_same(weights_of(invariant_server, found), weights_of(invariant_server, undisturbed))
 
 
 async def test_rl_that_is_executed_again_among_other_requests_ends_with_the_same_bits(
-    start_server: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    invariant_server: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With TINKERFLOW_BATCH_INVARIANT. It samples ahead, and a client draws samples of other sizes meanwhile."""
+    """It samples ahead, and a client draws samples of other sizes meanwhile."""
     (tmp_path / "own_rewards.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Say hello."}\n{"prompt": "Cheer."}\n')
@@ -136,12 +161,10 @@ async def test_rl_that_is_executed_again_among_other_requests_ends_with_the_same
     values |= {"reward": "own_rewards:shouting", "group_size": 4, "answer_tokens": 12, "max_staleness": 1}
     values |= {"model": {"rank": 8, "seed": 5}, "samples": {"rows": 0}}
     values["training"] = {"steps": 4, "segment_steps": 4, "batch_size": 2, "learning_rate": 0.01}
-    monkeypatch.setenv("TINKERFLOW_BATCH_INVARIANT", "true")
-    (data_dir := tmp_path / "data").mkdir()
 
-    async def disturb(server: Any) -> None:
-        with server.client() as client:
-            sampler = await client.create_sampling_client(base_model=server.base_model)
+    async def disturb() -> None:
+        with invariant_server.client() as client:
+            sampler = await client.create_sampling_client(base_model=invariant_server.base_model)
             for number in range(10_000):
                 prompt, length = tinker.ModelInput.from_ints([7] * (1 + 37 * number % 200)), 1 + 5 * number % 40
                 params = tinker.SamplingParams(max_tokens=length, temperature=1.0, seed=number)
@@ -149,16 +172,12 @@ async def test_rl_that_is_executed_again_among_other_requests_ends_with_the_same
 
     async def trained(name: str) -> dict[str, np.ndarray]:
         report = await rl(RlParameters.model_validate(values | {"name": name, "resume": name}))
-        return Store.open(f"file://{data_dir / 'store'}").load(report.state)[0].weights
+        return weights_of(invariant_server, report)
 
-    with start_server(data_dir, prefect="off") as server:
-        monkeypatch.setenv("TINKER_BASE_URL", server.api_url)
-        monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-        expected = await trained("alone")
-        others = asyncio.create_task(disturb(server))
-        weights = await trained("crowd")
-        assert not others.done()
-        others.cancel()
-        await asyncio.wait((others,))
-    assert weights.keys() == expected.keys()
-    assert all(np.array_equal(weights[name], expected[name]) for name in weights)
+    expected = await trained("alone")
+    others = asyncio.create_task(disturb())
+    weights = await trained("crowd")
+    assert not others.done()
+    others.cancel()
+    await asyncio.wait((others,))
+    assert_same(weights, expected)
