@@ -109,6 +109,23 @@ def invariant_server(start_server: Any, tmp_path: Path, monkeypatch: pytest.Monk
         yield server
 
 
+def ahead_by_one(folder: Path, module: str, reward: str, batch_size: int) -> dict[str, Any]:
+    """Parameters of `rl` with the files in a folder, whose samples may be one step old."""
+    (folder / f"{module}.py").write_text(reward)
+    (folder / "prompts.jsonl").write_text('{"prompt": "Say hello."}\n{"prompt": "Cheer."}\n')
+    return {
+        "work": folder.as_uri(),
+        "data": {"url": str(folder / "prompts.jsonl")},
+        "reward": f"{module}:shouting",
+        "group_size": 4,
+        "answer_tokens": 12,
+        "max_staleness": 1,
+        "model": {"rank": 8, "seed": 5},
+        "samples": {"rows": 0},
+        "training": {"steps": 4, "segment_steps": 4, "batch_size": batch_size, "learning_rate": 0.01},
+    }
+
+
 def weights_of(server: Any, report: Any) -> dict[str, np.ndarray]:
     return Store.open(f"file://{server.data_dir / 'store'}").load(report.state)[0].weights
 
@@ -123,13 +140,9 @@ async def test_a_killed_flow_that_samples_ahead_ends_with_the_bits_of_an_undistu
     invariant_server: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed while the answers of step 5 are rewarded, and step 4 is being trained. Then a worker is killed."""
-    (tmp_path / "mortal_rewards.py").write_text(MORTAL)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Say hello."}\n')
-    values = {"name": "killed", "work": tmp_path.as_uri(), "data": {"url": str(tmp_path / "prompts.jsonl")}}
-    values |= {"reward": "mortal_rewards:shouting", "group_size": 4, "answer_tokens": 6, "max_staleness": 1}
-    values |= {"model": {"rank": 8, "seed": 5}, "samples": {"rows": 0}}
-    values["training"] = {"steps": 6, "segment_steps": 3, "batch_size": 1, "learning_rate": 0.01}
+    values = ahead_by_one(tmp_path, "mortal_rewards", MORTAL, 1) | {"name": "killed", "answer_tokens": 6}
+    values["training"] |= {"steps": 6, "segment_steps": 3}
     killed = RlParameters.model_validate(values | {"resume": "killed"})
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     ended = await asyncio.to_thread(
@@ -154,13 +167,8 @@ async def test_rl_that_is_executed_again_among_other_requests_ends_with_the_same
     invariant_server: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It samples ahead, and a client draws samples of other sizes meanwhile."""
-    (tmp_path / "own_rewards.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Say hello."}\n{"prompt": "Cheer."}\n')
-    values = {"work": tmp_path.as_uri(), "data": {"url": str(tmp_path / "prompts.jsonl")}}
-    values |= {"reward": "own_rewards:shouting", "group_size": 4, "answer_tokens": 12, "max_staleness": 1}
-    values |= {"model": {"rank": 8, "seed": 5}, "samples": {"rows": 0}}
-    values["training"] = {"steps": 4, "segment_steps": 4, "batch_size": 2, "learning_rate": 0.01}
+    values = ahead_by_one(tmp_path, "own_rewards", REWARD, 2)
 
     async def disturb() -> None:
         with invariant_server.client() as client:
