@@ -106,7 +106,7 @@ class Programs:
 
     def _stack(self, columns: int) -> Any:
         widths = columns, columns // divisor_of(self.cfg, self.spec)
-        return result_of(empty_stack, self.cfg, self.mesh, widths, *self._plain)
+        return result_of(empty_stack, self.cfg, self.mesh, widths, *self._plain, False)
 
     def compiling(self) -> Any:
         """Within this context functions are traced for the target's platform."""

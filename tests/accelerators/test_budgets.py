@@ -25,7 +25,7 @@ H100 = DEVICES["h100"]
 QUICK = [budget for budget in BUDGETS if budget.quick]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def records() -> Mapping[str, Record | str]:
     """The records of all cases that have a quick budget."""
     if not environment.python().exists():
