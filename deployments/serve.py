@@ -208,7 +208,7 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
             loop.add_signal_handler(name, asked.set)
         report(f"Prefect: {prefect.api_url}")
         await asyncio.wait((working, asking, watching), return_when=asyncio.FIRST_COMPLETED)
-        is_away, is_refused = await asyncio.to_thread(look, prefect)
+        is_away, is_refused = await asyncio.to_thread(probe_prefect, prefect)
         for task in (asking, watching):
             task.cancel()
         try:
@@ -241,7 +241,7 @@ async def watch_prefect(
         if (now := moved_to(prefect, data_dir)) is not None:
             report(f"Prefect has moved from {prefect.api_url} to {now.api_url}: serving again from there")
             return
-        was_away, (is_away, is_refused) = is_away, await asyncio.to_thread(look, prefect)
+        was_away, (is_away, is_refused) = is_away, await asyncio.to_thread(probe_prefect, prefect)
         if is_away and not was_away:
             report(f"Prefect at {prefect.api_url} does not answer: no run starts until it does")
         elif was_away and not is_away:
@@ -257,7 +257,7 @@ def moved_to(prefect: PrefectAccess, data_dir: Path) -> PrefectAccess | None:
     return now if now is not None and now.environment != prefect.environment else None
 
 
-def look(prefect: PrefectAccess) -> tuple[bool, bool]:
+def probe_prefect(prefect: PrefectAccess) -> tuple[bool, bool]:
     """Whether the Prefect server is away, and whether it answers that the credential is wrong. `health` needs none."""
     try:
         answer = httpx.get(f"{prefect.api_url}/admin/version", headers=prefect.headers, timeout=2.0)
@@ -271,7 +271,7 @@ async def check_access(prefect: PrefectAccess, data_dir: Path, seconds: float = 
 
     seconds: given to a server that starts, to note its address in the data dir.
     """
-    _, is_refused = await asyncio.to_thread(look, prefect)
+    _, is_refused = await asyncio.to_thread(probe_prefect, prefect)
     if is_refused:
         await asyncio.sleep(seconds)
         if moved_to(prefect, data_dir) is None:

@@ -100,7 +100,7 @@ class SamplerPrograms:
         yield Program("copies of pages", 0, partial(self._copies, copied))
         if self.pool.states:
             yield Program("copies of states", 0, partial(self._copies, copied_states))
-        for width in widths[: max(1, len(widths) - 1)]:
+        for width in widths[:-1] or widths:
             for chunk in sorted({1, self.chunk}) if self.host_decides else (self.chunk,):
                 for distance, slots in enumerate(self._slots(chunk)):
                     name = f"decode of {chunk} with adjusted logits, {slots} slots, {width} columns"

@@ -187,22 +187,19 @@ class ActiveSequence:
         return self.tokens[-1] if self.tokens else int(self.parent.request.prompt_T[-1])
 
     def reset(self, *, again: bool) -> None:
-        """Drop its pages, and forget the dispatches that the host has not read. again: also draw its tokens again."""
+        """Drop its pages, and forget the dispatches that the host has not read.
+
+        again: forget its tokens, too, unless they are of other weights. It draws the same ones from the same numbers.
+        """
+        steps: set[int | None] = {step for _, step in self.weights}
+        if again and (steps or {None}) == {self.parent.step}:
+            for part in (self.tokens, self.logprobs, self.top, self.routes, self.supports, self.weights):
+                part.clear()
+            self.stops, self.matcher = self.stops.fresh(), self.matcher.fresh() if self.matcher else None
         self.table, self.prompt_pages, self.unverified_from = PageTable(0), PageTable(0), None
         self.preempted, self.in_flight = False, 0
         self.uniforms = UniformStream(self.parent.request.seed, self.index)
         self.uniforms.draw(len(self.tokens))
-        if again:
-            self.draw_again()
-
-    def draw_again(self) -> None:
-        """Forget its tokens: it draws the same ones, from the same random numbers. Tokens of other weights stay."""
-        if len(self.weights) > 1 or (self.weights[0][1] if self.weights else None) != self.parent.step:
-            return
-        for part in (self.tokens, self.logprobs, self.top, self.routes, self.supports, self.weights):
-            part.clear()
-        self.stops, self.uniforms = self.stops.fresh(), UniformStream(self.parent.request.seed, self.index)
-        self.matcher = None if self.matcher is None else self.matcher.fresh()
 
     def draw(self, count: int) -> Float32:
         """Its next `count` random numbers."""

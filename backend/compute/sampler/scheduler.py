@@ -282,9 +282,8 @@ class Scheduler:
         self._requeue(sequence)
 
     def _requeue(self, sequence: ActiveSequence) -> None:
+        sequence.reset(again=self._shapes.invariant)
         sequence.preempted = True
-        if self._shapes.invariant:
-            sequence.draw_again()
         self.waiting_jobs.add_preempted(self._job(sequence.all_tokens(), deque([sequence]), score=False))
 
 
