@@ -71,7 +71,7 @@ def test_no_other_request_moves_a_bit_of_a_batch_invariant_sample(
     experts = "divided" if tiny.cfg.experts else "full"
     specs = {
         f"rank {rank}": LoraSpec(rank, expert_rank=expert_rank(rank, tiny.cfg.experts_per_token, experts))
-        for rank in (4, 32, 40, 64, 150)
+        for rank in ((4, 40, 20) if tiny.cfg.experts else (4, 40, 20, 150))  # the third has the columns from 96 on
     }
     specs["full experts"] = LoraSpec(8)
     loras = {name: random_lora(tiny.cfg, spec, seed) for seed, (name, spec) in enumerate(specs.items())}
@@ -85,20 +85,20 @@ def test_no_other_request_moves_a_bit_of_a_batch_invariant_sample(
     def request(number: int) -> SampleRequest:
         return ask(
             str(number),
-            rng.integers(0, VOCAB, rng.choice([1, 5, 40, 130, 260])).tolist(),
-            int(rng.choice([1, 6, 25, 90])),
-            num_samples=int(rng.choice([1, 1, 3])),
+            rng.integers(0, VOCAB, rng.choice([100, 130])).tolist(),
+            int(rng.choice([25, 60])),
+            num_samples=int(rng.choice([1, 3])),
             temperature=float(rng.choice([0.0, 1.0])),
             seed=number,
-            snapshot_id=rng.choice([None, *specs]),
+            snapshot_id=[*specs, None][number % (len(specs) + 1)],
             top_k=int(rng.choice([-1, 20])),
-            topk_sample=int(rng.choice([0, 0, 3])),
-            routes=bool(tiny.cfg.experts and rng.integers(2)),
+            topk_sample=0 if tiny.cfg.experts else 3,  # each choice is another set of programs
+            routes=tiny.cfg.experts > 0,
         )
 
-    requests = [request(number) for number in range(20)]
+    requests = [request(number) for number in range(12)]
     alone = {each.request_id: run_all(sampler(), each)[each.request_id] for each in requests}
-    for pages in (60, 14):
+    for pages in (60, 6):
         crowd = run_all(sampler(pages=pages), *requests)
         for name, result in crowd.items():
             assert_same(result, alone[name])
