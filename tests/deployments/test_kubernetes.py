@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 HERE = ROOT / "deployments" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (HERE / "overlays").iterdir())
 VERSION = "1.37"
+ON_CPUS = ("cpu", "schedules")  # overlays whose workers have the image of the API
 DATABASE = "postgresql://tinkerflow:secret@postgres/tinkerflow"
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
@@ -132,6 +133,7 @@ def environment(overlay: str, container: dict[str, Any]) -> dict[str, str]:
         found |= objects(overlay, "ConfigMap")[source["configMapRef"]["name"]]["data"]
     known = {"status.podIP": "10.0.0.7", ("database", "url"): DATABASE, ("database", "password"): "secret"}
     known["prefect", "password"] = "tinkerflow:secret"
+    known["serve", "api-key"] = "tml-secret"
     for entry in container.get("env", ()):
         match entry:
             case {"value": str(value)}:
@@ -153,11 +155,15 @@ def commands(container: dict[str, Any]) -> list[list[str]]:
     return [words] if words else []
 
 
+def page() -> str:
+    """The page about Kubernetes, with each command on a line."""
+    return (ROOT / "docs" / "kubernetes.md").read_text().replace("\\\n", "")
+
+
 def given_secrets() -> set[tuple[str, str]]:
     """(name, key) of each secret that the page creates."""
-    text = (ROOT / "docs" / "kubernetes.md").read_text().replace("\\\n", "")
-    found = re.findall(r"create secret generic (\w+) (.*)", text)
-    return {(name, key) for name, rest in found for key in re.findall(r"--from-(?:literal|file)=([\w.]+)=", rest)}
+    found = re.findall(r"create secret generic (\w+) (.*)", page())
+    return {(name, key) for name, rest in found for key in re.findall(r"--from-(?:literal|file)=([\w.-]+)=", rest)}
 
 
 @of_each_overlay
@@ -188,6 +194,8 @@ def test_names_lead_somewhere(overlay: str) -> None:
                     assert name in {known for known, _ in secrets}
                 case {"persistentVolumeClaim": {"claimName": name}}:
                     assert name in objects(overlay, "PersistentVolumeClaim")
+                case {"configMap": {"name": name}}:
+                    assert f"create configmap {name} " in page()
                 case _:
                     assert "emptyDir" in volume
         for container in one.containers:
@@ -249,7 +257,7 @@ def test_commands_and_settings_exist(overlay: str, monkeypatch: pytest.MonkeyPat
             for name in variables:
                 if name.startswith("PREFECT_"):
                     assert getattr(prefect.settings, name).name == name
-            if container["name"] not in ("api", "engine", "worker", "models"):
+            if container["name"] not in ("api", "engine", "serve", "worker", "models"):
                 continue
             with monkeypatch.context() as patch:
                 for name, value in variables.items():
@@ -317,7 +325,7 @@ def test_images_are_targets_of_the_dockerfile(overlay: str) -> None:
     for one in pods(overlay):
         for container in one.containers:
             name, _, tag = container["image"].partition(":")
-            own = "tinkerflow-worker" if one.name == "worker" and overlay != "cpu" else "tinkerflow"
+            own = "tinkerflow-worker" if one.name == "worker" and overlay not in ON_CPUS else "tinkerflow"
             assert name == "postgres" or (name == own and tag in targets)
             if name != "postgres" and container["name"] != "models":
                 assert set(container["resources"].get("limits", {})) - {"memory"} == devices[tag]
@@ -327,7 +335,7 @@ def test_images_are_targets_of_the_dockerfile(overlay: str) -> None:
 def test_an_overlay_of_the_tutorial_gives_each_container_its_image(overlay: str, tmp_path: Path) -> None:
     text = (ROOT / "docs" / "tutorials" / "production-on-kubernetes.md").read_text()
     whole, gpu = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S))
-    if overlay != "cpu":
+    if overlay not in ON_CPUS:
         whole |= gpu
     whole["resources"] = [f"upstream/overlays/{overlay}"]
     if overlay.endswith("-jobset"):  # the store is a bucket
@@ -336,7 +344,7 @@ def test_an_overlay_of_the_tutorial_gives_each_container_its_image(overlay: str,
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(whole))
     ours = str(tmp_path)
     for one in pods(ours):
-        tag = "gpu" if one.name == "worker" and overlay != "cpu" else "cpu"
+        tag = "gpu" if one.name == "worker" and overlay not in ON_CPUS else "cpu"
         image = "postgres:17" if one.name == "postgres" else f"registry.example.org/team/tinkerflow:0.2.0-{tag}"
         assert {container["image"] for container in one.containers} == {image}, one.name
         if one.name in ("api", "engine", "worker"):
