@@ -91,7 +91,7 @@ class Trained:
 class StepFigures:
     """The figures of one step, or the means over neighboring steps up to this one.
 
-    loss: for each unit of weight, between loss_low and loss_high. kl, agreement, supported: of `DRIFT_FIGURES`.
+    loss: for each unit of weight, between loss_low and loss_high. kl to supported: of `DRIFT_FIGURES`.
     tokens_per_second: since the point before, None for the first. A figure that was not measured is None.
     """
 
@@ -103,6 +103,7 @@ class StepFigures:
     loss_high: float | None
     kl: float | None
     agreement: float | None
+    first_agreement: float | None
     supported: float | None
     grad_norm: float | None
     learning_rate: float | None

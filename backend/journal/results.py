@@ -155,8 +155,8 @@ class Used:
 class LossMeasured:
     """The figures of one forward_backward.
 
-    tokens: their number. weight: the sum of their weights. loss: the sum over the tokens. kl, agreement,
-    supported: of `DRIFT_FIGURES`, means over the tokens; None if not measured.
+    tokens: their number. weight: the sum of their weights. loss: the sum over the tokens. The columns
+    of `DRIFT_FIGURES` are means over the tokens; None if not measured.
     """
 
     model_id: str
@@ -165,6 +165,7 @@ class LossMeasured:
     loss: float
     kl: float | None = None
     agreement: float | None = None
+    first_agreement: float | None = None
     supported: float | None = None
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:

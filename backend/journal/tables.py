@@ -531,8 +531,8 @@ class TrainingStep(Table, table=True):
     """The figures of one optimizer step of a model, for its curves. They stay when the results are dropped.
 
     seq_id: of the optim_step, or UNMADE while the gradients of the step are being accumulated. at: when it was
-    answered. weight: the sum of the weights of the step's tokens. loss, kl, agreement, supported: sums over the
-    tokens. Figures that were not measured, or are not finite, are NULL.
+    answered. weight: the sum of the weights of the step's tokens. loss, and the columns of `DRIFT_FIGURES`: sums
+    over the tokens. Figures that were not measured, or are not finite, are NULL.
     """
 
     __tablename__ = "training_step"
@@ -546,6 +546,7 @@ class TrainingStep(Table, table=True):
     loss: float | None = None
     kl: float | None = None
     agreement: float | None = None
+    first_agreement: float | None = None
     supported: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None

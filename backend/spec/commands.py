@@ -452,8 +452,8 @@ class ForwardResult(PoolMessage, frozen=True):
     """The outputs of a Forward.
 
     logprobs: a float32 [T] (flat) or [T, K] array per example, in order. loss_sum: the sum over all tokens.
-    metrics: the metrics of a custom loss over all examples, `custom/<name>:sum|mean`; and `drift.AGREEMENT` of examples
-    with given experts.
+    metrics: the metrics of a custom loss over all examples, `custom/<name>:sum|mean`; `drift.AGREEMENT` and
+    `drift.FIRST_AGREEMENT` of examples with given experts.
     """
 
     logprobs: tuple[Float32, ...]

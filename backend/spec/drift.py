@@ -20,6 +20,7 @@ Floats = npt.NDArray[np.floating]
 
 KL_MEAN, KL_MAX = "kl_sample_train:mean", "kl_sample_train:max"  # the SDK merges metrics by these endings
 AGREEMENT = "routing_agreement:mean"  # the share of equal sets of experts
+FIRST_AGREEMENT = "first_routing_agreement:mean"  # in the first layer with given experts
 SUPPORTED = "support_replay:mean"  # the share of tokens with a support, in data that have some (`spec.supports`)
 WORST = 5  # tokens of a report
 _TINY = 1e-30  # the smallest value whose logarithm is compared
@@ -32,6 +33,11 @@ class DriftLimits:
 
     kl: float = 0.0
     agreement: float = 0.0
+
+    @property
+    def first_agreement(self) -> float:
+        """That of all layers."""
+        return self.agreement
 
 
 UNLIMITED = DriftLimits()
@@ -92,7 +98,8 @@ class UsualDrift:
 
     A float8 KV cache or a slightly different adapter moves `kl_sample_train` from 5e-5 to 1e-3 nats. In a mixture of
     experts, the divergence of a clean step is sometimes ten times the usual one, because a token of the prompt goes to
-    other experts. There the agreement of routers shows these faults: from 97 % to at most 87 %.
+    other experts. There the agreement of routers shows these faults: from 97 % to at most 87 %. In the first layer with
+    experts, it is steadiest, because no other router comes before: a float8 KV cache moves it from 98 % to 91 %.
     """
 
     def __init__(self, figure: DriftFigure) -> None:
@@ -135,6 +142,16 @@ DRIFT_FIGURES = (
         event="tinkerflow.run.routing",
         cause="the routers of the trainer choose other experts than the sampler did",
         routed_rise=0.12,  # and 0.09
+    ),
+    DriftFigure(
+        column="first_agreement",
+        metric=FIRST_AGREEMENT,
+        title="Routing agreement, first layer",
+        falls=True,
+        unit="a share of sets of experts in the first layer that has some",
+        event="tinkerflow.run.routing",
+        cause="the routers of the trainer's first layer choose other experts than the sampler's did",
+        routed_rise=0.05,
     ),
     DriftFigure(  # tokens without a support may have been drawn without filters, so it has no limit
         column="supported",

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tinkerflow.api.metrics import Known, Metrics
 from tinkerflow.backend.journal import BaseModelView, ProcessView, ServiceFigures
 from tinkerflow.backend.spec.commands import CompileStatus
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 
 def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> None:
@@ -22,7 +23,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     ]
     used = {("a/b", "sample"): 12, ("a/b", "training"): 5, ("a/b", "checkpoint"): 2}
     earlier = now - timedelta(seconds=90)
-    drift = {"kl_sample_train": {"a/b": 0.25}, "routing_agreement": {"a/b": 0.75}, "support_replay": {"a/b": 0.5}}
+    drift = {figure.name: {"a/b": value} for figure, value in zip(DRIFT_FIGURES, (0.25, 0.75, 0.875, 0.5), strict=True)}
     observed = ServiceFigures(used, {"a/b": 4}, {"a/b": earlier}, {"samples": earlier, "training": None}, drift)
     parts = [ProcessView("engine", 3, now, now)]
     text = Metrics().page(Known(bases, {"samples": 1, "models": 2}, observed, parts, now)).decode()
@@ -39,6 +40,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     assert 'tinkerflow_oldest_wait_seconds{kind="training"} 0.0' in lines
     assert 'tinkerflow_kl_sample_train{base_model="a/b"} 0.25' in lines
     assert 'tinkerflow_routing_agreement{base_model="a/b"} 0.75' in lines
+    assert 'tinkerflow_first_routing_agreement{base_model="a/b"} 0.875' in lines
     assert 'tinkerflow_support_replay{base_model="a/b"} 0.5' in lines
     assert 'tinkerflow_beat_age_seconds{part="engine"} 0.0' in lines
     assert 'tinkerflow_part_starts_total{part="engine"} 3.0' in lines

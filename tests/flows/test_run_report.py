@@ -126,6 +126,18 @@ def test_a_mixture_of_experts_is_watched_by_its_routing() -> None:
     assert told.lines[0][1].startswith("routing_agreement is 0.84, and the median of the steps before is 0.97: the ")
 
 
+def test_the_first_layer_with_experts_shows_faults_that_all_layers_hide() -> None:
+    told = Told()
+    for number in range(21):
+        told.answered(LossMeasured(RUN, 4, 3.0, 6.0, agreement=0.95, first_agreement=0.98 + 0.002 * (number % 7)))
+    for first in (0.96, 0.91):
+        told.answered(LossMeasured(RUN, 4, 3.0, 6.0, agreement=0.90, first_agreement=first))
+    assert told.events == [("tinkerflow.run.routing", {"first_agreement": 0.91, "least": 0.8})]
+    assert told.lines[0][1].startswith(
+        "first_routing_agreement is 0.91, and the median of the steps before is 0.99: the "
+    )
+
+
 def test_a_checkpoint_is_said_and_told() -> None:
     told = Told()
     path = f"tinker://{RUN}/weights/seen"

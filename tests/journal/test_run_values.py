@@ -8,7 +8,7 @@ from tinkerflow.backend.journal import Extent, LossMeasured, ModelState, StepMea
 
 
 def train(scene, run, seq, step, loss=2.0):
-    measured = LossMeasured(run, 10, 4.0, loss, kl=5.0, agreement=0.5, supported=1.0)
+    measured = LossMeasured(run, 10, 4.0, loss, kl=5.0, agreement=0.5, first_agreement=0.75, supported=1.0)
     for number, effect in ((seq, measured), (seq + 1, None)):
         scene.submit(run, number)
         (pending,) = scene.journal.requests.ready(run)
@@ -37,7 +37,7 @@ def test_steps_and_metrics_are_read_in_parts(scene):
     first = values.steps(run, -1, 2)
     assert [(one.seq_id, one.step) for one in first] == [(2, 1), (4, 2)]
     figures = {"grad_norm": 0.5, "learning_rate": 0.25, "training_tokens": 10.0}
-    drift = {"kl_sample_train": 5.0, "routing_agreement": 0.5, "support_replay": 1.0}
+    drift = {"kl_sample_train": 5.0, "routing_agreement": 0.5, "first_routing_agreement": 0.75, "support_replay": 1.0}
     assert first[0].values == pytest.approx({"loss": 0.5, **drift, **figures})
     assert [one.step for one in values.steps(run, 4, 2)] == [3] and values.steps(run, 6, 2) == []
     scene.journal.run_metrics.record(run, "local", {step: {"a": float(step)} for step in (0, 3, 9)})

@@ -45,19 +45,23 @@ def test_what_waits_longest_is_known_by_kind_until_it_is_answered(scene, clock):
 
 
 def test_the_drift_is_the_worst_of_the_newest_steps(scene):
-    def train(model, seq, kl, agreement=None, supported=None):
+    def train(model, seq, kl, agreement=None, first=None, supported=None):
         scene.submit(model, seq)
         (pending,) = scene.journal.requests.ready(model)
-        effects = LossMeasured(model, 4, 4.0, 1.0, kl, agreement, supported), StepMeasured(model, seq, seq, 1.0, 1e-4)
+        effects = (
+            LossMeasured(model, 4, 4.0, 1.0, kl, agreement, first, supported),
+            StepMeasured(model, seq, seq, 1.0, 1e-4),
+        )
         scene.journal.results.finish([replace(pending.done(b"r", "proto", *effects), replays=True)])
 
     one, other = scene.model(), scene.model()
     train(one, 1, None)
-    assert scene.journal.metrics.now().drift == {"kl_sample_train": {}, "routing_agreement": {}, "support_replay": {}}
+    names = ("kl_sample_train", "routing_agreement", "first_routing_agreement", "support_replay")
+    assert scene.journal.metrics.now().drift == {name: {} for name in names}
     train(one, 2, 0.5)
-    train(other, 1, 0.125, 0.75, 0.25)
-    worst = {"kl_sample_train": {"tiny": 0.5}, "routing_agreement": {"tiny": 0.75}, "support_replay": {"tiny": 0.25}}
+    train(other, 1, 0.125, 0.75, 0.875, 0.25)
+    worst = {name: {"tiny": value} for name, value in zip(names, (0.5, 0.75, 0.875, 0.25), strict=True)}
     assert scene.journal.metrics.now().drift == worst
-    train(one, 3, 0.0625, 0.5, 1.0)
-    worst |= {"kl_sample_train": {"tiny": 0.125}, "routing_agreement": {"tiny": 0.5}}
+    train(one, 3, 0.0625, 0.5, 0.75, 1.0)
+    worst |= {"kl_sample_train": {"tiny": 0.125}, "routing_agreement": {"tiny": 0.5}, names[2]: {"tiny": 0.75}}
     assert scene.journal.metrics.now().drift == worst

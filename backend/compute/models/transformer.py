@@ -145,14 +145,15 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Final hidden states [B, T, D] for training, in the dtype of the weights; and the routers' agreement.
 
-    The agreement, int32 [B, T], counts the given experts in layers whose router chooses just these, in any order. None
-    without given experts. cfg, mesh, params: the base model and its devices. lora: an adapter, A and B in float32.
+    The agreement, int32 [B, T, 2], counts the given experts in layers whose router chooses just these, in any order.
+    Its second number is 1 where the first layer with given experts is such a layer. None without given experts. cfg,
+    mesh, params: the base model and its devices. lora: an adapter, A and B in float32.
     """
     images, mixers, constrain, keep = inputs.images, inputs.mixers, inputs.constrain, inputs.keep
     rope = rope_tables(cfg, inputs.positions_BT if images is None else jnp.asarray(images.positions_BT3))
 
     def run(layer: DecoderLayer, carry: Carry, stacked: tuple[Any, LayerParams, LayerPairs]) -> Carry:
-        (x_BTD, shared, number, equal_BT), (place, weights, pairs) = carry, stacked
+        (x_BTD, shared, number, equal_BT2), (place, weights, pairs) = carry, stacked
         routing = None
         if inputs.routes_BTLk is not None:
             routing = Routing(jax.lax.dynamic_index_in_dim(inputs.routes_BTLk, number, axis=2, keepdims=False))
@@ -179,20 +180,24 @@ def forward(
             routing=routing,
         )
         x_BTD = constrain(layer(step, x_BTD))
-        if equal_BT is not None and routing is not None:
-            equal_BT = equal_BT + _agrees(routing)
+        if equal_BT2 is not None and first_BT is not None and routing is not None:
+            equal_BT = jnp.broadcast_to(_agrees(routing), first_BT.shape)
+            equal_BT2 = equal_BT2 + jnp.stack([equal_BT, (equal_BT > 0) & (first_BT == number)], axis=-1)
         x_BTD = x_BTD if images is None else add_deep_features(images, place, x_BTD)
-        return x_BTD, shared, number + 1, equal_BT
+        return x_BTD, shared, number + 1, equal_BT2
 
     policy = jax.checkpoint_policies.save_only_these_names(*(kept_names(cfg) if keep is Keep.RESULTS else ()))
     kept = partial(jax.checkpoint, policy=policy)
     x_BTD = embed(cfg, params, inputs.tokens_BT, images)
     inputs_LBTP = layer_inputs(cfg, params, inputs.tokens_BT, x_BTD)
-    equal_BT = None if inputs.routes_BTLk is None else jnp.zeros(inputs.tokens_BT.shape, jnp.int32)
-    start = (constrain(x_BTD), _nothing_shared(cfg, x_BTD), jnp.int32(0), equal_BT)
+    first_BT = equal_BT2 = None
+    if inputs.routes_BTLk is not None:
+        first_BT = jnp.argmax(inputs.routes_BTLk[..., 0] >= 0, axis=-1)
+        equal_BT2 = jnp.zeros((*first_BT.shape, 2), jnp.int32)
+    start = (constrain(x_BTD), _nothing_shared(cfg, x_BTD), jnp.int32(0), equal_BT2)
     grouped = keep is Keep.GROUPS
-    x_BTD, _, _, equal_BT = over_layers(cfg, run, start, params.layers, lora.layers, kept=kept, grouped=grouped)
-    return final_hidden(cfg, params, x_BTD), equal_BT
+    x_BTD, _, _, equal_BT2 = over_layers(cfg, run, start, params.layers, lora.layers, kept=kept, grouped=grouped)
+    return final_hidden(cfg, params, x_BTD), equal_BT2
 
 
 def _agrees(routing: Routing) -> jax.Array:

@@ -32,7 +32,7 @@ from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.compute.training.train import Steps, to_devices
 from tinkerflow.backend.core.errors import OUT_OF_MEMORY, AllocationError, ServerError
 from tinkerflow.backend.spec.commands import DeferredReply, Done, Float32, Forward, ForwardResult, LoraSpec, Reply
-from tinkerflow.backend.spec.drift import AGREEMENT
+from tinkerflow.backend.spec.drift import AGREEMENT, FIRST_AGREEMENT
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.traced_work import examples_of_step, loss_steps
 
@@ -259,12 +259,16 @@ def _by_example(command: Forward, batches: list[MicroBatch], found: list[Any]) -
 
 
 def _agreement(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> dict[str, float]:
-    """The share of given sets of experts that are the router's own choice; nothing if none are given."""
-    given = equal = 0
+    """The share of given sets of experts that are the router's own choice, in all layers and in the first with such.
+
+    Nothing if none are given.
+    """
+    given, equal = np.zeros(2, np.int64), np.zeros(2, np.int64)
     for batch, scored in zip(batches, results, strict=True):
         for place in batch.places:
             routes_Tn = command.examples[place.example].routes_Tn
-            if routes_Tn is not None and scored.equal_BT is not None:
-                given += int(np.count_nonzero(routes_Tn >= 0))
-                equal += int(batch.in_rows(scored.equal_BT)[place.row, place.columns].sum())
-    return {AGREEMENT: equal / given} if given else {}
+            if routes_Tn is not None and scored.equal_BT2 is not None:
+                is_given_Tn = routes_Tn >= 0
+                given += [is_given_Tn.sum(), is_given_Tn.any(axis=-1).sum()]
+                equal += batch.in_rows(scored.equal_BT2)[place.row, place.columns].sum(axis=0)
+    return dict(zip((AGREEMENT, FIRST_AGREEMENT), map(float, equal / given), strict=True)) if given.all() else {}

@@ -41,13 +41,13 @@ MOST_LOGITS_OF_GPUS = 2**26  # without kernels
 class Scored:
     """loss: float32 scalar, the sum over all tokens; logprobs_BTK: float32, of the full softmax.
 
-    equal_BT: the routers' agreement (`transformer.forward`); None without given experts. log_mass_BT: float32, the log
+    equal_BT2: the routers' agreement (`transformer.forward`); None without given experts. log_mass_BT: float32, the log
     of the probability of each token's support; None without supports.
     """
 
     loss: jax.Array
     logprobs_BTK: jax.Array
-    equal_BT: jax.Array | None = None
+    equal_BT2: jax.Array | None = None
     log_mass_BT: jax.Array | None = None
 
 

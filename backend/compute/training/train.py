@@ -171,8 +171,8 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         if isinstance(lora, Params):
             params, lora = in_compute_dtype(cfg, params, lora), _NO_ADAPTER
         lora = gathered(mesh, lora)
-        hidden_BTD, equal_BT = hidden(params, lora, batch, keep=Keep.RESULTS)
-        return replace(at_head(score, params, lora, hidden_BTD, batch), equal_BT=equal_BT)
+        hidden_BTD, equal_BT2 = hidden(params, lora, batch, keep=Keep.RESULTS)
+        return replace(at_head(score, params, lora, hidden_BTD, batch), equal_BT2=equal_BT2)
 
     def full_backward(base: Params, weights: Params, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
         params = in_compute_dtype(cfg, base, weights)
@@ -182,11 +182,11 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         def of(weights: Params) -> tuple[jax.Array, jax.Array | None]:
             return hidden(in_compute_dtype(cfg, base, weights), _NO_ADAPTER, batch, keep=keep)
 
-        hidden_BTD, pull, equal_BT = jax.vjp(of, weights, has_aux=True)
+        hidden_BTD, pull, equal_BT2 = jax.vjp(of, weights, has_aux=True)
         scored, d_hidden_BTD, by_head = at_head(score_and_grads, params, _NO_ADAPTER, hidden_BTD, batch, by_head=True)
         (more,) = pull(d_hidden_BTD)
         more = add_head_gradient(more, by_head)
-        added, scored = jax.tree.map(jnp.add, grads, more), replace(scored, equal_BT=equal_BT)
+        added, scored = jax.tree.map(jnp.add, grads, more), replace(scored, equal_BT2=equal_BT2)
         return constrain_trained(cfg, mesh, added), jax.lax.with_sharding_constraint(scored, whole)
 
     def backward_step(params: Params, lora: Trained, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
@@ -196,12 +196,12 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         keep = kept(lora, params, batch)
         some = tokens_at_a_time(keep)
         run = partial(hidden, params, batch=batch, keep=keep, some=some)
-        hidden_BTD, pull, equal_BT = jax.vjp(run, lora, has_aux=True)
+        hidden_BTD, pull, equal_BT2 = jax.vjp(run, lora, has_aux=True)
         scored, d_hidden_BTD, d_unembed = at_head(score_and_grads, params, lora, hidden_BTD, batch)
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)
         added = constrain_trained(cfg, mesh, jax.tree.map(jnp.add, grads, d_lora))
-        return added, jax.lax.with_sharding_constraint(replace(scored, equal_BT=equal_BT), whole)
+        return added, jax.lax.with_sharding_constraint(replace(scored, equal_BT2=equal_BT2), whole)
 
     def optimize(lora: Trained, grads: Trained, state: OptimizerState, hyper: Leaf) -> Stepped:
         return constrain_trained(cfg, mesh, step(lora, grads, state, cast(jax.Array, hyper)))

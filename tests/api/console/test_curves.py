@@ -15,7 +15,7 @@ CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def run(steps: list[int], *metrics: Metric, tokens_before: int = 0) -> RunCurves:
-    points = (StepFigures(step, CREATED + timedelta(minutes=6 * step), 100, 1.0 / step, *[None] * 8) for step in steps)
+    points = (StepFigures(step, CREATED + timedelta(minutes=6 * step), 100, 1.0 / step, *[None] * 9) for step in steps)
     return RunCurves("value", CREATED, Curve(tuple(points), len(steps), tokens_before), metrics)
 
 

@@ -93,7 +93,7 @@ def test_the_page_of_a_run_shows_neither_empty_facts_nor_the_step_at_which_it_wa
 
 
 def points(*steps: int) -> Curve:
-    found = (StepFigures(n, NOW + timedelta(minutes=n), 1, *[None] * 9) for n in steps)
+    found = (StepFigures(n, NOW + timedelta(minutes=n), 1, *[None] * 10) for n in steps)
     return Curve(tuple(found), len(steps))
 
 
