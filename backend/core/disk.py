@@ -33,6 +33,13 @@ def open_private(path: Path, mode: str) -> IO[Any]:
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE))
 
 
+def sqlite_url(path: Path, driver: str = "sqlite") -> str:
+    """The URL in which the installed SQLAlchemy finds this path: 2.1 decodes %20 in URLs, and 2.0 does not."""
+    from sqlalchemy import URL
+
+    return URL.create(driver, database=str(path)).render_as_string()
+
+
 def folder_of_url(url: str) -> Path:
     """The folder of a `file://` URL, in which `%20` is a blank and so on.
 

@@ -150,7 +150,12 @@ def is_sqlite(url: str) -> bool:
 
 
 def driver_url(url: str) -> sa.URL:
-    """`url` with its driver: psycopg 3 for postgresql:// and postgres://."""
+    """`url` with its driver: psycopg 3 for postgresql:// and postgres://.
+
+    The path of an SQLite file stands in `url` as it is. SQLAlchemy 2.1 would decode %20 in it, and 2.0 does not.
+    """
+    if url.startswith("sqlite:///"):
+        return make_url(url).set(database=url.removeprefix("sqlite:///").partition("?")[0])
     parsed = make_url("postgresql" + url.removeprefix("postgres") if url.startswith("postgres:") else url)
     return parsed.set(drivername="postgresql+psycopg") if parsed.drivername == "postgresql" else parsed
 

@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sqlalchemy.engine import make_url
-
 from tinkerflow.backend.core.disk import PRIVATE_FOLDER
 from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.journal.database import driver_url
 from tinkerflow.backend.journal.topics import pack_topics, unpack_topics
 
 log = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ class SocketTransport:
 
 def socket_folder(url: str) -> Path:
     """The folder in which the processes that use the SQLite file of `url` bind their sockets."""
-    database = os.fsencode(Path(make_url(url).database or "").resolve())
+    database = os.fsencode(Path(driver_url(url).database or "").resolve())
     name = f"tinkerflow-{os.getuid()}-{hashlib.sha256(database).hexdigest()[:16]}"
     folder = Path(tempfile.gettempdir()) / name
     return folder if len(os.fsencode(folder)) + _NAME_LENGTH <= _PATH_LIMIT else Path("/tmp") / name

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 from packaging.version import Version
 
-from tinkerflow.backend.core.disk import make_folder
+from tinkerflow.backend.core.disk import make_folder, sqlite_url
 from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.core.prefect_access import PrefectAccess, forget_server, make_credential, record_server
 from tinkerflow.backend.supervise import BEATS, ChildProcess, HeartbeatMonitor, watch
@@ -94,7 +94,7 @@ def server_environment(data_dir: Path, port: int, credential: str) -> dict[str, 
     home = data_dir / "prefect"
     settings = {
         "PREFECT_HOME": str(home),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_API_DATABASE_CONNECTION_URL": sqlite_url(home / "prefect.db", "sqlite+aiosqlite"),
         "PREFECT_SERVER_API_HOST": "127.0.0.1",
         "PREFECT_SERVER_API_PORT": str(port),
         "PREFECT_SERVER_API_AUTH_STRING": credential,

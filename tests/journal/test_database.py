@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.engine import make_url
 
+from tinkerflow.backend.core.disk import sqlite_url
 from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import Journal, NewSession, database
 from tinkerflow.backend.journal.database import Database, driver_url
@@ -91,7 +93,8 @@ def test_an_exception_rolls_back(url):
 def test_urls():
     assert driver_url("postgresql://u:p@h/d").drivername == "postgresql+psycopg"
     assert driver_url("postgres://u:p@h/d").drivername == "postgresql+psycopg"
-    assert driver_url("sqlite:////x/y.db").drivername == "sqlite"
+    assert driver_url("sqlite:////x/a#b %20/y.db?timeout=3").database == "/x/a#b %20/y.db"
+    assert make_url(sqlite_url(Path("/x/a#b %20/y.db"), "sqlite+aiosqlite")).database == "/x/a#b %20/y.db"
     with pytest.raises(ValueError, match="needs a file"):
         Database("sqlite://")
 

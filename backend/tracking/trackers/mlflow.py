@@ -13,6 +13,7 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
+from tinkerflow.backend.core.disk import sqlite_url
 from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 
 TAG = "tinkerflow.run"
@@ -30,7 +31,7 @@ class MlflowRun:
 
         folder.mkdir(parents=True, exist_ok=True)
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-        self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
+        self._client = MlflowClient(tracking_uri=uri or sqlite_url(folder / "mlflow.db"))
         project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
         experiment = self._client.get_experiment_by_name(project)
         artifacts = None if uri else (folder / "artifacts").as_uri()

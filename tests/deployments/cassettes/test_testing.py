@@ -101,7 +101,7 @@ def test_a_light_environment_is_enough(tmp_path: Path) -> None:
     installed = {"setuptools", "tinkerflow"}
     for word in shlex.split(named[1]):
         add_requirements(Requirement(word), installed)
-    for optional in ("uvicorn[standard]", "python-multipart"):  # uvicorn and starlette load these where they are
+    for optional in ("uvicorn[standard]", "python-multipart", "httpx[brotli]"):  # loaded where they are installed
         add_requirements(Requirement(optional), installed)
     loaded = {canonicalize_name(one) for name in done.stdout.split() for one in found.get(name, [])}
     assert loaded - installed == set()
