@@ -46,7 +46,7 @@ NEWEST_FIRST = ["evening session", "arithmetic", "Überläufer", "Pig Latin"]
     ("search", "found"),
     [
         ("", NEWEST_FIRST),
-        ("PIG", ["Pig Latin"]),
+        ("LATIN", ["Pig Latin"]),  # an id may contain "pig"
         ("latin pig", ["Pig Latin"]),
         ('"pig latin"', ["Pig Latin"]),
         ('"latin pig"', []),
