@@ -8,7 +8,7 @@ of the console, a value of trackers, a series of Prometheus, and, if it has a li
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,6 +161,12 @@ DRIFT_FIGURES = (
         unit="a share of tokens",
     ),
 )
+
+
+def drift_means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The values of DRIFT_FIGURES in the metrics of a result, by column; without those that were not measured."""
+    return {figure.column: metrics[figure.metric] for figure in DRIFT_FIGURES if figure.metric in metrics}
+
 
 DriftTokens = tuple[Floats, Floats, npt.NDArray[np.bool_]]
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from tinkerflow.backend.catalog.model_card import image_processor
 from tinkerflow.backend.journal import Effect, LossMeasured, Outcome, UsageKind, Used
 from tinkerflow.backend.spec.commands import Forward, ForwardResult
-from tinkerflow.backend.spec.drift import DRIFT_FIGURES, KL_MEAN, worst_tokens
+from tinkerflow.backend.spec.drift import DRIFT_FIGURES, KL_MEAN, drift_means, worst_tokens
 from tinkerflow.backend.wire import (
     decode_forward,
     drift_metrics,
@@ -75,7 +75,7 @@ async def execute(execution: Execution) -> Outcome:
 
     def encode() -> tuple[bytes, dict[str, float], list[str]]:
         metrics = {**result.metrics, **drift_metrics(command, result)}
-        means = {one.column: metrics[one.metric] for one in DRIFT_FIGURES if one.metric in metrics}
+        means = drift_means(metrics)
         wrong = [one for one in DRIFT_FIGURES if one.is_wrong(means.get(one.column), context.drift_limits)]
         alarms = [one.alarm(means[one.column], context.drift_limits) for one in wrong]
         if alarms and KL_MEAN in metrics:

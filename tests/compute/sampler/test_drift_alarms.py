@@ -31,7 +31,7 @@ from tinkerflow.backend.spec.commands import (
     SampleRequest,
     SampleStep,
 )
-from tinkerflow.backend.spec.drift import DRIFT_FIGURES
+from tinkerflow.backend.spec.drift import drift_means
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.wire import drift_metrics
 from tinkerflow.flows.run_report import RunReport
@@ -78,8 +78,7 @@ class Loop:
         result = self._trainer.execute(trained)
         assert isinstance(result, ForwardResult)
         self._trainer.execute(OptimStep("a", AdamParams(learning_rate=1e-4)))
-        metrics = {**result.metrics, **drift_metrics(trained, result)}
-        means = {figure.column: metrics[figure.metric] for figure in DRIFT_FIGURES if figure.metric in metrics}
+        means = drift_means({**result.metrics, **drift_metrics(trained, result)})
         loss = LossMeasured("a", 1, 1.0, 1.0, **means)
         self._report.answered(Outcome(f"r{self._number}", b"", "json", effects=(loss,)))
 
