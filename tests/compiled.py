@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -15,11 +16,23 @@ def forget_programs() -> None:
     gc.collect()
 
 
-def as_on(kind: str, cores: int, platform: str) -> AbstractContextManager[object]:
-    """In the block, JAX traces and lowers for a device that is not there. cores: its multiprocessors or TPU cores."""
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+@contextmanager
+def as_on(kind: str, cores: int, platform: str) -> Iterator[None]:
+    """In the block, JAX traces and lowers for a device that is not there, also below a mesh of the devices that are.
 
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, cores, platform)))
+    cores: its multiprocessors or TPU cores.
+    """
+    import pytest
+    from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
+
+    device = AbstractDevice(kind, cores, platform)
+
+    def abstract_mesh(mesh: Mesh) -> AbstractMesh:
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
+
+    with pytest.MonkeyPatch.context() as patch, use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        patch.setattr(Mesh, "abstract_mesh", property(abstract_mesh))
+        yield
 
 
 def lower_for(platform: str, function: Any, *args: Any) -> Any:
