@@ -107,14 +107,14 @@ async def list_models(call: Call) -> Sequence[Listed]:
     return await asyncio.to_thread(_list, call)
 
 
-def champions_of(call: Call, path: str) -> dict[str, str]:
-    """The champions that the checkpoint at `path` is: when it was promoted, "" if that is not known, by name."""
+def champions_of(call: Call, *paths: str) -> dict[str, str]:
+    """The champions among the checkpoints at `paths`: when each was promoted, "" if that is not known, by name."""
     work = work_folder(call)
     newest = {name: newest_champion(work, name) for name in champion_names(work)}
     return {
         name: champion.get("promoted_at", "")
         for name, champion in newest.items()
-        if champion is not None and champion["weights"] == path
+        if champion is not None and champion["weights"] in paths
     }
 
 

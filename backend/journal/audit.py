@@ -35,6 +35,7 @@ class AuditedEvent(StrEnum):
     PROJECT_SIGNED_OUT = "project_signed_out"
     PROJECT_SAMPLE_READ = "project_sample_read"
     PROJECT_SESSION_ASSIGNED = "project_session_assigned"
+    TRAINING_RUN_DELETED = "training_run_deleted"
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_DELETED = "checkpoint_deleted"
     CHECKPOINT_EXPIRED = "checkpoint_expired"

@@ -305,12 +305,18 @@ def get_owned(
 def is_owned(table: Owned) -> sa.ColumnElement[bool]:
     """The filter of get_owned for prepared statements, with the parameters `row_id` and `as_owner`."""
     owner = sa.bindparam("as_owner", type_=sa.String)
-    return sa.and_(col(table.id) == sa.bindparam("row_id"), sa.or_(owner.is_(None), col(table.owner) == owner))
+    is_row = col(table.id) == sa.bindparam("row_id")
+    return sa.and_(is_row, sa.or_(owner.is_(None), col(table.owner) == owner), *_not_deleted(table))
 
 
 def owned_by(table: Owned, owner: str | None) -> tuple[sa.ColumnElement[bool], ...]:
-    """The filter for lists: the rows of one owner, or all rows if `owner` is None."""
-    return () if owner is None else (col(table.owner) == owner,)
+    """The filter for lists: the rows of one owner, or all rows if `owner` is None. Deleted rows do not exist."""
+    return (*_not_deleted(table), *(() if owner is None else (col(table.owner) == owner,)))
+
+
+def _not_deleted(table: Owned) -> tuple[sa.ColumnElement[bool], ...]:
+    deleted_at = getattr(table, "deleted_at", None)
+    return () if deleted_at is None else (col(deleted_at).is_(None),)
 
 
 def newest_page(

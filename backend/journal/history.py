@@ -179,13 +179,15 @@ class Histories(Aggregate):
     def to_delete(self, rules: HistoryRules, limit: int = 20) -> list[str]:
         """Ids of at most `limit` runs whose history is deleted under the rules, the oldest first.
 
-        A project over its limit loses the histories of ended runs first, and then those of live runs.
+        A project over its limit loses the histories of ended runs first, and then those of live runs. Histories that
+        have ended (`end`, or because the run was deleted) are listed until they are forgotten.
         """
         size = sa.func.sum(col(HistorySegment.size_bytes))
+        of_run = [col(Model.id), col(Model.owner), col(Model.state), col(Model.last_request_at), col(Model.history)]
         of_runs = (
-            sa.select(col(Model.id), col(Model.owner), col(Model.state), col(Model.last_request_at), size.label("size"))
+            sa.select(*of_run, size.label("size"))
             .join(HistorySegment, col(HistorySegment.model_id) == col(Model.id))
-            .group_by(col(Model.id), col(Model.owner), col(Model.state), col(Model.last_request_at))
+            .group_by(*of_run)
             .order_by(col(Model.state).in_(TAKES_WORK), col(Model.last_request_at), col(Model.id))
         )
         with self._read() as connection:
@@ -196,7 +198,7 @@ class Histories(Aggregate):
         before, chosen = self._ago(rules.days * 86400), list[str]()
         for run in runs:
             late = rules.days and run.last_request_at < before and run.state not in TAKES_WORK
-            if late or (rules.max_bytes and stored[run.owner] > rules.max_bytes):
+            if late or not run.history or (rules.max_bytes and stored[run.owner] > rules.max_bytes):
                 stored[run.owner] -= int(run.size)
                 chosen.append(run.id)
         return chosen[:limit]

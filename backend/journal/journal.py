@@ -31,6 +31,7 @@ from tinkerflow.backend.journal.queue import Queue
 from tinkerflow.backend.journal.recovery import Recovery
 from tinkerflow.backend.journal.requests import Requests
 from tinkerflow.backend.journal.results import Results
+from tinkerflow.backend.journal.run_deletion import RunDeletions
 from tinkerflow.backend.journal.run_events import RunEvents
 from tinkerflow.backend.journal.run_metrics import RunMetrics
 from tinkerflow.backend.journal.run_table import RunTable
@@ -69,6 +70,7 @@ class Journal:
         self.ancestries = Ancestries(*parts)
         self.run_metrics = RunMetrics(*parts)
         self.run_table = RunTable(*parts)
+        self.run_deletions = RunDeletions(*parts)
         self.run_values = RunValues(*parts)
         self.samples = Samples(*parts)
         self.checkpoints = SavedCheckpoints(*parts)

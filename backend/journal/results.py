@@ -386,7 +386,7 @@ class Results(Aggregate):
                     col(Request.dropped_at).is_(None),
                     sa.or_(col(Request.seq_id) >= FIRST_SHOWN, STORED_SIZE > LARGEST_SHOWN),
                 )
-                values = _dropped(_ACKNOWLEDGED, payload=b"", dropped_at=self._now())
+                values = dropped_values(_ACKNOWLEDGED, payload=b"", dropped_at=self._now())
                 dropped += connection.execute(statement.values(**values)).rowcount
         return dropped
 
@@ -411,12 +411,12 @@ class Results(Aggregate):
         )
         text = f"{EXPIRED}: it was kept until " + before.isoformat(timespec="seconds") + " and is dropped now"
         payload = sa.case((col(Request.replays), col(Request.payload)), else_=b"")
-        values = _dropped(text, payload=payload, dropped_at=self._now())
+        values = dropped_values(text, payload=payload, dropped_at=self._now())
         with self._write() as connection:
             return connection.execute(sa.update(Request).where(col(Request.id).in_(old)).values(**values)).rowcount
 
 
-def _dropped(text: str, **more: Any) -> dict[str, Any]:
+def dropped_values(text: str, **more: Any) -> dict[str, Any]:
     """The columns of a request whose result is dropped. A request in state done fails with the error `text`."""
     was_done = col(Request.state) == RequestState.DONE
     return {

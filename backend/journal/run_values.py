@@ -10,7 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.journal.database import Aggregate
+from tinkerflow.backend.journal.database import Aggregate, owned_by
 from tinkerflow.backend.journal.run_metrics import RunMetric, RunMetricValue
 from tinkerflow.backend.journal.tables import TAKES_WORK, Model, ModelState, TrainingStep
 from tinkerflow.backend.spec.drift import DRIFT_FIGURES
@@ -98,6 +98,7 @@ class RunValues(Aggregate):
 
 def chosen_runs(runs: sa.Select[Any], projects: Collection[str], *, live_only: bool) -> sa.Select[Any]:
     """A selection from Model of the runs of these projects, oldest first; none = of all. live_only: that take work."""
+    runs = runs.where(*owned_by(Model, None))
     if projects:
         runs = runs.where(col(Model.owner).in_(projects))
     if live_only:

@@ -77,6 +77,18 @@ class AnswersGiven:
     last: datetime | None
 
 
+def is_unnamed_save(run_id: str) -> sa.ColumnElement[bool]:
+    """The filter for samplers of a run's unnamed saves."""
+    of_saves = (col(Request.model_id) == run_id, col(Request.kind) == Kind.SAVE_FOR_SAMPLER)
+    snapshot = col(SamplerRow.snapshot_id)
+    return sa.or_(snapshot.in_(sa.select(col(Request.id)).where(*of_saves)), snapshot == inflight_id(run_id))
+
+
+def is_named_save(run_id: str) -> sa.ColumnElement[bool]:
+    """The filter for samplers of a run's checkpoints."""
+    return col(SamplerRow.model_path).startswith(f"tinker://{run_id}/", autoescape=True)
+
+
 class Samples(Aggregate):
     """Sample requests, newest first."""
 
@@ -92,17 +104,10 @@ class Samples(Aggregate):
         with self._read() as connection:
             which = [*owned_by(SamplerRow, owner)]
             if run_id is not None:
-                session = get_owned(connection, Model, run_id, owner).session_id
-                saves = sa.select(col(Request.id)).where(
-                    col(Request.model_id) == run_id, col(Request.kind) == Kind.SAVE_FOR_SAMPLER
-                )
                 # An unnamed save makes a sampler in the run's own session; a named one may be sampled anywhere.
-                unnamed = sa.and_(
-                    col(SamplerRow.session_id) == session,
-                    sa.or_(col(SamplerRow.snapshot_id).in_(saves), col(SamplerRow.snapshot_id) == inflight_id(run_id)),
-                )
-                named = col(SamplerRow.model_path).startswith(f"tinker://{run_id}/", autoescape=True)
-                which.append(sa.or_(unnamed, named))
+                session = get_owned(connection, Model, run_id, owner).session_id
+                unnamed = sa.and_(col(SamplerRow.session_id) == session, is_unnamed_save(run_id))
+                which.append(sa.or_(unnamed, is_named_save(run_id)))
             ids = sa.select(col(SamplerRow.id)).where(*which).order_by(*newest).limit(SAMPLERS)
             found: list[SampleView] = []
             for sampler_id in connection.execute(ids).scalars().all():

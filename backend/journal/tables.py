@@ -214,10 +214,9 @@ class Session(Table, table=True):
 class Model(Table, table=True):
     """A training run. next_seq is the next seq_id to execute; submit and finish meet on this row's lock.
 
-    progress: the reason why its requests wait while it is being restored. paused: the reason why a person paused it.
-    history: whether its requests are kept in the store (history.py). archived: whether a person has hidden it from the
-    table of runs. origin: the checkpoint that it began with, None for a base model. origin_run: the run in that path.
-    flow_run: the id of the flow run that shows it in Prefect.
+    progress: the reason why its requests wait during a restore. paused: the reason why a person paused it. history:
+    whether its requests are kept in the store. archived, deleted_at: a person hid or deleted it. origin: the checkpoint
+    that it began with, or None. origin_run: the run in that path. flow_run: the id of its flow run in Prefect.
     """
 
     __tablename__ = "model"
@@ -252,6 +251,7 @@ class Model(Table, table=True):
     origin: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
     origin_run: str | None = Field(default=None, sa_type=Text(NAME_BYTES))
     flow_run: str | None = Field(default=None, sa_type=Text())
+    deleted_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
 
 
 class SamplerRow(Table, table=True):

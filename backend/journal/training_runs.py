@@ -157,7 +157,7 @@ class Runs(Aggregate):
     def of_session(self, session_id: str) -> list[str]:
         """Ids of the session's models, in any state, oldest first; at most MOST_OF_SESSION."""
         oldest = (col(Model.created_at), col(Model.id))
-        of_session = sa.select(col(Model.id)).where(col(Model.session_id) == session_id)
+        of_session = sa.select(col(Model.id)).where(col(Model.session_id) == session_id, *owned_by(Model, None))
         statement = of_session.order_by(*oldest).limit(MOST_OF_SESSION)
         return self._column(statement)
 

@@ -176,7 +176,7 @@ class UsageReports(Aggregate):
 
 
 def _checkpoints(owner: str | None) -> sa.Select[Any]:
-    """Checkpoints with their project and key."""
+    """Checkpoints with their project and key, deleted ones too."""
     columns = (
         col(Checkpoint.base_model),
         col(Checkpoint.size_bytes),
@@ -185,10 +185,10 @@ def _checkpoints(owner: str | None) -> sa.Select[Any]:
         col(Checkpoint.expires_at),
     )
     key = sa.func.coalesce(col(Session.key_id), "").label("key_id")
-    return (
+    found = (
         sa.select(*columns, _STORED_PROJECT.label("project"), key, _KEY_NAME)
         .outerjoin(Model, col(Model.id) == col(Checkpoint.run_id))
         .outerjoin(Session, col(Session.id) == col(Model.session_id))
         .outerjoin(ApiKey, col(ApiKey.id) == col(Session.key_id))
-        .where(*owned_by(Checkpoint, owner))
     )
+    return found if owner is None else found.where(col(Checkpoint.owner) == owner)

@@ -77,6 +77,7 @@ def test_every_kind_of_event_names_its_actor(scene, save, clock, write):
     clock.advance(3600)
     journal.upkeep.delete_expired()
     elsewhere = {
+        AuditedEvent.TRAINING_RUN_DELETED: "test_run_deletion",
         AuditedEvent.CHECKPOINT_COPIED: "test_imports",
         AuditedEvent.CHECKPOINT_IMPORTED: "test_imports",
         AuditedEvent.FEEDBACK_GIVEN: "test_feedback",

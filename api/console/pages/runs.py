@@ -20,6 +20,7 @@ from tinkerflow.api.console.render import NONE, number
 from tinkerflow.api.console.samples import shown, tokenizer_of
 from tinkerflow.api.console.upcoming import upcoming
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
+from tinkerflow.api.endpoints.targets import champions_of
 from tinkerflow.backend.catalog.model_card import public_name
 from tinkerflow.backend.core.errors import StoreError, UserError
 from tinkerflow.backend.core.plot import LINES
@@ -33,6 +34,7 @@ _OF_A_RUN = 100  # checkpoints of a run, shown
 _LONG = 1024  # of a text in a URL
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 Runs = Annotated[list[str], Query(max_length=LINES)]
+Picked = Annotated[list[str], Query(max_length=PAGE)]
 Text = Annotated[str, Query(max_length=_LONG)]
 ComparedRun = tuple[ModelView, str, Curve]  # a run, its name or else its id, and its curve
 router = page_router()
@@ -86,6 +88,27 @@ async def archive_runs(visit: Visiting, archived: bool = True) -> Response:
     table, picked = visit.journal.run_table, visit.fields.every("run")
     await asyncio.to_thread(table.archive, picked, visit.call.owner, archived=archived)
     return visit.go("/training_runs" if archived else "/training_runs?archived=yes")
+
+
+@router.get("/training_runs/delete")
+async def confirm_deletion_page(visit: Visiting, run: Picked) -> Response:
+    """The contents that are lost with the picked runs, and the button that deletes the runs."""
+    call, journal = visit.call, visit.journal
+
+    def read() -> dict[str, object]:
+        lost = journal.run_deletions.contents(dict.fromkeys(run), call.owner)
+        champions = champions_of(call, *(path for one in lost for path in one.paths))
+        return {"lost": lost, "names": [journal.models.label(one.id) for one in lost], "champions": champions}
+
+    return visit.page("delete_runs.html", **await asyncio.to_thread(read))
+
+
+@router.post("/training_runs/delete")
+async def delete_runs(visit: Visiting) -> Response:
+    """Delete the picked runs (fields `run`)."""
+    call, picked = visit.call, visit.fields.every("run")
+    await asyncio.to_thread(visit.journal.run_deletions.delete, picked, call.owner, call.key_id)
+    return visit.go("/training_runs?archived=yes")
 
 
 @router.get("/training_runs/{run_id}")

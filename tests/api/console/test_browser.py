@@ -12,6 +12,8 @@ from tests.api.console.conftest import of_checkpoint
 from tests.api.console.test_rollouts import put_rollouts
 from tests.e2e.browser import Page, open_page
 
+from tinkerflow.backend.journal import ModelState
+
 PAGES = (
     *("/", "/sessions", "/training_runs", "/compare", "/samples"),
     *("/checkpoints", "/playground", "/pool", "/usage", "/keys"),
@@ -161,6 +163,26 @@ def test_runs_are_found_sorted_and_archived(page: Page, server: Any, engine: Any
     page.click(f"input[value='{runs[1]}']")
     page.press("Bring the picked runs back")
     page.shows("No archived run is found")
+
+
+def test_archived_runs_are_deleted_after_a_question(page: Page, server: Any, furnish: Any) -> None:
+    things, journal = furnish(), server.journal
+    journal.checkpoints.publish(things.weights, "local")
+    journal.sessions.finish(things.session, "local")
+    journal.models.end(things.run, ModelState.UNLOADED, "its session ended")
+    journal.run_table.archive([things.run], "local")
+    page.open(f"{server.url}/training_runs")
+    assert "Delete" not in page.shows("No training run yet")
+    page.click("p.empty a")
+    page.shows("Archived training runs")
+    page.click(f"input[value='{things.run}']")
+    page.press("Delete the picked runs")
+    page.shows("Delete this run?", "1 of the checkpoints is published", "cannot be undone")
+    assert page.barriers() == [] and page.complaints() == []
+    page.press("Delete for good")
+    page.shows("No archived run is found")
+    assert server.get(f"training_runs/{things.run}").status_code == 404
+    assert dict(journal.upkeep.unpurged()).keys() <= {things.weights, things.sampler_weights}
 
 
 def test_a_checkpoint_is_published_and_deleted_after_a_question(page: Page, server: Any, furnish: Any) -> None:

@@ -99,6 +99,12 @@ def test_runs_of_others_are_not_archived(server: Any, journal: Any, engine: Any,
     found["ann"].send("/training_runs/archive", {"run": found["ann's"]})
     assert journal.models.get(found["ann's"], None).archived
     assert found["ann"].post("/training_runs/archive", {"run": found["ann's"]}).status_code == 403, "no mark"
+    for who, status in (("bob", 404), ("ann", 400)):  # her run has not ended
+        picked = {"run": found["ann's"]}
+        question = found[who].get("/training_runs/delete", params=picked)
+        answer = found[who].send("/training_runs/delete", picked)
+        assert (question.status_code, answer.status_code) == (status, status)
+    assert "only runs that have ended can be deleted" in question.text
 
 
 def test_a_run_that_reports_a_reward_shows_it_in_tables(

@@ -1,0 +1,116 @@
+"""Deletion of training runs that have ended.
+
+The row of a deleted run stays without its texts, so that no other run gets its id, and `database.get_owned` finds it no
+more. The transaction of the deletion drops the bytes of its requests and samples, removes its figures, metrics and
+events, ends its history and marks its checkpoints as deleted. The engine's sweeps remove the files of checkpoints,
+snapshots and histories afterwards, even if a crash comes between. Usage and the audit log stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.checkpoints import exists
+from tinkerflow.backend.journal.database import Aggregate, columns, get_owned
+from tinkerflow.backend.journal.quotas import lock_project, text_bytes, uncount_kept
+from tinkerflow.backend.journal.results import EXPIRED, dropped_values
+from tinkerflow.backend.journal.run_events import RunEventRow
+from tinkerflow.backend.journal.run_metrics import RunMetric, RunMetricValue
+from tinkerflow.backend.journal.samples import is_named_save, is_unnamed_save
+from tinkerflow.backend.journal.tables import (
+    TAKES_WORK,
+    Checkpoint,
+    Model,
+    Request,
+    SamplerRow,
+    Session,
+    SessionState,
+    TrainingStep,
+)
+from tinkerflow.backend.spec.run_metadata import OUTCOME, REASON
+
+_ROWS = (TrainingStep, RunMetricValue, RunMetric, RunEventRow)  # the tables whose rows go with a run
+
+
+@dataclass(frozen=True)
+class RunContents:
+    """What is lost with a run. paths: of its checkpoints. size_bytes: of these. public: how many are published."""
+
+    id: str
+    paths: tuple[str, ...]
+    size_bytes: int
+    public: int
+
+
+class RunDeletions(Aggregate):
+    """Deletes training runs."""
+
+    def contents(self, run_ids: Collection[str], owner: str) -> list[RunContents]:
+        """The contents of the project's runs, which all may be deleted. Three statements for each run.
+
+        NotFoundError: unknown or foreign run. UserError: a run or its session has not ended.
+        """
+        with self._read() as connection:
+            return [self._contents(connection, run_id, owner) for run_id in run_ids]
+
+    def delete(self, run_ids: Collection[str], owner: str, key_id: str = "") -> None:
+        """Delete the project's runs, each in a transaction of its own. Errors as in `contents`.
+
+        key_id: the deleting key, for the audit log.
+        """
+        for run_id in run_ids:
+            with self._write() as connection:
+                lock_project(connection, owner)
+                lost = self._contents(connection, run_id, owner)
+                _delete(connection, lost, owner, audit.actor_of_key(key_id), self._now())
+
+    def _contents(self, connection: sa.Connection, run_id: str, owner: str) -> RunContents:
+        run = get_owned(connection, Model, run_id, owner)
+        if run.state in TAKES_WORK:
+            raise UserError(f"run {run_id} is {run.state}: only runs that have ended can be deleted")
+        if get_owned(connection, Session, run.session_id, None).state == SessionState.ACTIVE:
+            raise UserError(f"run {run_id}: its session {run.session_id} goes on; runs can be deleted after its end")
+        saved = sa.select(Checkpoint).where(col(Checkpoint.run_id) == run_id, exists(self._now()))
+        rows = connection.execute(saved.order_by(col(Checkpoint.path))).all()
+        paths, sizes = tuple(row.path for row in rows), (row.size_bytes for row in rows)
+        return RunContents(run_id, paths, sum(sizes), sum(row.public for row in rows))
+
+
+def _delete(connection: sa.Connection, lost: RunContents, owner: str, actor: str, now: datetime) -> None:
+    run = get_owned(connection, Model, lost.id, owner)
+    deleted = sa.update(Checkpoint).where(col(Checkpoint.run_id) == run.id, col(Checkpoint.deleted_at).is_(None))
+    for row in connection.execute(deleted.values(deleted_at=now).returning(*columns(Checkpoint))).all():
+        audit.write_checkpoint_event(connection, now, audit.AuditedEvent.CHECKPOINT_DELETED, row, actor=actor)
+    _drop_bytes(connection, run, now)
+    metrics = connection.execute(sa.select(RunMetric).where(col(RunMetric.model_id) == run.id)).all()
+    names = sum(row.number * text_bytes(row.name) for row in metrics)
+    uncount_kept(connection, owner, "metrics", sum(row.number for row in metrics), names)
+    counted = {key: text for key, text in run.user_metadata.items() if key not in (OUTCOME, REASON)}
+    texts = text_bytes(run.base_model, *counted, *counted.values())  # as `insert_model` counts them
+    uncount_kept(connection, owner, "training_runs", 1, texts)
+    for table in _ROWS:
+        connection.execute(sa.delete(table).where(col(table.model_id) == run.id))
+    emptied = sa.update(Model).where(col(Model.id) == run.id)
+    connection.execute(emptied.values(user_metadata={}, detail=None, history=False, deleted_at=now))
+    event = audit.AuditedEvent.TRAINING_RUN_DELETED
+    details = {"checkpoints": len(lost.paths), "size_bytes": lost.size_bytes}
+    audit.write_event(connection, now, owner=owner, event=event, actor=actor, model_id=run.id, details=details)
+
+
+def _drop_bytes(connection: sa.Connection, run: sa.Row[Any], now: datetime) -> None:
+    """Drop the payloads and results of a run's requests, and of the samples of its weights in its own session."""
+    of_weights = sa.or_(is_unnamed_save(run.id), is_named_save(run.id))
+    samplers = sa.select(col(SamplerRow.id)).where(col(SamplerRow.session_id) == run.session_id, of_weights)
+    none = {"payload": b"", "replays": False, "archives": False, "dropped_at": now}
+    values = dropped_values(f"{EXPIRED}: its run was deleted", **none)
+    has_bytes = sa.or_(sa.func.length(col(Request.payload)) > 0, col(Request.result).is_not(None))
+    for which in (col(Request.sampler_id).in_(samplers), col(Request.model_id) == run.id):
+        connection.execute(sa.update(Request).where(which, has_bytes).values(**values))
