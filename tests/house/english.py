@@ -1,8 +1,8 @@
 """Prose that reads like a translation: `python -m tests.house.english [--list N] [PATH ...]`.
 
-Counts sentences of docstrings, comments, long strings and Markdown that match a pattern. Fails when more than
-`MOST_CLAUSES` of 1,000 sentences have a clause as a noun, or more than `MOST` match any pattern. A match is a place to
-look at, not a verdict. `--list N` prints N examples of each pattern.
+Counts sentences of docstrings, comments, long strings and Markdown, and names of tests, that match a pattern. Fails
+when more than `MOST_CLAUSES` of 1,000 sentences have a clause as a noun, or more than `MOST` match any pattern. A match
+is a place to look at, not a verdict. `--list N` prints N examples of each pattern.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def python_prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Docstrings, strings of a few words and comments, each with its line."""
+    """Docstrings, strings of a few words, names of functions as sentences, and comments, each with its line."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
         elif isinstance(node, ast.JoinedStr):
             yield node.lineno, "".join(str(v.value) if isinstance(v, ast.Constant) else "X" for v in node.values)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name.removeprefix("test_").replace("_", " ")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("#! ")
